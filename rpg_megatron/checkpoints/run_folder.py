@@ -47,9 +47,6 @@ MODEL, ANCHOR = "model", "anchor"
 STATE, RNG, CONFIG = "state.json", "rng.pt", "config.yaml"
 FORMAT = 1
 """Format version of ``state.json`` and of the folder."""
-ROLLOUTS = "rollouts"
-_CARRIED = re.compile(r"carried_(\d{6,})_\d+\.parquet")
-"""Files of groups that a step carried over, by step and sampler worker (``rollout/carried_groups.py``)."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -70,16 +67,9 @@ class _Stream(BaseModel):
     rows: str = ""
 
 
-class _Carried(BaseModel):
-    ticket: _Count
-    prompt: int
-    file: str = Field(pattern=r"^carried_\w+\.parquet$")
-
-
 class _Sampler(BaseModel):
     stream: _Stream
     next_ticket: _Count = 0
-    surplus: list[_Carried]
 
 
 class _Anchor(BaseModel):
@@ -229,37 +219,9 @@ def remove_old(run: Path, keep: int, milestone: int | None, best: Container[int]
     """Remove old checkpoints.
 
     Keeps the ``keep`` newest, those at multiples of ``milestone`` steps, and those of the steps in ``best``.
-    Also removes files of carried groups to which no checkpoint refers any more.
     """
     for step, folder in list(list_steps(run).items())[keep:]:
         if step not in best and (milestone is None or step % milestone):
             # Renamed first: if the process is killed, ``remove_parts`` removes the rest.
             rename(folder, part_folder(folder))
             remove(part_folder(folder), ignore_errors=True)
-    _remove_carried(run)
-
-
-def carried_files(checkpoint: Path) -> set[Path]:
-    """Files of the run with the groups that dynamic sampling carried over to the next step."""
-    surplus = read_state(checkpoint, RunState)["sampler"]["surplus"]
-    folder = checkpoint.parent.parent / ROLLOUTS
-    return {folder / group["file"] for group in surplus}
-
-
-def _remove_carried(run: Path) -> None:
-    """Remove files of carried groups that are not needed. Those after the newest checkpoint are kept.
-
-    The next checkpoint may refer to them. A group that is carried over several steps is in the states of all
-    checkpoints in between.
-    """
-    files = {f: int(m[1]) for f in (run / ROLLOUTS).glob("carried_*") if (m := _CARRIED.fullmatch(f.name))}
-    checkpoints = list_steps(run)
-    if not files or not checkpoints:
-        return
-    try:
-        used = set().union(*map(carried_files, checkpoints.values()))
-    except UserError:
-        return  # a damaged checkpoint, or one of another version: the files that it needs are not known
-    for file, step in files.items():
-        if step <= max(checkpoints) and file not in used:
-            remove(file)

@@ -30,12 +30,12 @@ class DynamicSamplingSettings(Section):
     of your own function(scores), which returns whether to keep a group; its settings are the other keys;
     docs/extend.md."""
     rounds: int = Field(20, ge=1)
-    """Maximum sampling rounds for one step; the run stops if the step is still not full."""
+    """Maximum number of graded groups for one step, as a multiple of ``prompts_per_step`` x ``oversample``;
+    the run stops if the step is still not full."""
     oversample: float = Field(1.0, ge=1)
-    """Prompts sampled in a round, as a multiple of the missing groups."""
-    surplus: Literal["keep", "drop"] = "keep"
-    """Surplus groups. keep: they are used in the next step, one update stale. drop: they are discarded, so
-    each step is sampled by the current weights only, as in the scripts of arXiv 2505.17508."""
+    """Groups that are sampled or kept at a time, as a multiple of ``prompts_per_step``, so that rejected
+    groups cost less time. Groups beyond the batch are discarded, and their prompts come again in the next
+    step. 1: each rejected group is replaced when it is graded."""
 
     @field_validator("type")
     @classmethod
@@ -44,6 +44,10 @@ class DynamicSamplingSettings(Section):
         if value not in built_in and not re.fullmatch(IMPORT_PATH, value):
             raise ValueError(f"must be {' or '.join(built_in)}, or an import path module:function")
         return value
+
+    def most_groups(self, prompts_per_step: int) -> int:
+        """Maximum number of graded groups for one step."""
+        return self.rounds * math.ceil(prompts_per_step * self.oversample)
 
     @property
     def path(self) -> str:
@@ -125,6 +129,11 @@ class RolloutSettings(Section):
         return next((name for name, restricts in names.items() if restricts), "")
 
     @property
+    def interrupted(self) -> bool:
+        """Whether requests may be running when weights are updated."""
+        return self.ahead > 0 or (self.dynamic is not None and self.dynamic.oversample > 1)
+
+    @property
     def probed(self) -> bool:
         """Whether the mismatch guard needs probes, because tokens of the batch are not enough."""
         return self.ahead > 0 or bool(self.restricted)
@@ -164,15 +173,10 @@ class RolloutSettings(Section):
                 f"inflight drain needs ahead 1 (it is {self.ahead}): groups that have started are finished "
                 "before new weights are loaded, so no batch is older than one update"
             )
-        if self.ahead and self.dynamic is not None and self.dynamic.surplus == "drop":
-            raise ValueError(
-                "ahead excludes dynamic.surplus drop: groups sampled ahead would be discarded at every step; "
-                "set dynamic.surplus to keep"
-            )
         if self.ahead and self.dynamic is not None and self.dynamic.oversample != 1:
             raise ValueError(
-                "dynamic.oversample has no effect with ahead, which replaces each rejected group at once; "
-                "remove it"
+                "ahead excludes dynamic.oversample: groups beyond the limit would be more than ahead updates "
+                "old when they are trained on; remove it, and raise ahead if the trainer waits"
             )
         return self
 

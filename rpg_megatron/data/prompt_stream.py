@@ -38,16 +38,12 @@ class Prompts(Protocol):
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts at these indices."""
 
-    def find(self, prompt_id: int) -> int:
-        """Index of the prompt with this id. Raises KeyError."""
-
 
 class PromptList:
     """``Prompts`` in memory."""
 
     def __init__(self, prompts: Sequence[Prompt]):
         self._prompts = prompts
-        self._indices = {prompt.id: index for index, prompt in enumerate(prompts)}
         digest = FingerprintSum()
         digest.update(prompts)
         self.fingerprints: Future[tuple[str, str]] = Future()
@@ -64,10 +60,6 @@ class PromptList:
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
         """See ``Prompts``."""
         return [self._prompts[index] for index in indices]
-
-    def find(self, prompt_id: int) -> int:
-        """See ``Prompts``."""
-        return self._indices[prompt_id]
 
 
 class FingerprintSum:
@@ -206,7 +198,11 @@ class PromptStream:
             )
         if len(state["taken"]) != len(self._taken) or min(state["taken"]) < 0:
             raise ValueError(f"not a position in the data: {state}")
-        self._taken = list(state["taken"])
+        self.rewind(state)
+
+    def rewind(self, position: dict[str, Any]) -> None:
+        """Go back to a position of this stream."""
+        self._taken = list(position["taken"])
 
     def _order(self, number: int, epoch: int) -> Tokens:
         """Permutation of a source in an epoch, int32 [prompts]."""

@@ -88,8 +88,6 @@ class StoredPrompts:
         """Indices of the problems whose prompts are used."""
         if settings.too_long == "drop":
             self._kept = np.delete(self._kept, too_long)
-        self._ids = np.asarray(problems.ids)[self._kept]
-        self._by_id = np.argsort(self._ids)
         if not self.fingerprints.done():
             threading.Thread(target=self._run_pass, args=[too_long], name="prompts").start()
 
@@ -108,13 +106,6 @@ class StoredPrompts:
         if len(prompts) != len(problems):
             raise RuntimeError("a prompt is longer than the bound of its tokens, or than it was at the start")
         return prompts
-
-    def find(self, prompt_id: int) -> int:
-        """See ``Prompts``."""
-        place = np.searchsorted(self._ids, prompt_id, sorter=self._by_id)
-        if place == len(self._ids) or self._ids[self._by_id[place]] != prompt_id:
-            raise KeyError(prompt_id)
-        return int(self._by_id[place])
 
     def _find_too_long(self) -> Iterator[int]:
         """Indices of the problems whose prompts are too long."""

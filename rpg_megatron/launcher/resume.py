@@ -21,9 +21,7 @@ import yaml
 from rpg_megatron.checkpoints.checkpoint_path import kind_of, whole_step
 from rpg_megatron.checkpoints.run_folder import (
     CONFIG,
-    ROLLOUTS,
     RunState,
-    carried_files,
     find_problems,
     list_folders,
     read_state,
@@ -65,7 +63,7 @@ _CHECK_SECONDS = 2.0
 _LARGE = 10**9
 """Size of a checkpoint, in bytes, above which a message is printed while it is checked."""
 _STEP = re.compile(r"step_(\d{6,})")
-_MOST_METRICS, _MOST_CARRIED = 1 << 30, 64 << 30
+_MOST_METRICS = 1 << 30
 """Bytes that are copied of another run: a sparse file would fill the disk."""
 _MAY_CHANGE = (
     *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
@@ -231,12 +229,8 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     state = read_state(checkpoint, RunState)
     _check_length(settings, checkpoint, state["step"])
     with ExitStack() as stack:
-        carried = _open_carried(source, checkpoint, run_dir, stack)
         metrics = _open_metrics(source, run_dir, stack)
         run = _create(settings, origin=str(checkpoint))
-        for name, file in carried.items():
-            (run.folder / ROLLOUTS).mkdir(exist_ok=True)
-            copy_file(file, run.folder / ROLLOUTS, name, limit=_MOST_CARRIED)
         if metrics is not None:
             with suppress(OSError):
                 copy_file(metrics, run.folder, METRICS, limit=_MOST_METRICS)
@@ -244,24 +238,6 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     run.checkpoint = checkpoint
     run.notes = [*notes, f"starting {display_path(run.folder)} from {display_path(checkpoint)}{changes}"]
     return run
-
-
-def _open_carried(source: Path, checkpoint: Path, run_dir: Path, stack: ExitStack) -> dict[str, BinaryIO]:
-    """Name -> open file of the groups that the checkpoint carries over; none lies outside the run's folder.
-
-    Whoever made the run may have put links there, and more users may be able to read the copies.
-    """
-    opened: dict[str, BinaryIO] = {}
-    for file in sorted(carried_files(checkpoint)):
-        try:
-            opened[file.name] = stack.enter_context(open_regular(file, real_path(run_dir)))
-        except OSError as e:
-            why = "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
-            raise UserError(
-                f"--from {source}: {display_path(checkpoint)} needs {display_path(file)} (groups that its "
-                f"step carried over), which {why}; copy it too, or choose another checkpoint"
-            ) from None
-    return opened
 
 
 def _open_metrics(source: Path, run_dir: Path, stack: ExitStack) -> BinaryIO | None:

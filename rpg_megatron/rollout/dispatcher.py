@@ -118,7 +118,7 @@ class Dispatcher:
         """Drop groups, finished or not."""
         found = [self._groups.pop(ticket) for ticket in tickets if ticket in self._groups]
         for state in found:
-            if state.file is not None and state.file.parent == self._backup_dir:
+            if state.file is not None:
                 remove(state.file)
         for number, worker in enumerate(self._workers):
             mine = [state.task.ticket for state in found if state.worker == number]
@@ -127,42 +127,6 @@ class Dispatcher:
                     await worker.drop(mine)
                 except WorkerDied:  # its groups are gone too
                     continue
-
-    async def save(self, tickets: Sequence[int], name: Callable[[int], Path]) -> dict[int, Path]:
-        """Write groups to files, one per worker; returns the file of each ticket. Raises UserError.
-
-        name: number of a worker -> its file.
-        """
-        states = [self._groups[ticket] for ticket in tickets]
-
-        async def one(number: int) -> None:
-            mine = [state for state in states if state.worker == number and state.file is None]
-            while mine:
-                try:
-                    await self._workers[number].save([state.task.ticket for state in mine], name(number))
-                    break
-                except WorkerDied:
-                    await asyncio.sleep(0.1)
-            for state in mine:
-                state.file = name(number)
-
-        await asyncio.gather(*(one(number) for number in range(len(self._workers))))
-        return {state.task.ticket: state.file for state in states if state.file is not None}
-
-    async def load(self, tasks: Sequence[GroupTask], file: Path) -> list[GroupScores]:
-        """Let the workers read groups that ``save`` wrote. Raises UserError if the file has changed."""
-        states = [_GroupState(task, self.worker_of(task.prompt_id), lambda: None) for task in tasks]
-        for number, worker in enumerate(self._workers):
-            mine = [state for state in states if state.worker == number]
-            if not mine:
-                continue
-            for state, scores in zip(
-                mine, await worker.load([state.task.ticket for state in mine], file), strict=True
-            ):
-                state.busy, state.file = False, file
-                state.graded.set_result(scores)
-                self._groups[state.task.ticket] = state
-        return [state.graded.result() for state in states]
 
     async def counts(self) -> dict[str, float]:
         """Metrics ``reward/*`` since the last call, summed over all workers: failures, and counts of reward
@@ -286,7 +250,8 @@ class Dispatcher:
         ticket = state.task.ticket
         if scores.repeatable and not self._backup_all:
             return
-        if self._backup_dir is not None and state.file is None and ticket in self._groups:
+        current = self._groups.get(ticket) is state
+        if self._backup_dir is not None and state.file is None and current:
             file = self._backup_dir / f"group_{ticket}.parquet"
             await self._worker(state).save([ticket], file)
             state.file = file

@@ -17,7 +17,8 @@ class GroupTask(msgspec.Struct, frozen=True):
     """A group of responses to one prompt, to be generated and graded."""
 
     ticket: int
-    """Number of the group in the run; groups are generated in this order."""
+    """Number of the group in the run; groups are generated in this order. A group that was discarded
+    unfinished may be submitted again, for newer weights."""
     prompt_id: int
     prompt: Tokens
     """Token ids, int32 [P]."""

@@ -33,12 +33,10 @@ from rpg_megatron.data.stored_prompts import open_prompts
 from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
-from rpg_megatron.rollout.carried_groups import CarriedGroups
 from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_AHEAD, Dispatcher
-from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.groups import GroupTask, GroupWorker
+from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.probes import Probes
 from rpg_megatron.rollout.producer import RolloutProducer
@@ -65,16 +63,13 @@ class Sampler:
     def __init__(
         self,
         settings: Settings,
-        run: Path,
         tokenizer: Any,
         pool: EnginePool,
         workers: Sequence[GroupWorker],
         events: EventSender,
         work: Path,
     ):
-        """run: the run's folder, for groups that are carried over to the next step. work: the work folder,
-        for copies of graded groups; it is removed when the run ends.
-        """
+        """work: the work folder, for copies of graded groups; it is removed when the run ends."""
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
@@ -91,11 +86,8 @@ class Sampler:
             oversubscription=OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION,
             backup_all=ahead,
         )
-        self._carried = CarriedGroups(run / "rollouts", self.dispatcher, self._stream)
-        self._producer: RolloutProducer | None = None
+        self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
         self._probes: Probes | None = None
-        if ahead:
-            self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
         if settings.rollout.probed and settings.guards.mismatch != "off":
             self._probes = Probes(settings, self.dispatcher, prompts)
             pool.on_synced = self._probes.begin
@@ -117,8 +109,8 @@ class Sampler:
     async def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
         """Sample and score the next ``prompts_per_step`` prompts with weights ``version``.
 
-        Responses depend on seed, step, index in the batch and weights, not on timing or on the engine that
-        generated them. A prompt that the stream returns twice in a step has two groups.
+        Responses depend on the seed, the group's ticket and the weights, not on the engine that generated
+        them. A prompt that the stream returns twice in a step has two groups.
         """
         self._pool.require_version(version)
         batch: RolloutBatch | ResyncRequired = await self._start(self._rollout(step, version))
@@ -150,7 +142,7 @@ class Sampler:
 
     async def sync(self, manifest: Manifest, version: int, resync: bool) -> SyncResult:
         """Load the published weights into the engines; see ``EnginePool.sync``."""
-        if self._producer is not None and not resync:
+        if self._settings.rollout.ahead and not resync:
             if self._settings.rollout.inflight == "drain":
                 began = time.monotonic()
                 await self._producer.drain(self._pool.is_serving)
@@ -180,23 +172,21 @@ class Sampler:
         await self.dispatcher.forget(used)
 
     async def state(self) -> dict[str, Any]:
-        """State for a checkpoint, JSON-serialisable: position in the data, and files of the surplus groups.
+        """State for a checkpoint, JSON-serialisable: position in the data.
 
         Groups that are sampled ahead come after the position, so a resumed run samples them again.
         """
         await self._stream.ready()
-        return self._stream.sign(self._position) | self._carried.state()
+        return self._stream.sign(self._position)
 
     async def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state()`` returned. Raises UserError if the file of a surplus group is missing."""
+        """Restore what ``state()`` returned. Raises UserError if the data has changed."""
         await self._stream.ready()
         self._stream.restore(state)
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
-        await self._carried.restore(state)
         self._position = self._stream.position()
-        if self._producer is not None:
-            await self.dispatcher.forget(self._producer.reset(self._position, self._carried.groups))
+        await self.dispatcher.forget(self._producer.reset())
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
         if self._request is not None:  # started by a client that has disconnected
@@ -207,65 +197,26 @@ class Sampler:
     # -- sampling --------------------------------------------------------------------------------------------
 
     async def _rollout(self, step: int, version: int) -> RolloutBatch:
-        started, reward_seconds, start = time.monotonic(), 0.0, 0
+        now = asyncio.get_running_loop().time
+        started = now()
         await self.release()
-        if self._producer is not None:
-            return await self._rollout_ahead(self._producer, step)
-        dynamic = DynamicSampler(self._settings.rollout, self._carried.groups)
-        while count := dynamic.prompts_needed(step):
-            groups, seconds = await self._sample_groups(self._stream.take(count, start, step, version))
-            dynamic.add(groups)
-            reward_seconds += seconds
-            start += count
-        probed, probes = await self._probes.collect() if self._probes is not None else ([], None)
-        groups, surplus, dropped = dynamic.result()
-        await self.dispatcher.forget([g.task.ticket for g in dropped])
-        await self._carried.put(surplus, step)
-        self._position = self._stream.position()
-        self._used = [g.task.ticket for g in (*groups, *probed)]
-        index = index_of_groups(groups, self.dispatcher.worker_of)
-        seconds = time.monotonic() - started
-        metrics = batch_metrics(groups) | dynamic.metrics() | await self.dispatcher.counts()
-        metrics |= {"time/rollout": seconds - reward_seconds, "time/reward": reward_seconds}
-        metrics["reward/failed_frac"] = dynamic.failures.share
-        return RolloutBatch(index, metrics, seconds, await self.state(), probes, dynamic.failures)
-
-    async def _rollout_ahead(self, producer: RolloutProducer, step: int) -> RolloutBatch:
-        """The step's groups, with ``rollout.ahead``."""
-        started, probes, probed = time.monotonic(), None, list[Group]()
-        if self._probes is not None:
-            probed, probes = await self._probes.collect()
-        batch = await producer.next_batch(
-            step, lambda done, total: self._events.phase("rollout", done, total)
+        batch = await self._producer.next_batch(
+            step, version, lambda done, total: self._events.phase("rollout", done, total)
         )
+        ended = now()
+        probed, probes = await self._probes.collect() if self._probes is not None else ([], None)
         self._used = [g.task.ticket for g in (*batch.groups, *probed)]
         self._position = batch.position
-        self._carried.keep(batch.ready)
-        seconds = time.monotonic() - started
-        waited, self._drain_seconds = seconds + self._drain_seconds, 0.0
+        seconds = now() - started
+        graded = ended - max(batch.generated, started)
         metrics = batch_metrics(batch.groups) | batch.metrics | await self.dispatcher.counts()
-        metrics |= {"time/rollout": seconds, "time/reward": 0.0, "async/trainer_waited": waited}
+        metrics |= {"time/rollout": seconds - graded, "time/reward": graded}
         metrics["reward/failed_frac"] = batch.failures.share
+        if self._settings.rollout.ahead:
+            metrics["async/trainer_waited"] = seconds + self._drain_seconds
+            self._drain_seconds = 0.0
         index = index_of_groups(batch.groups, self.dispatcher.worker_of)
         return RolloutBatch(index, metrics, seconds, await self.state(), probes, batch.failures)
-
-    async def _sample_groups(self, tasks: list[GroupTask]) -> tuple[list[Group], float]:
-        """Graded groups in the order of the tasks, and seconds from the last response to the last score."""
-        done, generated = 0, time.monotonic()
-        self._events.phase("rollout", 0, len(tasks))
-
-        def on_generated() -> None:
-            nonlocal done, generated
-            done, generated = done + 1, time.monotonic()
-            self._events.phase("rollout", done, len(tasks))
-
-        try:
-            scores = await asyncio.gather(*(self.dispatcher.submit(task, on_generated) for task in tasks))
-        except BaseException:
-            await self.dispatcher.forget([task.ticket for task in tasks])
-            raise
-        groups = [Group(task, found) for task, found in zip(tasks, scores, strict=True)]
-        return groups, time.monotonic() - generated
 
     async def _evaluate(self) -> EvaluatedSets:
         if self._heldout is None:
@@ -334,8 +285,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     clients = engine_clients(settings, work, token)
     local = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
     events = EventSender(work / EVENTS)
-    pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.ahead > 0)
-    sampler = Sampler(settings, run, tokenizer, pool, [local] if local else remote, events, work)
+    pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
+    sampler = Sampler(settings, tokenizer, pool, [local] if local else remote, events, work)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):

@@ -143,7 +143,7 @@ class SamplerClient:
         return answer
 
     def state(self) -> dict[str, Any]:
-        """The sampler's state for a checkpoint: position in the data, and surplus groups."""
+        """The sampler's state for a checkpoint: position in the data."""
         answer: dict[str, Any] = self._client.call("state", dict[str, Any])
         return answer
 

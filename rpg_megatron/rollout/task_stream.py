@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
-
 from rpg_megatron.config import Settings
 from rpg_megatron.data.prompt_stream import Prompts, PromptStream
-from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import seed_of
@@ -25,31 +22,37 @@ class TaskStream:
         self._stream = PromptStream(prompts, settings.seed, data.weights, shuffle=data.shuffle)
         self._next_ticket = 0
 
-    def take(self, count: int, start: int, step: int, version: int) -> list[GroupTask]:
-        """The next ``count`` groups of a step. start: index of the first one in the step."""
-        prompts = self._stream.take(count)
-        return [self._task(p, self.new_ticket(), start + i, step, version) for i, p in enumerate(prompts)]
-
-    def take_ahead(self, version: int) -> tuple[GroupTask, dict[str, Any]]:
+    def take(self, version: int) -> tuple[GroupTask, dict[str, Any]]:
         """The next group, for weights ``version`` or newer, and the position after it.
 
-        Seeds are derived from the ticket; without dynamic sampling they equal those of ``take``.
+        Its seeds follow from its ticket.
         """
-        ticket, (prompt,) = self.new_ticket(), self._stream.take(1)
-        step, index = divmod(ticket, self._settings.rollout.prompts_per_step)
-        task = self._task(prompt, ticket, index, step + 1, version)
-        return msgspec.structs.replace(task, interruptible=True), self.position()
-
-    def carried(self, prompt_id: int, ticket: int) -> GroupTask:
-        """The task of a group that was already sampled."""
-        prompts = self._stream.prompts
-        (prompt,) = prompts.fetch([prompts.find(prompt_id)])
-        return self._task(prompt, ticket, 0, 0, 0)
-
-    def new_ticket(self) -> int:
-        """The next ticket."""
+        (prompt,), ticket = self._stream.take(1), self._next_ticket
         self._next_ticket += 1
-        return self._next_ticket - 1
+        rollout = self._settings.rollout
+        step, index = divmod(ticket, rollout.prompts_per_step)
+        task = GroupTask(
+            ticket,
+            prompt.id,
+            prompt.tokens,
+            prompt.answer,
+            rollout.samples_per_prompt,
+            seed_of(self._settings.seed, "rollout", step + 1, index, prompt.id),
+            min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
+            version,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.min_p,
+            interruptible=rollout.interrupted,
+            context=prompt.context,
+        )
+        return task, self.position()
+
+    def rewind(self, position: dict[str, Any]) -> None:
+        """Go back to a position of this stream."""
+        self._stream.rewind(position["stream"])
+        self._next_ticket = position["next_ticket"]
 
     def position(self) -> dict[str, Any]:
         """Position in the data, JSON-serialisable; ``sign`` makes it a state for a checkpoint."""
@@ -67,21 +70,3 @@ class TaskStream:
         """Restore a state. Call ``ready`` before. Raises UserError if the data has changed."""
         self._stream.restore(position["stream"])
         self._next_ticket = position.get("next_ticket", 0)
-
-    def _task(self, prompt: Prompt, ticket: int, index: int, step: int, version: int) -> GroupTask:
-        rollout = self._settings.rollout
-        return GroupTask(
-            ticket,
-            prompt.id,
-            prompt.tokens,
-            prompt.answer,
-            rollout.samples_per_prompt,
-            seed_of(self._settings.seed, "rollout", step, index, prompt.id),
-            min(rollout.max_response_tokens, self._context - len(prompt.tokens)),
-            version,
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            rollout.min_p,
-            context=prompt.context,
-        )

@@ -21,9 +21,8 @@ import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
-from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
 from rpg_megatron.data.prompts import load_decoder
-from rpg_megatron.data.rollout_files import write_rollouts
+from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.process import engine_address
@@ -100,6 +99,7 @@ class Worker:
         self._stop_texts = settings.rollout.stop
         self._max_sequences = settings.engine.max_sequences
         rollout = settings.rollout
+        self._ahead = rollout.ahead > 0
         self._scorer = Scorer(settings.reward, rollout.max_response_tokens, rollout.workers)
         reward = settings.reward
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.
@@ -113,6 +113,8 @@ class Worker:
     async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
         """See ``GroupWorker``. A request is for a few responses, so that answers arrive over time."""
         group = self._group(task)
+        if group.task.version > task.version:  # discarded meanwhile, and submitted again
+            return Generated(False)
         resent, failure = 0, ""
 
         async def request(numbers: range) -> None:
@@ -144,7 +146,7 @@ class Worker:
                 resent += 1  # the answer may be from a restarted engine, without weights
                 return
             for number, sample in zip(numbers, samples, strict=True):
-                if task.interruptible and sample.version is None and len(sample.tokens):
+                if self._ahead and sample.version is None and len(sample.tokens):
                     raise EngineError(
                         f"engine {engine} does not report which weights sampled a response, as rollout.ahead "
                         "needs; start it with the vLLM plug-in of this package, or set rollout.ahead to 0"
@@ -195,11 +197,8 @@ class Worker:
     async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
         """See ``GroupWorker``."""
         found: dict[int, list[Trajectory]] = {ticket: [] for ticket in tickets}
-        # The file may be a copy from another user's run (``--from``).
-        for _, t in iter_foreign_rollouts([file], file.parent):
-            if isinstance(t, UserError):
-                raise UserError(f"{t}; it holds groups that a step carried over")
-            if t is not None and t.group in found:
+        for t in iter_rollouts(file):
+            if t.group in found:
                 found[t.group].append(t)
         for ticket, trajectories in found.items():
             if not trajectories:
@@ -223,10 +222,11 @@ class Worker:
         self._comparer.close()
 
     def _group(self, task: GroupTask) -> _Group:
-        if task.ticket not in self._groups:
-            self._groups[task.ticket] = _Group(task)
+        known = self._groups.get(task.ticket)
+        if known is None or known.task.version < task.version:
+            known = self._groups[task.ticket] = _Group(task)
             self._arrived.set()
-        return self._groups[task.ticket]
+        return known
 
     async def _graded(self, ticket: int) -> list[Trajectory]:
         """A group's trajectories; waits for it if this worker was restarted and does not have it yet."""

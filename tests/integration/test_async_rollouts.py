@@ -202,7 +202,7 @@ async def interrupted(
     )
     pool = EnginePool(settings.engine, clients, work, interrupt=True)
     events = EventSender(folder / "events")
-    sampler = Sampler(settings, folder, tokenizer, pool, [worker], events, folder)
+    sampler = Sampler(settings, tokenizer, pool, [worker], events, folder)
 
     async def fetch(index: BatchIndex) -> list[Trajectory]:
         return await worker.fetch(index.ticket.tolist(), index.sample.tolist())

@@ -35,7 +35,7 @@ from rpg_megatron.engine.restarts import (
 from rpg_megatron.rollout import engine_pool as pool_module
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.groups import GroupScores, GroupTask
+from rpg_megatron.rollout.groups import Generated, GroupScores, GroupTask
 from rpg_megatron.rollout.worker import Worker
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
@@ -428,28 +428,33 @@ def test_each_life_that_came_up_is_noted(tmp_path: Path) -> None:
     play(scene)
 
 
-def test_a_carried_group_that_cannot_be_read_again_is_told(tmp_path: Path) -> None:
+def test_a_copy_of_a_group_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     """A leader may wait for a group that a dead worker held: it must not wait for ever."""
 
     class Damaged:
-        loads = 0
+        async def generate(self, *_: object) -> Generated:
+            return Generated(True)
+
+        async def score(self, ticket: int) -> GroupScores:
+            return GroupScores([1], [1.0], [True], [False], {})
+
+        async def save(self, tickets: list[int], file: Path) -> None:
+            assert file == tmp_path / f"group_{tickets[0]}.parquet"
 
         async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
-            self.loads += 1
-            if self.loads > 1:
-                raise UserError("the file is damaged")
-            return [GroupScores([1], [1.0], [True], [False], {}) for _ in tickets]
+            raise UserError(f"{file.name} is damaged")
 
     async def scene() -> None:
         pool, _ = build(tmp_path, 1)
+        await pool.sync(NOTHING, 1, resync=False)
         worker: Any = Damaged()
-        dispatcher, lost = Dispatcher(pool, [worker], 4), []
+        dispatcher, lost = Dispatcher(pool, [worker], 4, backup_dir=tmp_path), []
         dispatcher.on_lost = lost.append
-        assert len(await dispatcher.load(draws(3), tmp_path / "carried")) == 3
+        tasks = draws(2)
+        await asyncio.gather(*(dispatcher.submit(task) for task in tasks))
         dispatcher.restore_worker(0)
-        await until(lambda: bool(lost))
-        assert [str(e) for e in lost] == ["the file is damaged"]
-        assert worker.loads == 2  # a file is read once, whatever number of groups is in it
+        await until(lambda: len(lost) == 2)
+        assert [str(e) for e in lost] == [f"group_{task.ticket}.parquet is damaged" for task in tasks]
         dispatcher.close()
 
     play(scene)

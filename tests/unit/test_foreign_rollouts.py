@@ -120,7 +120,7 @@ def test_parts_of_a_step_that_is_refused_are_closed(tmp_path: Path) -> None:
 
 
 def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
-    """Reports, and groups that a step carried over, which ``--from`` copies, are decoded in it."""
+    """Reports, samples and graded files are decoded in it."""
     package = Path(foreign_rollouts.__file__).parents[1]
 
     def users(names: str) -> set[str]:
@@ -128,10 +128,9 @@ def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
         return {str(f.relative_to(package)) for f, text in files.items() if re.search(rf"\b{names}\(", text)}
 
     commands = {"commands/replay/compare_steps.py", "commands/audit/compare_engines.py"}
-    assert users("(iter|read)_rollouts") == {"data/rollout_files.py"} | commands
-    confined = {f"commands/{name}.py" for name in ("report/samples", "api", "grade", "sample")} | {
-        "rollout/worker.py"
-    }
+    own = {"data/rollout_files.py", "rollout/worker.py"}  # the worker reads what the sampler wrote
+    assert users("(iter|read)_rollouts") == own | commands
+    confined = {f"commands/{name}.py" for name in ("report/samples", "api", "grade", "sample")}
     assert users("iter_foreign_rollouts") == {"data/foreign_rollouts.py"} | confined
 
 

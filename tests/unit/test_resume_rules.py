@@ -46,7 +46,7 @@ def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0, **more: Any)
     part.mkdir(parents=True)
     stream = {"seed": 0, "taken": [step], "weights": [1.0], "prompts": ""}
     state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes, "summary": {}, "seconds": 1.0}
-    state |= more | {"sampler": {"stream": stream, "surplus": []} | more.get("sampler", {})}
+    state |= more | {"sampler": {"stream": stream} | more.get("sampler", {})}
     (part / "state.json").write_text(json.dumps(state))
     (part / "model").mkdir()
     for name in ("rng.pt", "model/metadata.json"):
@@ -217,52 +217,6 @@ def test_retention(tmp_path: Path) -> None:
     assert json.loads((run.folder / "checkpoints" / "latest.json").read_text())["step"] == 30
 
 
-def carried(run: Path, step: int) -> dict[str, list[dict[str, object]]]:
-    """A sampler's state; the file that it refers to is written."""
-    file = run / "rollouts" / f"carried_{step:06d}_0.parquet"
-    file.parent.mkdir(exist_ok=True)
-    file.touch()
-    return {"surplus": [{"ticket": 1, "prompt": 2, "file": file.name}]}
-
-
-def test_files_of_carried_groups_are_removed_with_the_last_checkpoint_that_needs_them(tmp_path: Path) -> None:
-    run = open_run(make_settings(tmp_path))
-    for step in (1, 2, 3, 5):
-        state = carried(run.folder, step)
-        # A group of step 3 is carried over twice; step 1 is of a version whose states had the groups.
-        add_checkpoint(run, step, sampler={"surplus": [["group"]]} if step == 1 else state)
-    carried(run.folder, 4)
-    add_checkpoint(run, 5, sampler=carried(run.folder, 3))
-    carried(run.folder, 6)  # of a checkpoint to come
-
-    def left() -> list[int]:
-        return sorted(int(f.name[8:14]) for f in (run.folder / "rollouts").glob("carried_*"))
-
-    remove_old(run.folder, keep=2, milestone=2)
-    assert (list(list_steps(run.folder)), left()) == ([5, 3, 2], [2, 3, 6])
-    state = step_folder(run.folder, 2) / "state.json"
-    whole = state.read_text()
-    state.write_text(whole[:20])  # damaged: it may need any of the files
-    carried(run.folder, 4)
-    remove_old(run.folder, keep=2, milestone=2)
-    assert left() == [2, 3, 4, 6]
-    state.write_text(whole)
-    remove_old(run.folder, keep=1, milestone=None)
-    assert (list(list_steps(run.folder)), left()) == ([5], [3, 6])
-
-
-def test_a_run_from_a_checkpoint_has_its_carried_groups(tmp_path: Path) -> None:
-    first = open_run(make_settings(tmp_path))
-    checkpoint = add_checkpoint(first, 2, sampler=carried(first.folder, 2))
-    first.close()
-    run = open_run(make_settings(tmp_path, name="fork"), source=checkpoint)
-    assert [f.name for f in (run.folder / "rollouts").iterdir()] == ["carried_000002_0.parquet"]
-    (first.folder / "rollouts" / "carried_000002_0.parquet").unlink()
-    with pytest.raises(UserError, match=r"needs .*carried_000002_0\.parquet .*, which is missing; copy it"):
-        open_run(make_settings(tmp_path, name="other"), source=checkpoint)
-    assert not list(tmp_path.glob("other*"))
-
-
 @pytest.mark.parametrize(
     "state",
     [
@@ -291,11 +245,6 @@ def test_a_run_from_a_checkpoint_has_its_carried_groups(tmp_path: Path) -> None:
         {"sampler": []},
         {"sampler": {"stream": None}},
         {"sampler": {"stream": {"seed": 1}}},
-        {"sampler": {"surplus": [1]}},
-        {"sampler": {"surplus": [{"ticket": 1}]}},
-        {"sampler": {"surplus": [{"ticket": 1, "prompt": 1, "file": "../../carried_1.parquet"}]}},
-        {"sampler": {"surplus": [{"ticket": 1, "prompt": 1, "file": "carried_1.parquet\n"}]}},
-        {"sampler": {"surplus": [{"ticket": 10**30, "prompt": 1, "file": "carried_1.parquet"}]}},
     ],
     ids=lambda state: str(state)[:60],
 )
@@ -324,8 +273,7 @@ def test_a_state_of_another_form_is_one_message(tmp_path: Path, state: Any) -> N
 @pytest.mark.parametrize(
     "name",
     [
-        *("metrics.jsonl", "rollouts", "rollouts/carried_000002_0.parquet"),
-        *("checkpoints", "checkpoints/step_000002", "checkpoints/step_000002/model"),
+        *("metrics.jsonl", "checkpoints", "checkpoints/step_000002", "checkpoints/step_000002/model"),
         "checkpoints/step_000002/model/__0_0.distcp",  # which the manifest does not list
         *(f"checkpoints/step_000002/{f}" for f in ("state.json", "config.yaml", "rng.pt", "manifest.json")),
     ],
@@ -335,7 +283,7 @@ def test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made(
 ) -> None:
     """The copy of a private file had more readers than the file."""
     first = open_run(make_settings(tmp_path))
-    checkpoint = add_checkpoint(first, 2, sampler=carried(first.folder, 2))
+    checkpoint = add_checkpoint(first, 2)
     (first.folder / "metrics.jsonl").write_text("{}")
     (checkpoint / "model" / "__0_0.distcp").touch()
     first.close()
@@ -353,11 +301,10 @@ def test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made(
 
 def test_a_run_that_the_user_reaches_through_a_link_can_be_started_from(tmp_path: Path) -> None:
     first = open_run(make_settings(tmp_path))
-    add_checkpoint(first, 2, sampler=carried(first.folder, 2))
+    add_checkpoint(first, 2)
     (first.folder / "metrics.jsonl").write_text('{"step":2}\n')
-    for file in (first.folder / "metrics.jsonl", first.folder / "rollouts" / "carried_000002_0.parquet"):
-        file.chmod(0o600)
-        os.link(file, tmp_path / file.name)  # hard links are files
+    (first.folder / "metrics.jsonl").chmod(0o600)
+    os.link(first.folder / "metrics.jsonl", tmp_path / "metrics.jsonl")  # hard links are files
     first.close()
     (tmp_path / "scratch").symlink_to(first.folder)
     before = os.umask(0o022)
@@ -365,9 +312,9 @@ def test_a_run_that_the_user_reaches_through_a_link_can_be_started_from(tmp_path
         run = open_run(make_settings(tmp_path, name="other"), source=tmp_path / "scratch")
     finally:
         os.umask(before)
-    copied = [run.folder / "metrics.jsonl", run.folder / "rollouts" / "carried_000002_0.parquet"]
-    assert [file.stat().st_mode & 0o777 for file in copied] == [0o600, 0o600]
-    assert copied[0].read_text() == '{"step":2}\n'
+    copied = run.folder / "metrics.jsonl"
+    assert copied.stat().st_mode & 0o777 == 0o600
+    assert copied.read_text() == '{"step":2}\n'
 
 
 def test_checkpoints_of_a_run_of_ones_own_may_lie_on_another_disk(tmp_path: Path, killed: Path) -> None:

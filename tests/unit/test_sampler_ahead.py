@@ -133,9 +133,8 @@ class Run:
         pool = EnginePool(settings.engine, clients, folder, interrupt=True)
         stops = stop_tokens(settings.model.path, tokenizer)
         self.worker = Worker(settings, decoder_of(tokenizer), clients, folder, stops)
-        (folder / "rollouts").mkdir()
         events = EventSender(folder / "events")
-        self.sampler = Sampler(settings, folder, tokenizer, pool, [self.worker], events, folder)
+        self.sampler = Sampler(settings, tokenizer, pool, [self.worker], events, folder)
         self.batches: list[RolloutBatch] = []
         self.trajectories: list[list[Trajectory]] = []
         self.probes: list[list[Trajectory]] = []
@@ -330,30 +329,6 @@ def test_a_resumed_run_goes_on_with_the_first_group_that_was_not_trained_on(
         assert {v for t in batch for v in t.versions.tolist()} == {max(step - 2, 5)}
     plain = asyncio.run(Run(settings, tmp_path / "plain", 1).go(first=6, state=state | {"next_ticket": 20}))
     assert [ticket for batch in plain.tickets() for ticket in batch] == list(range(20, 32))
-
-
-def test_groups_that_a_synchronous_step_carried_over_come_first(settings: Settings, tmp_path: Path) -> None:
-    turns = with_dynamic(settings, ahead=0)
-    oversampling = turns.rollout.dynamic.model_copy(update={"oversample": 3.0})
-
-    async def synchronous() -> Run:
-        run = Run(changed(turns, dynamic=oversampling), tmp_path / "run", 1)
-        await run.sampler.sync(NOTHING, 0, False)
-        await run.step(1)
-        run.close()
-        return run
-
-    first = asyncio.run(synchronous())
-    state = json.loads(json.dumps(first.batches[0].state))
-    carried = [group["ticket"] for group in state["surplus"]]
-    assert len(carried) > 1
-    after = Run(with_dynamic(settings), tmp_path / "after", 2)
-    (tmp_path / "after" / "rollouts").rmdir()
-    (tmp_path / "run" / "rollouts").rename(tmp_path / "after" / "rollouts")
-    asyncio.run(after.go(first=2, state=state))
-    order = [ticket for batch in after.tickets() for ticket in batch]
-    assert order[: len(carried)] == carried
-    assert order == sorted(set(order))
 
 
 def test_every_engine_answers_probes_with_the_present_weights(settings: Settings, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ unit/test_files.py::test_what_belongs_to_others_is_not_removed
   Only what belongs to you is removed
 unit/test_foreign_rollouts.py::test_only_runs_of_ones_own_are_decoded_without_that_process
   a run given to `replay` or `audit`
-  Rollouts and carried groups are decoded
+  Rollouts are decoded
 unit/test_hostile_inputs.py::test_a_tokenizer_with_code_of_its_own_asks_nothing
   No code of the folder is run
 unit/test_model_shape.py::test_sizes_that_no_model_has_are_refused
@@ -279,7 +279,7 @@ unit/test_hostile_inputs.py::test_the_folder_of_a_conversion_is_private
 unit/test_resume_rules.py::test_only_the_owner_can_lock_a_run
   0600: anyone who can open it
 integration/test_engine_process.py::test_starts_answers_and_stops
-  files of the sampler: `engines.jsonl`, `rollouts/carried_*` | 0600
+  files of the sampler: `engines.jsonl` | 0600
 unit/test_resume_rules.py::test_the_rest_of_a_run_follows_the_umask_also_behind_a_link
   exports | your umask
   Links that you give are followed: `runs`

@@ -442,10 +442,10 @@ def test_old_rollouts_are_pruned_once_a_checkpoint_is_complete(
         for each in files:
             write_rollouts(each, [scored(step)])
         sizes.append(sum(each.stat().st_size for each in files))
-    carried = tmp_path / "rollouts" / "carried_000001_0.parquet"
-    carried.touch()
+    other = tmp_path / "rollouts" / "engines.jsonl"
+    other.touch()
     if isinstance(keep, str):
         keep = keep.format(three=sum(sizes[-3:]))
     prune_rollouts(tmp_path, RolloutFilesSettings(keep=keep), newest)
     assert [step_of(file) for file in list_rollouts(tmp_path)] == left
-    assert carried.exists()
+    assert other.exists()
