@@ -18,7 +18,6 @@ from rpg_megatron.engine.process import (
     cause_of_death,
     note_segments,
     stop_engines,
-    tail_of,
 )
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
@@ -31,6 +30,7 @@ from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import RunFailed, Supervisor
+from rpg_megatron.system.child import tail_of
 from rpg_megatron.system.limits import explain_limits
 
 _PROBE_SECONDS = 0.5

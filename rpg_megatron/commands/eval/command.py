@@ -22,7 +22,6 @@ from rpg_megatron.engine.process import (
     cause_of_death,
     engine_socket,
     note_segments,
-    tail_of,
 )
 from rpg_megatron.engine.restarts import take_request
 from rpg_megatron.launcher.progress import Progress
@@ -30,14 +29,8 @@ from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run import GRACE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import (
-    Interrupted,
-    RunFailed,
-    StopSignals,
-    Supervisor,
-    explain,
-    user_error,
-)
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
+from rpg_megatron.system.child import explain, tail_of, user_error
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.limits import explain_limits
 
