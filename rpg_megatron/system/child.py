@@ -50,6 +50,13 @@ class Child:
         """Process id, also of its group."""
         return self.process.pid
 
+    @property
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Its standard input and output, if it was started with ``pipes``."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        return self.process.stdin, self.process.stdout
+
     def warn(self) -> None:
         """Send SIGTERM to the process alone, not to its group: it saves, or ends its own children."""
         os.kill(self.pid, signal.SIGTERM)
@@ -157,11 +164,12 @@ def user_error(child: ProcessStatus) -> str | None:
 def explain(child: ProcessStatus) -> str:
     """Why a child died: its name, exit code, the last lines of its log."""
     tail = tail_of(child.log, opened=child.opened)
+    return f"{child.name} {describe_end(child)}; the end of {child.log}:\n{tail}{explain_limits(tail)}"
+
+
+def describe_end(child: ProcessStatus) -> str:
+    """How a process that has ended did so, for a message that begins with its name."""
     code = child.exit_code() or 0
-    return f"{child.name} {_ending(code)}; the end of {child.log}:\n{tail}{explain_limits(tail)}"
-
-
-def _ending(code: int) -> str:
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL; often the machine ran out of memory)"
     if code < 0:
