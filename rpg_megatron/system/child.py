@@ -6,6 +6,7 @@ terminal reaches only its parent. It ends with its parent, even after kill -9 (`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -78,6 +79,12 @@ class Child:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
+    def kill(self) -> None:
+        """End it and all that it has started. Any thread may call it; its pipes stay open."""
+        if not self.is_reaped:
+            process_groups.end_groups([self.pid], grace=0)
+        self.process.wait()
+
     def reap(self) -> None:
         """Wait for its end and close its pipes."""
         self.process.wait()
@@ -90,22 +97,25 @@ def start_child(
     name: str,
     command: Sequence[str],
     environment: dict[str, str],
-    log: Path,
+    log: Path | None,
     *,
     at_parent_death: signal.Signals = signal.SIGKILL,
     private: bool = False,
     pipes: bool = False,
     nested: bool = False,
 ) -> Child:
-    """Start a process that appends to ``log``, whose folder is created again if it was deleted.
+    """Start a process that appends to ``log``, whose folder is created again if it was deleted; None: no log.
 
     Call it from a thread that outlives the child: the kernel sends ``at_parent_death`` when the thread ends.
     private: the files that it creates, and its log, are for their owner only. pipes: its standard input and
     output are unbuffered pipes, and its log has standard error; else it has no input. nested: of a process
     that is a child itself: it stays in that one's session, which ends with it. Raises OSError.
     """
-    log.parent.mkdir(exist_ok=True)
-    with open_own(log, "ab", permissions=0o600 if private else 0o666) as file:
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] | int = subprocess.DEVNULL
+        if log is not None:
+            log.parent.mkdir(exist_ok=True)
+            file = stack.enter_context(open_own(log, "ab", permissions=0o600 if private else 0o666))
         process = subprocess.Popen(
             with_parent_death_signal([*command], at_parent_death),
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
@@ -117,7 +127,7 @@ def start_child(
             process_group=0 if nested else None,
             umask=0o077 if private else -1,
         )
-    return Child(name, process, log, open_own(log))
+    return Child(name, process, log or Path(os.devnull), open_own(log) if log else None)
 
 
 def end_children(children: Sequence[Child], grace: float = 0.0) -> None:
