@@ -23,7 +23,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
@@ -33,7 +32,7 @@ from rpg_megatron.system.parent_death import end_with_parent
 from rpg_megatron.system.terminal import protect_streams
 
 
-def _run_worker(fd: int, run: Callable[[Connection], None], memory: int, server: int) -> None:
+def _run_worker(fd: int, run: Callable[[socket.socket], None], memory: int, server: int) -> None:
     # A process group of its own, so that processes started by a reward function are killed with the worker.
     os.setpgid(0, 0)
     end_with_parent(server)
@@ -42,11 +41,11 @@ def _run_worker(fd: int, run: Callable[[Connection], None], memory: int, server:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    with Connection(fd) as connection:
+    with socket.socket(fileno=fd) as connection:
         run(connection)
 
 
-def _load(name: Any, deadline: float) -> tuple[Callable[[Connection], None], dict[str, Any]]:
+def _load(name: Any, deadline: float) -> tuple[Callable[[socket.socket], None], dict[str, Any]]:
     """What a worker runs, and the signature of a custom reward. Raises ValueError or UserError."""
     if isinstance(name, str):
         function = load_function(name)
