@@ -97,6 +97,7 @@ class RemoteWorker:
             remove(self._socket)
             command = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
             command += [str(self._run), str(self._work), str(self.number), self._address, *self._stops]
+            # Not ``start_child``: asyncio tells when this one ends.
             self._process = await asyncio.create_subprocess_exec(
                 *with_parent_death_signal(command, signal.SIGKILL)
             )

@@ -5,6 +5,8 @@ that parses them (a *reader*) runs in a child process. The child imports what th
 every right (``sandbox.py``), then reads. It gets open files and an argument, and its answers are msgpack: the
 worst that a hostile file can do is to give wrong values, which the caller checks as it would check a file's.
 
+It is not started by ``child.py``, which would start one interpreter more for each file, and which keeps logs.
+
 ``python -m rpg_megatron.system.foreign_input MODULE:FUNCTION PARENT MEMORY FD...``: the child.
 """
 
