@@ -20,8 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write, open_regular
-from rpg_megatron.rewards.failures import RewardFailure, first_of_each
-from rpg_megatron.rewards.pool import FAILURES
+from rpg_megatron.rewards.failures import FAILURES, RewardFailure, first_of_each
 
 if TYPE_CHECKING:
     from rpg_megatron.config import Settings

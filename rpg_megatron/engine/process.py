@@ -11,7 +11,6 @@ import re
 import signal
 import socket as sockets
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,11 @@ from typing import IO, Literal
 from urllib.parse import urlsplit
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.files import atomic_write_text, open_own, open_regular, read_json, remove
+from rpg_megatron.config.files import atomic_write_text, read_json, remove
 from rpg_megatron.engine.command import engine_command, engine_environment
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.child import Child, open_log, start_child, tail_of
 from rpg_megatron.system.limits import explain_limits
-from rpg_megatron.system.parent_death import with_parent_death_signal
 
 _ADDRESSES = "engines.json"
 _HTTP_ERRORS = (OSError, http.client.HTTPException)
@@ -116,36 +115,14 @@ def call_all[E, R](engines: Sequence[E], call: Callable[[E], R]) -> list[R]:
         return list(pool.map(call, engines))
 
 
-def tail_of(log: Path, lines: int = 25, opened: IO[bytes] | None = None) -> str:
-    """Last lines of a log file; a note if it is missing or empty.
-
-    opened: the file as it was when its process started, to be read if it was deleted.
-    """
-    try:
-        with _open_log(log, opened) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError as e:
-        return f"(no log: {e})"
-    deleted = "" if log.exists() else "(the file was deleted during the run)\n"
-    return deleted + ("\n".join(text.splitlines()[-lines:]) or "(the log is empty)")
-
-
-def _open_log(log: Path, opened: IO[bytes] | None) -> IO[bytes]:
-    """The log file or, if it was deleted, what the kernel keeps of it while it is open."""
-    if opened is None or log.exists():
-        return open_own(log)
-    return open_regular(Path(f"/proc/self/fd/{opened.fileno()}"))
-
-
 def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> str | None:
     """The first exception in a vLLM log, from byte ``start`` on; None if there is none.
 
     A failure propagates from worker to core to server, each with its own traceback: the first is the cause.
-    opened: see ``tail_of``.
+    opened: see ``system.child.tail_of``.
     """
     try:
-        with _open_log(log, opened) as file:
+        with open_log(log, opened) as file:
             file.seek(start)
             text = file.read(4 * 1024**2).decode("utf-8", errors="replace")
     except OSError:
@@ -202,7 +179,7 @@ class EngineProcess:
         self._environment = engine_environment(settings, index, bridge_dir, token, gpus) | dict(extra or {})
         if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's internal sockets: the folder and a UUID
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._started = 0.0
         self.log_start = 0
         """Bytes that its log had before its start."""
@@ -212,7 +189,7 @@ class EngineProcess:
     @property
     def pid(self) -> int | None:
         """Process id, also its process group's; None before ``start``."""
-        return self._process.pid if self._process else None
+        return self._child.pid if self._child else None
 
     def start(self) -> None:
         """Start the engine without waiting for it. Raises UserError if the socket's path cannot be used."""
@@ -222,23 +199,17 @@ class EngineProcess:
         self._answered = False
         self._segments.clear()
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
-        self.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
-        with open_own(self.log, "ab", permissions=0o600) as log:
-            self.opened = open_own(self.log)
-            self._process = subprocess.Popen(
-                with_parent_death_signal(self._command, signal.SIGTERM),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-                umask=0o077,  # the socket's mode follows the umask
-            )
+        name, how = f"engine {self.index}", signal.SIGTERM  # the server ends its workers in order
+        # Private, because the socket's mode follows the umask.
+        self._child = start_child(
+            name, self._command, self._environment, self.log, at_parent_death=how, private=True
+        )
+        self.opened = self._child.opened
         self._started = time.monotonic()
 
     def alive(self) -> bool:
         """Whether the engine's main process runs. The exit code is no help: a failed engine exits with 0."""
-        return self._process is not None and not self._exited()
+        return self._child is not None and self._child.exit_code() is None
 
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether the engine answers."""
@@ -284,29 +255,14 @@ class EngineProcess:
         """
         stop_engines([self], grace)
 
-    def _reaped(self) -> bool:
-        assert self._process is not None
-        return self._process.returncode is not None
-
     def _clean_up(self) -> None:
         """Forget its processes, which have ended, and remove its socket and shared memory."""
-        assert self._process is not None
-        self._process.wait()
-        self._process = None
+        assert self._child is not None
+        self._child.reap()
+        self._child = None
         for path in (self.socket, *self._segments):
             remove(path)
         self._segments.clear()
-
-    def _exited(self) -> bool:
-        """Whether the main process has ended, without reaping it."""
-        assert self._process is not None
-        if self._reaped():
-            return True
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        try:
-            return os.waitid(os.P_PID, self._process.pid, flags) is not None
-        except ChildProcessError:
-            return True
 
 
 def note_segments(engines: Iterable[EngineProcess]) -> None:
@@ -324,15 +280,15 @@ def stop_engines(engines: Iterable[EngineProcess], grace: float) -> None:
     running = {engine.pid: engine for engine in engines if engine.pid is not None}
     note_segments(running.values())
     for pid, engine in running.items():
-        if not engine._exited():
+        if engine.alive():
             os.kill(pid, signal.SIGTERM)  # to the server only, which stops its workers in order
     # While starting, vLLM ignores SIGTERM and has no requests to finish.
     began = time.monotonic()
     limits = {pid: began + (grace if e._answered else min(grace, 1.0)) for pid, e in running.items()}
-    while any(time.monotonic() < limits[pid] and not e._exited() for pid, e in running.items()):
+    while any(time.monotonic() < limits[pid] and e.alive() for pid, e in running.items()):
         time.sleep(0.05)
     # A leader is reaped last: until then the id of its process group cannot be reused.
-    groups = [pid for pid, engine in running.items() if not engine._reaped()]
+    groups = [pid for pid, e in running.items() if e._child is not None and not e._child.is_reaped]
     process_groups.send(groups, signal.SIGSTOP, trackers=False)  # stopped processes create no more of it
     note_segments(running.values())
     process_groups.end_groups(groups, grace=0)

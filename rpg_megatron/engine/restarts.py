@@ -1,8 +1,10 @@
 """Engine restarts: how launcher and sampler coordinate them, by small files in the run's work folder.
 
-Files, so that no message is lost while either process is busy. A restarted engine has the same socket, but no
-weights. Each process of an engine is an *incarnation*, numbered from 0: the launcher writes the number before
-it starts the process, and the sampler discards what it knew of earlier incarnations.
+Files, so that no message is lost while either process is busy, and none is late: workers, too, look at an
+engine's number after each answer, and must not see the old one when a new process has answered. A restarted
+engine has the same socket, but no weights. Each process of an engine is an *incarnation*, numbered from 0:
+the launcher writes the number before it starts the process, and the sampler discards what it knew of earlier
+incarnations.
 
 Where engines and trainer ranks share GPUs, a file also says whose turn it is: an engine allocates all its
 memory while it starts, so a restart waits for the engines' turn.

@@ -4,6 +4,9 @@ The first launcher writes a rendezvous file into the folder of the runs, which a
 and the run's token, readable only by the owner. Both ends of a connection prove that they know the token;
 then they exchange JSON objects. Each end sends a heartbeat every few seconds, so that a node that fails
 silently is detected. The file is removed when all nodes have joined.
+
+Not the messages of ``system/messages.py``: each end must notice that the other has exited or is silent, and
+tell which, also while its main thread is busy; and a launcher starts faster without asyncio.
 """
 
 from __future__ import annotations

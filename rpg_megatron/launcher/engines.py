@@ -18,7 +18,6 @@ from rpg_megatron.engine.process import (
     cause_of_death,
     note_segments,
     stop_engines,
-    tail_of,
 )
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
@@ -31,6 +30,7 @@ from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import RunFailed, Supervisor
+from rpg_megatron.system.child import tail_of
 from rpg_megatron.system.limits import explain_limits
 
 _PROBE_SECONDS = 0.5
@@ -133,7 +133,7 @@ class Engines:
                 return
             self._restart(failed)
         if not self.all_up and time.monotonic() > self._probed + _PROBE_SECONDS:
-            self._probe()
+            self._probe(run_ends)
 
     def _unresponsive(self) -> Collection[int]:
         """Indices of engines that were up and do not answer."""
@@ -207,8 +207,11 @@ class Engines:
         if self._remote:
             self._remote.wait_stopped(others)
 
-    def _probe(self) -> None:
-        """Probe starting engines. Those that ended or took too long are restarted, or raise UserError."""
+    def _probe(self, run_ends: Callable[[], bool]) -> None:
+        """Probe starting engines. Those that ended or took too long are restarted, or raise UserError.
+
+        run_ends: see ``check``.
+        """
         starting = [e for e in self._engines if e.index not in self._healthy | self._deferred]
         since = {e.index: time.monotonic() - self._started[e.index] for e in starting}
         probed = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
@@ -216,6 +219,10 @@ class Engines:
         answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
         note_segments(e for e in probed if isinstance(e, EngineProcess))
         up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
+        if len(probed) < len(starting):
+            time.sleep(0.5)  # as in ``check``
+            if run_ends():
+                return
         failed = {}
         for engine in starting:
             if engine not in probed:

@@ -33,7 +33,8 @@ from rpg_megatron.launcher.nodes import (
 from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.supervisor import Child, RunFailed, StopSignals, Supervisor
+from rpg_megatron.launcher.supervisor import RunFailed, StopSignals, Supervisor
+from rpg_megatron.system.child import Child
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""

@@ -17,12 +17,13 @@ from typing import IO, Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import health, put_to_sleep, tail_of
+from rpg_megatron.engine.process import health, put_to_sleep
 from rpg_megatron.launcher.control_channel import RendezvousServer
 from rpg_megatron.launcher.nodes import Nodes, assign_node
 from rpg_megatron.launcher.rank_env import RankLaunchSpec
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from rpg_megatron.system.child import tail_of
 
 _LEAVE_SECONDS = 30.0
 """How long to wait for other nodes to end their processes; they send SIGKILL after a grace period."""

@@ -30,15 +30,8 @@ from rpg_megatron.launcher.remote_nodes import RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import (
-    Child,
-    Interrupted,
-    RunFailed,
-    StopSignals,
-    Supervisor,
-    explain,
-    user_error,
-)
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
+from rpg_megatron.system.child import Child, explain, user_error
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 
 SAMPLER = "rpg_megatron.rollout.sampler"

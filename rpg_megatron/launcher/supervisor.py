@@ -1,29 +1,21 @@
-"""Starts, monitors, ends and diagnoses the launcher's child processes, each of which leads a session."""
+"""Starts, monitors and ends the launcher's child processes, each of which leads a session."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Protocol
 
-from rpg_megatron.config.files import open_own
-from rpg_megatron.engine.process import EngineProcess, stop_engines, tail_of
+from rpg_megatron.engine.process import EngineProcess, stop_engines
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
-from rpg_megatron.system.limits import explain_limits
-from rpg_megatron.system.parent_death import with_parent_death_signal
+from rpg_megatron.system.child import Child, ProcessStatus, start_child, user_error
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 
-USER_ERROR = 2
-"""Exit code of a process that raised a UserError; the message is the last "error: ..." line of its log."""
 _ECHO_SECONDS = 1.0
 
 
@@ -109,48 +101,6 @@ class StopSignals:
             raise Interrupted(self.number, requeue=self.warned)
 
 
-@dataclass
-class Child:
-    """A process that the launcher started; it leads its own session."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-    opened: IO[bytes] | None = None
-    """Its log file, which can be read here also after it was deleted."""
-    ended: float | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id, also of its session and group."""
-        return self.process.pid
-
-    def warn(self) -> None:
-        """Ask a trainer rank to save and exit."""
-        os.kill(self.pid, signal.SIGTERM)
-
-    def exit_code(self) -> int | None:
-        """None while it runs. The process is not reaped, so that its pid still identifies its group."""
-        if self.process.returncode is not None:
-            return self.process.returncode
-        state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if state is None:
-            return None
-        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
-
-
-class ProcessStatus(Protocol):
-    """The state of a process on this or another node."""
-
-    name: str
-    log: Path
-    opened: IO[bytes] | None
-
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        ...
-
-
 class Supervisor:
     """Starts the processes of this node and ends them all. Creates their private folders.
 
@@ -175,21 +125,10 @@ class Supervisor:
         self._groups: dict[int, int] = {}
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Child:
-        """Start a process that logs to ``logs/<name>.log``. Main thread only (``system/parent_death.py``)."""
-        log = self._logs / f"{name}.log"
-        self._logs.mkdir(exist_ok=True)  # it may have been deleted since
-        wrapped = with_parent_death_signal([*command], signal.SIGKILL)
-        with open_own(log, "ab") as file:
-            process = subprocess.Popen(
-                wrapped,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
-        self._reaper.guard_group(process.pid)
-        child = Child(name, process, log, open_own(log))
+        """Start a process that logs to ``logs/<name>.log``. Main thread only (``start_child``)."""
+        log, environment = self._logs / f"{name}.log", environment | {"PYTHONUNBUFFERED": "1"}
+        child = start_child(name, command, environment, log)
+        self._reaper.guard_group(child.pid)
         self.children.append(child)
         return child
 
@@ -208,7 +147,7 @@ class Supervisor:
         known: list[ProcessStatus] = [*self.children, *self.elsewhere]
         dead = [child for child in known if child.exit_code() not in (None, 0)]
         # One failure causes others: user errors first, then signals, then the oldest log.
-        return sorted(dead, key=lambda c: (user_error(c) is None, _code(c) >= 0, _modified(c.log)))
+        return sorted(dead, key=lambda c: (user_error(c) is None, (c.exit_code() or 0) > 0, _modified(c.log)))
 
     def guard_shared_memory(self, engines: Sequence[EngineProcess]) -> None:
         """Have the reaper remove the engines' shared memory if this process is killed.
@@ -243,7 +182,7 @@ class Supervisor:
                     process_groups.send(groups, signal.SIGKILL)
                 time.sleep(0.05)
         for child in self.children:
-            child.process.wait()
+            child.reap()
         for group in groups:
             self._reaper.drop_group(group)
         self.children.clear()
@@ -252,35 +191,8 @@ class Supervisor:
             future.result()
 
 
-def user_error(child: ProcessStatus) -> str | None:
-    """The message of a child that exited because of a UserError, else None."""
-    if child.exit_code() != USER_ERROR:
-        return None
-    lines = tail_of(child.log, 200, child.opened).splitlines()
-    starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else None
-
-
-def explain(child: ProcessStatus) -> str:
-    """Why a child died: its name, exit code, the last lines of its log."""
-    tail = tail_of(child.log, opened=child.opened)
-    return f"{child.name} {_ending(_code(child))}; the end of {child.log}:\n{tail}{explain_limits(tail)}"
-
-
-def _code(child: ProcessStatus) -> int:
-    return child.exit_code() or 0
-
-
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _ending(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "was killed (SIGKILL; often the machine ran out of memory)"
-    if code < 0:
-        return f"died of {signal.Signals(-code).name}"
-    return f"ended with exit code {code}" if code else "ended before the run did (exit code 0)"

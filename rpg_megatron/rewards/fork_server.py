@@ -14,7 +14,6 @@ parent has changed, and the kernel kills the workers when the server has ended.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -24,35 +23,29 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.worker_process import serve, serve_async
 from rpg_megatron.system.import_path import load_function
+from rpg_megatron.system.parent_death import end_with_parent
 from rpg_megatron.system.terminal import protect_streams
 
-_PR_SET_PDEATHSIG = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _run_worker(fd: int, run: Callable[[Connection], None], memory: int, server: int) -> None:
+def _run_worker(fd: int, run: Callable[[socket.socket], None], memory: int, server: int) -> None:
     # A process group of its own, so that processes started by a reward function are killed with the worker.
     os.setpgid(0, 0)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:
-        return
+    end_with_parent(server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    with Connection(fd) as connection:
+    with socket.socket(fileno=fd) as connection:
         run(connection)
 
 
-def _load(name: Any, deadline: float) -> tuple[Callable[[Connection], None], dict[str, Any]]:
+def _load(name: Any, deadline: float) -> tuple[Callable[[socket.socket], None], dict[str, Any]]:
     """What a worker runs, and the signature of a custom reward. Raises ValueError or UserError."""
     if isinstance(name, str):
         function = load_function(name)

@@ -11,13 +11,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rpg_megatron.rewards import normalize
 from rpg_megatron.rewards.compare import compare
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
+from rpg_megatron.rewards.failures import FailureKind
 from rpg_megatron.rewards.latex_numbers import compare_constants
-from rpg_megatron.rewards.pool import Failure, ForkServer, Function, Outcome, WorkerPool
+
+if TYPE_CHECKING:
+    from rpg_megatron.rewards.pool import Outcome
 
 DEADLINE = 5.0
 """Default limit of math-verify for one answer, in seconds."""
@@ -47,7 +50,7 @@ class Verdict(NamedTuple):
     """The answer of the response, verbatim; None if there is none in the expected style."""
     reason: str
     """Why it is correct or not, in a few words."""
-    failure: Failure | None = None
+    failure: FailureKind | None = None
     """Why math-verify gave no verdict, so that it counts as wrong."""
 
 
@@ -115,6 +118,8 @@ class Grader:
 
     def __init__(self, *, workers: int = 1, deadline: float = DEADLINE, memory: int = MEMORY):
         """deadline: seconds for one answer. memory: address space of a worker, in bytes."""
+        from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool  # imports asyncio
+
         self._pool = WorkerPool(ForkServer(Function(_SYMBOLIC, deadline, memory), lazy=True), workers)
         self._lock = threading.Lock()
         # Responses of a group often have the same answer; one that hangs should occupy one worker only.

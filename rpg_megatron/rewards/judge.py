@@ -1,6 +1,6 @@
 """LLM judge as a reward: an OpenAI-compatible server (``/chat/completions``) scores responses.
 
-``reward.type: rpg_megatron.rewards.judge:Judge``; it runs in a process of the async rewards (``async_pool``).
+``reward.type: rpg_megatron.rewards.judge:Judge``; it runs in the worker of an async function (``pool``).
 """
 
 from __future__ import annotations

@@ -1,17 +1,23 @@
 """Worker pool with a deadline and a memory limit per input: runs one function in killable processes.
 
-One thread per worker sends it inputs, one at a time. Whatever a worker does (hang, crash, run out of memory,
-raise), its input gets an ``Outcome``, and a new worker starts in milliseconds (see ``fork_server``). An input
-is retried once if its worker died, and not after other failures.
+Whatever a worker does (hang, crash, run out of memory, raise), its input gets an ``Outcome``, and a new
+worker starts in milliseconds (see ``fork_server``). An input is retried once if its worker died, and not
+after other failures. A worker runs one call at a time. Those of an async function run together in one worker,
+which ends each at the deadline. If one blocks the worker's event loop, the worker is killed a little later:
+calls past their deadline have timed out, the others are retried.
+
+Calls and answers are lines of JSON over a socket pair whose other end the worker inherits, not messages of
+``system/messages.py``: nobody else can connect to it, and its end is the worker's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -20,22 +26,25 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import wait
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.rewards.failures import FAILURES, FailureKind
 
-if TYPE_CHECKING:  # workers import this module; they do not need pydantic
+if TYPE_CHECKING:
     from rpg_megatron.config.reward import RewardSettings, RewardTerm
 
 logger = logging.getLogger(__name__)
 
-Failure = Literal["timeout", "crash", "memory", "error"]
-FAILURES: tuple[Failure, ...] = ("timeout", "crash", "memory", "error")
-
 _START_SECONDS = 300.0
 """Limit for importing the function, and for a fork, on a busy machine."""
+_GRACE_SECONDS = 5.0
+"""The worker of an async function is killed this long after the deadline of a call that has not ended."""
+_LATE_SECONDS = 0.05
+"""Pause before the next look at a call that is late, if there are answers to read first."""
 
 
 class Outcome(NamedTuple):
@@ -44,7 +53,7 @@ class Outcome(NamedTuple):
     value: Any
     """Return value of the function: a bool, a number or None; for a call with a group, a list of these. None
     if it failed."""
-    failure: Failure | None = None
+    failure: FailureKind | None = None
     """Why it failed: killed at the deadline, crashed, out of memory, or an exception."""
     detail: str = ""
     """Type and message of the exception, or what else is wrong."""
@@ -52,6 +61,9 @@ class Outcome(NamedTuple):
     """Counts that the function returned, by name."""
     place: str = ""
     """Where it raised the exception, ``file:line``; empty if that is not known."""
+
+
+_CLOSED = Outcome(None, "crash", "the pool was closed")
 
 
 def read_answer(answer: dict[str, Any]) -> Outcome:
@@ -63,7 +75,7 @@ def read_answer(answer: dict[str, Any]) -> Outcome:
 class RewardWorker(NamedTuple):
     """A fork of the fork server."""
 
-    connection: Connection
+    connection: socket.socket
     pid: int
     handle: int
     """pidfd of the process, because its pid may be reused before it is killed."""
@@ -74,11 +86,6 @@ class RewardWorker(NamedTuple):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Close the connection and the pidfd."""
-        self.connection.close()
-        os.close(self.handle)
 
 
 class Function(NamedTuple):
@@ -116,24 +123,27 @@ class ForkServer:
             self._process = self._start()
 
     @property
+    def is_async(self) -> bool:
+        """Whether the function is."""
+        return bool(self.signature.get("async"))
+
+    @property
     def deadline(self) -> float:
         """Seconds for one call."""
-        return self._function.async_deadline if self.signature.get("async") else self._function.deadline
+        return self._function.async_deadline if self.is_async else self._function.deadline
 
     def fork(self) -> RewardWorker:
         """A new worker. Restarts the fork server if it was killed."""
         for attempt in range(3):
             ours, theirs = socket.socketpair()
-            connection = Connection(ours.detach())
+            ours.settimeout(_START_SECONDS)
             try:
                 with theirs:
                     self._request_worker(theirs.fileno())
-                if not connection.poll(_START_SECONDS):
-                    raise EOFError
-                pid = int(connection.recv_bytes())
-                worker = RewardWorker(connection, pid, os.pidfd_open(pid))
-            except (EOFError, OSError):
-                connection.close()
+                pid = int(ours.recv(64))
+                worker = RewardWorker(ours, pid, os.pidfd_open(pid))
+            except (ValueError, OSError):
+                ours.close()
                 logger.warning("a reward worker died while starting (attempt %d)", attempt + 1)
                 continue
             with self._lock:
@@ -147,7 +157,7 @@ class ForkServer:
         """Forget a worker that has ended."""
         with self._lock:
             self.workers.pop(worker.pid, None)
-            worker.close()  # not while ``kill`` uses it
+            os.close(worker.handle)  # not while ``kill`` uses it
 
     def kill(self) -> bool:
         """Kill the workers; new ones die at once. Returns False if it was already closed, or in a fork."""
@@ -176,7 +186,8 @@ class ForkServer:
         with theirs:
             command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", named]
             command += [str(memory), str(deadline), str(os.getpid()), str(theirs.fileno())]
-            # A process group of its own, so that Ctrl-C does not reach it; the session stays the same.
+            # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
+            # ``start_child``: any thread may start it, and it watches the process, not the thread.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -216,25 +227,128 @@ class ForkServer:
             socket.send_fds(server[1], [b"w"], [descriptor])
 
 
-class WorkerPool:
-    """Workers for one function. Its arguments are JSON-serialisable, its result is as in ``Outcome``."""
+class _Call(NamedTuple):
+    """A call that a worker runs."""
 
-    def __init__(self, server: ForkServer, workers: int):
-        """workers: number of processes."""
-        self._server, self._deadline = server, server.deadline
-        self._tasks: queue.SimpleQueue[tuple[Any, Future[Outcome]] | None] = queue.SimpleQueue()
+    outcome: asyncio.Future[Outcome]
+    sent: float
+    timer: asyncio.TimerHandle
+
+
+class _Process(asyncio.Protocol):
+    """A worker and its calls: one at a time or, for an async function, many."""
+
+    def __init__(self, server: ForkServer, worker: RewardWorker):
+        self.is_full = False
+        """Whether it gets no more calls: its memory has grown, it is for a single call, or it has ended."""
+        self._server, self._worker = server, worker
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count()
+        self._unread = b""
+        self._ended = False
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether it can run one more."""
+        return not self.is_full and (self._server.is_async or not self._calls)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport.set_write_buffer_limits(0)
+
+    def call(self, arguments: Any) -> asyncio.Future[Outcome]:
+        """Run a call; its outcome is a crash if the worker dies meanwhile."""
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        call = _Call(loop.create_future(), loop.time(), self._limit(number))
+        self._calls[number] = call
+        self._transport.write(json.dumps([number, arguments]).encode() + b"\n")
+        if self._ended:  # before it got the call
+            self.end()
+        return call.outcome
+
+    def _limit(self, number: int) -> asyncio.TimerHandle:
+        limit = self._server.deadline + (_GRACE_SECONDS if self._server.is_async else 0.0)
+        return asyncio.get_running_loop().call_later(limit, self._check, number)
+
+    def resume_writing(self) -> None:
+        """A worker has read its input, which may be large; the time for its call begins."""
+        if not self._server.is_async:
+            for number, call in self._calls.items():
+                call.timer.cancel()
+                self._calls[number] = call._replace(timer=self._limit(number))
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        try:
+            for line in lines:
+                answer = json.loads(line)
+                call = self._calls.pop(answer["number"])
+                call.timer.cancel()
+                self.is_full |= answer["exits"]
+                call.outcome.set_result(read_answer(answer))
+        except (ValueError, LookupError, TypeError):  # something else has written to the connection
+            self.end()
+        if self.is_full and not self._calls:
+            self.end()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.end()
+
+    def end(self, overdue: int | None = None) -> None:
+        """Kill the worker and what it has started. overdue: the call that has exceeded its limit."""
+        if not self._ended:
+            self._ended = self.is_full = True
+            self._worker.kill()
+            self._server.remove(self._worker)
+            self._transport.abort()
+        deadline = self._server.deadline
+        late = asyncio.get_running_loop().time() - deadline
+        for number, call in self._calls.items():
+            call.timer.cancel()
+            if overdue is not None and (number == overdue or call.sent < late):
+                outcome = Outcome(None, "timeout", f"killed after {deadline:g} s")
+            else:
+                died = "the process died" if self._server.is_async else "the worker died"
+                outcome = Outcome(None, "crash", died)
+            call.outcome.set_result(outcome)
+        self._calls.clear()
+
+    def _check(self, number: int) -> None:
+        """End the worker if the call still runs, unless there are answers to read: this process was late."""
+        if number in self._calls and (self._server.is_async or not self._transport.get_write_buffer_size()):
+            if wait([self._worker.connection], 0):
+                asyncio.get_running_loop().call_later(_LATE_SECONDS, self._check, number)
+            else:
+                self.end(overdue=number)
+
+
+class WorkerPool:
+    """Workers for one function. Its arguments are JSON-serialisable, its result is as in ``Outcome``.
+
+    An event loop in a thread of its own calls them.
+    """
+
+    def __init__(self, server: ForkServer, size: int):
+        """size: number of workers or, for an async function, of running calls, in one worker; a call that
+        waits for its turn uses up no time.
+        """
+        self._server = server
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"reward-{i}", daemon=True) for i in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._processes: list[_Process] = []
+        self._turns, self._choosing = asyncio.Semaphore(size), asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+        self._thread.start()
 
     def submit(self, arguments: Any) -> Future[Outcome]:
         """Queue one input. The future gets an Outcome whatever happens to the worker."""
         future: Future[Outcome] = Future()
-        self._tasks.put((arguments, future))
+        if self._server.closed:
+            future.set_result(_CLOSED)
+        else:
+            self._loop.call_soon_threadsafe(self._begin, arguments, future)
         return future
 
     def pop_counts(self) -> dict[str, int]:
@@ -245,12 +359,12 @@ class WorkerPool:
         return counts
 
     def close(self) -> None:
-        """Kill the workers; wait for threads and fork server to end. Unfinished inputs count as crashed."""
+        """Kill the workers; wait for thread and fork server to end. Unfinished inputs count as crashed."""
         if self._server.kill():
-            for _ in self._threads:
-                self._tasks.put(None)
-            for thread in self._threads:
-                thread.join()
+            asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
             self._server.close()
 
     def __enter__(self) -> WorkerPool:
@@ -259,47 +373,52 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _work(self) -> None:
-        worker: RewardWorker | None = None
-        while (task := self._tasks.get()) is not None:
-            arguments, future = task
+    # -- in the thread ---------------------------------------------------------------------------------------
+
+    def _begin(self, arguments: Any, future: Future[Outcome]) -> None:
+        task = self._loop.create_task(self._run(arguments, future))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, arguments: Any, future: Future[Outcome]) -> None:
+        async with self._turns:
             if not future.set_running_or_notify_cancel():
-                continue
-            if self._server.closed:
-                future.set_result(Outcome(None, "crash", "the pool was closed"))
-                continue
+                return
+            outcome = _CLOSED
             try:
-                for _ in range(2):  # a worker may be killed for reasons unrelated to its input
-                    worker = worker or self._server.fork()
-                    outcome, ended = self._call(worker, arguments)
-                    if ended:
-                        worker.kill()  # also ends the processes that it started
-                        self._server.remove(worker)
-                        worker = None
-                    if outcome.failure != "crash" or self._server.closed:
-                        break
+                for again in (False, True):  # a worker may be killed for reasons unrelated to its input
+                    if outcome.failure == "crash" and not self._server.closed:
+                        outcome = await (await self._start(arguments, again=again))
             except Exception as e:
                 future.set_exception(e)
-                continue
-            if outcome.failure:
-                with self._lock:
-                    self._counts[outcome.failure] += 1
-            future.set_result(outcome)
-        if worker:
-            worker.kill()
-            self._server.remove(worker)
+                return
+        if outcome.failure:
+            with self._lock:
+                self._counts[outcome.failure] += 1
+        future.set_result(outcome)
 
-    def _call(self, worker: RewardWorker, arguments: Any) -> tuple[Outcome, bool]:
-        """The outcome, and whether the worker has ended or must be replaced."""
-        try:
-            # The worker is idle and reading, so sending does not block for long, even with a large input.
-            worker.connection.send_bytes(json.dumps(arguments).encode())
-            if not worker.connection.poll(self._deadline):
-                return Outcome(None, "timeout", f"killed after {self._deadline:g} s"), True
-            answer = json.loads(worker.connection.recv_bytes())
-        except (EOFError, OSError, ValueError):
-            return Outcome(None, "crash", "the worker died"), True
-        return read_answer(answer), bool(answer["exits"])
+    async def _start(self, arguments: Any, *, again: bool) -> asyncio.Future[Outcome]:
+        """Give a call to a worker. again: the worker of the first attempt has died.
+
+        Such a call of an async function gets a worker of its own, since it may crash that again.
+        """
+        alone = again and self._server.is_async
+        async with self._choosing:
+            self._processes = [process for process in self._processes if not process.is_full]
+            process = next((p for p in self._processes if p.takes_calls), None)
+            if process is None or alone:
+                worker = await asyncio.to_thread(self._server.fork)
+                new = partial(_Process, self._server, worker)
+                _, process = await self._loop.create_unix_connection(new, sock=worker.connection)
+                self._processes.append(process)
+                process.is_full |= alone
+            return process.call(arguments)
+
+    async def _finish(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        for process in self._processes:
+            process.end()
 
 
 def start_custom_reward(settings: RewardSettings, term: RewardTerm) -> ForkServer:

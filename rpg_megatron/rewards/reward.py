@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.reward import OverlongSettings, RewardSettings, RewardTerm
-from rpg_megatron.rewards.async_pool import AsyncPool
 from rpg_megatron.rewards.custom_reward import PROMPT
 from rpg_megatron.rewards.extraction import Style, find_answer
-from rpg_megatron.rewards.failures import RewardFailure
+from rpg_megatron.rewards.failures import FAILURES, RewardFailure
 from rpg_megatron.rewards.grader import Grader, Verdict
-from rpg_megatron.rewards.pool import FAILURES, ForkServer, Outcome, WorkerPool, start_custom_reward
+from rpg_megatron.rewards.pool import ForkServer, Outcome, WorkerPool, start_custom_reward
 
 if TYPE_CHECKING:  # it needs numpy, which a login node may lack
     from rpg_megatron.data.trajectory import Tokens
@@ -237,8 +236,8 @@ class _CustomTerm:
         self._term, self._inputs = term, frozenset(server.signature["inputs"])
         self.is_group, self._place = bool(server.signature["group"]), str(server.signature["place"])
         self.is_judge, self.reads_prompts = term.is_judge, not self._inputs.isdisjoint(PROMPT)
-        self.is_async = bool(server.signature["async"])
-        self._pool = AsyncPool(server, concurrency) if self.is_async else WorkerPool(server, workers)
+        self.is_async = server.is_async
+        self._pool = WorkerPool(server, concurrency if self.is_async else workers)
         self._counts: Counter[str] = Counter()
         self._without_reward = 0
         """Responses for which the function returned None."""

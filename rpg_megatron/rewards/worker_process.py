@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
 from typing import Any
 
 _MAX_GROWTH = 256 * 1024
@@ -34,78 +34,69 @@ class NoReward(Exception):
         self.counts = counts or {}
 
 
-def serve(connection: Connection, call: Call, file: str = "") -> None:
+def serve(connection: socket.socket, call: Call, file: str = "") -> None:
     """Answer one call after another, until the other end is closed or this process should be replaced.
 
-    file: the function's.
+    A call is a list of its number and its arguments. file: the function's.
     """
     start = _memory()
-    connection.send_bytes(str(os.getpid()).encode())
-    exits = False
-    while not exits:
+    _send(connection, os.getpid())
+    for line in connection.makefile("rb"):
+        number, arguments = json.loads(line)
         try:
-            arguments = json.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return
-        count = _group_size(arguments)
-        try:
-            answer = read_result(call(arguments), count)
-        except MemoryError:
-            answer = {"failure": "memory", "detail": "out of memory"}
+            answer = read_result(call(arguments), _group_size(arguments))
         except (Exception, SystemExit) as e:
             answer = _error(e, file)
         exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
-        try:
-            connection.send_bytes(json.dumps(answer | {"exits": exits}).encode())
-        except OSError:
+        _send(connection, answer | {"number": number, "exits": exits})
+        if exits:
             return
 
 
-def serve_async(connection: Connection, call: Call, deadline: float, file: str = "") -> None:
+def serve_async(connection: socket.socket, call: Call, deadline: float, file: str = "") -> None:
     """Run calls of an async function concurrently, until the other end is closed.
 
-    A message is a list of the call's number and its arguments. deadline: seconds for each call. file: the
-    function's.
+    deadline: seconds for each call. file: the function's.
     """
     import asyncio  # other workers do not need it
 
     start = _memory()
-    connection.send_bytes(str(os.getpid()).encode())
+    _send(connection, os.getpid())
 
     async def one(number: int, arguments: Any) -> None:
-        count, limit = _group_size(arguments), asyncio.timeout(deadline)
+        limit = asyncio.timeout(deadline)
         try:
             async with limit:
-                answer = read_result(await call(arguments), count)
-        except MemoryError:
-            answer = {"failure": "memory", "detail": "out of memory"}
+                answer = read_result(await call(arguments), _group_size(arguments))
         except (Exception, SystemExit, asyncio.CancelledError) as e:  # the function may cancel tasks itself
             expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
             timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
             answer = timeout if expired else _error(e, file)
         exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
-        connection.send_bytes(json.dumps(answer | {"number": number, "exits": exits}).encode())
+        _send(connection, answer | {"number": number, "exits": exits})
 
     async def main() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         calls: set[asyncio.Task[None]] = set()
 
-        def begin(message: bytes) -> None:
-            task = loop.create_task(one(*json.loads(message)))
+        def begin(line: bytes) -> None:
+            task = loop.create_task(one(*json.loads(line)))
             calls.add(task)
             task.add_done_callback(calls.discard)
 
         def read() -> None:
-            try:
-                while True:
-                    loop.call_soon_threadsafe(begin, connection.recv_bytes())
-            except (EOFError, OSError):
-                loop.call_soon_threadsafe(ended.set)
+            for line in connection.makefile("rb"):
+                loop.call_soon_threadsafe(begin, line)
+            loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=read, daemon=True).start()
         await ended.wait()
 
     asyncio.run(main())
+
+
+def _send(connection: socket.socket, value: Any) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
 
 
 def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
@@ -159,6 +150,8 @@ def _group_size(arguments: Any) -> int | None:
 
 
 def _error(error: BaseException, file: str) -> dict[str, Any]:
+    if isinstance(error, MemoryError):
+        return {"failure": "memory", "detail": "out of memory"}
     if isinstance(error, NoReward):
         return {"failure": "error", "detail": str(error)[:_MAX_DETAIL], "counts": error.counts}
     lines = [n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]

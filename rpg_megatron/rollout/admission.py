@@ -74,8 +74,8 @@ class Admission:
     def _lead(self) -> float:
         """How long before the trainer is expected to need a batch its groups are admitted.
 
-        The shortest time with which the trainer would have waited for the last batches as ``_MOST_WAIT`` says,
-        if each had been admitted that long before.
+        The shortest time with which the trainer would have waited for the last batches as ``_MOST_WAIT``
+        says, if each had been admitted that long before.
         """
         pace = self._pace()
         pairs = zip(reversed(self._durations), reversed(self._work), strict=False)

@@ -8,13 +8,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from rpg_megatron.config.files import remove
-from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
+from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.worker import worker_socket
-from rpg_megatron.system.messages import AsyncClient
+from rpg_megatron.system.messages import AsyncClient, remote_calls
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 logger = logging.getLogger("rpg_megatron.sampler")
@@ -28,7 +28,7 @@ class WorkerDied(RuntimeError):
 
 
 class RemoteWorker:
-    """``GroupWorker`` in another process; calls wait until it runs. For one event loop."""
+    """The process of a worker. For one event loop."""
 
     def __init__(
         self,
@@ -49,6 +49,8 @@ class RemoteWorker:
         self._stops = [str(token) for token in stop_token_ids]
         self._address = f"tcp://{host}:*" if host else ""
         self._on_restart, self._on_end = on_restart, on_end
+        self.calls = cast(GroupWorker, SimpleNamespace(**remote_calls(GroupWorker, self._call)))
+        """The worker. Calls wait until it runs, and raise WorkerDied."""
         self._socket = worker_socket(work, number)
         self._client: AsyncClient | None = None
         self._up = asyncio.Event()
@@ -81,44 +83,12 @@ class RemoteWorker:
         if self._client is not None:
             self._client.close()
 
-    async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
-        """See ``GroupWorker``, as for all methods below."""
-        return await self._call("generate", Generated, task, engine, incarnation)
-
-    async def score(self, ticket: int) -> GroupScores:
-        """See ``GroupWorker``."""
-        scores = await self._call("score", GroupScores, ticket)
-        self._deaths = 0
-        return scores
-
-    async def answers(self, ticket: int) -> GroupAnswers:
-        """See ``GroupWorker``."""
-        return await self._call("answers", GroupAnswers, ticket)
-
-    async def drop(self, tickets: list[int]) -> None:
-        """See ``GroupWorker``."""
-        await self._call("drop", type(None), tickets)
-
-    async def save(self, tickets: list[int], file: Path) -> None:
-        """See ``GroupWorker``."""
-        await self._call("save", type(None), tickets, file)
-
-    async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
-        """See ``GroupWorker``."""
-        return await self._call("load", list[GroupScores], tickets, file)
-
-    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
-        """See ``GroupWorker``."""
-        return await self._call("fetch", list[Trajectory], tickets, samples)
-
-    async def counts(self) -> dict[str, float]:
-        """See ``GroupWorker``."""
-        return await self._call("counts", dict[str, float])
-
-    async def _call[T](self, method: str, returns: type[T], *arguments: Any) -> T:
+    async def _call(self, method: str, returns: Any, *arguments: Any) -> Any:
         await self._up.wait()
         assert self._client is not None
-        answer: T = await self._client.call(method, returns, *arguments)
+        answer = await self._client.call(method, returns, *arguments)
+        if method == "score":
+            self._deaths = 0
         return answer
 
     async def _keep_running(self) -> None:
@@ -127,6 +97,7 @@ class RemoteWorker:
             remove(self._socket)
             command = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
             command += [str(self._run), str(self._work), str(self.number), self._address, *self._stops]
+            # Not ``start_child``: asyncio tells when this one ends.
             self._process = await asyncio.create_subprocess_exec(
                 *with_parent_death_signal(command, signal.SIGKILL)
             )

@@ -46,13 +46,14 @@ from rpg_megatron.rollout.sampler_client import (
     EvaluatedSets,
     ResyncRequired,
     RolloutBatch,
+    SamplerRequests,
     SyncResult,
 )
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.task_stream import TaskStream
 from rpg_megatron.rollout.worker import DECODER, Worker, engine_clients
 from rpg_megatron.system.events import EVENTS, EventSender
-from rpg_megatron.system.messages import Server
+from rpg_megatron.system.messages import Handler, Server, methods_of
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
@@ -125,7 +126,7 @@ class Sampler:
         results: EvaluatedSets | ResyncRequired = await self._start(self._evaluate())
         return results
 
-    async def resume_request(self) -> Any:
+    async def resume_request(self) -> RolloutBatch | EvaluatedSets | ResyncRequired:
         """Wait for the current request; returns its result, or ResyncRequired if an engine needs weights."""
         task = self._request
         if task is None:
@@ -138,7 +139,8 @@ class Sampler:
             await asyncio.wait([task, returned], return_when=asyncio.FIRST_COMPLETED)
             returned.cancel()
         self._request = None
-        return task.result()
+        result: RolloutBatch | EvaluatedSets = task.result()
+        return result
 
     async def sync(self, manifest: Manifest, version: int, resync: bool) -> SyncResult:
         """Load the published weights into the engines; see ``EnginePool.sync``."""
@@ -236,19 +238,6 @@ class Sampler:
 
 # -- the process ---------------------------------------------------------------------------------------------
 
-_METHODS = (
-    "rollout",
-    "sync",
-    "sleep",
-    "wake",
-    "evaluate",
-    "resume_request",
-    "release",
-    "counts",
-    "state",
-    "restore",
-)
-
 
 async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     loop = asyncio.get_running_loop()
@@ -284,9 +273,10 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     starting = [asyncio.create_task(worker.start()) for worker in remote]
     clients = engine_clients(settings, work, token)
     local = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
+    workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
-    sampler = Sampler(settings, tokenizer, pool, [local] if local else remote, events, work)
+    sampler = Sampler(settings, tokenizer, pool, workers, events, work)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
@@ -299,10 +289,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
         await asyncio.gather(*starting)
         return [worker.address for worker in remote] or [listening]
 
-    methods = {name: getattr(sampler, name) for name in _METHODS} | {"addresses": addresses}
-    if local:
-        methods["fetch"] = local.fetch
-    server = Server(token, methods)
+    others: dict[str, Handler] = {"fetch": local.fetch} if local else {}
+    server = Server(token, methods_of(SamplerRequests, sampler, addresses=addresses, **others))
     listening = server.listen(f"ipc://{work / SOCKET}")
     if local and host:
         listening = server.listen(f"tcp://{host}:*")

@@ -1,5 +1,8 @@
 """Rank 0's client of the sampler process, the leaders' client of its workers, and the messages' types."""
 
+# mypy: disable-error-code="empty-body"
+# The methods of SamplerRequests have no bodies: the sampler has them, and a client calls it.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards.failures import FailureCount
-from rpg_megatron.system.messages import Client
+from rpg_megatron.system.messages import Client, remote_calls
 
 SOCKET = "sampler.sock"
 """File name of the sampler's socket in the work folder."""
@@ -69,16 +72,49 @@ class ResyncRequired(msgspec.Struct, tag=True, frozen=True):
     engines: tuple[int, ...]
 
 
-_ROLLOUT = RolloutBatch | ResyncRequired
-_EVALUATION = EvaluatedSets | ResyncRequired
-
-
-class SamplerClient:
-    """Blocking client of the sampler process. One request at a time.
+class SamplerRequests:
+    """What the sampler process does for rank 0. ``Sampler`` has these methods as coroutines.
 
     Every method raises UserError for errors that the user can fix and RuntimeError for all others, with the
     sampler's message.
     """
+
+    def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
+        """Sample and grade the prompts of a step. version: of the weights that the engines serve."""
+
+    def sync(self, manifest: Manifest, version: int, resync: bool = False) -> SyncResult:
+        """Load the published weights into the engines. resync: only into those that do not serve them."""
+
+    def sleep(self, level: int) -> None:
+        """Put the engines to sleep. Level 1: until ``wake``. Level 2: until ``sync``; drops the weights."""
+
+    def wake(self) -> None:
+        """Wake engines that sleep at level 1."""
+
+    def evaluate(self) -> EvaluatedSets | ResyncRequired:
+        """Sample and grade the held-out sets."""
+
+    def resume_request(self) -> RolloutBatch | EvaluatedSets | ResyncRequired:
+        """The result of the ``rollout`` or ``evaluate`` that returned ResyncRequired, or ResyncRequired."""
+
+    def release(self) -> None:
+        """Let the workers discard the last rollout: every leader has fetched its trajectories."""
+
+    def addresses(self) -> list[str]:
+        """Addresses from which trajectories are fetched, by number of the worker."""
+
+    def counts(self) -> dict[str, float]:
+        """``engine/*`` metrics since the last call."""
+
+    def state(self) -> dict[str, Any]:
+        """The sampler's state for a checkpoint: position in the data."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore what ``state()`` returned."""
+
+
+class SamplerClient(SamplerRequests):
+    """Blocking client of the sampler process. One request at a time."""
 
     def __init__(
         self,
@@ -96,60 +132,7 @@ class SamplerClient:
         self._client = Client(
             f"ipc://{socket}", token, name="sampler", timeout=timeout, while_waiting=while_waiting
         )
-        self._request: Any = None
-        """Type of the result of the last rollout or evaluation."""
-
-    def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
-        """Sample and grade the prompts of a step. version: of the weights that the engines serve."""
-        self._request = _ROLLOUT
-        answer: RolloutBatch | ResyncRequired = self._client.call("rollout", _ROLLOUT, step, version)
-        return answer
-
-    def sync(self, manifest: Manifest, version: int, *, resync: bool = False) -> SyncResult:
-        """Load the published weights into the engines. resync: only into those that do not serve them."""
-        answer: SyncResult = self._client.call("sync", SyncResult, manifest, version, resync)
-        return answer
-
-    def sleep(self, level: int) -> None:
-        """Put the engines to sleep. Level 1: until ``wake``. Level 2: until ``sync``; drops the weights."""
-        self._client.call("sleep", None, level)
-
-    def wake(self) -> None:
-        """Wake engines that sleep at level 1."""
-        self._client.call("wake", None)
-
-    def evaluate(self) -> EvaluatedSets | ResyncRequired:
-        """Sample and grade the held-out sets."""
-        self._request = _EVALUATION
-        answer: EvaluatedSets | ResyncRequired = self._client.call("evaluate", _EVALUATION)
-        return answer
-
-    def resume_request(self) -> Any:
-        """The result of the ``rollout`` or ``evaluate`` that returned ResyncRequired, or ResyncRequired."""
-        return self._client.call("resume_request", self._request)
-
-    def release(self) -> None:
-        """Let the workers discard the last rollout: every leader has fetched its trajectories."""
-        self._client.call("release", None)
-
-    def addresses(self) -> list[str]:
-        """Addresses from which trajectories are fetched, by number of the worker."""
-        answer: list[str] = self._client.call("addresses", list[str])
-        return answer
-
-    def counts(self) -> dict[str, float]:
-        """``engine/*`` metrics since the last call."""
-        answer: dict[str, float] = self._client.call("counts", dict[str, float])
-        return answer
-
-    def state(self) -> dict[str, Any]:
-        """The sampler's state for a checkpoint: position in the data."""
-        answer: dict[str, Any] = self._client.call("state", dict[str, Any])
-        return answer
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state()`` returned."""
-        self._client.call("restore", None, state)
+        vars(self).update(remote_calls(SamplerRequests, self._client.call))
 
     def close(self) -> None:
         """Disconnect. The sampler waits for the next client; the launcher ends it."""

@@ -31,9 +31,16 @@ from rpg_megatron.evaluation.answer_classes import classify_answers
 from rpg_megatron.rewards.failures import MOST, FailureCount, first_of_each
 from rpg_megatron.rewards.grader import Grader
 from rpg_megatron.rewards.reward import Response, Score, Scorer
-from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask, scores_of
+from rpg_megatron.rollout.groups import (
+    Generated,
+    GroupAnswers,
+    GroupScores,
+    GroupTask,
+    GroupWorker,
+    scores_of,
+)
 from rpg_megatron.rollout.seeds import segment_seed
-from rpg_megatron.system.messages import Server
+from rpg_megatron.system.messages import Server, methods_of
 from rpg_megatron.system.tasks import run_all
 
 _TOKENS_PER_REQUEST = 4096
@@ -41,8 +48,6 @@ _TOKENS_PER_REQUEST = 4096
 DECODER = "decoder.json"
 """File in the work folder with which workers decode tokens."""
 logger = logging.getLogger("rpg_megatron.sampler")
-METHODS = ("generate", "score", "answers", "drop", "save", "load", "fetch", "counts")
-"""Methods that a worker serves to other processes."""
 
 
 class _Group:
@@ -349,7 +354,7 @@ async def _run(
     async def where() -> str:
         return listening
 
-    server = Server(token, {name: getattr(worker, name) for name in METHODS} | {"where": where})
+    server = Server(token, methods_of(GroupWorker, worker, where=where))
     listening = server.listen(f"ipc://{worker_socket(work, number)}")
     if address:
         listening = server.listen(address)

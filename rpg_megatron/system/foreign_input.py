@@ -5,13 +5,14 @@ that parses them (a *reader*) runs in a child process. The child imports what th
 every right (``sandbox.py``), then reads. It gets open files and an argument, and its answers are msgpack: the
 worst that a hostile file can do is to give wrong values, which the caller checks as it would check a file's.
 
+It is not started by ``child.py``, which would start one interpreter more for each file, and which keeps logs.
+
 ``python -m rpg_megatron.system.foreign_input MODULE:FUNCTION PARENT MEMORY FD...``: the child.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import os
@@ -29,6 +30,7 @@ import msgspec
 
 import rpg_megatron
 from rpg_megatron.system import sandbox
+from rpg_megatron.system.parent_death import end_with_parent
 
 _VALUE, _REFUSED, _FAILED, _END = range(4)
 _LARGEST = 64 << 20
@@ -40,7 +42,6 @@ _SIMPLE_LIST = msgspec.msgpack.Decoder(list[str | int | float | bool | None])
 _EXTENSION = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
 _EXTENSIONS = (*range(0xC7, 0xCA), *range(0xD4, 0xD9))
 """First bytes of msgpack's extension types."""
-_PARENT_DEATH = 1
 _PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """Environment variables that a child gets: none with secrets."""
 
@@ -205,10 +206,8 @@ def _reason(process: subprocess.Popen[bytes]) -> str:
 
 def main() -> None:
     """Run a reader: argv is its name, the limits and the numbers of the open files; stdin its argument."""
-    ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
     name, parent, memory, *numbers = sys.argv[1:]
-    if os.getppid() != int(parent):  # it ended before the request
-        os._exit(1)
+    end_with_parent(int(parent))
     answer = os.dup(1)
     os.dup2(2, 1)  # a library may print
     argument = msgspec.msgpack.decode(sys.stdin.buffer.read())

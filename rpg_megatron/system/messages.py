@@ -147,6 +147,44 @@ def _arguments_of(handler: Handler) -> Any:
     return tuple.__class_getitem__(tuple(hints[name] for name in inspect.signature(handler).parameters))
 
 
+# -- typed calls ---------------------------------------------------------------------------------------------
+
+
+def methods_of(interface: type, instance: Any, **others: Handler) -> dict[str, Handler]:
+    """The methods that an interface names, of an object that has them, for ``Server``.
+
+    others: more methods by name, and those that the object lacks.
+    """
+    found = {name: others.get(name) or getattr(instance, name) for name in _signatures(interface)}
+    return found | others
+
+
+def remote_calls(interface: type, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The methods of an interface as calls of a server; the interface's annotations type the results.
+
+    call: ``call`` of a client below, or a function with its arguments.
+    """
+
+    def bind(name: str, signature: inspect.Signature, returns: Any) -> Callable[..., Any]:
+        def method(*arguments: Any, **named: Any) -> Any:
+            bound = signature.bind(None, *arguments, **named)
+            bound.apply_defaults()
+            return call(name, returns, *list(bound.arguments.values())[1:])
+
+        return method
+
+    return {name: bind(name, *types) for name, types in _signatures(interface).items()}
+
+
+def _signatures(interface: type) -> dict[str, tuple[inspect.Signature, Any]]:
+    """Signature and type of the result of each public method, by name."""
+    return {
+        name: (inspect.signature(method), get_type_hints(method)["return"])
+        for name, method in vars(interface).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+
+
 # -- clients -------------------------------------------------------------------------------------------------
 
 

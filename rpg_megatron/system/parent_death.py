@@ -16,21 +16,29 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 def with_parent_death_signal(command: list[str], number: signal.Signals) -> list[str]:
     """Command line that runs ``command`` as a child that gets signal ``number`` when this process ends."""
     return [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), str(int(number)), *command]
 
 
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends; exit at once if it has ended already.
+
+    parent: its pid.
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before the request: no signal would be sent
+        os._exit(1)
+
+
 def main() -> None:
     """Request the signal, then exec the command."""
-    parent, number, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # the parent ended before the request: no signal would be sent
-        sys.exit(1)
-    os.execvp(command[0], command)
+    end_with_parent(int(sys.argv[1]), int(sys.argv[2]))
+    os.execvp(sys.argv[3], sys.argv[3:])
 
 
 if __name__ == "__main__":

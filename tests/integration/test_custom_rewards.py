@@ -20,8 +20,8 @@ import pytest
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher.input_checks import check_reward
-from rpg_megatron.rewards import async_pool
 from rpg_megatron.rewards import judge as judge_module
+from rpg_megatron.rewards import pool
 from rpg_megatron.rewards.custom_reward import load_reward
 from rpg_megatron.rewards.judge import Judge, JudgeSettings
 from rpg_megatron.rewards.reward import Response, Score, Scorer
@@ -211,7 +211,7 @@ def test_time_outs_and_cancelled_tasks_of_the_function_itself_are_errors(scores:
 def test_a_call_that_blocks_the_others_is_killed_and_they_are_made_again(
     scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_pool, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "_GRACE_SECONDS", 0.5)
     texts = ["block", "crash once", *("x" * n for n in range(1, 9))]
     found, counts = scores(own("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts)
     assert [score.reward for score in found] == [-1.0, 10.0, *range(1, 9)]

@@ -1,6 +1,7 @@
 """Late admission of groups (``rollout/admission.py``), with the real producer in virtual time.
 
-Why: groups that are admitted too early are sampled by old weights for nothing, too late and the trainer waits.
+Why: groups that are admitted too early are sampled by old weights for nothing; too late, and the trainer
+waits.
 Not covered: engines whose speed depends on their load, real runs.
 """
 

@@ -20,9 +20,10 @@ from rpg_megatron.engine.command import (
     engine_environment,
     kv_bytes_per_token,
 )
-from rpg_megatron.engine.process import first_error, tail_of
+from rpg_megatron.engine.process import first_error
 from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check, check_expert_columns, check_head_dim, check_kv_cache
+from rpg_megatron.system.child import tail_of
 from tests.support.tiny_models import TINY, TINY_MOE
 
 

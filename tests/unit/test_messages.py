@@ -7,6 +7,7 @@ Not covered: what the messages mean (test_sampler, tests/integration/test_sample
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +23,19 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.engine.client import EngineError
+from rpg_megatron.rollout.groups import GroupWorker
+from rpg_megatron.rollout.sampler import Sampler
+from rpg_megatron.rollout.sampler_client import SamplerRequests
+from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.encoding import decode, encode
-from rpg_megatron.system.messages import AsyncClient, Client, ConnectionLost, Server
+from rpg_megatron.system.messages import (
+    AsyncClient,
+    Client,
+    ConnectionLost,
+    Server,
+    methods_of,
+    remote_calls,
+)
 
 
 @dataclass
@@ -126,6 +138,46 @@ def test_a_connection_that_is_made_at_once_is_noticed(address: str, monkeypatch:
         client = Client(where, "secret", name="sampler", timeout=3)
         assert client.call("touch", Path, Path("/a")) == Path("/a/x")
         client.close()
+
+
+class Geometry:
+    """An interface."""
+
+    def double(self, point: Point, times: int = 2) -> Point: ...
+
+    def refuse(self) -> None: ...
+
+
+def test_an_interface_is_called_by_its_names_and_types(address: str) -> None:
+    with serving(address) as where:
+        client = Client(where, "secret", name="sampler", timeout=20)
+        calls = remote_calls(Geometry, client.call)
+        assert calls.keys() == {"double", "refuse"}
+        for answer in (calls["double"](Point(np.ones(1))), calls["double"](times=2, point=Point(np.ones(1)))):
+            assert isinstance(answer, Point)
+            assert answer.place == [2.0]
+        with pytest.raises(UserError, match=r"^set evaluation.data$"):
+            calls["refuse"]()
+        with pytest.raises(TypeError, match="unexpected keyword argument 'factor'"):
+            calls["double"](Point(np.ones(1)), factor=2)
+        client.close()
+
+
+@pytest.mark.parametrize(("interface", "server"), [(SamplerRequests, Sampler), (GroupWorker, Worker)])
+def test_a_server_has_the_methods_of_its_interface(interface: type, server: type) -> None:
+    """A client sends positions and decodes results: names, order and result must be the same."""
+
+    async def addresses() -> list[str]:
+        return []
+
+    others = {"addresses": addresses} if server is Sampler else {}
+    methods = methods_of(interface, server, **others)
+    assert methods
+    for name, method in methods.items():
+        if name not in others:
+            mine, theirs = inspect.signature(method), inspect.signature(getattr(interface, name))
+            assert list(mine.parameters) == list(theirs.parameters), name
+            assert mine.return_annotation == theirs.return_annotation, name
 
 
 def test_many_requests_at_a_time(address: str) -> None:

@@ -34,6 +34,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher.input_checks import check_custom_code, check_trackers
 from rpg_megatron.launcher.run_dir import create_run
+from rpg_megatron.system import child
 from rpg_megatron.training import metrics
 from rpg_megatron.training.metrics import MetricsWriter
 from rpg_megatron.training.trackers import client
@@ -202,7 +203,7 @@ def test_a_process_that_starts_while_its_tracker_is_given_up_ends(
         time.sleep(0.5)
         return start(["sleep", "1000"], **how)
 
-    monkeypatch.setattr(client.subprocess, "Popen", slow)
+    monkeypatch.setattr(child.subprocess, "Popen", slow)
     one = client.TrackerClient(tmp_path, 0, "my_trackers:Works", lambda text: None)
     assert starting.wait(60)
     one.close(0.0)

@@ -2,7 +2,8 @@
 
 It has the methods of torch's TCPStore that links need. TCPStore has no authentication: every user of the node
 can read and change it. Torch's FileStore is no replacement, because its file only grows: it would keep the
-manifest of every sync.
+manifest of every sync. A server of ``system/messages.py`` is none either: it needs an event loop, and ranks
+block in collectives.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ from rpg_megatron.commands.convert.processes import (
     Job,
     Ranks,
     StagingDir,
-    read_log,
-    start_child,
+    start_converter,
 )
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
@@ -42,8 +41,10 @@ from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import check_layout, mapping_for
+from rpg_megatron.system.child import end_children, tail_of
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
+HF_LOGITS = "rpg_megatron.commands.convert.hf_logits"
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest logit or to 1 if that is smaller.
 
@@ -329,20 +330,15 @@ def _sequences(shape: ModelShape) -> list[list[int]]:
 def _compare(job: Job, hf: Path, progress: ConvertProgress) -> Verification:
     """Compare the logits that the ranks saved with those of transformers for ``hf``."""
     progress.phase("verifying: transformers", 0)
-    request = {"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences}
-    child = start_child("rpg_megatron.commands.convert.hf_logits", Path(job.work) / "transformers.log", 1)
+    request = json.dumps({"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences})
+    child = start_converter(HF_LOGITS, Path(job.work) / "transformers.log", 1)
     try:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()
-        answer = child.stdout.read()
-        if child.wait() != 0:
-            log = read_log(Path(job.work) / "transformers.log")
-            raise ConversionFailed(f"transformers could not compute logits of {hf}\n{log[-3000:]}")
+        child.pipes[0].write(f"{request}\n".encode())
+        answer = child.pipes[1].read()
+        if child.process.wait() != 0:
+            raise ConversionFailed(f"transformers could not compute logits of {hf}\n{tail_of(child.log)}")
     finally:
-        child.kill()
-        child.wait()
+        end_children([child])
     tokens = sum(map(len, job.sequences))
     found = Verification(**json.loads(answer), tokens=tokens)
     if not found.difference <= found.tolerance:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
-import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -22,10 +21,12 @@ import rich.progress
 import rpg_megatron
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import folder_size, make_private, open_own, remove, rename, sync_folder
+from rpg_megatron.system.child import Child, describe_end, end_children, start_child, tail_of, user_error
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.limits import explain_limits
 
-_LOOK_SECONDS = 0.25
+RANK = "rpg_megatron.commands.convert.rank"
+_LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 10
 """Seconds for the other ranks to report errors after one has failed."""
 
@@ -55,9 +56,9 @@ class Job:
     sequences: list[list[int]]
     """Token ids whose logits to save in ``work`` for comparison; empty: none."""
 
-    def line(self) -> str:
-        """The line sent through the pipe."""
-        return json.dumps(asdict(self)) + "\n"
+    def line(self) -> bytes:
+        """The line that a rank reads."""
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 LOGITS = "logits.safetensors"
@@ -198,8 +199,8 @@ class ConvertProgress:
             self._bar.update(self._task, completed=min(done, self._total))
 
 
-def start_child(module: str, log: Path, share: int, **environment: str) -> subprocess.Popen[str]:
-    """Start ``python -m module`` with standard error in ``log``; it exits when its standard input closes.
+def start_converter(module: str, log: Path, share: int, **environment: str) -> Child:
+    """Start ``python -m module``, which reads one line from its standard input.
 
     share: number of such processes that share the machine's cores.
     """
@@ -216,22 +217,7 @@ def start_child(module: str, log: Path, share: int, **environment: str) -> subpr
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         **environment,
     }
-    with open_own(log, "w") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=env,
-            text=True,
-            start_new_session=True,  # Ctrl-C reaches only the parent, which ends them
-        )
-
-
-def read_log(log: Path) -> str:
-    """The text of a child's log."""
-    with open_own(log, "r", encoding="utf-8", errors="replace") as file:
-        return str(file.read())
+    return start_child(log.stem, [sys.executable, "-P", "-m", module], env, log, pipes=True)
 
 
 class _DeferredSignals:
@@ -272,42 +258,32 @@ class Ranks:
     def __init__(self, job: Job, progress: ConvertProgress, watch: Path) -> None:
         self._job, self._progress, self._watch = job, progress, watch
         self._signals = _DeferredSignals()
-        self._processes: list[subprocess.Popen[str]] = []
-        self._logs: list[Path] = []
+        self._children: list[Child] = []
+        self._unread: dict[int, bytes] = {}
+        """By pid: the part of a report whose rest has not arrived."""
         self._memory: list[list[int]] = []
         self._measure = ""
         self._before = 0
 
     def __enter__(self) -> Ranks:
-        world = self._job.tensor * self._job.pipeline
+        job, world = self._job, self._job.tensor * self._job.pipeline
         self._progress.phase(f"starting {world} process{'es' if world > 1 else ''}", 0)
         self._signals.__enter__()
         try:
             for rank in range(world):
                 self._signals.check()
-                log = Path(self._job.work) / f"rank_{rank}.log"
-                self._logs.append(log)
-                child = start_child(
-                    "rpg_megatron.commands.convert.rank", log, world, RANK=str(rank), WORLD_SIZE=str(world)
-                )
-                self._processes.append(child)
-                assert child.stdin is not None
-                child.stdin.write(self._job.line())
-                child.stdin.flush()
+                log = Path(job.work) / f"rank_{rank}.log"
+                child = start_converter(RANK, log, world, RANK=str(rank), WORLD_SIZE=str(world))
+                self._children.append(child)
+                child.pipes[0].write(job.line())
+                os.set_blocking(child.pipes[1].fileno(), False)
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for p in self._processes:
-            p.kill()
-        for p in self._processes:
-            p.wait()
-            for pipe in (p.stdin, p.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+        end_children(self._children)
         self._signals.__exit__()
 
     def wait(self) -> list[list[int]]:
@@ -315,50 +291,37 @@ class Ranks:
 
         Raises UserError with the ranks' message, or ConversionFailed with the log of the one that failed.
         """
-        with selectors.DefaultSelector() as selector:
-            for p in self._processes:
-                assert p.stdout is not None
-                os.set_blocking(p.stdout.fileno(), False)
-                selector.register(p.stdout.fileno(), selectors.EVENT_READ, bytearray())
-            deadline: float | None = None
-            while selector.get_map():
-                for key, _ in selector.select(_LOOK_SECONDS):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fd)
-                    key.data.extend(data)
-                    while b"\n" in key.data:
-                        line, _, rest = bytes(key.data).partition(b"\n")
-                        key.data[:] = rest
-                        self._take(line)
-                self._look()
-                self._signals.check()
-                if deadline is None and any(p.poll() not in (None, 0) for p in self._processes):
-                    deadline = time.monotonic() + _GRACE_SECONDS
-                if deadline is not None and time.monotonic() > deadline:
-                    break
-        while deadline is None and any(p.poll() is None for p in self._processes):
+        deadline = math.inf
+        while any(child.exit_code() is None for child in self._children) and time.monotonic() < deadline:
             self._signals.check()
-            time.sleep(_LOOK_SECONDS / 10)
-        codes = [p.poll() for p in self._processes]
-        if any(code != 0 for code in codes):
-            self._explain(codes)
+            self._read_reports()
+            self._look()
+            if deadline == math.inf and any(child.exit_code() for child in self._children):
+                deadline = time.monotonic() + _GRACE_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        self._read_reports()
+        if failed := [child for child in self._children if child.exit_code()]:
+            self._explain(failed)
         return sorted(self._memory)
 
-    def _take(self, line: bytes) -> None:
-        """Process a report of a rank; ignores other output of libraries."""
-        try:
-            kind, *rest = json.loads(line)
-        except ValueError:
-            return
+    def _read_reports(self) -> None:
+        """Process what the ranks have reported; ignores other output of libraries."""
+        for child in self._children:
+            data = self._unread.get(child.pid, b"") + (child.pipes[1].read() or b"")
+            *lines, self._unread[child.pid] = data.split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    self._take(*json.loads(line))
+
+    def _take(self, kind: str, *facts: Any) -> None:
         if kind == "phase":
-            name, total, self._measure = rest
+            name, total, self._measure = facts
             self._before = self._read_bytes()
             self._progress.phase(name, total)
         elif kind == "bytes":
-            self._progress.advance(rest[0])
+            self._progress.advance(*facts)
         elif kind == "memory":
-            self._memory.append(rest)
+            self._memory.append([*facts])
 
     def _look(self) -> None:
         if self._measure == "files":
@@ -369,27 +332,16 @@ class Ranks:
     def _read_bytes(self) -> int:
         """Bytes that the ranks have read, by the kernel's counters."""
         total = 0
-        for p in self._processes:
-            try:
-                total += int(Path(f"/proc/{p.pid}/io").read_text().split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
+        for child in self._children:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                total += int(Path(f"/proc/{child.pid}/io").read_text().split()[1])
         return total
 
-    def _explain(self, codes: list[int | None]) -> None:
-        logs = [read_log(log) for log in self._logs]
-        mark = "\nerror: "
-        said = {
-            log.rpartition(mark)[2].strip()
-            for log, code in zip(("\n" + log for log in logs), codes, strict=True)
-            if code == 2 and mark in log
-        }
-        if said:
+    def _explain(self, failed: list[Child]) -> None:
+        if messages := [message for child in failed if (message := user_error(child))]:
             # The failing rank's message is the shortest; the others repeat it after "rank N: ".
-            raise UserError(min(said, key=len))
-        rank = next(r for r, code in enumerate(codes) if code not in (0, None))
-        killed = " (killed; possibly out of memory)" if codes[rank] == -signal.SIGKILL else ""
+            raise UserError(min(messages, key=len))
+        first, tail = failed[0], tail_of(failed[0].log)
         raise ConversionFailed(
-            f"rank {rank} of {len(codes)} ended with exit code {codes[rank]}{killed}\n"
-            f"{logs[rank][-4000:].strip()}{explain_limits(logs[rank][-4000:])}"
+            f"{first.name} of {len(self._children)} {describe_end(first)}\n{tail}{explain_limits(tail)}"
         )

@@ -1,8 +1,8 @@
 """One process of a conversion: ``python -m rpg_megatron.commands.convert.rank``, started by ``processes.py``.
 
-Standard input: the job, one line of JSON; it stays open while the parent lives. Standard output: reports, one
-JSON list per line. Environment: RANK and WORLD_SIZE. Exits with code 0 when its part is done, with 2 and
-``error: ...`` as the last line of standard error after a user error.
+Standard input: the job, one line of JSON. Standard output: reports, one JSON list per line. Environment: RANK
+and WORLD_SIZE. Exits with code 0 when its part is done, with 2 and ``error: ...`` as the last line of
+standard error after a user error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import threading
 import warnings
 from typing import Any
 
@@ -29,20 +28,9 @@ def report(*what: Any) -> None:
     sys.stdout.flush()
 
 
-def end_with_parent() -> None:
-    """Exit at once when the parent is gone, which closes this process's standard input."""
-
-    def wait() -> None:
-        os.read(0, 1)  # not sys.stdin: its lock would be held when the interpreter ends
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def main() -> None:
     """Run this rank's part of the job."""
     job = Job(**json.loads(sys.stdin.readline()))
-    end_with_parent()
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:

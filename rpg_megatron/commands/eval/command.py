@@ -16,33 +16,18 @@ from rpg_megatron.commands.eval.output_dir import OutputDir
 from rpg_megatron.commands.eval.settings import EvalModel
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
-from rpg_megatron.engine.process import (
-    EngineProcess,
-    call_all,
-    cause_of_death,
-    engine_socket,
-    note_segments,
-    tail_of,
-)
-from rpg_megatron.engine.restarts import take_request
+from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run import GRACE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import (
-    Interrupted,
-    RunFailed,
-    StopSignals,
-    Supervisor,
-    explain,
-    user_error,
-)
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
+from rpg_megatron.system.child import explain, user_error
 from rpg_megatron.system.console import PlainTextConsole
-from rpg_megatron.system.limits import explain_limits
 
 EVALUATOR = "rpg_megatron.commands.eval.process"
-_PROBE_SECONDS = 1.0
 _LINE_SECONDS = 10.0
 """Interval of progress lines without a terminal."""
 
@@ -52,9 +37,6 @@ class Evaluation:
 
     def __init__(self, settings: Settings, signals: StopSignals, folder: OutputDir):
         self._settings, self._signals, self._folder = settings, signals, folder
-        self._engines: list[EngineProcess] = []
-        self._healthy: set[int] = set()
-        self._probed = 0.0
         with contextlib.ExitStack() as undo:
             self._supervisor = Supervisor(folder.path / LOGS, signals)
             undo.callback(self._supervisor.close, GRACE)
@@ -66,6 +48,9 @@ class Evaluation:
                 console=PlainTextConsole(stderr=True),
                 line_seconds=_LINE_SECONDS,
             )
+            # Not restarted: graded responses are on disk, and rerunning the command resumes.
+            work = self._workspace.work
+            self._engines = Engines(settings, work, self._supervisor, self._progress, restarts=0)
             undo.pop_all()
 
     def __enter__(self) -> Evaluation:
@@ -101,17 +86,14 @@ class Evaluation:
                 weights="checkpoint",
                 gpus=range(index * settings.engine.tensor, (index + 1) * settings.engine.tensor),
             )
-            engine.start()
-            self._supervisor.adopt(engine)
-            self._engines.append(engine)
+            self._engines.start(engine)
 
     def watch(self) -> None:
         """Return when all problems are graded. Raises UserError, RunFailed or Interrupted."""
         while (code := self._evaluator.exit_code()) is None:
             self._progress.pump(0.2)
             self._signals.check()
-            if time.monotonic() - self._probed > _PROBE_SECONDS:
-                self._check_engines()
+            self._check_engines()
         self._progress.pump(0.0)
         if code == 0:
             return
@@ -125,33 +107,14 @@ class Evaluation:
         raise RunFailed(self._keep(explain(self._evaluator)))
 
     def _check_engines(self, closely: bool = False) -> None:
-        self._probed = time.monotonic()
-        asked = [e for e in self._engines if e.alive() and (closely or e.index not in self._healthy)]
-        answers = call_all(asked, lambda e: e.healthy(timeout=5.0 if closely else 2.0))
-        unhealthy = {engine.index for engine, healthy in zip(asked, answers, strict=True) if not healthy}
-        starting = [e for e in asked if e.index not in self._healthy]
-        note_segments(starting)
-        for engine in self._engines:
-            hung = take_request(self._workspace.work, engine.index, 0)
-            # The evaluator may know before a probe here: its only phase begins when all engines are up.
-            died = not engine.alive() and self._progress.phase is not None
-            if hung or died or engine.index in self._healthy:
-                if not hung and engine.alive() and engine.index not in unhealthy:
-                    continue
-                time.sleep(1.0)  # the cause may be a signal to all processes
-                self._signals.check()
-                cause = cause_of_death(engine.log, engine.log_start, engine.opened)
-                tail = tail_of(engine.log, opened=engine.opened)
-                log = f"the end of {display_path(engine.log)}:\n{tail}{explain_limits(tail)}"
-                why = f": {cause}" if cause else ""
-                raise RunFailed(self._keep(f"{hung or f'engine {engine.index} died'}{why}; {log}"))
-            if not engine.alive():
-                time.sleep(1.0)
-                self._signals.check()
-                engine.wait_healthy()  # raises, with the end of the log
-        up = [engine for engine in starting if engine.index not in unhealthy]
-        self._healthy |= {engine.index for engine in up}
-        self._supervisor.guard_shared_memory(up)
+        try:
+            self._engines.check(self._is_ending, closely=closely)
+        except RunFailed as e:
+            raise RunFailed(self._keep(str(e))) from None
+
+    def _is_ending(self) -> bool:
+        self._signals.check()
+        return False
 
     def _keep(self, message: str) -> str:
         folder = display_path(self._folder.path)

@@ -25,6 +25,7 @@ from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer, without_torch
 from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.engine.client import EngineError
+from rpg_megatron.engine.restarts import note_answer
 from rpg_megatron.evaluation.metrics import describe_set, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results, results_file
@@ -90,12 +91,14 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
         events.phase(PHASE, len(finished), total)
 
     try:
-        # Engines are not restarted here: graded responses are on disk, and rerunning the command resumes.
+        # The launcher restarts no engine of an evaluation.
         pool = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
         dispatcher = Dispatcher(pool, [worker], settings.engine.max_sequences)
         heldout = HeldOut(settings, dispatcher, prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
+            for engine in engines:
+                note_answer(work, engine.index, incarnation=0)
             events.phase(PHASE, len(finished), total)
             pool.require_version(None)  # engines keep the weights they have loaded
             await heldout.evaluate(keep, skip=frozenset(finished))

@@ -23,8 +23,8 @@ from rpg_megatron.commands.launch.job_script import (
 )
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import read_text, remove
-from rpg_megatron.engine.process import tail_of
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
+from rpg_megatron.system.child import tail_of
 
 if TYPE_CHECKING:
     from nemo_run import Executor, Experiment

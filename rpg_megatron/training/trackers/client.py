@@ -15,16 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from signal import SIGKILL
-from typing import IO, Any
+from typing import Any
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.files import open_own
 from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.system.parent_death import with_parent_death_signal
+from rpg_megatron.system.child import Child, start_child
 from rpg_megatron.training.trackers.tracker import file_name
 
 _QUEUED = 256
@@ -61,7 +59,7 @@ class TrackerClient:
         """Whether no process may be started any more."""
         self._given, self._delivered, self._dropped, self._told = 0, 0, 0, 0
         self._warned = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._thread = threading.Thread(target=self._run, name=f"tracker {kind}", daemon=True)
         self._thread.start()
 
@@ -148,37 +146,27 @@ class TrackerClient:
         return True
 
     def _start(self) -> str | None:
+        start = partial(start_child, self.kind, self._command, dict(os.environ), pipes=True, nested=True)
         try:
-            with self._open_log() as log:
-                # The signal is sent when the thread that started the process ends: this one outlives it.
-                self._process = subprocess.Popen(
-                    with_parent_death_signal(self._command, SIGKILL),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    bufsize=0,
-                )
+            try:
+                self._process = start(self._log)
+            except OSError:  # a full disk: without a log
+                self._process = start(None)
         except OSError as e:
             return str(e)
         if self._given_up:
             self._end_process()
         return self._ask(None)
 
-    def _open_log(self) -> IO[bytes]:
-        try:
-            return open_own(self._log, "ab")
-        except OSError:  # a full disk
-            return Path("/dev/null").open("ab")
-
     def _ask(self, item: Any) -> str | None:
         """Send a line and wait for the response; returns an error message or None."""
-        process = self._process
-        if process is None:
+        child = self._process
+        if child is None:
             return "its process has ended"
         began = time.monotonic()
         answer = bytearray()
         try:
-            for _ in self._exchange(process, json.dumps(item).encode() + b"\n", answer):
+            for _ in self._exchange(child.process, json.dumps(item).encode() + b"\n", answer):
                 seconds = time.monotonic() - began
                 if seconds > _SILENT:
                     self._report(f"no response for {_SILENT:.0f} seconds")
@@ -189,8 +177,7 @@ class TrackerClient:
             answer.clear()
         if not answer.endswith(b"\n"):
             self._end_process()
-            process.wait()
-            return f"its process ended (exit code {process.returncode})"
+            return f"its process ended (exit code {child.process.wait()})"
         problem: str | None = json.loads(answer)
         return problem
 
@@ -213,15 +200,15 @@ class TrackerClient:
 
     def _end_process(self, patience: float = 0.0) -> None:
         """End the process. patience: seconds to wait for it to exit by itself first."""
-        process, self._process = self._process, None
-        if process is None:
+        child, self._process = self._process, None
+        if child is None:
             return
-        if patience and process.stdin is not None:
-            process.stdin.close()  # nothing is buffered: this does not block
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
-        process.kill()
-        process.wait()
+        if patience and child.process.stdin is not None:
+            child.process.stdin.close()  # nothing is buffered: this does not block
+            end = time.monotonic() + patience
+            while child.exit_code() is None and time.monotonic() < end:
+                time.sleep(0.05)
+        child.kill()
 
     def _report(self, problem: str) -> None:
         if self._warned or self._closing.is_set():
