@@ -173,6 +173,11 @@ class PromptStream:
         prompts, rows = self.prompts.fingerprints.result()
         return position | {"prompts": prompts, "rows": rows}
 
+    def find(self, prompt_id: int) -> Prompt:
+        """The prompt with this id, which was taken before. Raises KeyError."""
+        (prompt,) = self.prompts.fetch([self.prompts.find(prompt_id)])
+        return prompt
+
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the position that ``state()`` returned.
 
@@ -180,6 +185,11 @@ class PromptStream:
         no meaning; or if columns have changed that reward functions of the user can read. Waits for
         ``Prompts.fingerprints``.
         """
+        if state.get("streaming"):
+            raise UserError(
+                "the checkpoint was written with data.streaming true; set it to that, or start a new run "
+                "from the exported model"
+            )
         fingerprint, rows = self.prompts.fingerprints.result()
         if state["prompts"] != fingerprint or state["weights"] != self._weights:
             raise UserError(

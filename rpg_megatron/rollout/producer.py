@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.dynamic_sampling import DynamicSampler, Group, passes_filter
@@ -168,7 +168,12 @@ class RolloutProducer:
         batches = min(self._version + 1 + self._rollout.ahead, self._steps) - self._batches
         limit = batches * self._rollout.prompts_per_step
         while self._kept + self._in_flight < limit:
-            task, position = self._stream.take_ahead(self._version)
+            try:
+                task, position = self._stream.take_ahead(self._version)
+            except UserError as e:  # of a source that is asked during the run
+                self._error = e
+                self._changed.set()
+                return
             entry = _AdmittedGroup(task, position)
             self._pending_entries.append(entry)
             self._in_flight += 1

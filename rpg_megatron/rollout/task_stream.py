@@ -10,6 +10,7 @@ import msgspec
 from rpg_megatron.config import Settings
 from rpg_megatron.data.prompt_stream import Prompts, PromptStream
 from rpg_megatron.data.prompts import Prompt
+from rpg_megatron.data.streamed_prompts import StreamedPrompts
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import seed_of
@@ -18,11 +19,14 @@ from rpg_megatron.rollout.seeds import seed_of
 class TaskStream:
     """Stream of group tasks, in the order of the prompts."""
 
-    def __init__(self, settings: Settings, prompts: Prompts):
+    def __init__(self, settings: Settings, prompts: Prompts | StreamedPrompts):
         """prompts: of the training data."""
         self._settings, self._context = settings, context_length(settings)
-        data = settings.data
-        self._stream = PromptStream(prompts, settings.seed, data.weights, shuffle=data.shuffle)
+        if isinstance(prompts, StreamedPrompts):
+            self._stream: StreamedPrompts | PromptStream = prompts
+        else:
+            data = settings.data
+            self._stream = PromptStream(prompts, settings.seed, data.weights, shuffle=data.shuffle)
         self._next_ticket = 0
 
     def take(self, count: int, start: int, step: int, version: int) -> list[GroupTask]:
@@ -42,9 +46,12 @@ class TaskStream:
 
     def carried(self, prompt_id: int, ticket: int) -> GroupTask:
         """The task of a group that was already sampled."""
-        prompts = self._stream.prompts
-        (prompt,) = prompts.fetch([prompts.find(prompt_id)])
-        return self._task(prompt, ticket, 0, 0, 0)
+        return self._task(self._stream.find(prompt_id), ticket, 0, 0, 0)
+
+    @property
+    def prompts(self) -> Prompts:
+        """The prompts of the training data; of a source that is asked during the run, the first ones."""
+        return self._stream.prompts
 
     def new_ticket(self) -> int:
         """The next ticket."""
