@@ -4,11 +4,14 @@ from __future__ import annotations
 
 KV_USE = "vllm:kv_cache_usage_perc"
 """Fraction of the KV cache in use, 0 to 1."""
+KV_PEAK = "rpg:kv_cache_usage_peak"
+"""The largest such fraction since the last reading (``bridge/vllm/peak_use.py``)."""
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 PREEMPTIONS = "vllm:num_preemptions_total"
 TOKENS = "vllm:generation_tokens_total"
-ROUTE = "/metrics/?" + "&".join(f"name[]={name}" for name in (KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS))
+NAMES = (KV_USE, KV_PEAK, RUNNING, WAITING, PREEMPTIONS, TOKENS)
+ROUTE = "/metrics/?" + "&".join(f"name[]={name}" for name in NAMES)
 """Route that returns only these metrics, 1 kB instead of 46. Without the slash vLLM ignores the names."""
 
 
