@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from rpg_megatron.system.process_groups import members
 
@@ -37,6 +38,18 @@ def read_proc_file(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
+
+
+def wait_for_our_code(process: subprocess.Popen[Any]) -> None:
+    """Until a command imports its packages, for which it has read its own code.
+
+    Before that, Ctrl-C meets Python's own start, which prints its traceback, or is lost in it.
+    """
+    end = time.monotonic() + 120
+    while b"pydantic_core" not in read_proc_file(process.pid, "maps"):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "it imports nothing"
+        time.sleep(0.01)
 
 
 class Command:

@@ -36,7 +36,10 @@ def act(name):
 DRIVER = """
 import os, sys
 from rpg_megatron import cli
-from rpg_megatron.launcher import run as launcher
+from rpg_megatron.system.terminal import exit_on_interrupt
+with exit_on_interrupt():
+    from rpg_megatron.launcher import run as launcher
+    from rpg_megatron.commands.audit import command as audit_command
 
 class Engine(launcher.EngineProcess):
     def __init__(self, settings, index, *, bridge_dir, **rest):
@@ -47,7 +50,6 @@ class Engine(launcher.EngineProcess):
         return self.alive()
 
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
-from rpg_megatron.commands.audit import command as audit_command
 audit_command.RANK = "stand_in_rank"
 launcher.GRACE = 0.3
 cli.main()
