@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -16,6 +17,8 @@ from rpg_megatron.data.prompt_stream import PromptList, Prompts
 from rpg_megatron.data.prompts import Prompt, all_too_long, encode_prompts, warn_too_long
 from rpg_megatron.data.stored_problems import LeftOut, Problem
 
+logger = logging.getLogger(__name__)
+
 _BLOCK = 32
 """Problems that are read and tokenized at least at a time: a chat template needs a process for each block."""
 
@@ -23,7 +26,7 @@ _BLOCK = 32
 class _Position(NamedTuple):
     """A place between two problems of the source."""
 
-    rows: int
+    drawn: int
     """Number of rows before it."""
     digest: str
     """Of the problems before it."""
@@ -92,7 +95,7 @@ class StreamedPrompts:
             for problem in self._read(LeftOut()):
                 if problem.id >= prompt_id:
                     problems.append(problem)
-                if problem.id + 1 >= self._position.rows:
+                if problem.id + 1 >= self._position.drawn:
                     break
             self._earlier = {prompt.id: prompt for prompt in self._encode(problems)[0]}
         return self._earlier[prompt_id]
@@ -104,15 +107,16 @@ class StreamedPrompts:
                 "the checkpoint was written with data.streaming false; set it to that, or start a new run "
                 "from the exported model"
             )
-        wanted = _Position(state["rows"], state["digest"])
+        wanted = _Position(state["drawn"], state["digest"])
         self._begin()
-        while self._read_to.rows < wanted.rows and (problem := next(self._problems, None)):
+        logger.info("%s: asking again for the %d rows before the checkpoint", self._name, wanted.drawn)
+        while self._read_to.drawn < wanted.drawn and (problem := next(self._problems, None)):
             self._read_to = self._read_to.after(problem)
         if self._read_to != wanted:
             raise UserError(
                 f"{self._name} does not give the rows again that the run took before the checkpoint "
-                f"({wanted.rows:,}, with the columns that are used); restore its code and settings, or start "
-                "a new run from the exported model"
+                f"({wanted.drawn:,}, with the columns that are used); restore its code and settings, or "
+                "start a new run from the exported model"
             )
         self._position = wanted
 
@@ -138,7 +142,7 @@ class StreamedPrompts:
             problems = list(islice(self._problems, max(n - len(self._next), _BLOCK)))
             if not problems:
                 raise UserError(
-                    f"{self._name} has ended after {self._read_to.rows:,} rows, and the run needs more; let "
+                    f"{self._name} has ended after {self._read_to.drawn:,} rows, and the run needs more; let "
                     f"it yield more and resume, or set {self._key}.streaming to false, which repeats its rows"
                 )
             prompts, too_long = self._encode(problems)
@@ -154,7 +158,7 @@ class StreamedPrompts:
 
     def _warn(self) -> None:
         """Log how many rows and prompts were left out, whenever their number has doubled."""
-        left_out, rows = self._left_out.counts.total(), self._read_to.rows
+        left_out, rows = self._left_out.counts.total(), self._read_to.drawn
         if left_out + self._too_long > 2 * self._told:
             self._told = left_out + self._too_long
             warn_left_out(self._left_out.counts, self._left_out.first_bad, rows - left_out)
