@@ -40,6 +40,11 @@ def read_proc_file(pid: int, name: str) -> bytes:
         return b""
 
 
+def without_notice(err: str) -> str:
+    """What a command wrote to stderr, without the line that it adds on a busy machine."""
+    return err.replace("reading the data\n", "", 1)
+
+
 def wait_for_our_code(process: subprocess.Popen[Any]) -> None:
     """Until a command imports its packages, for which it has read its own code.
 
@@ -71,7 +76,7 @@ class Command:
     def finish(self, timeout: float = 60) -> tuple[int, str]:
         """Exit code and what was written to stderr."""
         _, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, err
+        return self.process.returncode, without_notice(err)
 
     def processes(self) -> list[int]:
         """Everything that descends from the command and lives."""

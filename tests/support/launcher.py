@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.system import process_groups
+from tests.support.commands import without_notice
 
 # Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
 STAND_IN = """
@@ -126,7 +127,7 @@ class Launch:
 
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
+        return self.process.returncode, out, without_notice(err)
 
 
 def wait_for(
