@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
+
 KV_USE = "vllm:kv_cache_usage_perc"
 """Fraction of the KV cache in use, 0 to 1."""
-KV_PEAK = "rpg:kv_cache_usage_peak"
-"""The largest such fraction since the last reading (``bridge/vllm/peak_use.py``)."""
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 PREEMPTIONS = "vllm:num_preemptions_total"

@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.config.files import open_own
-from rpg_megatron.engine.metrics import KV_PEAK, KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
+from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.system.timeline import Timeline
 
 ENGINES = "engines.jsonl"

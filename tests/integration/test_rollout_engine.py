@@ -23,13 +23,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
-from rpg_megatron.engine.metrics import KV_PEAK, KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
+from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from rpg_megatron.system.process_groups import members

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineUnavailable
-from rpg_megatron.engine.metrics import KV_PEAK, KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
+from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
 from rpg_megatron.rollout.engine_load import EngineLoad, EngineTimeline
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.system import timeline

@@ -277,6 +277,12 @@ RELIED_ON = [
         "peak_use.PeakUse is in the list that it goes through",
     ),
     (
+        "v1/metrics/loggers.py::StatLoggerManager.record_sleep_state",
+        "self sleep level",
+        "5f542b9cbfd0",
+        "the same",
+    ),
+    (
         "v1/metrics/loggers.py::PrometheusStatLogger.record",
         "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
         "d149137ec2b6",

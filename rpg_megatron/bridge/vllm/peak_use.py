@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import Gauge
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
-
-from rpg_megatron.engine.metrics import KV_PEAK
+KV_PEAK = "rpg:kv_cache_usage_peak"
+"""Metric: the largest fraction of the KV cache in use since the last reading, 0 to 1."""
 
 
-class PeakUse(AggregateStatLoggerBase):
-    """A logger of vLLM's statistics, which the server calls after each step of the engine."""
+class PeakUse:
+    """Has the methods of vLLM's ``StatLoggerBase``; the server calls ``record`` after each engine step."""
 
-    def __init__(self, vllm_config: Any = None, engine_indexes: Any = ()) -> None:
+    def __init__(self) -> None:
         self._peak = 0.0
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
@@ -25,13 +23,19 @@ class PeakUse(AggregateStatLoggerBase):
         if scheduler_stats is not None:
             self._peak = max(self._peak, scheduler_stats.kv_cache_usage)
 
-    def log_engine_initialized(self) -> None:
-        """Nothing to log."""
-
     def pop(self) -> float:
         """The largest use since the last call, 0 to 1; 0 without a step."""
         peak, self._peak = self._peak, 0.0
         return peak
+
+    def log(self) -> None:
+        """Nothing to log."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""
+
+    def record_sleep_state(self, *_: Any) -> None:
+        """A sleeping engine takes no steps."""
 
 
 def add_metric(engine_client: Any) -> None:
@@ -39,6 +43,8 @@ def add_metric(engine_client: Any) -> None:
 
     engine_client: vLLM's. Without its statistics the metric is missing.
     """
+    from prometheus_client import Gauge
+
     if engine_client.logger_manager is None:
         return
     use = PeakUse()
