@@ -18,9 +18,9 @@ import os
 import re
 from collections.abc import Container
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 
 from rpg_megatron.checkpoints.megatron_folder import (
     MANIFEST,
@@ -67,8 +67,23 @@ class _Stream(BaseModel):
     rows: str = ""
 
 
+class _Streaming(BaseModel):
+    """Of a source that is asked during the run (``data.streaming``)."""
+
+    streaming: Literal[True]
+    drawn: _Count
+    digest: str
+
+
+def _kind_of_stream(value: Any) -> str:
+    return "streaming" if isinstance(value, dict) and "streaming" in value else "epochs"
+
+
 class _Sampler(BaseModel):
-    stream: _Stream
+    stream: Annotated[
+        Annotated[_Stream, Tag("epochs")] | Annotated[_Streaming, Tag("streaming")],
+        Discriminator(_kind_of_stream),
+    ]
     next_ticket: _Count = 0
 
 

@@ -22,6 +22,8 @@ from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 from rpg_megatron.system.terminal import one_line, printable
 
 _NAME = "live"
+_SEARCHED = 1000
+"""Problems in which a prompt is looked for, of a source that is asked during the run."""
 
 
 def print_live_samples(run: Path, step: int | None, prompt: str | None, count: int) -> None:
@@ -65,7 +67,8 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
 def _choose_rows(settings: Settings, prompt: str | None, count: int) -> list[dict[str, Any]] | None:
     """The first problems whose text contains ``prompt``, at most ``count``; None if there are none."""
     rows: list[dict[str, Any]] = []
-    for problem in read_problems(settings.data, rows=True):
+    first = count if prompt is None else _SEARCHED
+    for problem in read_problems(settings.data, rows=True, first=first):
         if len(rows) == count:
             break
         if prompt is None or prompt in problem.text:

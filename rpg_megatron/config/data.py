@@ -25,7 +25,11 @@ class SourceSettings(Section):
     """hub: split, such as test; null: the preset's, or train."""
     source: ImportedSettings | None = None
     """Your own code that yields the rows: {type: my_prompts:rows}, with its settings as the other keys;
-    docs/extend.md. It must yield the same rows each time. If it never ends, set ``limit``."""
+    docs/extend.md. It must yield the same rows each time. If it never ends, set ``limit`` or
+    ``streaming``."""
+    streaming: bool = False
+    """source: ask it for its rows during the run, as they are needed, and not for all of them at the start.
+    Training only, in the order of the source (``shuffle`` false)."""
     preset: str | None = None
     """A known dataset: dapo-math-17k, gsm8k, math, math-500, aime24, aime25, amc23, minerva, olympiadbench.
     It sets the fields of problem and answer, for the file at ``path`` or, without one, the dataset on the
@@ -54,6 +58,12 @@ class SourceSettings(Section):
             raise ValueError("subset and split have no effect on a file; remove them")
         if self.source is not None and (self.subset is not None or self.split is not None):
             raise ValueError("subset and split have no effect on source; remove them")
+        if self.streaming and self.source is None:
+            raise ValueError("streaming is for your own code; set source, or remove streaming")
+        if self.streaming and self.limit is not None:
+            raise ValueError("streaming asks for as many rows as the run needs; remove limit or streaming")
+        if self.streaming and self.preset is not None:
+            raise ValueError("a preset is for whole data sets; with streaming, set prompt_key and answer_key")
         if self.answer_after is not None and self.answer_boxed:
             raise ValueError("answer_after and answer_boxed exclude each other; keep one of them")
         return self
@@ -74,6 +84,10 @@ class MixedSourceSettings(SourceSettings):
     def _somewhere(self) -> MixedSourceSettings:
         if not self.named:
             raise ValueError("each source of a mixture needs path, hub, source or preset")
+        if self.streaming:
+            raise ValueError(
+                "a mixture needs the number of its rows; remove streaming, or make it the only source"
+            )
         return self
 
 
@@ -115,6 +129,12 @@ class DataSettings(SourceSettings):
             raise ValueError("has no prompts; set path (a file), hub, preset, mixture or source (your code)")
         if self.shuffle and self.order_by is not None:
             raise ValueError("order_by has no effect while prompts are shuffled; set shuffle to false")
+        if self.streaming and (self.shuffle or self.order_by is not None):
+            raise ValueError(
+                "streaming keeps the order of the source; set shuffle to false, without order_by"
+            )
+        if self.streaming and self.deduplicate:
+            raise ValueError("deduplicate would keep all texts of an endless source; do it in the source")
         if not self.chat and (self.system is not None or self.thinking is not None):
             raise ValueError("system and thinking have no effect unless chat is on")
         return self

@@ -97,6 +97,15 @@ class EvaluationSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _sets_have_an_end(self) -> EvaluationSettings:
+        for part in self.heldout:
+            if part.data.streaming:
+                raise ValueError(
+                    f"{part.name}: an evaluation takes all problems of its set; set limit, not streaming"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _engines_can_sample_that(self) -> EvaluationSettings:
         for i, part in enumerate(self.heldout):
             which = f"sets[{i}] ({part.name}): " if self.sets else ""

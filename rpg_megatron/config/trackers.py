@@ -18,10 +18,12 @@ _SECRET = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentia
 
 
 class TensorBoardSettings(Section):
-    """TensorBoard files in <run>/tensorboard: numbers only."""
+    """TensorBoard files in <run>/tensorboard: metrics, and a few responses as text."""
 
     type: Literal["tensorboard"] = "tensorboard"
     """tensorboard, wandb, mlflow, or the import path module:name of your own; docs/trackers.md."""
+    responses: int = Field(4, ge=0, le=100)
+    """Responses shown as text for each step; 0: none."""
 
 
 class WandbSettings(Section):

@@ -1,8 +1,9 @@
 """Rows of a custom prompt source (``data.source``).
 
-``python -m rpg_megatron.data.custom_source LIMIT``: stdin is [key in the settings, module:name, settings] as
-JSON; each line of stdout is a row, or ``{"error": message}``, which is the last line. It is a separate
-process, because the module may import torch, and so that launcher and sampler get the same rows, as JSON.
+``python -m rpg_megatron.data.custom_source LIMIT``: the first line of stdin is [key in the settings,
+module:name, settings] as JSON; each line of stdout is a row, or ``{"error": message}``, which is the last
+line. With LIMIT 0 each further line of stdin asks for a row (``data.streaming``). It is a separate process,
+because the module may import torch, and so that launcher and sampler get the same rows, as JSON.
 """
 
 from __future__ import annotations
@@ -10,39 +11,59 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import IO, Any
 
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.custom_code import CustomCode, describe_error, load_custom
+from rpg_megatron.system.parent_death import with_parent_death_signal
 from rpg_megatron.system.terminal import protect_streams
 
 MAX_ROWS = 10_000_000
 """Maximum number of rows of a source without ``limit``; a source with more is assumed to be endless."""
+ROW_SECONDS = 300
+"""Time limit for each row of a source that is asked during the run; the first one includes its imports."""
 
 
 def custom_rows(
-    source: ImportedSettings, limit: int | None, key: str
+    source: ImportedSettings, limit: int | None, key: str, *, streaming: bool = False
 ) -> Iterator[tuple[int, str, dict[str, Any] | UserError]]:
     """Index from 0, position for messages, and the row or its error; at most ``limit`` rows.
 
-    key: key of ``source`` in the settings. Raises UserError if the custom code fails.
+    key: key of ``source`` in the settings. streaming: ask for each row when it is needed, without a limit;
+    call it in the main thread. Raises UserError if the custom code fails, or if an answer takes longer than
+    ``ROW_SECONDS``.
     """
-    command = [sys.executable, "-P", "-m", "rpg_megatron.data.custom_source", str(limit or MAX_ROWS + 1)]
+    count = 0 if streaming else limit or MAX_ROWS + 1
+    command = [sys.executable, "-P", "-m", "rpg_megatron.data.custom_source", str(count)]
+    command = with_parent_death_signal(command, signal.SIGKILL) if streaming else command
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps([key, source.type, source.keywords]).encode())
-            process.stdin.close()
-            for index, line in enumerate(process.stdout):
+            _send(process.stdin, json.dumps([key, source.type, source.keywords]))
+            if not streaming:
+                process.stdin.close()
+            for index in itertools.count():
+                if streaming:
+                    _send(process.stdin, "")
+                    if not select.select([process.stdout], [], [], ROW_SECONDS)[0]:
+                        raise UserError(
+                            f"{key}: {source.type} gives no row {index + 1} within {ROW_SECONDS} s; the run "
+                            "waits for it, so make it faster"
+                        )
+                if not (line := process.stdout.readline()):
+                    break
                 found = json.loads(line)
                 if "error" in found:
                     raise UserError(found["error"])
-                if index == MAX_ROWS and limit is None:
+                if index == MAX_ROWS and limit is None and not streaming:
                     raise UserError(f"{key}: {source.type} has more than {MAX_ROWS:,} rows; set data.limit")
                 where = f"{source.type}: row {index + 1}"
                 row = found.get("row")
@@ -55,7 +76,15 @@ def custom_rows(
             process.kill()
 
 
-def _lines(key: str, path: str, settings: dict[str, Any], limit: int) -> Iterator[dict[str, Any]]:
+def _send(pipe: IO[bytes], line: str) -> None:
+    """Send a line, unless the process has ended. Without a buffer, which closing would send again."""
+    with suppress(BrokenPipeError):
+        os.write(pipe.fileno(), line.encode() + b"\n")
+
+
+def _lines(
+    key: str, path: str, settings: dict[str, Any], asked: Iterable[object]
+) -> Iterator[dict[str, Any]]:
     try:
         rows = load_custom(CustomCode(key, path, settings, 0))()
     except UserError as e:
@@ -65,7 +94,7 @@ def _lines(key: str, path: str, settings: dict[str, Any], limit: int) -> Iterato
         yield {"error": f"{key}: {path} {describe_error(e, path)}"}
         return
     try:
-        for row in itertools.islice(rows, limit):
+        for _, row in zip(asked, rows, strict=False):
             bad = None if isinstance(row, dict) else f"it is a {type(row).__name__}; yield a dict of columns"
             yield {"bad": bad} if bad else {"row": row}
     except Exception as e:
@@ -77,13 +106,16 @@ def main() -> None:
     protect_streams()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the module may print to stdout; that must not mix with the rows
-    key, path, settings = json.load(sys.stdin)
-    for line in _lines(key, path, settings, int(sys.argv[1])):
+    key, path, settings = json.loads(sys.stdin.readline())
+    limit = int(sys.argv[1])
+    for line in _lines(key, path, settings, range(limit) if limit else sys.stdin):
         try:
             text = json.dumps(line, default=str, allow_nan=False)
         except ValueError as e:
             text = json.dumps({"bad": f"it is no JSON object ({e}); change it"})
         out.write(text + "\n")
+        if not limit:
+            out.flush()
     out.close()
 
 

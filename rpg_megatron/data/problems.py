@@ -6,7 +6,8 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from rpg_megatron.config.data import DataSettings, SourceSettings
@@ -21,23 +22,35 @@ logger = logging.getLogger(__name__)
 _CHINESE = re.compile("[\u3400-\u9fff]")
 
 
-def read_problems(settings: DataSettings, key: str = "data", *, rows: bool = False) -> Sequence[Problem]:
+MAX_UNUSED = 10_000
+"""Number of rows of a source that is asked during the run of which none can be used, until the run ends."""
+
+
+def read_problems(
+    settings: DataSettings, key: str = "data", *, rows: bool = False, first: int | None = None
+) -> Sequence[Problem]:
     """Read and validate all sources; a warning says how many rows were left out.
 
-    key: of ``settings`` in the configuration, for messages. rows: keep all columns.
-    Raises UserError, with file, row (from 1) and fix, for a malformed row unless ``data.malformed`` is
-    ``skip``, and for a source without any problem.
+    key: of ``settings`` in the configuration, for messages. rows: keep all columns. first: how many problems
+    to read of a source that is asked during the run (``data.streaming``); without it, such a source is a
+    UserError. Raises UserError, with file, row (from 1) and fix, for a malformed row unless
+    ``data.malformed`` is ``skip``, and for a source without any problem.
     """
-    problems, left_out, first_bad = read_problems_with_counts(settings, key, rows=rows)
-    if left_out:
-        counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
-        example = f"; first malformed row: {first_bad}" if first_bad else ""
-        logger.warning("prompts left out: %s (%d are used)%s", counts, len(problems), example)
+    problems, left_out, first_bad = read_problems_with_counts(settings, key, rows=rows, first=first)
+    warn_left_out(left_out, first_bad, len(problems))
     return problems
 
 
+def warn_left_out(counts: Mapping[str, int], first_bad: UserError | None, used: int) -> None:
+    """Log how many rows were left out, if any. counts: by reason. used: number of the others."""
+    if counts:
+        told = ", ".join(f"{count:,} {why}" for why, count in counts.items())
+        example = f"; first malformed row: {first_bad}" if first_bad else ""
+        logger.warning("prompts left out: %s (%d are used)%s", told, used, example)
+
+
 def read_problems_with_counts(
-    settings: DataSettings, key: str = "data", *, rows: bool = False
+    settings: DataSettings, key: str = "data", *, rows: bool = False, first: int | None = None
 ) -> tuple[Sequence[Problem], dict[str, int], UserError | None]:
     """The problems, the number of rows left out by reason, and the error of the first malformed row.
 
@@ -48,11 +61,25 @@ def read_problems_with_counts(
         raise UserError(
             f"{key}.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
         )
-    return keep_problems(settings, key, rows, lambda left_out: _iterate(settings, key, rows, left_out))
+    if settings.streaming:
+        if first is None:
+            raise UserError(
+                f"{key}.streaming: all rows are needed here, and this source is asked for them during a run; "
+                f"set {key}.streaming=false and {key}.limit"
+            )
+        left_out = LeftOut()
+        problems = list(islice(iterate_problems(settings, key, rows, left_out), first))
+        return problems, dict(left_out.counts), left_out.first_bad
+    return keep_problems(
+        settings, key, rows, lambda left_out: iterate_problems(settings, key, rows, left_out)
+    )
 
 
-def _iterate(settings: DataSettings, key: str, rows: bool, left_out: LeftOut) -> Iterator[Problem]:
-    """Yield the problems, and count the rows that are left out."""
+def iterate_problems(settings: DataSettings, key: str, rows: bool, left_out: LeftOut) -> Iterator[Problem]:
+    """Yield the problems as they are read, and count the rows that are left out.
+
+    Parameters and errors are those of ``read_problems``.
+    """
     seen: set[bytes] = set()
     offset = 0
     for number, source in enumerate(settings.sources):
@@ -127,7 +154,13 @@ def _read_source(
     order: the column ``order_by``, and the key of that setting.
     """
     fields: Fields | None = None
+    used = 0  # rows up to the last one that can be used
     for index, where, row in read_rows(source, preset, key):
+        if source.streaming and index - used == MAX_UNUSED:
+            raise UserError(
+                f"{where}: none of the last {MAX_UNUSED:,} rows can be used; check {key}.where, and that "
+                "they have the columns that are read"
+            )
         if isinstance(row, UserError):
             yield index + 1, row
             continue
@@ -139,6 +172,7 @@ def _read_source(
                 kept = row if rows else None
                 rank = 0.0 if order is None or chinese else _rank(row, *order, where)
                 problem = Problem(offset + index, prompt, answer, number, where, kept, rank)
+                used = index + 1
                 yield index + 1, None if chinese else problem
             else:
                 yield index + 1, None

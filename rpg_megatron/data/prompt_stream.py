@@ -172,6 +172,11 @@ class PromptStream:
         no meaning; or if columns have changed that reward functions of the user can read. Waits for
         ``Prompts.fingerprints``.
         """
+        if state.get("streaming"):
+            raise UserError(
+                "the checkpoint was written with data.streaming true; set it to that, or start a new run "
+                "from the exported model"
+            )
         fingerprint, rows = self.prompts.fingerprints.result()
         if state["prompts"] != fingerprint or state["weights"] != self._weights:
             raise UserError(
@@ -198,11 +203,7 @@ class PromptStream:
             )
         if len(state["taken"]) != len(self._taken) or min(state["taken"]) < 0:
             raise ValueError(f"not a position in the data: {state}")
-        self.rewind(state)
-
-    def rewind(self, position: dict[str, Any]) -> None:
-        """Go back to a position of this stream."""
-        self._taken = list(position["taken"])
+        self._taken = list(state["taken"])
 
     def _order(self, number: int, epoch: int) -> Tokens:
         """Permutation of a source in an epoch, int32 [prompts]."""

@@ -136,15 +136,16 @@ def load_prompts(
     *,
     rows: bool = False,
     vocab: int | None = None,
+    first: int | None = None,
 ) -> list[Prompt]:
     """Read the data and tokenize it with a Hugging Face tokenizer.
 
     key: of ``settings`` in the configuration, for messages. rows: keep the rows, for ``Prompt.context``.
-    vocab: see ``fit_prompts``.
+    vocab: see ``fit_prompts``. first: see ``read_problems``.
     Prompts that are too long are left out or truncated (``data.too_long``); a warning gives their number.
     Raises UserError as ``read_problems`` and ``fit_prompts`` do.
     """
-    problems = read_problems(settings, key, rows=rows)
+    problems = read_problems(settings, key, rows=rows, first=first)
     prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab)
     warn_too_long(too_long, len(problems), settings, key)
     return prompts
@@ -175,8 +176,26 @@ def fit_prompts(
     of longer ones, which are left out or truncated to their last tokens.
 
     vocab: rows of the model's embedding, if known.
+    Raises UserError as ``encode_prompts`` does, and if no prompt is short enough.
+    """
+    prompts, too_long = encode_prompts(problems, settings, tokenizer, key, vocab=vocab)
+    if not prompts:
+        raise all_too_long(problems, settings, key)
+    return prompts, too_long
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    settings: DataSettings,
+    tokenizer: Any,
+    key: str,
+    *,
+    vocab: int | None,
+) -> tuple[list[Prompt], int]:
+    """``fit_prompts`` that allows for all prompts being too long.
+
     Raises UserError if ``chat`` is on and the tokenizer has no chat template or the template fails on a
-    problem, if a problem has no tokens or one that the model does not have, and if no prompt is short enough.
+    problem, and if a problem has no tokens or one that the model does not have.
     """
     chats, texts = render_prompts(problems, settings, tokenizer, key)
     encoded = tokenize(problems, texts, settings, tokenizer)
@@ -195,8 +214,6 @@ def fit_prompts(
         tokens = np.asarray(ids, np.int32)
         check_ids(tokens, vocab, problem.where, tokenizer)
         prompts.append(Prompt(problem.id, text, problem.answer, tokens, problem.source, context))
-    if not prompts:
-        raise all_too_long(problems, settings, key)
     return prompts, too_long
 
 

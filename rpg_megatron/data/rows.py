@@ -42,7 +42,7 @@ def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") 
     than on disk.
     """
     if source.source is not None:
-        rows = custom_rows(source.source, source.limit, f"{key}.source")
+        rows = custom_rows(source.source, source.limit, f"{key}.source", streaming=source.streaming)
     elif source.path is None:
         rows = _hub_rows(source, preset, key)
     elif (source.path / "dataset_info.json").is_file():

@@ -32,6 +32,7 @@ from rpg_megatron.data.prompts import (
 )
 from rpg_megatron.data.row_store import RowStore
 from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.data.streamed_prompts import StreamedPrompts
 from rpg_megatron.data.token_bound import TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,10 @@ def open_prompts(
     *,
     rows: bool = False,
     vocab: int | None = None,
-) -> Prompts:
+) -> Prompts | StreamedPrompts:
     """The prompts of a data set; parameters, warnings and errors are those of ``load_prompts``."""
+    if settings.streaming:
+        return StreamedPrompts(settings, tokenizer, key, rows=rows, vocab=vocab)
     problems = read_problems(settings, key, rows=rows)
     if isinstance(problems, RowStore):
         return StoredPrompts(problems, settings, tokenizer, key, vocab)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
+
 KV_USE = "vllm:kv_cache_usage_perc"
 """Fraction of the KV cache in use, 0 to 1."""
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 PREEMPTIONS = "vllm:num_preemptions_total"
 TOKENS = "vllm:generation_tokens_total"
-ROUTE = "/metrics/?" + "&".join(f"name[]={name}" for name in (KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS))
+NAMES = (KV_USE, KV_PEAK, RUNNING, WAITING, PREEMPTIONS, TOKENS)
+ROUTE = "/metrics/?" + "&".join(f"name[]={name}" for name in NAMES)
 """Route that returns only these metrics, 1 kB instead of 46. Without the slash vLLM ignores the names."""
 
 

@@ -58,11 +58,11 @@ def check_data(settings: Settings) -> list[str]:
                 f"there, or set {where}.chat to false"
             )
         # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
-        problems, *_ = read_problems_with_counts(data, where, rows=settings.reward.has_custom)
+        problems, *_ = read_problems_with_counts(data, where, rows=settings.reward.has_custom, first=1)
         stops = settings.rollout.stop_token_ids
         warnings += check_prompts(problems, data, settings.model.path, where, stops)
         wanted = settings.rollout.prompts_per_step
-        if where == "data" and len(problems) < wanted:
+        if where == "data" and len(problems) < wanted and not data.streaming:
             warnings.append(
                 f"data: {len(problems)} problems, fewer than the {wanted} of a step "
                 "(rollout.prompts_per_step): some come more than once in a step"

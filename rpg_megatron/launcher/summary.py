@@ -93,7 +93,7 @@ def _sample_prompt(run: Path) -> str:
     try:
         settings = load_settings(run / CONFIG)
         data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data
-        problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}))
+        problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}), first=1)
         return data.template.replace("{prompt}", problems[0].text)
     except UserError:
         return "1 + 1 ="

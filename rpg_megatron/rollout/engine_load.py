@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
 from rpg_megatron.system.timeline import Timeline
@@ -25,7 +26,7 @@ class EngineLoad:
         self._reset()
 
     def _reset(self) -> None:
-        self._samples, self._kv_use = 0, list[float]()
+        self._samples, self._kv_use, self._kv_peak = 0, list[float](), 0.0
         self._waiting = self._running = self._preemptions = self._tokens = self._seconds = 0.0
 
     def add(self, values: Mapping[str, float], now: float) -> None:
@@ -38,6 +39,7 @@ class EngineLoad:
         running, waiting = values.get(RUNNING, 0.0), values.get(WAITING, 0.0)
         if running:
             self._kv_use.append(values.get(KV_USE, 0.0))
+        self._kv_peak = max(self._kv_peak, values.get(KV_PEAK, 0.0))
         self._running, self._waiting = max(self._running, running), max(self._waiting, waiting)
         self._before, self._sampled = values, now
 
@@ -48,13 +50,14 @@ class EngineLoad:
     def pop(self, index: int) -> dict[str, float]:
         """The row of engine ``index`` since the last call (see docs/running.md); empty without samples.
 
-        kv_use_mean is a mean over samples with running requests. tokens_per_second is over the time between
+        kv_use_max is the engine's own maximum up to the last sample. kv_use_mean is a mean over samples with
+        running requests. tokens_per_second is over the time between
         samples that had new tokens.
         """
         kv_use = self._kv_use or [0.0]
         row = {
             "engine": index,
-            "kv_use_max": max(kv_use),
+            "kv_use_max": self._kv_peak,
             "kv_use_mean": sum(kv_use) / len(kv_use),
             "waiting_max": self._waiting,
             "running_max": self._running,

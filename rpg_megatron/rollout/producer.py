@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.rollout.admission import Admission
 from rpg_megatron.rollout.dispatcher import Dispatcher
@@ -206,7 +206,12 @@ class RolloutProducer:
         if self._version is None or self._error is not None:
             return
         while self._kept + self._in_flight < self._limit():
-            task, position = self._stream.take(self._version)
+            try:
+                task, position = self._stream.take(self._version)
+            except UserError as e:  # of a source that is asked during the run
+                self._error = e
+                self._changed.set()
+                return
             entry = _AdmittedGroup(task, position, _now())
             self._pending_entries.append(entry)
             self._in_flight += 1

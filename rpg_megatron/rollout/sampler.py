@@ -90,7 +90,7 @@ class Sampler:
         self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
         self._probes: Probes | None = None
         if settings.rollout.probed and settings.guards.mismatch != "off":
-            self._probes = Probes(settings, self.dispatcher, prompts)
+            self._probes = Probes(settings, self.dispatcher, self._stream.prompts)
             pool.on_synced = self._probes.begin
         self._position: dict[str, Any] = self._stream.position()
         """Position of the stream after the last batch."""

@@ -14,8 +14,11 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import open_own
 from rpg_megatron.config.trackers import TensorBoardSettings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.training.trackers.client import Trackers
+from rpg_megatron.training.trackers.client import Trackers, sample_responses
+from rpg_megatron.training.trackers.texts import ResponseTexts, to_markdown
 
+_LONGEST = 2000
+"""Maximum characters of a prompt or response in TensorBoard, whose files are kept for all steps."""
 _TRACKER_SECONDS = 30.0
 """Time limit for trackers to send the remaining rows when a run ends, in seconds."""
 
@@ -29,10 +32,13 @@ class MetricsWriter:
         done: int | None = None,
         *,
         board: bool = True,
+        board_responses: int = 0,
+        model: Path | None = None,
         trackers: Trackers | None = None,
     ):
         """done: completed steps of a resumed run; TensorBoard then hides later ones. board: whether to write
-        TensorBoard files.
+        TensorBoard files. board_responses: responses in them for each step, decoded by the tokenizer of the
+        checkpoint ``model``.
         """
         self._file: IO[str] = open_own(run_dir / "metrics.jsonl", "a", encoding="utf-8")
         self._board: SummaryWriter | None = None
@@ -41,9 +47,14 @@ class MetricsWriter:
                 str(run_dir / "tensorboard"), purge_step=None if done is None else done + 1
             )
         self._trackers = trackers
+        self._board_responses, self._model = board_responses if model is not None else 0, model
+        self._texts: ResponseTexts | None = None
+        self._responses: list[dict[str, Any]] = []
+        """Responses that TensorBoard gets with the next row."""
 
     def add_responses(self, trajectories: Sequence[Trajectory]) -> None:
-        """Pass some of these to trackers with the next row."""
+        """Pass some of these to TensorBoard and trackers with the next row."""
+        self._responses = sample_responses(trajectories, self._board_responses)
         if self._trackers is not None:
             self._trackers.add_responses(trajectories)
 
@@ -67,6 +78,11 @@ class MetricsWriter:
         for key, value in row.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(key, value, row["step"])
+        if self._responses and self._model is not None:
+            self._texts = self._texts or ResponseTexts(self._model, _LONGEST)
+            shown = [self._texts.readable(response) for response in self._responses]
+            self._board.add_text("responses", to_markdown(shown), row["step"])
+            self._responses = []
         self._board.flush()
 
     def sync_to_disk(self) -> int:
@@ -91,6 +107,13 @@ def open_metrics(
     settings: Settings, run_dir: Path, done: int | None, warn: Callable[[str], None]
 ) -> MetricsWriter:
     """The writer for the configured trackers. warn: called with problems of trackers, from their threads."""
-    boards = [isinstance(tracker, TensorBoardSettings) for tracker in settings.trackers]
-    trackers = None if all(boards) else Trackers(settings, run_dir, warn)
-    return MetricsWriter(run_dir, done, board=any(boards), trackers=trackers)
+    boards = [tracker for tracker in settings.trackers if isinstance(tracker, TensorBoardSettings)]
+    trackers = None if len(boards) == len(settings.trackers) else Trackers(settings, run_dir, warn)
+    return MetricsWriter(
+        run_dir,
+        done,
+        board=bool(boards),
+        board_responses=sum(board.responses for board in boards),
+        model=settings.model.path,
+        trackers=trackers,
+    )

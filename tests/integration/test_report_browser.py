@@ -179,6 +179,8 @@ def test_headings_ticks_and_margins_tell_things_apart(browser: Browser, tmp_path
     browser.open(write_report([run], tmp_path / "report.html"))
     headings = browser.run("[...document.querySelectorAll('h2')].map((e) => e.textContent)")
     assert len(set(headings)) == len(headings)
+    cells = "[...document.querySelectorAll('table.plain tr')].map((row) => row.cells.length)"
+    assert set(browser.run(cells)) == {3}, "lines of rows end at the same place"
     selector = '[data-chart="Learning rate"] text.tick[text-anchor=end]'
     ticks = browser.run(f"[...document.querySelectorAll('{selector}')].map((e) => e.textContent)")
     assert len(set(ticks)) == len(ticks) > 2

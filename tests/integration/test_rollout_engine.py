@@ -23,6 +23,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
@@ -252,22 +253,25 @@ def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engin
 
 
 def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
-    async def scene() -> dict[str, float]:
+    async def scene() -> tuple[dict[str, float], dict[str, float]]:
         client = EngineClient(0, engine.process.socket, engine.token, timeout=120)
         try:
             before = await client.metrics(60.0)
-            assert before.keys() == {KV_USE, RUNNING, WAITING, PREEMPTIONS, TOKENS}
+            assert before.keys() == {KV_USE, KV_PEAK, RUNNING, WAITING, PREEMPTIONS, TOKENS}
             asked = {"max_tokens": 5, "temperature": 0.0, "seed": 1, "logprobs": False}
             (sample,) = await client.generate([1, 2, 3], **asked)
             after = await client.metrics(60.0)
+            later = await client.metrics(60.0)
         finally:
             await client.close()
         assert after[TOKENS] - before[TOKENS] == len(sample.tokens)
-        return after
+        return after, later
 
-    after = asyncio.run(scene())
+    after, later = asyncio.run(scene())
     assert (after[RUNNING], after[WAITING], after[PREEMPTIONS]) == (0, 0, 0)
     assert 0 <= after[KV_USE] <= 1
+    assert 0 < after[KV_PEAK] <= 1, "the largest use, although nothing runs any more"
+    assert later[KV_PEAK] == 0, "nothing ran since the last reading"
 
 
 def test_sampler_process(

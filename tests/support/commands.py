@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from rpg_megatron.system.process_groups import members
 
@@ -39,6 +40,23 @@ def read_proc_file(pid: int, name: str) -> bytes:
         return b""
 
 
+def without_notice(err: str) -> str:
+    """What a command wrote to stderr, without the line that it adds on a busy machine."""
+    return err.replace("reading the data\n", "", 1)
+
+
+def wait_for_our_code(process: subprocess.Popen[Any]) -> None:
+    """Until a command imports its packages, for which it has read its own code.
+
+    Before that, Ctrl-C meets Python's own start, which prints its traceback, or is lost in it.
+    """
+    end = time.monotonic() + 120
+    while b"pydantic_core" not in read_proc_file(process.pid, "maps"):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "it imports nothing"
+        time.sleep(0.01)
+
+
 class Command:
     """``rpg-megatron`` in a process of its own."""
 
@@ -58,7 +76,7 @@ class Command:
     def finish(self, timeout: float = 60) -> tuple[int, str]:
         """Exit code and what was written to stderr."""
         _, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, err
+        return self.process.returncode, without_notice(err)
 
     def processes(self) -> list[int]:
         """Everything that descends from the command and lives."""

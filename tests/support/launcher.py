@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.system import process_groups
+from tests.support.commands import without_notice
 
 # Each stand-in has a grandchild that ignores SIGTERM, as a vLLM worker in the middle of a step does.
 STAND_IN = """
@@ -36,7 +37,10 @@ def act(name):
 DRIVER = """
 import os, sys
 from rpg_megatron import cli
-from rpg_megatron.launcher import run as launcher
+from rpg_megatron.system.terminal import exit_on_interrupt
+with exit_on_interrupt():
+    from rpg_megatron.launcher import run as launcher
+    from rpg_megatron.commands.audit import command as audit_command
 
 class Engine(launcher.EngineProcess):
     def __init__(self, settings, index, *, bridge_dir, **rest):
@@ -47,7 +51,6 @@ class Engine(launcher.EngineProcess):
         return self.alive()
 
 launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
-from rpg_megatron.commands.audit import command as audit_command
 audit_command.RANK = "stand_in_rank"
 launcher.GRACE = 0.3
 cli.main()
@@ -124,7 +127,7 @@ class Launch:
 
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
+        return self.process.returncode, out, without_notice(err)
 
 
 def wait_for(

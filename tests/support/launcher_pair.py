@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from rpg_megatron.system import process_groups
+from tests.support.commands import without_notice
 from tests.support.launcher import wait_for
 
 # Every stand-in has a child that ignores SIGTERM, as a worker in the middle of a step does.
@@ -136,7 +137,7 @@ class Pair:
         return (self.folder / f"out-{rank}").read_text()
 
     def err(self, rank: int) -> str:
-        return (self.folder / f"err-{rank}").read_text()
+        return without_notice((self.folder / f"err-{rank}").read_text())
 
     def told(self) -> str:
         logs = self.folder.glob("runs/*/logs/*")

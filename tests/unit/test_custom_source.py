@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from rpg_megatron.config import UserError
+from rpg_megatron.checkpoints.run_folder import RunState
+from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.settings import make_settings
+from rpg_megatron.data import custom_source, problems, streamed_prompts
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 from rpg_megatron.data.prompt_stream import PromptStream
 from rpg_megatron.data.prompts import fit_prompts
+from rpg_megatron.data.stored_prompts import open_prompts
+from rpg_megatron.launcher.input_checks import check_data
+from rpg_megatron.launcher.reward_trial import try_reward
 from tests.support.stand_in_engines import ByteTokenizer
 
 MODULE = """
@@ -142,3 +150,147 @@ def test_wrong_rows_can_be_left_out() -> None:
 def test_settings_that_exclude_each_other(change: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         make_settings({"model": {"path": "m"}, "data": change}, None, "x")
+
+
+# -- a source that is asked during the run -------------------------------------------------------------------
+
+
+ASKED = """
+import itertools, time
+from pathlib import Path
+
+def count(*, first: int = 0, last: int | None = None, change: int = -1):
+    for i in itertools.count(first):
+        if i == last:
+            return
+        with Path("asked").open("a") as file:
+            file.write("a")
+        q = "x" * 60 if i % 5 == 4 else f"{i}?"
+        yield {"q": q, "a": i, "level": i % 2, "other": i == change}
+
+def sleeps():
+    yield {"q": "1", "a": "1"}
+    time.sleep(60)
+    yield {"q": "2", "a": "2"}
+
+def stops():
+    yield {"q": "1", "a": "1"}
+    raise RuntimeError("the server is gone")
+"""
+
+
+@pytest.fixture
+def asked_module(tmp_path: Path) -> Path:
+    """File with a letter for each row that the source was asked for."""
+    (tmp_path / "asked_source_of_test.py").write_text(ASKED)
+    return tmp_path / "asked"
+
+
+def streamed(name: str, settings: dict[str, Any] | None = None, *, rows: bool = False, **more: Any) -> Any:
+    source = {"type": f"asked_source_of_test:{name}", **(settings or {})}
+    keys = {"source": source, "streaming": True, "shuffle": False, "max_prompt_tokens": 20} | KEYS | more
+    return open_prompts(DataSettings.model_validate(keys), ByteTokenizer(), rows=rows)
+
+
+def test_a_streaming_source_is_asked_as_far_as_needed(asked_module: Path, caplog: Any) -> None:
+    """Prompts that are too long, and rows that are filtered out, are left out as those of a file."""
+    stream = streamed("count", where={"level": 1})
+    block = 32  # of every second row
+    assert asked_module.stat().st_size == 2 * block
+    prompts = stream.take(3) + stream.take(2)
+    assert [(p.id, p.answer, p.text) for p in prompts] == [(i, str(i), f"{i}?") for i in (1, 3, 5, 7, 11)]
+    assert [p.id for p in stream.prompts.fetch([0, 1])] == [1, 3]
+    assert asked_module.stat().st_size == 2 * block
+    assert len(stream.take(60)) == 60
+    assert asked_module.stat().st_size == 2 * (32 + 39 + 32)
+    assert "prompts left out: 32 filtered (32 are used)" in caplog.text
+    assert "left out 6 of 32 prompts, which are longer than 20 tokens" in caplog.text
+
+
+def test_a_streaming_source_goes_on_where_it_was(asked_module: Path) -> None:
+    first = streamed("count", rows=True)
+    first.take(37)
+    state = json.loads(json.dumps(first.sign(first.position())))
+    whole = {"sampler": {"stream": state, "surplus": []}, "summary": {}, "seconds": 1.0}
+    RunState.model_validate(whole | {"format": 1, "step": 1, "metrics_bytes": 0})  # as the launcher checks it
+    rest = [(p.id, p.text, p.context) for p in first.take(50)]
+    first.restore(state)
+    assert first.position() == state
+    assert [first.find(i).text for i in (30, 45)] == ["30?", "45?"]
+    with pytest.raises(KeyError):
+        first.find(34)  # too long
+    assert [(p.id, p.text, p.context) for p in first.take(50)] == rest
+    later = streamed("count", {"change": 60}, rows=True)
+    later.restore(state)
+    for wrong in ({"change": 30}, {"first": 1}, {"last": 40}):
+        with pytest.raises(UserError, match="does not give the rows again that the run took"):
+            streamed("count", wrong, rows=True).restore(state)
+    with pytest.raises(UserError, match=r"written with data\.streaming true"):
+        PromptStream(list(first.prompts.fetch([0])), seed=1).restore(state)
+    with pytest.raises(UserError, match=r"written with data\.streaming false"):
+        first.restore({"prompts": "", "seed": 1, "taken": [3], "weights": [1.0]})
+
+
+def test_what_ends_a_streaming_source_is_one_line(
+    asked_module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = streamed("count", {"last": 40})
+    assert len(stream.take(32)) == 32  # of all forty rows, eight are too long
+    with pytest.raises(UserError, match=r"asked_source_of_test:count has ended after 40 rows, and the run"):
+        stream.take(1)
+    with pytest.raises(UserError, match=r"asked_source_of_test\.py:\d+: RuntimeError: the server is gone"):
+        streamed("stops")
+    source = ImportedSettings(type="asked_source_of_test:sleeps")
+    rows = custom_source.custom_rows(source, None, "data.source", streaming=True)
+    assert next(rows)[2] == {"q": "1", "a": "1"}
+    monkeypatch.setattr(custom_source, "ROW_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"gives no row 2 within 0\.1 s; the run waits for it"):
+        next(rows)
+    monkeypatch.undo()
+    monkeypatch.chdir(asked_module.parent)
+    monkeypatch.setattr(problems, "MAX_UNUSED", 50)
+    monkeypatch.setattr(streamed_prompts, "MAX_UNUSED", 50)
+    with pytest.raises(UserError, match=r"row 51: none of the last 50 rows can be used; check data\.where"):
+        streamed("count", where={"level": 7})
+    with pytest.raises(UserError, match=r"are longer than 1 tokens; raise data\.max_prompt_tokens"):
+        streamed("count", max_prompt_tokens=1)
+
+
+def test_checks_ask_a_streaming_source_for_one_row(asked_module: Path, config_file: Path) -> None:
+    """So do ``plan`` and ``doctor``, which call the same functions."""
+    config_file.write_text(config_file.read_text() + "reward: {type: one_reward_of_test:one}\n")
+    (asked_module.parent / "one_reward_of_test.py").write_text(
+        "def one(response, row):\n    return row['a']\n"
+    )
+    source = "data={source: {type: 'asked_source_of_test:count'}, streaming: true, shuffle: false}"
+    keys = ["data.prompt_key=q", "data.answer_key=a"]
+    settings = load_settings(config_file, [source, *keys])
+    assert check_data(settings) == []
+    assert asked_module.read_text() == "a"
+    assert try_reward(settings) == []
+    assert asked_module.read_text() == "aa"
+    with pytest.raises(UserError, match=r"data\.streaming: all rows are needed here"):
+        read_problems(settings.data)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"shuffle": True}, "streaming keeps the order of the source; set shuffle to false"),
+        ({"order_by": "level"}, "streaming keeps the order of the source"),
+        ({"limit": 5}, "streaming asks for as many rows as the run needs; remove limit or streaming"),
+        ({"deduplicate": True}, "do it in the source"),
+        ({"preset": "gsm8k"}, "set prompt_key and answer_key"),
+        ({"source": None, "path": "d.jsonl"}, "streaming is for your own code; set source"),
+    ],
+)
+def test_streaming_excludes_what_needs_all_rows(change: dict[str, Any], told: str) -> None:
+    data = {"source": {"type": "a:b"}, "streaming": True, "shuffle": False}
+    with pytest.raises(ValidationError, match=told):
+        DataSettings.model_validate(data | change)
+    with pytest.raises(ValidationError, match="a mixture needs the number of its rows; remove streaming"):
+        DataSettings.model_validate({"mixture": [{"source": {"type": "a:b"}, "streaming": True}]})
+    with pytest.raises(
+        ValidationError, match="heldout: an evaluation takes all problems of its set; set limit"
+    ):
+        EvaluationSettings.model_validate({"data": data})

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.config.rollout import EngineSettings
 from rpg_megatron.engine.client import EngineUnavailable
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING, read_metrics
@@ -31,8 +32,12 @@ vllm:generation_tokens_total{engine="1",model_name="policy"} 24.0
 """
 
 
-def sample(kv_use: float, running: int, waiting: int, preemptions: int, tokens: int) -> dict[str, float]:
-    return {KV_USE: kv_use, RUNNING: running, WAITING: waiting, PREEMPTIONS: preemptions, TOKENS: tokens}
+def sample(
+    kv_use: float, running: int, waiting: int, preemptions: int, tokens: int, *, peak: float | None = None
+) -> dict[str, float]:
+    """peak: the largest use since the last sample; by default that of this sample."""
+    found = {KV_USE: kv_use, KV_PEAK: kv_use if peak is None else peak, RUNNING: running}
+    return found | {WAITING: waiting, PREEMPTIONS: preemptions, TOKENS: tokens}
 
 
 class Engine:
@@ -119,6 +124,18 @@ def test_counters_go_on_over_rows_and_restarts() -> None:
     row = load.pop(0)
     assert (row["tokens"], row["tokens_per_second"]) == (400, 100)
     assert load.pop(0) == {}
+
+
+def test_the_largest_use_does_not_depend_on_when_it_is_sampled() -> None:
+    """Steps of the same use, sampled at the start, in the middle, and when nothing runs any more."""
+    load = EngineLoad()
+    rows = []
+    for use, running in [(0.02, 8), (0.31, 3), (0.0, 0), (0.44, 8), (0.0, 0)]:
+        load.add(sample(use, running, 0, 0, 100, peak=0.45), 0.0)
+        load.add(sample(0.0, 0, 0, 0, 100), 2.0)
+        rows.append(load.pop(0))
+    assert [row["kv_use_max"] for row in rows] == [0.45] * 5
+    assert [row["kv_use_mean"] for row in rows] == [0.02, 0.31, 0.0, 0.44, 0.0]
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

@@ -245,6 +245,9 @@ def test_retention(tmp_path: Path) -> None:
         {"sampler": []},
         {"sampler": {"stream": None}},
         {"sampler": {"stream": {"seed": 1}}},
+        {"sampler": {"stream": {"streaming": True, "drawn": -1, "digest": ""}}},
+        {"sampler": {"stream": {"streaming": False, "drawn": 1, "digest": ""}}},
+        {"sampler": {"stream": {"streaming": True, "drawn": 1}}},
     ],
     ids=lambda state: str(state)[:60],
 )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.data.batch_index import index_of
@@ -422,9 +423,35 @@ def test_every_group_has_seeds_of_its_own(settings: Settings) -> None:
     assert len(seeds) == len(set(seeds)) == sum(b.metrics["sampling/generated"] for b in batches)
 
 
+def from_source(settings: Settings, tmp_path: Path, **data: object) -> Settings:
+    """With prompts from code, in its order. Call it in ``tmp_path``."""
+    (tmp_path / "doubles_of_test.py").write_text(
+        "def doubles():\n"
+        "    for i in range(1000):\n"
+        "        yield {'prompt': f'What is {i}+{i}?', 'answer': 2 * i}\n"
+    )
+    source = {"source": {"type": "doubles_of_test:doubles"}, "shuffle": False, "max_prompt_tokens": 128}
+    return settings.model_copy(update={"data": DataSettings.model_validate(source | data)})
+
+
+def test_a_streaming_source_gives_the_same_as_one_that_is_read_whole(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = run_steps(from_source(settings, tmp_path), 2)
+    assert [flat(batch) for batch in run_steps(from_source(settings, tmp_path, streaming=True), 2)] == [
+        flat(batch) for batch in whole
+    ]
+
+
 @pytest.mark.usefixtures("rewards")
-def test_a_resumed_sampler_samples_discarded_prompts_again(settings: Settings) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_resumed_sampler_samples_discarded_prompts_again(
+    settings: Settings, tmp_path: Path, streaming: bool
+) -> None:
     mixture = dynamic(settings, "mixed", oversample=3.0)
+    if streaming:
+        mixture = from_source(mixture, tmp_path, streaming=True)
 
     async def run() -> tuple[list[tuple], list[tuple]]:
         sampler = LocalSampler(mixture, engines(1))

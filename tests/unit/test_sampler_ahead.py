@@ -23,6 +23,7 @@ import pytest
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.rollout import ImportedDynamicSamplingSettings
 from rpg_megatron.data.prompts import decoder_of
 from rpg_megatron.data.trajectory import Trajectory
@@ -384,6 +385,18 @@ def test_a_step_that_cannot_be_filled_ends_with_its_counts(settings: Settings, t
     starving = with_dynamic(settings).model_copy(update={"reward": reward})
     with pytest.raises(UserError, match=r"step 1: after 20 rounds .* all wrong\)"):
         asyncio.run(Run(starving, tmp_path / "run", 1).go())
+
+
+def test_a_streaming_source_that_ends_ends_the_step(settings: Settings, tmp_path: Path) -> None:
+    """Groups are taken from it when others are graded, where an error would only be logged."""
+    (tmp_path / "ending_source_of_test.py").write_text(
+        "def sums():\n    for i in range(36):\n        yield {'prompt': f'{i}?', 'answer': i}\n"
+    )
+    source = {"source": {"type": "ending_source_of_test:sums"}, "streaming": True, "shuffle": False}
+    data = source | {"max_prompt_tokens": 128}
+    ending = with_dynamic(settings).model_copy(update={"data": DataSettings.model_validate(data)})
+    with pytest.raises(UserError, match="ending_source_of_test:sums has ended after 36 rows"):
+        asyncio.run(Run(ending, tmp_path / "run", 1).go())
 
 
 def test_a_filter_that_fails_ends_the_step(settings: Settings, tmp_path: Path) -> None:

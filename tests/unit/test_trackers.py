@@ -20,6 +20,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rpg_megatron.commands.doctor.probe import Subject
 from rpg_megatron.commands.doctor.run_inputs import probe_trackers
@@ -36,7 +38,7 @@ from rpg_megatron.launcher.input_checks import check_custom_code, check_trackers
 from rpg_megatron.launcher.run_dir import create_run
 from rpg_megatron.system import child
 from rpg_megatron.training import metrics
-from rpg_megatron.training.metrics import MetricsWriter
+from rpg_megatron.training.metrics import MetricsWriter, open_metrics
 from rpg_megatron.training.trackers import client
 from rpg_megatron.training.trackers.client import Trackers
 from tests.support.launcher import wait_for
@@ -229,6 +231,46 @@ def test_a_resumed_run_has_the_same_id_and_writes_the_count(
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == {"step": 0, "reward/mean": 0.5, "trackers/dropped": 0.0}
     assert not (folder / "tensorboard").exists()
+
+
+def test_tensorboard_has_a_few_responses_as_text(make: Callable[..., Settings]) -> None:
+    """Read back from its files. Hostile text stays in blocks of code; long text is shortened."""
+    settings = make("[{type: tensorboard, responses: 3}]")
+    folder = create_run(settings)
+    writer = open_metrics(settings, folder, None, print)
+    long = replace(trajectories(1)[0], text=f"a{'x' * 9999}b", correct=False, extracted="5", finish="length")
+    hostile = replace(trajectories(1)[0], text="<b>\n# one\r---\x1b[2J", prompt_id=7)
+    for step, found in enumerate([[], trajectories(40), [long, hostile]]):
+        if found:
+            writer.add_responses(found)
+        writer.write({"step": step, "reward/mean": 0.5})
+    writer.write({"step": 3, "reward/mean": 0.5})
+    writer.close()
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    texts = {e.step: e.tensor_proto.string_val[0].decode() for e in board.Tensors("responses/text_summary")}
+    assert list(texts) == [1, 2]
+    first, *others = texts[1].split("\n\n---\n\n")
+    assert first == (
+        "**reward 0.5**, correct, 2 tokens, prompt 0, sample 0\n\n"
+        "prompt:\n\n    CD\n\nresponse:\n\n    1 + 0 ?\n\nanswer:\n\n    2"
+    )
+    assert [re.findall(r"prompt (\d+),", other) for other in others] == [["13"], ["26"]]
+    long_text, hostile_text = texts[2].split("\n\n---\n\n")
+    assert "wrong, 2 tokens, truncated, " in long_text
+    assert f"    a{'x' * 999} ... {'x' * 999}b\n" in long_text
+    assert long_text.endswith("extracted:\n\n    5")
+    assert "    <b>\n    # one\\r---\\x1b[2J\n" in hostile_text
+    without = make("[{type: tensorboard, responses: 0}]")
+    folder = create_run(without)
+    writer = open_metrics(without, folder, None, print)
+    writer.add_responses(trajectories(3))
+    writer.write({"step": 1, "reward/mean": 0.5})
+    writer.close()
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    assert board.Tags()["tensors"] == []
+    assert board.Tags()["scalars"] == ["reward/mean"]
 
 
 @pytest.mark.parametrize(

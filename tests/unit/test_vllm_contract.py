@@ -271,6 +271,24 @@ RELIED_ON = [
         "generate_route replaces it, the rest of the class stays",
     ),
     (
+        "v1/metrics/loggers.py::StatLoggerManager.record",
+        "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
+        "ccb737cff1b9",
+        "peak_use.PeakUse is in the list that it goes through",
+    ),
+    (
+        "v1/metrics/loggers.py::StatLoggerManager.record_sleep_state",
+        "self sleep level",
+        "5f542b9cbfd0",
+        "the same",
+    ),
+    (
+        "v1/metrics/loggers.py::PrometheusStatLogger.record",
+        "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
+        "d149137ec2b6",
+        "peak_use.PeakUse takes the same value as its gauge",
+    ),
+    (
         "logprobs.py::FlatLogprobs.append_fast",
         "self token_ids logprobs ranks decoded_tokens",
         "b6351e4c424b",

@@ -44,7 +44,7 @@ from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
-from rpg_megatron.bridge.vllm import generate_route, sync_route
+from rpg_megatron.bridge.vllm import generate_route, peak_use, sync_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.route_capture import capture_routes
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
@@ -328,6 +328,7 @@ class BearerAuth:
                 gate = generate_route.RequestGate()
                 generate_route.add_route(scope["app"], gate)
                 sync_route.add_route(scope["app"], gate)
+                peak_use.add_metric(scope["app"].state.engine_client)
             if scope["type"] == "http" and scope["path"] == CORE_HEALTH:
                 try:
                     progress = ProgressMark(Path(os.environ[BRIDGE_VARIABLE]))

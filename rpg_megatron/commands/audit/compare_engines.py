@@ -41,6 +41,8 @@ from rpg_megatron.training.run import RankRun
 _SEQUENCES = 6
 _SAMPLED = 32
 """Maximum tokens sampled per sequence."""
+_PROMPTS = 64
+"""Maximum prompts of the data among which sequences are chosen."""
 _LONG = 512
 """Sequences with more given tokens are skipped if there are shorter ones."""
 
@@ -149,10 +151,12 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
         worst = sorted(read_rollouts(file), key=lambda t: _mismatch(t, version), reverse=True)
         starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
     else:
-        prompts = load_prompts(settings.data, load_tokenizer(settings.model.path))
+        prompts = load_prompts(settings.data, load_tokenizer(settings.model.path), first=_PROMPTS)
         starts = [
             p.tokens
-            for p in PromptStream(prompts, settings.seed, settings.data.weights).take(min(len(prompts), 64))
+            for p in PromptStream(prompts, settings.seed, settings.data.weights).take(
+                min(len(prompts), _PROMPTS)
+            )
         ]
     short = [s for s in starts if len(s) <= _LONG] or [min(starts, key=len)]
     room = context_length(settings) - 1

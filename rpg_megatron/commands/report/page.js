@@ -57,22 +57,25 @@ function learnPanel(run) {
     const [text, error] = withMargin(value, margin, changeKind(main)).split(/(?= ±)/);
     return [text, error ? element("small", {}, error) : null];
   };
+  const bests = rest.some(bestText);  // of several held-out sets each has a best evaluation
   const body = main
     ? [element("p", { class: "big" }, big(main.before, main.margins[0]),
       element("span", { class: "arrow" }, " → "), big(main.after, main.margins[1])),
       element("p", { class: "under" }, [`${changeName(main)}: ${difference(main)}`, bestText(main)].filter(Boolean).join("; ")),
       element("table", { class: "plain" }, rest.map((change) => element("tr", {},
         element("td", {}, changeName(change)), element("td", {}, beforeAfter(change)),
-        element("td", {}, difference(change)), element("td", {}, bestText(change)))), changedRow(run.samples))]
+        element("td", {}, difference(change)), bests ? element("td", {}, bestText(change)) : null)),
+      changedRow(run.samples, bests))]
     : [element("p", { class: "under" },
       `There is no ${run.step.length ? "metric with two values" : "step in metrics.jsonl"} yet.`)];
   return element("div", { class: "panel" }, element("h2", {}, "Did it learn?", badge(color, word)), body);
 }
 
-function changedRow({ changed, problems }) {
+function changedRow({ changed, problems }, wide) {
   return problems ? element("tr", {}, element("td", {}, "held-out problems"),
     element("td", {}, `${problems.toLocaleString("en")} in all`),
-    element("td", {}, `${changed.learnt} learnt, ${changed.forgotten} forgotten`)) : null;
+    element("td", {}, `${changed.learnt} learnt, ${changed.forgotten} forgotten`),
+    wide ? element("td", {}) : null) : null;
 }
 
 function healthPanel(run) {

@@ -13,12 +13,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.trackers import ImportedTrackerSettings, MLflowSettings, WandbSettings
-from rpg_megatron.data.tokenizer_file import FileTokenizer, open_tokenizer
 from rpg_megatron.system.custom_code import CustomCode, load_custom
+from rpg_megatron.training.trackers.texts import ResponseTexts
 from rpg_megatron.training.trackers.tracker import FOLDER, TrackedRun, Tracker
 
 _LONGEST = 8000
@@ -49,25 +49,6 @@ def open_tracker(settings: Settings, index: int, folder: Path) -> Tracker:
     return cast(Tracker, load_custom(CustomCode(f"trackers[{index}]", chosen.type, chosen.keywords, 1))(run))
 
 
-class _Texts:
-    """Decodes prompts, shortens texts and makes them valid UTF-8."""
-
-    def __init__(self, model: Path) -> None:
-        self._tokenizer: FileTokenizer | None = open_tokenizer(model, chat=False)
-
-    def readable(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row of the table of responses, its prompt as text instead of token ids."""
-        prompt = self._tokenizer.decode(row["prompt"]) if self._tokenizer else str(row["prompt"])
-        row = row | {"prompt": prompt}
-        return {key: _short(value) if isinstance(value, str) else value for key, value in row.items()}
-
-
-def _short(text: str) -> str:
-    if len(text) > _LONGEST:
-        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def main() -> None:
     """Serve requests from stdin until it is closed."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -78,7 +59,7 @@ def main() -> None:
         os.environ.setdefault(key, value)
     folder, index = Path(sys.argv[1]), int(sys.argv[2])
     tracker: Tracker | None = None
-    texts: _Texts | None = None
+    texts: ResponseTexts | None = None
     for line in sys.stdin:
         item = json.loads(line)
         problem = None
@@ -86,7 +67,7 @@ def main() -> None:
             if tracker is None or texts is None:
                 settings = load_settings(folder / "config.yaml")
                 (folder / FOLDER).mkdir(exist_ok=True)
-                texts = _Texts(settings.model.path)
+                texts = ResponseTexts(settings.model.path, _LONGEST)
                 tracker = open_tracker(settings, index, folder)
             elif item == "close":
                 if hasattr(tracker, "close"):
