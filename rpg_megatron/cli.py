@@ -288,14 +288,14 @@ def plan(
 ) -> None:
     """Estimate sizes, batch, memory and time of a run, and whether it fits. Needs neither a GPU nor torch.
 
-    Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed.
+    Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed; 2: train would refuse
+    these settings.
     """
     with exit_on_interrupt():
-        from rpg_megatron.checkpoints.hf_hub import with_local_model
         from rpg_megatron.commands.plan.command import run_plan
         from rpg_megatron.config import load_settings
 
-    settings = with_local_model(load_settings(config, overrides), weights=False)
+    settings = load_settings(config, overrides)
     if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or ()):
         raise typer.Exit(1)
 

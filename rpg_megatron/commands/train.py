@@ -10,9 +10,9 @@ import typer
 
 from rpg_megatron.commands.exit_codes import UNSAVED
 from rpg_megatron.config import Settings
+from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.nodes import Nodes
-from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.remote_nodes import RemoteNodes
 from rpg_megatron.launcher.run import RunLauncher
@@ -38,7 +38,7 @@ def train(
     except the run's, if it contains information.
     """
     with _gather(settings, signals, nodes) as remote:
-        check(settings, remote.assignment if remote else None, tries_reward=True)
+        check_start(CheckedRun(settings, nodes=nodes.count if nodes else 1))
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
             try:

@@ -44,10 +44,6 @@ def read_problems_with_counts(
     Parameters and errors are those of ``read_problems``. The problems are a list, or for more than
     ``IN_MEMORY`` a ``RowStore``. They are in the order of the rows, or of ``data.order_by``.
     """
-    if "{prompt}" not in settings.template:
-        raise UserError(
-            f"{key}.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
-        )
     return keep_problems(settings, key, rows, lambda left_out: _iterate(settings, key, rows, left_out))
 
 
