@@ -144,7 +144,7 @@ def _check_reward(run: CheckedRun) -> list[str]:
 
 
 CHECKS = (
-    RunCheck("settings", (), _of_settings(_check_settings)),
+    RunCheck("settings", ("trainer", "engines"), _of_settings(_check_settings)),
     RunCheck("address space", ("machine",), lambda _: check_address_space()),
     RunCheck("open files", ("machine",), _check_open_files),
     RunCheck("packages", ("machine",), _of_settings(check_packages)),

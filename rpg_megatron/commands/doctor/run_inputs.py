@@ -46,15 +46,18 @@ SLOW = 50 * 1024**2
 
 def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
     """The row of a check of ``launcher/checks.py``, and one for each of its warnings."""
-    settings = subject.settings
+    settings, nodes = subject.settings, find_nodes(None, None, None)
     if settings is None:
+        bare = {"device": subject.device, "model": {"path": "."}, "data": {"path": "."}}
+        run = CheckedRun(Settings.model_validate(bare), frozenset({"machine"}))
+    else:
+        run = CheckedRun(settings, node=nodes.rank, nodes=nodes.count, known=subject.shape)
+    if not run.has.issuperset(check.needs):
         yield not_applicable(check.name, "no config")
         return
     if "model" in check.needs and subject.shape is None:
         yield not_applicable(check.name, "the model cannot be read")
         return
-    nodes = find_nodes(None, None, None)
-    run = CheckedRun(settings, node=nodes.rank, nodes=nodes.count, known=subject.shape)
     try:
         warnings = check.run(run) or ()
     except UserError as e:  # a row for each problem

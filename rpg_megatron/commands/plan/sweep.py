@@ -86,6 +86,11 @@ def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | Non
     return None
 
 
+def is_bound_to_a_node(settings: Settings) -> bool:
+    """Whether the transport needs trainer ranks and engines on one node."""
+    return not settings.engine.colocated and settings.bridge.transport != "process_group"
+
+
 def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate | None:
     """The best layout with the fewest trainer ranks that fit; None if no number of ranks is enough.
 
@@ -93,7 +98,7 @@ def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate
     """
     world, engine = 1, settings.engine
     least = engine.replicas * engine.tensor if engine.colocated else 1
-    while world <= MOST_RANKS:
+    while world <= (GPUS_PER_NODE if is_bound_to_a_node(settings) else MOST_RANKS):
         for candidate in sweep(settings, shape, target, world) if world >= least else ():
             if candidate.plan.need <= target.nbytes and not candidate.plan.gpus.why:
                 return candidate
