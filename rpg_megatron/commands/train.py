@@ -10,7 +10,8 @@ import typer
 
 from rpg_megatron.commands.exit_codes import UNSAVED
 from rpg_megatron.config import Settings
-from rpg_megatron.launcher.checks import CheckedRun, check_start
+from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
+from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
@@ -55,6 +56,18 @@ def train(
     if not is_finished(run.folder):
         raise typer.Exit(UNSAVED)
     return run.folder
+
+
+def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Path | None = None) -> None:
+    """Run the checks of ``train`` on this node; on the first one, print what it would start.
+
+    Starts nothing and creates no folder. Raises UserError.
+    """
+    if nodes.rank:
+        check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
+        return
+    check_start(CheckedRun(settings, nodes=nodes.count))
+    print(describe_start(settings, nodes.count, fresh=fresh, source=source), end="")
 
 
 def _report(folder: Path) -> None:

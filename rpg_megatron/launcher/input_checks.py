@@ -230,11 +230,13 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
 
 
 def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
-    """Check that the disk of ``runs`` has room for a checkpoint and the export.
+    """Check that ``runs`` is writable, and its disk has room for a checkpoint and the export.
 
     Returns a warning if it has too little for all checkpoints that are kept.
     """
     folder = nearest_folder(settings.runs)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"runs: {folder} is not writable; choose another folder with runs=...")
     free, needed = shutil.disk_usage(folder).free, disk_bytes(settings, shape)
     least = disk_bytes(settings, shape, checkpoints=1)
     fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."
