@@ -20,6 +20,7 @@ with exit_on_interrupt():
     from rpg_megatron.commands.eval.options import evaluate
     from rpg_megatron.commands.exit_codes import exit_codes
     from rpg_megatron.config.errors import UserError, shorten
+    from rpg_megatron.config.renamed import explain_renamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +45,9 @@ class _Commands(typer.core.TyperGroup):
                 return super().invoke(ctx)
             except Exception as e:
                 name = getattr(e, "option_name", None) or ""  # of Click's error, whose class Typer hides
-                if "." in name:
-                    setattr(e, "message", f"No such option: {name}; write {name.lstrip('-')}=...")  # noqa: B010
+                told = f"No such option: {name}; write {name.lstrip('-')}=..." if "." in name else None
+                if (told := explain_renamed(name) or told) is not None:
+                    setattr(e, "message", told)  # noqa: B010
                 raise
 
 
@@ -111,6 +113,10 @@ def train(
     job: Annotated[
         str | None, typer.Option(help="With --nodes: a name that distinguishes this job from others.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Run all checks, print settings and processes; start nothing."),
+    ] = False,
 ) -> None:
     """Train a policy. Resumes the newest run of this name if it has a checkpoint and steps are left.
 
@@ -122,6 +128,7 @@ def train(
         raise UserError("--fresh and --from exclude each other; give one of them")
     with exit_on_interrupt():
         from rpg_megatron.checkpoints.hf_hub import with_local_model
+        from rpg_megatron.commands.train import dry_run as show_run
         from rpg_megatron.commands.train import train as lead_run
         from rpg_megatron.config import load_settings
         from rpg_megatron.launcher.node_agent import run_node
@@ -131,7 +138,9 @@ def train(
     with StopSignals(resumable=True) as signals, exit_codes():
         found = find_nodes(node_rank, nodes, job)
         settings = with_local_model(load_settings(config, overrides))
-        if found.rank == 0:
+        if dry_run:
+            show_run(settings, found, fresh=fresh, source=source)
+        elif found.rank == 0:
             lead_run(settings, signals, fresh=fresh, source=source, nodes=found)
         else:
             run_node(settings, found, signals)
@@ -288,14 +297,14 @@ def plan(
 ) -> None:
     """Estimate sizes, batch, memory and time of a run, and whether it fits. Needs neither a GPU nor torch.
 
-    Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed.
+    Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed; 2: train would refuse
+    these settings.
     """
     with exit_on_interrupt():
-        from rpg_megatron.checkpoints.hf_hub import with_local_model
         from rpg_megatron.commands.plan.command import run_plan
         from rpg_megatron.config import load_settings
 
-    settings = with_local_model(load_settings(config, overrides), weights=False)
+    settings = load_settings(config, overrides)
     if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or ()):
         raise typer.Exit(1)
 

@@ -10,9 +10,10 @@ import typer
 
 from rpg_megatron.commands.exit_codes import UNSAVED
 from rpg_megatron.config import Settings
+from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
+from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.nodes import Nodes
-from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.remote_nodes import RemoteNodes
 from rpg_megatron.launcher.run import RunLauncher
@@ -38,7 +39,7 @@ def train(
     except the run's, if it contains information.
     """
     with _gather(settings, signals, nodes) as remote:
-        check(settings, remote.assignment if remote else None, tries_reward=True)
+        check_start(CheckedRun(settings, nodes=nodes.count if nodes else 1))
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
             try:
@@ -55,6 +56,18 @@ def train(
     if not is_finished(run.folder):
         raise typer.Exit(UNSAVED)
     return run.folder
+
+
+def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Path | None = None) -> None:
+    """Run the checks of ``train`` on this node; on the first one, print what it would start.
+
+    Starts nothing and creates no folder. Raises UserError.
+    """
+    if nodes.rank:
+        check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
+        return
+    check_start(CheckedRun(settings, nodes=nodes.count))
+    print(describe_start(settings, nodes.count, fresh=fresh, source=source), end="")
 
 
 def _report(folder: Path) -> None:

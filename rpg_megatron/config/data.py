@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rpg_megatron.config.base import ImportedSettings, InputPath, Section
 
@@ -73,6 +73,11 @@ class SourceSettings(Section):
         """Whether a source is given."""
         return any(part is not None for part in (self.path, self.hub, self.source, self.preset))
 
+    @property
+    def on_hub(self) -> bool:
+        """Whether it is a dataset on the hub, neither a file nor code."""
+        return self.path is None and self.source is None
+
 
 class MixedSourceSettings(SourceSettings):
     """One source of a mixture."""
@@ -121,6 +126,13 @@ class DataSettings(SourceSettings):
     """Prompts longer than max_prompt_tokens. drop: drop them; cut: keep their last tokens. Both are
     counted."""
 
+    @field_validator("template")
+    @classmethod
+    def _has_a_place_for_the_problem(cls, value: str) -> str:
+        if "{prompt}" not in value:
+            raise ValueError("has no placeholder for the problem; add {prompt}")
+        return value
+
     @model_validator(mode="after")
     def _whole(self) -> DataSettings:
         if self.mixture and self.named:
@@ -138,11 +150,6 @@ class DataSettings(SourceSettings):
         if not self.chat and (self.system is not None or self.thinking is not None):
             raise ValueError("system and thinking have no effect unless chat is on")
         return self
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all sources are files on this machine, or code."""
-        return all(s.source is not None or (s.path is not None and s.path.exists()) for s in self.sources)
 
     @property
     def sources(self) -> tuple[SourceSettings, ...]:

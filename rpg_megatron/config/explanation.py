@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from rpg_megatron.config.base import BUILT_IN, IMPORTED
 from rpg_megatron.config.errors import shorten
+from rpg_megatron.config.renamed import explain_renamed
 
 _MAX_ERRORS = 20
 """Maximum number of problems of the settings that are listed."""
@@ -152,6 +153,8 @@ def _explain(settings: type[BaseModel], error: Any) -> str:
 def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str]) -> str:
     keys = list(valid_keys(settings))
     key, parent, last = ".".join(parts), ".".join(parts[:-1]), parts[-1]
+    if (gone := explain_renamed(key)) is not None:
+        return gone
     if "." in last and key in keys:
         nested = "{".join(f"{part}: " for part in last.split("."))
         return f"{key!r} is one key with dots; in a file, write {nested}...{'}' * last.count('.')}"

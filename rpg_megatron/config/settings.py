@@ -141,14 +141,14 @@ class Settings(Section):
                 f"reward.overlong.buffer ({overlong.buffer}) is longer than a response "
                 f"(rollout.max_response_tokens {longest}); try {max(longest // 4, 1)}"
             )
-        for problem in self._settings_without_effect():
+        for problem in self.problems():
             raise ValueError(problem)
-        if self.parallel.sequence and self.parallel.tensor == 1:
-            raise ValueError("parallel.sequence needs parallel.tensor of 2 or more")
         return self
 
-    def _settings_without_effect(self) -> Iterator[str]:
-        """Settings that would have no effect, or conflict with others."""
+    def problems(self) -> Iterator[str]:
+        """Settings that would have no effect, or conflict with others; none in settings that were loaded."""
+        if self.parallel.sequence and self.parallel.tensor == 1:
+            yield "parallel.sequence needs parallel.tensor of 2 or more"
         kind = self.objective.type
         if self.anchor.type != "old" and not self.objective.has_kl and self.reward.kl is None:
             yield f"objective.type {kind} has no KL term, so anchor.type has no effect; set it to old"

@@ -57,10 +57,6 @@ def read_problems_with_counts(
     Parameters and errors are those of ``read_problems``. The problems are a list, or for more than
     ``IN_MEMORY`` a ``RowStore``. They are in the order of the rows, or of ``data.order_by``.
     """
-    if "{prompt}" not in settings.template:
-        raise UserError(
-            f"{key}.template: {settings.template!r} has no placeholder for the problem; add {{prompt}}"
-        )
     if settings.streaming:
         if first is None:
             raise UserError(

@@ -9,6 +9,7 @@ import ast
 import difflib
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 from rpg_megatron.config import Settings, UserError
@@ -34,6 +35,7 @@ def check_engine_arguments(settings: Settings) -> None:
             raise UserError(f"engine.arguments: vLLM has no option {name}; {fix}")
 
 
+@cache
 def option_names() -> set[str]:
     """The long options of vLLM's server; empty if vLLM is not installed."""
     spec = importlib.util.find_spec("vllm")

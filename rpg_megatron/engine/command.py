@@ -38,14 +38,15 @@ def kv_bytes_per_token(settings: Settings, shape: ModelShape) -> int:
     return 2 * shape.num_layers * heads * shape.head_dim * ITEM_BYTES[settings.precision.dtype]
 
 
-def context_length(settings: Settings) -> int:
+def context_length(settings: Settings, shape: ModelShape | None = None) -> int:
     """Maximum tokens of prompt and response together: what the settings need, up to the model's positions.
 
-    Raises UserError if the longest allowed prompt leaves no room for a response.
+    shape: the model's; None: it is read. Raises UserError if the longest allowed prompt leaves no room for a
+    response.
     """
     longest = max(settings.prompt_sets, key=lambda part: part.data.max_prompt_tokens)
     where, prompt = longest.where, longest.data.max_prompt_tokens
-    limit = read_model_shape(settings.model.path).max_positions
+    limit = (shape or read_model_shape(settings.model.path)).max_positions
     if prompt >= limit:
         raise UserError(
             f"{where}.max_prompt_tokens: prompts of up to {prompt} tokens leave no room for a response: "

@@ -2,7 +2,7 @@
 custom code, trackers, disk space.
 
 They import no torch. Each raises UserError for problems that would end the run, and returns other problems as
-warnings.
+warnings. Commands run them by the table in ``launcher/checks.py`` only.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.base import ImportedSettings
-from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS
-from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
+from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
-from rpg_megatron.engine.arguments import check_engine_arguments
-from rpg_megatron.launcher.reward_trial import try_reward
+from rpg_megatron.launcher.preflight import has_tokenizer
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.system.custom_code import CustomCode
@@ -48,44 +47,47 @@ CUSTOM_CODE_SECONDS = 300
 """Time limit for importing custom code; importing torch from a busy network disk may take a minute."""
 
 
-def check_data(settings: Settings) -> list[str]:
-    """Check that all data can be read, and that prompts are not all longer than ``max_prompt_tokens``."""
-    warnings = []
-    for where, data, *_ in settings.prompt_sets:
-        if data.chat and not has_chat_template(settings.model.path):
+def check_data(settings: Settings, *, training: bool = True, offline: bool = False) -> list[str]:
+    """Check that all data can be read, and that prompts are not all longer than ``max_prompt_tokens``.
+
+    training: whether the training set counts; without it, the keys of all sets are those of ``data``.
+    offline: leave out data on the hub, and lengths if the model's folder has no tokenizer.
+    """
+    model, warnings = settings.model.path, []
+    tokenized = not offline or has_tokenizer(model)
+    for key, data, *_ in settings.prompt_sets[0 if training else 1 :]:
+        where = key if training else "data"
+        if tokenized and data.chat and not has_chat_template(model):
             raise UserError(
-                f"{where}.chat: {settings.model.path} has no chat template; copy its chat_template.jinja "
+                f"{where}.chat: {model} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
-        problems, *_ = read_problems_with_counts(data, where, rows=settings.reward.has_custom, first=1)
-        stops = settings.rollout.stop_token_ids
-        warnings += check_prompts(problems, data, settings.model.path, where, stops)
-        wanted = settings.rollout.prompts_per_step
-        if where == "data" and len(problems) < wanted and not data.streaming:
-            warnings.append(
-                f"data: {len(problems)} problems, fewer than the {wanted} of a step "
-                "(rollout.prompts_per_step): some come more than once in a step"
-            )
-    return [*dict.fromkeys(warnings), *_group_warnings(settings), *_probe_warnings(settings)]
+        for at, part in _on_this_machine(where, data) if offline else [(where, data)]:
+            # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
+            problems, *_ = read_problems_with_counts(part, at, rows=settings.reward.has_custom, first=1)
+            if tokenized:
+                warnings += check_prompts(problems, part, model, at, settings.rollout.stop_token_ids)
+            wanted = settings.rollout.prompts_per_step
+            if at == key == "data" and len(problems) < wanted and not data.streaming:
+                warnings.append(
+                    f"data: {len(problems)} problems, fewer than the {wanted} of a step "
+                    "(rollout.prompts_per_step): some come more than once in a step"
+                )
+    return [*dict.fromkeys(warnings)]
 
 
-def list_problems(settings: Settings, shape: ModelShape) -> list[str]:
-    """Errors and warnings of all checks in this file, for those inputs that exist on this machine."""
-    found: list[str] = []
-    checks: list[Callable[[], list[str] | None]] = [lambda: check_disk(settings, shape)]
-    if all(part.data.is_local for part in settings.prompt_sets):
-        checks.append(lambda: check_data(settings))
-    checks += [lambda: try_reward(settings, offline=True), lambda: check_custom_code(settings)]
-    checks.append(lambda: check_engine_arguments(settings))
-    for check in checks:
-        try:
-            found += check() or []
-        except UserError as e:
-            found += str(e).splitlines()
-        except ImportError:  # a login node without numpy or tokenizers
-            continue
-    return found
+def _on_this_machine(where: str, data: DataSettings) -> Iterator[tuple[str, DataSettings]]:
+    """Key and settings of the sources that need no hub: all at once or, of a mixture with others, each."""
+    if not any(source.on_hub for source in data.sources):
+        yield where, data
+        return
+    for number, source in enumerate(data.sources):
+        at = f"{where}.mixture[{number}]" if data.mixture else where
+        if not source.on_hub:
+            own = {name: getattr(source, name) for name in SourceSettings.model_fields}
+            yield at, data.model_copy(update={"mixture": (), **own})
+        elif source.preset is not None:
+            find_preset(source.preset, at)
 
 
 def check_prompts(
@@ -123,6 +125,11 @@ def check_prompts(
     ]
 
 
+def warn_of_settings(settings: Settings) -> list[str]:
+    """Warnings of settings that have no effect together."""
+    return [*_group_warnings(settings), *_probe_warnings(settings)]
+
+
 def _group_warnings(settings: Settings) -> list[str]:
     advantage = settings.advantage
     if isinstance(advantage, ImportedSettings) or advantage.across_groups:
@@ -144,16 +151,6 @@ def _probe_warnings(settings: Settings) -> list[str]:
         f"guards.probe_prompts x guards.probe_tokens is {prompts * tokens}; raise one of them, or set "
         "engine_ratio to null"
     ]
-
-
-def check_reward(reward: RewardSettings) -> None:
-    """Check that custom reward functions can be imported and accept their settings; other processes import
-    them. Raises UserError, one line for each problem.
-    """
-    if reward.has_custom:
-        from rpg_megatron.rewards.reward import Scorer  # imports asyncio
-
-        Scorer(reward, 1).close()
 
 
 def check_custom_code(settings: Settings) -> None:
@@ -233,11 +230,13 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
 
 
 def check_disk(settings: Settings, shape: ModelShape) -> list[str]:
-    """Check that the disk of ``runs`` has room for a checkpoint and the export.
+    """Check that ``runs`` is writable, and its disk has room for a checkpoint and the export.
 
     Returns a warning if it has too little for all checkpoints that are kept.
     """
     folder = nearest_folder(settings.runs)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"runs: {folder} is not writable; choose another folder with runs=...")
     free, needed = shutil.disk_usage(folder).free, disk_bytes(settings, shape)
     least = disk_bytes(settings, shape, checkpoints=1)
     fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."

@@ -21,6 +21,7 @@ from rpg_megatron.engine.process import (
     note_segments,
     stop_engines,
 )
+from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, join
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
@@ -30,7 +31,6 @@ from rpg_megatron.launcher.nodes import (
     free_port,
     own_address,
 )
-from rpg_megatron.launcher.preflight import check
 from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import RunFailed, StopSignals, Supervisor
@@ -57,7 +57,8 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             node_endpoint = _join(settings, nodes, assignment, channel, endpoint)
             first = _wait(channel, signals)
             if first["kind"] == "check":
-                check(settings, assignment)
+                # Data and rewards are the sampler's, on the first node.
+                check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
                 channel.send("ready")
                 first = _wait(channel, signals)
         except UserError as e:

@@ -1,8 +1,6 @@
-"""The checks before anything is started, without importing torch or vLLM.
+"""Checks of environment, model, layout, batch and machine, without importing torch or vLLM.
 
-Every check raises UserError with what is wrong, where, and how to fix it. They run in the order in which a
-user would fix problems: environment, model, layout, batch, machine; the inputs last, since reading them is
-slow.
+Commands run them by the table in ``launcher/checks.py`` only.
 """
 
 from __future__ import annotations
@@ -14,31 +12,17 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
-from rpg_megatron.launcher.input_checks import (
-    check_custom_code,
-    check_data,
-    check_disk,
-    check_reward,
-    check_trackers,
-)
-from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
-from rpg_megatron.launcher.reward_trial import try_reward
+from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
-from rpg_megatron.system.limits import check_limits
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_SILENT_SECONDS = 3.0
-"""A message is printed if reading the data takes longer."""
 FP8_EMULATED = (
     "precision.fp8 is emulated: on a CPU, operands are rounded to FP8 and multiplied in float32, which shows "
     "the numerics of a recipe, but not the kernels or the speed of a GPU"
@@ -51,53 +35,9 @@ CPU_EXPERT_COLUMNS = 32
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
-def check(
-    settings: Settings, assignment: NodeAssignment | None = None, *, tries_reward: bool = False
-) -> ModelShape:
-    """Run all checks; returns the model's shape. Raises UserError at the first failure.
-
-    assignment: of this node in a run on several nodes; None: there is only this node. tries_reward: whether
-    the reward is called and judges are asked, and not only imported.
-    """
-    assignment = assignment or assign_node(settings, 0, 1)
-    warnings = check_limits(settings.parallel.world, settings.engine.replicas * settings.engine.max_sequences)
-    check_packages(settings.device)
-    check_engine_arguments(settings)
-    shape = check_model(settings.model.path)
-    check_parallel(settings, shape)
-    check_routers(settings, shape)
-    check_head_dim(settings, shape)
-    check_expert_columns(settings, shape)
-    check_precision(settings, shape)
-    check_batch(settings, shape)
-    check_kv_cache(settings, shape)
-    if settings.device == "cuda":
-        check_gpus(settings, assignment)
-    else:
-        if settings.precision.fp8 is not None:
-            print(f"warning: {FP8_EMULATED}", file=sys.stderr, flush=True)
-        check_shared_memory(settings, shape)
-    check_port(settings.rendezvous_port)
-    slow = threading.Timer(_SILENT_SECONDS, print, ["reading the data"], {"file": sys.stderr, "flush": True})
-    slow.daemon = True
-    slow.start()
-    try:
-        warnings += [*check_disk(settings, shape), *check_data(settings)]
-        warnings += check_trackers(settings)
-        if tries_reward:
-            warnings += try_reward(settings)
-        else:
-            check_reward(settings.reward)
-        check_custom_code(settings)
-    finally:
-        slow.cancel()
-    for text in warnings:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
-    return shape
-
-
-def check_packages(device: str) -> None:
+def check_packages(settings: Settings) -> None:
     """Check that Megatron-Core, transformers, torch and the vLLM build for the device are installed."""
+    device = settings.device
     setup = (
         "run make quickstart or make .venv, and use .venv/bin/rpg-megatron"
         if device == "cpu"
@@ -118,6 +58,11 @@ def check_packages(device: str) -> None:
         )
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's folder holds a tokenizer."""
+    return any((path / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def check_model(path: Path) -> ModelShape:
     """Check that the checkpoint is complete and its family is supported. Reads headers, no weights."""
     shape = read_model_shape(path)
@@ -126,7 +71,7 @@ def check_model(path: Path) -> ModelShape:
             f"model.path: {path} holds only a config.json, which is enough for plan; to train, give "
             "model.path=FOLDER of the complete checkpoint"
         )
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(path):
         raise UserError(
             f"model.path: {path} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it there"
         )
@@ -139,18 +84,22 @@ def check_model(path: Path) -> ModelShape:
 
 
 def check_parallel(settings: Settings, shape: ModelShape) -> None:
-    """Check that the layouts of trainer and engines divide the model's heads, columns and layers."""
+    """Check that the trainer's layout divides the model's heads, columns, layers and experts."""
     parallel = settings.parallel
-    for tensor, pipeline, virtual, expert_tensor, where in (
-        (parallel.tensor, parallel.pipeline, parallel.virtual, parallel.expert_tensor, "parallel"),
-        (settings.engine.tensor, 1, 1, None, "engine"),
-    ):
-        try:
-            check_layout(shape, tensor, pipeline, virtual, expert_tensor=expert_tensor)
-            if where == "parallel":
-                check_experts(shape, parallel, device=settings.device)
-        except UserError as e:
-            raise UserError(f"{where}: {e}") from None
+    sizes = parallel.tensor, parallel.pipeline, parallel.virtual
+    try:
+        check_layout(shape, *sizes, expert_tensor=parallel.expert_tensor)
+        check_experts(shape, parallel, device=settings.device)
+    except UserError as e:
+        raise UserError(f"parallel: {e}") from None
+
+
+def check_engine_layout(settings: Settings, shape: ModelShape) -> None:
+    """Check that the workers of an engine divide the model's heads and columns."""
+    try:
+        check_layout(shape, settings.engine.tensor, 1)
+    except UserError as e:
+        raise UserError(f"engine: {e}") from None
 
 
 def check_routers(settings: Settings, shape: ModelShape) -> None:
@@ -185,11 +134,11 @@ def check_expert_columns(settings: Settings, shape: ModelShape) -> None:
         )
 
 
-def check_precision(settings: Settings, shape: ModelShape) -> None:
-    """Check that a rank's weight sizes, and the number of layers, allow FP8."""
+def check_precision(settings: Settings, shape: ModelShape) -> list[str]:
+    """Check that a rank's weight sizes, and the number of layers, allow FP8; returns a warning on a CPU."""
     fp8, parallel = settings.precision.fp8, settings.parallel
     if fp8 is None:
-        return
+        return []
     if shape.experts is not None:
         raise UserError("precision.fp8 is not supported for mixtures of experts; set it to null")
     heads = shape.num_heads * shape.head_dim
@@ -212,6 +161,7 @@ def check_precision(settings: Settings, shape: ModelShape) -> None:
             f"precision.fp8.first_last_bf16: {fp8.first_last_bf16} layers at each end; of {shape.num_layers} "
             f"layers on {parallel.pipeline} pipeline stages it can be at most {most}"
         )
+    return [FP8_EMULATED] if settings.device == "cpu" else []
 
 
 def check_batch(settings: Settings, shape: ModelShape) -> None:
@@ -244,7 +194,7 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
 
 def check_kv_cache(settings: Settings, shape: ModelShape) -> None:
     """Check that ``engine.kv_cache_gib`` holds a sequence of full length: vLLM does not start with less."""
-    engine, tokens = settings.engine, context_length(settings)
+    engine, tokens = settings.engine, context_length(settings, shape)
     if settings.device == "cuda" and not engine.colocated:
         return
     if any(argument.startswith(("--kv-cache-", "--kv_cache_")) for argument in engine.arguments):
@@ -260,7 +210,9 @@ def check_kv_cache(settings: Settings, shape: ModelShape) -> None:
 def check_shared_memory(
     settings: Settings, shape: ModelShape, folder: Path = process_groups.SHARED_MEMORY
 ) -> None:
-    """Check that shared memory has room for the published weights."""
+    """Check that shared memory has room for the weights, if they are published there."""
+    if settings.bridge.transport != "shared_memory":
+        return
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{folder} is missing or not writable; weights are transferred to engines through it")
     numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
@@ -279,7 +231,9 @@ def has_gpu() -> bool:
 
 
 def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
-    """Check that the GPUs are enough for this node's trainer ranks and engine workers."""
+    """Check that the GPUs, if any are used, are enough for this node's trainer ranks and engine workers."""
+    if settings.device == "cpu":
+        return
     hint = "set device=cpu to run on the CPU"
     if not has_gpu():
         raise UserError(f"device is cuda, but this machine has no NVIDIA GPU; {hint}")
@@ -304,8 +258,9 @@ def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
         )
 
 
-def check_port(port: int) -> None:
+def check_port(settings: Settings) -> None:
     """Check that the configured rendezvous port, if any, is free."""
+    port = settings.rendezvous_port
     if not port:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -317,6 +272,21 @@ def check_port(port: int) -> None:
                 f"rendezvous_port: port {port} cannot be used ({e.strerror}); "
                 "stop the process that uses it, or set rendezvous_port=0 to choose a free one"
             ) from None
+
+
+def check_bridge_address(settings: Settings) -> None:
+    """Check that the configured address of the weight sync, if any, is one of this machine."""
+    address = settings.bridge.address
+    if settings.bridge.transport != "process_group" or address is None:
+        return
+    try:
+        with socket.create_server((address, 0)):
+            pass
+    except OSError as e:
+        raise UserError(
+            f"bridge.address: cannot listen at {address} ({e.strerror or e}); set it to a host name or IP of "
+            "this node: ip -brief address"
+        ) from None
 
 
 def _installed(name: str) -> bool:

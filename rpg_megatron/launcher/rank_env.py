@@ -15,6 +15,7 @@ from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
 RANK = "rpg_megatron.training.rank"
 """Module that the ranks of a training run execute; audit and replay have modules of their own."""
+SAMPLER = "rpg_megatron.rollout.sampler"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         environment["OMP_NUM_THREADS"] = str(max(1, cores // settings.parallel.world))
     return environment
+
+
+def sampler_command(folder: Path, work: Path, bridge: Path) -> list[str]:
+    """Command line of the sampler. folder: the run's. work, bridge: the first node's private folders."""
+    return [sys.executable, "-P", "-m", SAMPLER, str(folder), str(work), str(bridge)]
 
 
 def rank_starts(

@@ -50,6 +50,7 @@ from rpg_megatron.launcher.run_dir import (
     create_run,
     is_finished,
     list_runs,
+    next_folder,
     replace_settings,
     resolved_yaml,
 )
@@ -80,7 +81,8 @@ class OpenRun:
     """The folder of a run that this process has locked, and where the run starts."""
 
     folder: Path
-    lock: IO[str]
+    lock: IO[str] | None
+    """None: nothing is locked, in a dry run."""
     checkpoint: Path | None = None
     """The checkpoint to resume from; None: start from the beginning."""
     notes: list[str] = field(default_factory=list)
@@ -90,18 +92,22 @@ class OpenRun:
 
     def close(self) -> None:
         """Release the lock."""
-        self.lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
-def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = None) -> OpenRun:
+def open_run(
+    settings: Settings, *, fresh: bool = False, source: Path | None = None, dry: bool = False
+) -> OpenRun:
     """Open the run that these settings resume, or a new one.
 
     fresh: always create a new run. source: create a new run that starts from this checkpoint, or from the
-    newest one of this run. Raises UserError if settings that affect the training have changed, if another
-    process is working on the run, or if its folder cannot be written.
+    newest one of this run. dry: only say which run it would be; no file is created or changed. Raises
+    UserError if settings that affect the training have changed, if another process is working on the run, or
+    if its folder cannot be written.
     """
     try:
-        return _open(settings, fresh, source)
+        return _open(settings, fresh, source, dry)
     except OSError as e:
         raise UserError(
             f"{e.filename or settings.runs}: {e.strerror}; make the run's folder writable, or choose another "
@@ -109,11 +115,11 @@ def open_run(settings: Settings, *, fresh: bool = False, source: Path | None = N
         ) from None
 
 
-def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
+def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> OpenRun:
     if source is not None:
-        return _start_from(settings, source.absolute())
+        return _start_from(settings, source.absolute(), dry)
     if fresh:
-        return _create(settings, origin="")
+        return _create(settings, dry, origin="")
     notes: list[str] = []
     for folder in list_runs(settings):
         if not is_ours(folder):  # others can write to the folder of the runs
@@ -133,7 +139,7 @@ def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
             lock.close()
             break  # it is finished, and older runs are not resumed
         try:
-            run = _resume(settings, folder, lock, notes, finished=done is not None)
+            run = _resume(settings, folder, lock, notes, dry, finished=done is not None)
         except BaseException:
             lock.close()
             raise
@@ -145,17 +151,19 @@ def _open(settings: Settings, fresh: bool, source: Path | None) -> OpenRun:
             break
         if (folder / ORIGIN).exists():  # created with --fresh or --from, without a checkpoint yet
             origin = read_text(folder / ORIGIN, real_path(folder))
-            run = _start_from(settings, Path(origin)) if origin else _create(settings, origin="")
+            run = _start_from(settings, Path(origin), dry) if origin else _create(settings, dry, origin="")
             run.notes = [*notes, *(run.notes or [f"run {display_path(run.folder)}"])]
             return run
         notes.append(f"{display_path(folder)} is unfinished, without a complete checkpoint: not resumed")
-    run = _create(settings)
+    run = _create(settings, dry)
     if notes:
         run.notes = [*notes, f"run {display_path(run.folder)}, from step 0"]
     return run
 
 
-def _create(settings: Settings, origin: str | None = None) -> OpenRun:
+def _create(settings: Settings, dry: bool, origin: str | None = None) -> OpenRun:
+    if dry:
+        return OpenRun(next_folder(settings), None)
     folder = create_run(settings)
     lock = hold_folder(folder, seconds=_CHECK_SECONDS)
     if lock is None:
@@ -178,7 +186,7 @@ def _finished_steps(folder: Path) -> int | None:
 
 
 def _resume(
-    settings: Settings, folder: Path, lock: IO[str], notes: list[str], *, finished: bool
+    settings: Settings, folder: Path, lock: IO[str], notes: list[str], dry: bool, *, finished: bool
 ) -> OpenRun | None:
     """Resume a run from its newest checkpoint. Returns None if it has none, or if it is ``finished`` and was
     trained with other settings: the command then means a new run of the same name.
@@ -195,18 +203,19 @@ def _resume(
         return None
     state = read_state(checkpoint, RunState)
     _check_length(settings, checkpoint, state["step"])
-    if not (folder / CONFIG).exists():
-        with open_regular(checkpoint / CONFIG) as file:
-            copy_file(file, folder, CONFIG)
-    (folder / LOGS).mkdir(exist_ok=True)
-    _rewind(folder, state, notes)
-    remove(folder / SUMMARY)
-    replace_settings(folder, settings, state["step"])
+    if not dry:
+        if not (folder / CONFIG).exists():
+            with open_regular(checkpoint / CONFIG) as file:
+                copy_file(file, folder, CONFIG)
+        (folder / LOGS).mkdir(exist_ok=True)
+        _rewind(folder, state, notes)
+        remove(folder / SUMMARY)
+        replace_settings(folder, settings, state["step"])
     notes.append(f"resuming {display_path(folder)} from step {state['step']}; --fresh starts over{changes}")
     return OpenRun(folder, lock, checkpoint, notes, is_new=False)
 
 
-def _start_from(settings: Settings, source: Path) -> OpenRun:
+def _start_from(settings: Settings, source: Path, dry: bool) -> OpenRun:
     notes: list[str] = []
     kind = kind_of(source, "--from")
     source = whole_step(source)
@@ -230,8 +239,8 @@ def _start_from(settings: Settings, source: Path) -> OpenRun:
     _check_length(settings, checkpoint, state["step"])
     with ExitStack() as stack:
         metrics = _open_metrics(source, run_dir, stack)
-        run = _create(settings, origin=str(checkpoint))
-        if metrics is not None:
+        run = _create(settings, dry, origin=str(checkpoint))
+        if metrics is not None and not dry:
             with suppress(OSError):
                 copy_file(metrics, run.folder, METRICS, limit=_MOST_METRICS)
                 _cut_metrics(run.folder / METRICS, state, notes)

@@ -39,7 +39,7 @@ class _TrialSet(NamedTuple):
 def try_reward(settings: Settings, *, offline: bool = False, training: bool = True) -> list[str]:
     """Import the functions of the reward, call them once for each source of data, and ask judges once.
 
-    offline: ask no server, call no async function, and leave out data that are not on this machine. training:
+    offline: ask no server, call no async function, and leave out data on the hub. training:
     whether the training set counts. Data that cannot be read are left out; ``check_data`` reports them.
 
     Returns warnings. Raises UserError, one line for each problem: if a function cannot be imported, and, with
@@ -83,7 +83,7 @@ def _try_sets(
             _TrialSet(part.name, part.where, part.data, evaluation.samples) for part in evaluation.heldout
         ]
     for part in sets:
-        if offline and not part.data.is_local:
+        if offline and any(source.on_hub for source in part.data.sources):
             continue
         try:
             for problem in first_problems(part.data, part.where):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from rpg_megatron.launcher.rank_env import (
     base_environment,
     cluster_environment,
     rank_starts,
+    sampler_command,
 )
 from rpg_megatron.launcher.remote_nodes import RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
@@ -34,7 +34,6 @@ from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import Child, explain, user_error
 from rpg_megatron.training.preemption import REQUEUE, WARNINGS
 
-SAMPLER = "rpg_megatron.rollout.sampler"
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -165,8 +164,7 @@ class RunLauncher:
             self._check_signals()
             self._engines.start(others.get(index) or self._make_engine(index, token))
         self._check_signals()
-        folders = [str(self.folder), str(self._workspace.work), str(self._workspace.bridge)]
-        sampler = [sys.executable, "-P", "-m", SAMPLER, *folders]
+        sampler = sampler_command(self.folder, self._workspace.work, self._workspace.bridge)
         cluster = cluster_environment(self._remote.address) if self._remote else {}
         self._supervisor.start("sampler", sampler, base_environment(settings, token) | cluster)
 

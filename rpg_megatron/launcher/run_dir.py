@@ -113,6 +113,13 @@ def list_runs(settings: Settings) -> list[Path]:
     return [runs / name for _, name in sorted(numbers, reverse=True)]
 
 
+def next_folder(settings: Settings) -> Path:
+    """The folder that ``create_run`` would create now."""
+    runs = settings.runs.absolute()
+    number = _last_number(runs, settings.name) + 1 if runs.is_dir() else 1
+    return runs / f"{settings.name}-{number:03d}"
+
+
 def _last_number(runs: Path, name: str) -> int:
     return max((number for number, _ in _numbers(runs, name)), default=0)
 

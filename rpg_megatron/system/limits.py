@@ -25,28 +25,18 @@ _SIGNS = (
 """Limit, what a process says that reached it, its option of ulimit, and that option's unit."""
 
 
-def check_limits(ranks: int, requests: int) -> list[str]:
-    """Both checks below; returns warnings. Raises UserError."""
-    check_address_space()
-    _, problem = check_files(ranks, requests)
-    return [problem] if problem else []
-
-
-def check_address_space() -> str:
-    """The limit of the address space, for a message. Raises UserError if it is too low for any run."""
+def check_address_space() -> None:
+    """Raise UserError if the limit of the address space is too low for any run."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space == resource.RLIM_INFINITY:
-        return "unlimited"
-    if space < _LEAST_ADDRESSES:
+    if space != resource.RLIM_INFINITY and space < _LEAST_ADDRESSES:
         raise UserError(
             f"the address space of a process is limited to {space / 1024**3:.1f} GiB, ranks and engines need "
             f"{_LEAST_ADDRESSES / 1024**3:.0f} GiB or more; run ulimit -v unlimited before the command"
         )
-    return f"up to {space / 1024**3:.1f} GiB"
 
 
-def check_files(ranks: int, requests: int) -> tuple[str, str]:
-    """Raise the soft limit of open files; returns the limit for a message, and a warning or nothing.
+def check_files(ranks: int, requests: int) -> list[str]:
+    """Raise the soft limit of open files; returns a warning if it may be too low.
 
     ranks: trainer ranks on all nodes. requests: maximum of concurrent requests to the engines.
     Raises UserError if the hard limit is too low for any run of that size.
@@ -58,15 +48,13 @@ def check_files(ranks: int, requests: int) -> tuple[str, str]:
         soft = most
     least = _LEAST_FILES + _FILES_PER_RANK * ranks
     wanted = max(least, _SPARE_FILES + requests)
-    if soft >= wanted:
-        return "unlimited" if soft == sys.maxsize else f"up to {soft}", ""
     problem = (
         f"open files are limited to {soft}, up to {wanted} are needed; raise the hard limit (ulimit -Hn) in "
         "limits.conf, or Slurm's PropagateResourceLimits"
     )
     if soft < least:
         raise UserError(problem)
-    return f"up to {soft}", problem
+    return [problem] if soft < wanted else []
 
 
 def _files() -> tuple[int, int]:

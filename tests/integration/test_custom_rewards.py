@@ -19,7 +19,6 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.settings import make_settings
-from rpg_megatron.launcher.input_checks import check_reward
 from rpg_megatron.rewards import judge as judge_module
 from rpg_megatron.rewards import pool
 from rpg_megatron.rewards.custom_reward import load_reward
@@ -180,7 +179,7 @@ def test_what_is_wrong_is_one_line(name: str, more: dict[str, Any], told: str) -
 def test_each_wrong_term_is_told_before_the_start() -> None:
     terms = {"a": own("sees", tarte=1), "b": own("none"), "c": own("old")}
     with pytest.raises(UserError) as error:
-        check_reward(settings({"terms": terms}).reward)
+        Scorer(settings({"terms": terms}).reward, 1).close()
     first, second = str(error.value).splitlines()
     assert first.startswith("reward.terms.a.tarte: ")
     assert second.startswith("reward.terms.b.type: ")

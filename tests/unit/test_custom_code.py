@@ -15,10 +15,8 @@ import pytest
 import torch
 import yaml
 
-from rpg_megatron.commands.doctor.probe import Subject
-from rpg_megatron.commands.doctor.run_inputs import probe_custom_code
 from rpg_megatron.commands.plan.command import run_plan
-from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher import input_checks
@@ -31,6 +29,7 @@ from rpg_megatron.rollout.groups import GroupScores
 from rpg_megatron.system.custom_code import CustomCode, find_problem, load_custom
 from rpg_megatron.training.advantages import build_advantages
 from rpg_megatron.training.loss import build_loss
+from tests.support.checks import doctor_rows
 
 MODULE = """
 import dataclasses
@@ -175,7 +174,7 @@ def test_of_very_many_wrong_settings_some_are_listed() -> None:
     assert len(wrong) < 300
 
 
-def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_doctor_and_plan_tell_of_it(config_file: Path) -> None:
     good = load_settings(config_file, ["objective={type: own_module_of_test:Loss, beta: 0.1}"])
     check_custom_code(good)
     assert make_settings(json.loads(good.model_dump_json()), None, "").objective == good.objective
@@ -183,10 +182,10 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path, capsys: pytest.Capt
     told = "objective.bet: own_module_of_test:Loss has no setting 'bet'; did you mean 'beta'?"
     with pytest.raises(UserError, match="did you mean 'beta'"):
         check_custom_code(bad)
-    (failed,) = probe_custom_code(Subject(bad, read_model_shape(bad.model.path)))
+    failed = doctor_rows(bad, "own code")[0]
     assert told in f"{failed.found}; {failed.fix}"
-    run_plan(bad, None, sweep=False, as_json=True)
-    assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])
+    with pytest.raises(UserError, match="did you mean 'beta'"):
+        run_plan(bad, None, sweep=False, as_json=True)
 
 
 def test_the_settings_of_a_run_have_the_defaults_of_own_code(config_file: Path) -> None:

@@ -15,13 +15,12 @@ import pytest
 
 from rpg_megatron.commands.doctor import command, machine
 from rpg_megatron.commands.doctor.gather import JobStep, find_job_step, gather_reports, send_report
-from rpg_megatron.commands.doctor.gpu import probe_gpus
-from rpg_megatron.commands.doctor.machine import probe_ports
 from rpg_megatron.commands.doctor.packages import requirements
 from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
 from rpg_megatron.commands.doctor.run_inputs import probe_walltime
 from rpg_megatron.config import load_settings
 from rpg_megatron.system import sandbox
+from tests.support.checks import doctor_rows
 
 
 def test_a_batch_script_is_no_task_of_a_step() -> None:
@@ -111,8 +110,7 @@ def test_a_node_needs_the_cards_of_its_own_share(
     for key, value in step.items():
         monkeypatch.setenv(f"SLURM_{key}", value)
     spread = ["parallel.data=4", "engine.replicas=4", "bridge.transport=process_group"]
-    subject = Subject(load_settings(config_file, ["device=cuda", *spread]), None)
-    (check,) = [c for c in probe_gpus(subject) if c.name == "GPUs"]
+    (check,) = doctor_rows(load_settings(config_file, ["device=cuda", *spread]), "GPUs")
     assert check.verdict == verdict, check
     if verdict == "failed":
         assert check.found.endswith("4 are visible")
@@ -125,9 +123,8 @@ def test_the_address_of_the_bridge(tmp_path: Path, address: str, verdict: str) -
     """By default it is chosen at the start, so nothing can be checked before."""
     config = tmp_path / "run.yaml"
     config.write_text("{model: {path: m}, data: {path: d}, device: cpu, bridge: {transport: process_group}}")
-    subject = Subject(load_settings(config, [f"bridge.address={address}"]), None)
-    checks = run_probes([("ports", 10, probe_ports)], subject)
-    assert [(c.name, c.verdict) for c in checks] == [("rendezvous port", "ok"), ("bridge address", verdict)]
+    settings = load_settings(config, [f"bridge.address={address}"])
+    assert [row.verdict for row in doctor_rows(settings, "bridge address")] == [verdict]
 
 
 def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,9 @@ from rpg_megatron.engine.command import (
     kv_bytes_per_token,
 )
 from rpg_megatron.engine.process import first_error
+from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.nodes import assign_node
-from rpg_megatron.launcher.preflight import check, check_expert_columns, check_head_dim, check_kv_cache
+from rpg_megatron.launcher.preflight import check_expert_columns, check_head_dim, check_kv_cache
 from rpg_megatron.system.child import tail_of
 from tests.support.tiny_models import TINY, TINY_MOE
 
@@ -207,7 +208,10 @@ def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
     settings = load_settings(
         config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"]
     )
-    for checked in (check, lambda s: check_request(s, EvalModel(model, None))):  # training, evaluation
+    for checked in (
+        lambda s: check_start(CheckedRun(s)),
+        lambda s: check_request(s, EvalModel(model, None)),
+    ):  # training, evaluation
         with pytest.raises(
             UserError, match=r"model has heads of 16 .* on a CPU vLLM supports 32, 64, 80, .*"
         ):

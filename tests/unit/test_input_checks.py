@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.doctor.probe import Subject
-from rpg_megatron.commands.doctor.run_inputs import probe_data, probe_reward
 from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import fit_prompts, load_prompts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
-from rpg_megatron.launcher.input_checks import check_data, check_disk, check_reward, disk_bytes
+from rpg_megatron.launcher.checks import CheckedRun, check_start, run_checks
+from rpg_megatron.launcher.input_checks import check_data, check_disk, disk_bytes
+from tests.support.checks import doctor_rows
 
 GIB = 1024**3
 
@@ -43,20 +43,18 @@ def shape_of(settings: Settings):
         ),
     ],
 )
-def test_train_doctor_and_plan_tell_of_bad_inputs(
-    config_file: Path, override: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: str, told: str) -> None:
     override = override.replace("HELD", str(config_file.parent / "train.jsonl"))
     settings = load_settings(config_file, [override])
-    with pytest.raises(UserError) as error:  # as in preflight, which train calls
-        _ = check_data(settings), check_reward(settings.reward)
+    with pytest.raises(UserError) as error:
+        check_start(CheckedRun(settings))
     assert told in str(error.value)
-    subject = Subject(settings, shape_of(settings))
-    failed = [c for c in (*probe_data(subject), *probe_reward(subject)) if c.verdict == "failed"]
+    failed = [row for row in doctor_rows(settings, "data", "reward") if row.verdict == "failed"]
     assert len(failed) == 1
     assert told in f"{failed[0].found}; {failed[0].fix}"
-    run_plan(settings, None, sweep=False, as_json=True)
-    assert any(told in text for text in json.loads(capsys.readouterr().out)["warnings"])
+    with pytest.raises(UserError) as planned:
+        run_plan(settings, None, sweep=False, as_json=True)
+    assert str(planned.value) == str(error.value)
 
 
 def test_what_is_only_odd_is_a_warning(config_file: Path) -> None:
@@ -71,13 +69,13 @@ def test_what_is_only_odd_is_a_warning(config_file: Path) -> None:
     (config_file.parent / "train.jsonl").write_text("\n".join(lines))
     odd = [f"data.max_prompt_tokens={lengths[0] + 2}", "rollout.prompts_per_step=10"]
     odd += ["rollout.samples_per_prompt=1", "data.limit=6"]
-    long, few, alone = check_data(load_settings(config_file, odd))
+    alone, long, few = run_checks(CheckedRun(load_settings(config_file, odd)))
     assert "of 6 prompts are longer than" in long
     assert "are left out (data.max_prompt_tokens" in long
     assert few.startswith("data: 6 problems, fewer than the 10 of a step (rollout.prompts_per_step)")
     assert alone.startswith("rollout.samples_per_prompt is 1, so advantage.type rpg has no group")
-    subject = Subject(load_settings(config_file, odd), None)
-    assert [c.verdict for c in probe_data(subject)] == ["ok", "warning", "warning", "warning"]
+    rows = doctor_rows(load_settings(config_file, odd), "odd settings", "data")
+    assert [row.verdict for row in rows] == ["ok", "warning", "ok", "warning", "warning"]
     whole = [*odd[1:3], "advantage.type=batch_mean", "data.limit=8"]
     assert len(check_data(load_settings(config_file, whole))) == 1
 
@@ -167,8 +165,8 @@ def test_a_tokenizer_that_cannot_be_read_here_is_not_judged(config_file: Path, t
 def test_the_checks_import_no_torch(config_file: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom rpg_megatron.config import load_settings\n"
-        "from rpg_megatron.launcher.preflight import check\n"
-        "check(load_settings(Path(sys.argv[1]), ['reward.type=operator:eq']))\n"
+        "from rpg_megatron.launcher.checks import CheckedRun, check_start\n"
+        "check_start(CheckedRun(load_settings(Path(sys.argv[1]), ['reward.type=operator:eq'])))\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
     )
     done = subprocess.run(

@@ -159,7 +159,7 @@ def test_a_command_that_is_not_there_or_has_no_torch(
     own.chmod(0o755)
     monkeypatch.setattr(job_script.sys, "executable", str(own.with_name("python")))
     check_job(config_file, [], nodes=1, command=str(own), container=False)
-    monkeypatch.setattr(job_script, "_has_torch", lambda: False)
+    monkeypatch.setattr(job_script, "has_torch", lambda: False)
     with pytest.raises(UserError, match="belongs to this environment, which has no torch"):
         check_job(config_file, [], nodes=1, command=str(own), container=False)
 

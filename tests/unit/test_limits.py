@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.doctor.machine import probe_limits
-from rpg_megatron.commands.doctor.probe import Subject
 from rpg_megatron.config import UserError, load_settings
-from rpg_megatron.launcher.preflight import check
-from rpg_megatron.system.limits import check_address_space, check_files, check_limits, explain_limits
+from rpg_megatron.launcher.checks import CheckedRun, check_start
+from rpg_megatron.system.limits import check_address_space, check_files, explain_limits
+from tests.support.checks import doctor_rows
 
 NONE = resource.RLIM_INFINITY
 
@@ -31,33 +30,33 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "after", "told"),
+    ("soft", "hard", "after"),
     [
-        (96, 100_000, 65536, "up to 65536"),
-        (96, NONE, 65536, "up to 65536"),
-        (96, 2000, 2000, "up to 2000"),
-        (70_000, 100_000, 70_000, "up to 70000"),
-        (NONE, NONE, NONE, "unlimited"),
+        (96, 100_000, 65536),
+        (96, NONE, 65536),
+        (96, 2000, 2000),
+        (70_000, 100_000, 70_000),
+        (NONE, NONE, NONE),
     ],
 )
 def test_the_soft_limit_of_open_files_is_raised(
-    limits: dict[int, tuple[int, int]], soft: int, hard: int, after: int, told: str
+    limits: dict[int, tuple[int, int]], soft: int, hard: int, after: int
 ) -> None:
     limits[resource.RLIMIT_NOFILE] = soft, hard
-    assert check_files(2, 512) == (told, "")
+    assert check_files(2, 512) == []
     assert limits[resource.RLIMIT_NOFILE] == (after, hard)
 
 
 def test_a_low_hard_limit_is_a_warning_or_an_error(limits: dict[int, tuple[int, int]]) -> None:
     limits[resource.RLIMIT_NOFILE] = 96, 400
     told = "open files are limited to 400, up to 1024 are needed; raise the hard limit"
-    assert [text.startswith(told) for text in check_limits(2, 512)] == [True]
+    assert [text.startswith(told) for text in check_files(2, 512)] == [True]
     for ranks, hard in ((2, 96), (64, 400)):
         limits[resource.RLIMIT_NOFILE] = 96, hard
         with pytest.raises(
             UserError, match=f"open files are limited to {hard}, up to .*; raise the hard limit"
         ):
-            check_limits(ranks, 512)
+            check_files(ranks, 512)
 
 
 def test_little_address_space_is_refused_before_all_else(
@@ -67,24 +66,22 @@ def test_little_address_space_is_refused_before_all_else(
     limits[resource.RLIMIT_AS] = 3 * 1024**3, NONE
     told = r"limited to 3\.0 GiB, ranks and engines need 6 GiB or more; run ulimit -v unlimited"
     with pytest.raises(UserError, match=told):
-        check(settings)
+        check_start(CheckedRun(settings))
     limits[resource.RLIMIT_AS] = 100 * 1024**3, NONE
-    assert check_address_space() == "up to 100.0 GiB"
+    check_address_space()
 
 
 def test_doctor_has_a_row_for_each_limit(limits: dict[int, tuple[int, int]], config_file: Path) -> None:
-    def rows() -> list[tuple[str, str, str]]:
-        subject = Subject(load_settings(config_file, ["engine.max_sequences=512"]), None)
-        return [(check.name, check.verdict, check.found) for check in probe_limits(subject)]
+    def rows() -> list[tuple[str, str]]:
+        settings = load_settings(config_file, ["engine.max_sequences=512"])
+        return [(row.name, row.verdict) for row in doctor_rows(settings, "open files", "address space")]
 
-    assert rows() == [("open files", "ok", "unlimited"), ("address space", "ok", "unlimited")]
+    assert rows() == [("address space", "ok"), ("open files", "ok")]
     limits[resource.RLIMIT_NOFILE] = 96, 400
     limits[resource.RLIMIT_AS] = 3 * 1024**3, 3 * 1024**3
-    few, little = rows()
-    assert few == ("open files", "warning", "limited to 400, up to 1024 are needed")
-    assert little[:2] == ("address space", "failed")
+    assert rows() == [("address space", "failed"), ("open files", "ok"), ("open files", "warning")]
     limits[resource.RLIMIT_NOFILE] = 96, 96
-    assert rows()[0][:2] == ("open files", "failed")
+    assert rows()[1] == ("open files", "failed")
 
 
 @pytest.mark.parametrize(

@@ -69,15 +69,19 @@ QWEN3_06B = QWEN3_8B | {
     "tie_word_embeddings": True,
 }
 
+TWO_NODES = {"engine": {"replicas": 8}, "bridge": {"transport": "process_group"}}
+"""Eight trainer ranks and eight engines."""
+
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Write a model's config.json and a YAML file that names it; returns the latter."""
+    """Write a model's config.json, data, and a YAML file that names both; returns the latter."""
 
     def make(config: dict[str, object], **settings: object) -> Path:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
+        (tmp_path / "d").write_text('{"prompt": "1+1", "answer": "2"}\n')
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump({"model": {"path": "model"}, "data": {"path": "d"}, **settings}))
         return file
@@ -317,7 +321,7 @@ def test_an_engine_that_does_not_fit_is_told(write: Callable[..., Path], capsys)
 
 
 def test_sweep_lists_every_layout_of_as_many_ranks_the_best_first(write, capsys) -> None:
-    file = write(QWEN3_8B, parallel={"tensor": 8, "sequence": True})
+    file = write(QWEN3_8B, parallel={"tensor": 8, "sequence": True}, **TWO_NODES)
     with pytest.raises(SystemExit):
         cli.main(["plan", str(file), "--sweep", "--json"])
     swept = json.loads(capsys.readouterr().out)["sweep"]
@@ -461,7 +465,7 @@ def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Calla
 
 
 def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
-    settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}))
+    settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}, **TWO_NODES))
     shape = read_model_shape(settings.model.path)
     found = sweep(settings, shape, Target("cuda", "h100-80", gpu_bytes("h100-80")), 8)
     sizes = {c.plan.settings.parallel.expert for c in found}

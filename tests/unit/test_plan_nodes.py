@@ -69,7 +69,7 @@ def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
     assert plan_of(*parts, "bridge={transport: process_group}").fits
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
     assert "GPUs 16: 8 for trainer ranks, 8 for engine workers; 2 nodes: 2 of 4 ranks + 4 workers" in out
-    out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true").split())
+    out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true", "engine.kv_cache_gib=4").split())
     assert "GPUs 8, shared by 8 trainer ranks and 8 engine workers; 1 node: 1 of 8 ranks + 8 work" in out
     told = json.loads(command(capsys, str(QWEN3_8B), "--json"))
     assert told["gpus"]["total"] == 16

@@ -30,8 +30,8 @@ from rpg_megatron.config.policy import (
     PrecisionSettings,
 )
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.launcher import preflight
-from rpg_megatron.launcher.preflight import check, check_precision, has_gpu
+from rpg_megatron.launcher.checks import CheckedRun, check_start
+from rpg_megatron.launcher.preflight import FP8_EMULATED, check_gpus, check_precision, has_gpu
 from rpg_megatron.policy import model, optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
@@ -200,24 +200,22 @@ def test_layers_are_chosen_by_device_precision_and_what_is_installed(
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
-def test_a_machine_without_a_gpu_is_told_so_in_one_line(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_gpu_is_told_so_in_one_line(config_file: Path) -> None:
     settings = load_settings(config_file, ["device=cuda"])
     wanted = r"^device is cuda, but this environment has .* instead of vllm; install requirements/gpu\.txt"
     with pytest.raises(UserError, match=wanted):
-        check(settings)
-    monkeypatch.setattr(preflight, "check_packages", lambda device: None)
+        check_start(CheckedRun(settings))
     with pytest.raises(
         UserError, match=r"^device is cuda, but this machine has no NVIDIA GPU; set device=cpu"
     ):
-        check(settings)
+        check_gpus(settings, CheckedRun(settings).assignment)
 
 
 def test_emulation_is_announced_once(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(load_settings(config_file, ["precision={dtype: bfloat16, fp8: {recipe: tensorwise}}"]))
-    assert capsys.readouterr().err.splitlines() == [f"warning: {preflight.FP8_EMULATED}"]
-    check(load_settings(config_file, []))
+    emulated = load_settings(config_file, ["precision={dtype: bfloat16, fp8: {recipe: tensorwise}}"])
+    check_start(CheckedRun(emulated))
+    assert capsys.readouterr().err.splitlines() == [f"warning: {FP8_EMULATED}"]
+    check_start(CheckedRun(load_settings(config_file, [])))
     assert "emulated" not in capsys.readouterr().err
 
 

@@ -18,8 +18,8 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompt_stream import PromptStream
 from rpg_megatron.data.prompts import Prompt, fit_prompts, load_prompts
-from rpg_megatron.launcher import preflight
-from rpg_megatron.launcher.preflight import check_data
+from rpg_megatron.launcher import checks
+from rpg_megatron.launcher.input_checks import check_data
 
 CHAT = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}
@@ -118,7 +118,7 @@ def test_no_problems_no_file_no_place_in_the_template(tmp_path: Path) -> None:
         read_problems(DataSettings(path=tmp_path / "no.jsonl"))
     with pytest.raises(UserError, match="is a directory"):
         read_problems(DataSettings(path=tmp_path))
-    with pytest.raises(UserError, match="no placeholder for the problem"):
+    with pytest.raises(ValueError, match="no placeholder for the problem"):
         read_problems(data(tmp_path, line(), template="Solve it."))
 
 
@@ -140,9 +140,9 @@ def test_a_missing_chat_template_is_found_before_anything_starts(
 def test_reading_for_long_is_told(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds, said
 ) -> None:
-    monkeypatch.setattr(preflight, "_SILENT_SECONDS", 0.1 if seconds else 60.0)
-    monkeypatch.setattr(preflight, "check_data", lambda settings: time.sleep(seconds) or [])
-    preflight.check(load_settings(config_file))
+    monkeypatch.setattr(checks, "_SILENT_SECONDS", 0.1 if seconds else 60.0)
+    monkeypatch.setattr(checks, "check_data", lambda *_, **__: time.sleep(seconds) or [])
+    checks.check_start(checks.CheckedRun(load_settings(config_file)))
     assert capsys.readouterr().err == said
 
 

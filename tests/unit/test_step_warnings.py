@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rpg_megatron.config import load_settings
-from rpg_megatron.launcher.input_checks import check_data
+from rpg_megatron.launcher.input_checks import warn_of_settings
 from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.step_warnings import StepWarnings
@@ -63,10 +63,10 @@ def test_engines_that_are_not_compared(config_file: Path) -> None:
     """Told before the start if the settings make it certain, else at the first step."""
     two = ["engine.replicas=2", "rollout.ahead=1", "correction.type=truncate"]
     few = [*two, "guards.probe_prompts=3", "guards.probe_tokens=10"]
-    (certain,) = check_data(load_settings(config_file, few))
+    (certain,) = warn_of_settings(load_settings(config_file, few))
     assert certain.startswith("guards.engine_ratio has no effect: it takes 32 probe tokens of an engine")
     for fine in (two, few[1:], [*few, "guards.engine_ratio=null"], [*few, "guards.mismatch=off"]):
-        assert check_data(load_settings(config_file, fine)) == []
+        assert warn_of_settings(load_settings(config_file, fine)) == []
 
     told: list[str] = []
     warnings = StepWarnings(load_settings(config_file, two), told.append)

@@ -30,8 +30,6 @@ import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rpg_megatron.commands.doctor.probe import Subject
-from rpg_megatron.commands.doctor.run_inputs import probe_trackers
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher.input_checks import check_custom_code, check_trackers
@@ -41,6 +39,7 @@ from rpg_megatron.training import metrics
 from rpg_megatron.training.metrics import MetricsWriter, open_metrics
 from rpg_megatron.training.trackers import client
 from rpg_megatron.training.trackers.client import Trackers
+from tests.support.checks import doctor_rows
 from tests.support.launcher import wait_for
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -308,7 +307,7 @@ def test_a_missing_package_is_one_line_before_the_start(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=rf"trackers\[1\]: the python package {package} is not installed; "):
         check_trackers(settings, {})
-    (check,) = probe_trackers(Subject(settings, None))
+    (check,) = doctor_rows(settings, "trackers")
     assert f"pip install {package}" in str(check)
 
 

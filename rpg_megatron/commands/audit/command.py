@@ -15,7 +15,7 @@ from rpg_megatron.commands.console import table_console
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.files import atomic_write_text, read_text, remove
 from rpg_megatron.data.rollout_files import list_rollouts
-from rpg_megatron.launcher.preflight import check
+from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG
 from rpg_megatron.launcher.summary import display_path
@@ -60,7 +60,7 @@ def audit(
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
     engine = settings.engine.model_copy(update={"arguments": (*settings.engine.arguments, *_EAGER)})
     engine_settings = settings.model_copy(update={"engine": engine})
-    check(settings)
+    check_start(CheckedRun(settings))
     if engine_model is not None:
         _check_engine_model(settings, engine_model)
         request["sync"] = False

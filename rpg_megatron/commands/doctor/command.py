@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from functools import partial
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
@@ -18,25 +19,19 @@ from rpg_megatron.commands.doctor.gather import (
 from rpg_megatron.commands.doctor.probe import Probe, Subject, run_probes
 from rpg_megatron.commands.doctor.table import failures, print_reports, to_json
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.launcher.checks import CHECKS
 
 PROBES: list[tuple[str, float, Probe]] = [
     ("python", 10, packages.probe_python),
-    ("packages", 30, packages.probe_packages),
+    ("versions", 30, packages.probe_packages),
     ("torch import", packages.IMPORT_SECONDS + 5, gpu.probe_torch),
     ("optional packages", 10, packages.probe_optional),
-    ("GPUs", 30, gpu.probe_gpus),
+    ("driver", 30, gpu.probe_gpus),
     ("memory", 10, machine.probe_memory),
-    ("shared memory", 10, machine.probe_shared_memory),
-    ("limits", 10, machine.probe_limits),
     ("foreign input", 30, machine.probe_foreign_input),
-    ("ports", 10, machine.probe_ports),
     ("temporary files", 10, machine.probe_temporary),
     ("clock", 20, machine.probe_clock),
-    ("model", 30, run_inputs.probe_model),
-    ("data", 60, run_inputs.probe_data),
-    ("reward", 330, run_inputs.probe_reward),
-    ("own code", 120, run_inputs.probe_custom_code),
-    ("trackers", 10, run_inputs.probe_trackers),
+    *((check.name, check.seconds, partial(run_inputs.probe_check, check)) for check in CHECKS),
     ("run folder", 30, run_inputs.probe_run_folder),
     ("secrets", 10, run_inputs.probe_secrets),
     ("walltime", 20, run_inputs.probe_walltime),

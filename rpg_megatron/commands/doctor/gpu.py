@@ -10,10 +10,8 @@ from pathlib import Path
 from rpg_megatron.commands.doctor.packages import import_torch
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher.nodes import assign_node, find_nodes
-from rpg_megatron.launcher.preflight import check_gpus
 
-GPU_LINES = ("driver", "GPUs", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
+GPU_LINES = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
 OLDEST_DRIVER = 580
 """The first driver for CUDA 13, which torch 2.11 is built with."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -55,19 +53,12 @@ def probe_torch(subject: Subject) -> Iterator[Check]:
 
 
 def probe_gpus(subject: Subject) -> Iterator[Check]:
-    """Driver, number of GPUs, permissions; not applicable on a CPU."""
+    """Driver and permissions; not applicable on a CPU."""
     if subject.device == "cpu":
         for name in GPU_LINES:
             yield not_applicable(name, "device is cpu")
         return
     yield _driver()
-    if subject.settings is not None:
-        try:
-            nodes = find_nodes(None, None, None)
-            check_gpus(subject.settings, assign_node(subject.settings, nodes.rank, nodes.count))
-            yield ok("GPUs", "enough for this node's trainer ranks and engine workers")
-        except UserError as e:
-            yield of_error("GPUs", e)
     yield _ipc(subject)
     yield _locked_memory()
 

@@ -1,51 +1,26 @@
-"""Probes of this node: shared memory, memory, limits, ports, temporary files, clock."""
+"""Probes of this node: memory, foreign input, temporary files, clock."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.gpu import gpu_memory
-from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, ok, warning
 from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.input_checks import nearest_folder
-from rpg_megatron.launcher.preflight import check_port, check_shared_memory
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
-from rpg_megatron.system.limits import check_address_space, check_files
-from rpg_megatron.system.process_groups import SHARED_MEMORY
 from rpg_megatron.system.sandbox import means
 
-_OPEN_FILES = "open files are "
-"""Start of messages that the name of the check says already."""
 SMALLEST_TEMPORARY = 64 * 1024**2
 SKEW_SECONDS = 5.0
 """A larger clock skew breaks time stamps, file caches and expiring tokens."""
-
-
-def probe_shared_memory(subject: Subject) -> Iterator[Check]:
-    """/dev/shm has room for the published weights."""
-    settings, shape = subject.settings, subject.shape
-    if settings is not None and settings.bridge.transport != "shared_memory":
-        yield not_applicable("shared memory", f"bridge.transport is {settings.bridge.transport}")
-        return
-    if settings is not None and shape is not None:
-        try:
-            check_shared_memory(settings, shape)
-        except UserError as e:
-            yield of_error("shared memory", e)
-            return
-    elif not os.access(SHARED_MEMORY, os.W_OK):
-        fix = "mount a tmpfs there: weights are transferred from trainers to engines through it"
-        yield failed("shared memory", f"{SHARED_MEMORY} is missing or not writable", fix)
-        return
-    yield ok("shared memory", f"{SHARED_MEMORY}: {gib(shutil.disk_usage(SHARED_MEMORY).free)} free")
 
 
 def probe_memory(subject: Subject) -> Iterator[Check]:
@@ -54,7 +29,11 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     if settings is None or subject.shape is None:
         yield not_applicable("memory", "no config, or the model cannot be read")
         return
-    plan = make_plan(settings, gpu_memory() if settings.device == "cuda" else None)
+    try:
+        plan = make_plan(settings, gpu_memory() if settings.device == "cuda" else None)
+    except UserError:
+        yield not_applicable("memory", "a check of the settings fails, see its row")
+        return
     if plan.problems:
         fix = "run rpg-megatron plan: it lists the parts, and a layout that fits"
         yield failed("memory", "; ".join(plan.problems), fix)
@@ -83,50 +62,6 @@ def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
         yield warning(name, f"the kernel has {found}: hostile files might {', '.join(reachable)}", fix)
     else:
         yield ok(name, f"read by a process that can reach nothing ({', '.join(means())})")
-
-
-def probe_limits(subject: Subject) -> Iterator[Check]:
-    """The limits of open files, of which the commands raise the soft one, and of the address space."""
-    settings = subject.settings
-    ranks, requests = 0, 0
-    if settings is not None:
-        ranks = settings.parallel.world
-        requests = settings.engine.replicas * settings.engine.max_sequences
-    try:
-        found, problem = check_files(ranks, requests)
-        what, _, fix = problem.removeprefix(_OPEN_FILES).rpartition("; ")
-        yield warning("open files", what, fix) if problem else ok("open files", found)
-    except UserError as e:
-        yield of_error("open files", UserError(str(e).removeprefix(_OPEN_FILES)))
-    try:
-        yield ok("address space", check_address_space())
-    except UserError as e:
-        yield of_error("address space", e)
-
-
-def probe_ports(subject: Subject) -> Iterator[Check]:
-    """The rendezvous port of the ranks, and the address that weights are sent from."""
-    settings = subject.settings
-    if settings is None:
-        yield not_applicable("rendezvous port", "no config")
-        return
-    try:
-        check_port(settings.rendezvous_port)
-        port = settings.rendezvous_port
-        yield ok("rendezvous port", f"{port} is free" if port else "chosen at start")
-    except UserError as e:
-        yield of_error("rendezvous port", e)
-    if settings.bridge.transport == "process_group":
-        address = settings.bridge.address
-        if address is None:
-            yield ok("bridge address", "chosen at start")
-            return
-        try:
-            with socket.create_server((address, 0)):
-                yield ok("bridge address", f"{address} belongs to this node")
-        except OSError as e:
-            fix = "set bridge.address to a host name or IP of this node: ip -brief address"
-            yield failed("bridge address", f"cannot listen at {address} ({e.strerror or e})", fix)
 
 
 def probe_temporary(subject: Subject) -> Iterator[Check]:

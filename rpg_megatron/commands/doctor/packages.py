@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import rpg_megatron
-from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, ok
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher.preflight import check_packages
 
 IMPORT_SECONDS = 90.0
 """Timeout for importing torch, which a slow file system delays."""
@@ -60,10 +59,6 @@ def probe_python(subject: Subject) -> Iterator[Check]:
 def probe_packages(subject: Subject) -> Iterator[Check]:
     """All required packages are installed in the required versions."""
     device = subject.device
-    try:
-        check_packages(device)
-    except UserError as e:
-        yield of_error("packages", e)
     fine = []
     for requirement in requirements(device):
         name = str(requirement.name)

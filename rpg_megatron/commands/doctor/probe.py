@@ -73,6 +73,12 @@ def of_error(name: str, error: UserError) -> Check:
     return failed(name, found, fix) if semicolon else failed(name, str(error), "fix what the message names")
 
 
+def of_warning(name: str, text: str) -> Check:
+    """A warning from a message of the same form."""
+    found, semicolon, fix = text.rpartition("; ")
+    return warning(name, found, fix) if semicolon else warning(name, text, "")
+
+
 def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> list[Check]:
     """Run all probes at once; returns their checks in the order of the probes.
 

@@ -1,4 +1,4 @@
-"""Probes of a run's inputs: model, layout, data, reward, own code, folder of the runs, secrets, walltime."""
+"""Rows of the table of checks, and probes of the folder of the runs, secrets and walltime."""
 
 from __future__ import annotations
 
@@ -15,138 +15,95 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.doctor.machine import runs_folder
-from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
+from rpg_megatron.commands.doctor.probe import (
+    Check,
+    Subject,
+    failed,
+    not_applicable,
+    of_error,
+    of_warning,
+    ok,
+    warning,
+)
 from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
-from rpg_megatron.engine.arguments import check_engine_arguments
-from rpg_megatron.launcher.input_checks import (
-    check_custom_code,
-    check_data,
-    check_trackers,
-    disk_bytes,
-    list_custom_code,
-)
-from rpg_megatron.launcher.preflight import (
-    check_batch,
-    check_head_dim,
-    check_kv_cache,
-    check_model,
-    check_parallel,
-    check_routers,
-)
-from rpg_megatron.launcher.reward_trial import try_reward
+from rpg_megatron.launcher.checks import CheckedRun, RunCheck
+from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
+from rpg_megatron.launcher.nodes import find_nodes
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
+from rpg_megatron.system.process_groups import SHARED_MEMORY
 
 SPEED_BYTES = 32 * 1024**2
 SPEED_SECONDS = 3.0
 """Time limit of the write test."""
 SLOW = 50 * 1024**2
 """Bytes per second below which checkpoints delay training."""
-ONLY_WITH_CONFIG = "no config"
 
 
-def probe_model(subject: Subject) -> Iterator[Check]:
-    """The checkpoint is complete and fits the parallel layout."""
-    settings = subject.settings
+def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
+    """The row of a check of ``launcher/checks.py``, and one for each of its warnings."""
+    settings, nodes = subject.settings, find_nodes(None, None, None)
     if settings is None:
-        yield not_applicable("model", ONLY_WITH_CONFIG)
+        bare = {"device": subject.device, "model": {"path": "."}, "data": {"path": "."}}
+        run = CheckedRun(Settings.model_validate(bare), frozenset({"machine"}))
+    else:
+        run = CheckedRun(settings, node=nodes.rank, nodes=nodes.count, known=subject.shape)
+    if not run.has.issuperset(check.needs):
+        yield not_applicable(check.name, "no config")
+        return
+    if "model" in check.needs and subject.shape is None:
+        yield not_applicable(check.name, "the model cannot be read")
         return
     try:
-        settings = with_local_model(settings)
-        shape = check_model(settings.model.path)
-    except UserError as e:
-        yield of_error("model", e)
+        warnings = check.run(run) or ()
+    except UserError as e:  # a row for each problem
+        yield from (of_error(check.name, UserError(line)) for line in str(e).splitlines())
         return
-    yield ok(
-        "model", f"{settings.model.path}: {shape.family}, {count(worker_parameters(shape, 1))}, complete"
-    )
-    for name, check in (
-        ("layout", check_parallel),
-        ("routers", check_routers),
-        ("head size", check_head_dim),
-        ("batch", check_batch),
-        ("KV cache", check_kv_cache),
-    ):
-        try:
-            check(settings, shape)
-            yield ok(name, "fits the model")
-        except UserError as e:
-            yield of_error(name, e)
-    try:
-        check_engine_arguments(settings)
-        yield ok("engine options", " ".join(settings.engine.arguments) or "none")
-    except UserError as e:
-        yield of_error("engine options", e)
-
-
-def probe_data(subject: Subject) -> Iterator[Check]:
-    """All rows of the data can be read, and prompts are short enough."""
-    if subject.settings is None:
-        yield not_applicable("data", ONLY_WITH_CONFIG)
-        return
-    try:
-        warnings = check_data(subject.settings)
-    except UserError as e:
-        yield of_error("data", e)
-        return
-    sources = subject.settings.data.sources
-    own = [s.source.type if s.source is not None else s.preset for s in sources]
-    yield ok("data", ", ".join(str(s.path or s.hub or name) for s, name in zip(sources, own, strict=True)))
+    yield ok(check.name, _found(check, run))
     for text in warnings:
-        yield warning("prompts", text, "")
+        yield of_warning(check.name, text)
 
 
-def probe_reward(subject: Subject) -> Iterator[Check]:
-    """The reward functions can be imported and do not fail on a row of each data set; judges answer."""
-    if subject.settings is None:
-        yield not_applicable("reward", ONLY_WITH_CONFIG)
-        return
-    try:
-        warnings = try_reward(subject.settings)
-        terms = subject.settings.reward.all_terms.values()
-        yield ok("reward", ", ".join(term.type for term in terms))
-        for text in warnings:
-            yield warning("reward", text, "")
-    except UserError as e:  # a line for each problem
-        yield from (of_error("reward", UserError(line)) for line in str(e).splitlines())
-
-
-def probe_custom_code(subject: Subject) -> Iterator[Check]:
-    """Your own code can be imported, and accepts the settings that it is given."""
-    if subject.settings is None:
-        yield not_applicable("own code", ONLY_WITH_CONFIG)
-        return
-    try:
-        check_custom_code(subject.settings)
-        yield ok("own code", ", ".join(item.path for item in list_custom_code(subject.settings)) or "none")
-    except UserError as e:
-        yield of_error("own code", e)
-
-
-def probe_trackers(subject: Subject) -> Iterator[Check]:
-    """The packages of the trackers are installed, and API keys are set."""
-    if subject.settings is None:
-        yield not_applicable("trackers", ONLY_WITH_CONFIG)
-        return
-    try:
-        for text in check_trackers(subject.settings):
-            yield warning("trackers", text, "")
-        yield ok("trackers", ", ".join(tracker.type for tracker in subject.settings.trackers) or "none")
-    except UserError as e:
-        yield of_error("trackers", e)
+def _found(check: RunCheck, run: CheckedRun) -> str:
+    """What a check that passed has looked at."""
+    settings, transport = run.settings, run.settings.bridge.transport
+    match check.name:
+        case "model":
+            size = count(worker_parameters(run.shape, 1))
+            return f"{settings.model.path}: {run.shape.family}, {size}, complete"
+        case "data":
+            sources = settings.data.sources
+            names = [str(s.path or s.hub or (s.source.type if s.source else s.preset)) for s in sources]
+        case "disk space":
+            free = shutil.disk_usage(nearest_folder(settings.runs)).free
+            return f"{gib(free)} free, {gib(disk_bytes(settings, run.shape))} needed"
+        case "shared memory" if transport == "shared_memory":
+            return f"{SHARED_MEMORY}: {gib(shutil.disk_usage(SHARED_MEMORY).free)} free"
+        case "shared memory" | "bridge address":
+            return f"bridge.transport is {transport}"
+        case "GPUs":
+            return "enough" if settings.device == "cuda" else "device is cpu"
+        case "engine options":
+            names = list(settings.engine.arguments)
+        case "reward":
+            names = [term.type for term in settings.reward.all_terms.values()]
+        case "own code":
+            names = [item.path for item in list_custom_code(settings)]
+        case "trackers":
+            names = [tracker.type for tracker in settings.trackers]
+        case _:
+            return "fits the model" if "model" in check.needs else "fine"
+    return ", ".join(names) or "none"
 
 
 def probe_run_folder(subject: Subject) -> Iterator[Check]:
-    """The folder of the runs is writable, fast enough, and has room for the checkpoints."""
+    """The folder of the runs is writable, and fast enough."""
     folder = runs_folder(subject)
-    settings = subject.settings
     free = shutil.disk_usage(folder).free
-    wanted = disk_bytes(settings, subject.shape) if settings is not None and subject.shape is not None else 0
     try:
         speed = _write_speed(folder, min(SPEED_BYTES, free // 4))
     except OSError as e:
@@ -156,11 +113,6 @@ def probe_run_folder(subject: Subject) -> Iterator[Check]:
         yield failed("run folder", f"{folder}: {e.strerror or e}", fix)
         return
     yield ok("run folder", f"{folder} is writable")
-    if free < wanted:
-        fix = "remove old runs, lower checkpoint.keep, or choose a larger disk with runs=..."
-        yield failed("disk space", f"{gib(free)} free, checkpoints and export need {gib(wanted)}", fix)
-    else:
-        yield ok("disk space", f"{gib(free)} free" + (f", {gib(wanted)} needed" if wanted else ""))
     if speed is None:
         yield failed("disk speed", f"{folder} has no room for a test file", "remove old runs")
     elif speed < SLOW:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +24,9 @@ from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
-from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.launcher.input_checks import check_prompts
-from rpg_megatron.launcher.nodes import NodeAssignment
-from rpg_megatron.launcher.preflight import (
-    check_expert_columns,
-    check_gpus,
-    check_head_dim,
-    check_model,
-    check_packages,
-    has_gpu,
-)
-from rpg_megatron.launcher.reward_trial import try_reward
+from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
+from rpg_megatron.launcher.preflight import has_gpu
 from rpg_megatron.launcher.run_dir import CONFIG
-from rpg_megatron.models.registry import check_layout
-from rpg_megatron.system.limits import check_limits
 
 _SECTIONS = ("data", "reward", "guards", "engine", "precision")
 """Sections that KEY=VALUE may set; the others have no effect without trainers."""
@@ -238,29 +225,15 @@ def _overridden(own: EvaluationSettings, settings: Settings, overrides: Sequence
 
 def check_request(settings: Settings, model: EvalModel) -> None:
     """Checks before any process is started. Raises UserError."""
-    for text in check_limits(0, settings.engine.replicas * settings.engine.max_sequences):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
-    check_packages(settings.device)
-    shape = check_model(model.path) if model.source is None else model.source.shape
+    has = ALL - {"trainer"} if model.source is None else ALL - {"trainer", "weights"}
+    loaded = settings.model.model_copy(update={"path": model.config})
     try:
-        check_layout(shape, settings.engine.tensor, 1)
-    except UserError as e:
-        raise UserError(f"--tensor: {e}") from None
-    check_head_dim(settings, shape)
-    check_expert_columns(settings, shape)
-    if settings.device == "cuda":
-        check_gpus(settings, NodeAssignment(range(0), range(settings.engine.replicas)))
-    assert settings.evaluation is not None
-    warnings = []
-    for part in settings.evaluation.heldout:
-        try:
-            problems, *_ = read_problems_with_counts(part.data)
-        except UserError as e:  # KEY=VALUE sets keys of data, but not its path
-            raise UserError(str(e).replace("data.path: ", "--data: ", 1)) from None
-        warnings += check_prompts(problems, part.data, model.config, "data", settings.rollout.stop_token_ids)
-    warnings += try_reward(settings, training=False)
-    for text in dict.fromkeys(warnings):
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        check_start(CheckedRun(settings.model_copy(update={"model": loaded}), has))
+    except UserError as e:  # of a key that only these options set
+        message = str(e)
+        for key, option in (("engine: tensor", "--tensor: tensor"), ("data.path: ", "--data: ")):
+            message = message.replace(key, option, 1)
+        raise UserError(message) from None
 
 
 def find_model(path: Path) -> EvalModel:

@@ -22,8 +22,8 @@ from pydantic import TypeAdapter, ValidationError
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.parsing import parse_yaml
+from rpg_megatron.launcher.checks import CheckedRun, check_start, has_torch, preparing
 from rpg_megatron.launcher.nodes import assign_node
-from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
 
 REQUEUE = """\
 # Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
@@ -108,31 +108,22 @@ def check_job(
     """
     spread = ["bridge.transport=process_group"] if nodes > 1 else []
     settings = load_settings(config, [*spread, *overrides])
-    for rank in range(nodes):
-        assign_node(settings, rank, nodes)
     if container:
+        check_start(CheckedRun(settings, frozenset({"trainer", "engines"}), nodes=nodes))
         return settings
-    shape = check_model(with_local_model(settings).model.path)
-    check_parallel(settings, shape)
-    check_batch(settings, shape)
+    check_start(preparing(with_local_model(settings), nodes=nodes))
     found = shutil.which(command)
     if found is None:
         raise UserError(
             f"{command} was not found; give the one of the training environment: "
             "--command DIR/bin/rpg-megatron"
         )
-    if Path(found).resolve().parent == Path(sys.executable).absolute().parent and not _has_torch():
+    if Path(found).resolve().parent == Path(sys.executable).absolute().parent and not has_torch():
         raise UserError(
             f"{found} belongs to this environment, which has no torch; give the training environment's: "
             "--command DIR/bin/rpg-megatron"
         )
     return settings
-
-
-def _has_torch() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("torch") is not None
 
 
 def gpus_a_node(settings: Settings, nodes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import table
 from rpg_megatron.commands.plan.assumptions import assume
@@ -15,7 +16,7 @@ from rpg_megatron.commands.plan.sweep import lighter as find_lighter
 from rpg_megatron.commands.plan.sweep import smallest, smallest_engine
 from rpg_megatron.commands.plan.sweep import sweep as sweep_layouts
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.launcher.input_checks import list_problems
+from rpg_megatron.launcher.checks import has_weights, not_checked, preparing, run_checks
 
 
 def run_plan(
@@ -24,14 +25,18 @@ def run_plan(
     """Print the plan of a run; returns whether it fits.
 
     gpu: see ``gpu_bytes``; None: the settings' device. assumptions: see ``assume``.
-    Raises UserError as ``make_plan`` and ``assume`` do.
+    Raises UserError as ``assume`` does, and if a check fails: all but those of the machine are run.
     """
     target = find_target(settings, gpu)
     assumed = assume(target.name, assumptions)
     if assumptions and target.device == "cpu":
         raise UserError("--assume: time is estimated for GPUs only; choose one, such as --gpu h100-80")
+    given = settings.model_copy(update={"device": target.device})
+    settings = with_local_model(given, weights=False)
+    subject = preparing(settings, weights=settings is given and has_weights(settings.model.path))
+    notes = [*run_checks(subject), *not_checked(subject)]
     plan = make_plan(settings, gpu)
-    plan = replace(plan, warnings=(*plan.warnings, *list_problems(settings, plan.shape)))
+    plan = replace(plan, warnings=(*plan.warnings, *notes))
     swept = sweep_layouts(settings, plan.shape, target, settings.parallel.world) if sweep else None
     layout = engine = None
     if not plan.fits:

@@ -27,9 +27,9 @@ from rpg_megatron.commands.plan.trainer_memory import (
     rank_memory,
     worst_case_routing_bytes,
 )
-from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config import ModelShape, Settings, read_model_shape
 from rpg_megatron.config.errors import gib
-from rpg_megatron.models.registry import check_experts, check_layout
+from rpg_megatron.launcher.checks import LAYOUT, CheckedRun, run_checks
 
 Device = Literal["cpu", "cuda"]
 
@@ -125,14 +125,9 @@ class Plan:
 def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
     """Plan a run for a GPU, by default for the settings' device.
 
-    gpu: see ``gpu_bytes``; plans for GPUs whatever settings.device is. Raises UserError if the model's
-    config.json cannot be read, or the layout is impossible.
+    gpu: see ``gpu_bytes``. Raises UserError if the model's config.json cannot be read, or as ``plan_for``.
     """
-    plan = plan_for(settings, read_model_shape(settings.model.path), find_target(settings, gpu))
-    if plan.target.device == "cuda" and plan.gpus.why:
-        problem = f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}"
-        plan = replace(plan, problems=(*plan.problems, problem))
-    return plan
+    return plan_for(settings, read_model_shape(settings.model.path), find_target(settings, gpu))
 
 
 def find_target(settings: Settings, gpu: str | None) -> Target:
@@ -144,18 +139,9 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
-    """The plan of one layout. Raises UserError if the model cannot be sharded in this way."""
+    """The plan of one layout. Raises UserError if it fails a check (``launcher/checks.py``)."""
     parallel = settings.parallel
-    for sizes, expert_tensor, where in (
-        ((parallel.tensor, parallel.pipeline, parallel.virtual), parallel.expert_tensor, "parallel"),
-        ((settings.engine.tensor, 1, 1), None, "engine"),
-    ):
-        try:
-            check_layout(shape, *sizes, expert_tensor=expert_tensor)
-            if where == "parallel":
-                check_experts(shape, parallel, device=target.device)
-        except UserError as e:
-            raise UserError(f"{where}: {e}") from None
+    run_checks(CheckedRun(settings, LAYOUT, known=shape))
     batch = plan_batch(settings, shape.max_positions)
     ranks = [
         rank_memory(
@@ -214,19 +200,10 @@ def _parameters(shape: ModelShape) -> int:
 
 
 def _problems(plan: Plan) -> list[str]:
-    settings, batch, engine, target = plan.settings, plan.batch, plan.engine, plan.target
+    settings, engine, target = plan.settings, plan.engine, plan.target
     found = []
-    for part in settings.prompt_sets:
-        if part.tokens > plan.shape.max_positions:
-            found.append(
-                f"{part.where}.max_prompt_tokens + {part.limited_by} is {part.tokens}, but the model has "
-                f"{plan.shape.max_positions} positions; lower one of the two"
-            )
-    if batch.sequences_per_update < settings.parallel.data:
-        found.append(
-            f"a mini-batch of {batch.sequences_per_update} responses is fewer than parallel.data "
-            f"({settings.parallel.data}); lower training.minibatches"
-        )
+    if target.device == "cuda" and plan.gpus.why:
+        found.append(f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}")
     if settings.precision.fp8 is not None and target.name.strip().lower() in WITHOUT_FP8:
         found.append(
             f"precision.fp8 needs compute capability 9.0 (Hopper) or later, which {target.name} lacks; set "

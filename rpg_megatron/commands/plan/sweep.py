@@ -67,9 +67,8 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
         try:
             plan = plan_for(settings.model_copy(update={"parallel": parallel}), shape, target)
         except UserError:
-            continue  # not valid for the model
-        if plan.batch.sequences_per_update >= data:
-            found.append(Candidate(plan))
+            continue  # it fails a check
+        found.append(Candidate(plan))
     return sorted(found, key=lambda c: c.key)
 
 
@@ -78,10 +77,18 @@ def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | Non
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for kind in kinds[: kinds.index(recomputation(settings))]:
         memory = settings.memory.model_copy(update={"recompute": kind})
-        plan = plan_for(settings.model_copy(update={"memory": memory}), shape, target)
+        try:
+            plan = plan_for(settings.model_copy(update={"memory": memory}), shape, target)
+        except UserError:
+            continue
         if plan.fits and not plan.tight:
             return plan
     return None
+
+
+def is_bound_to_a_node(settings: Settings) -> bool:
+    """Whether the transport needs trainer ranks and engines on one node."""
+    return not settings.engine.colocated and settings.bridge.transport != "process_group"
 
 
 def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate | None:
@@ -91,9 +98,9 @@ def smallest(settings: Settings, shape: ModelShape, target: Target) -> Candidate
     """
     world, engine = 1, settings.engine
     least = engine.replicas * engine.tensor if engine.colocated else 1
-    while world <= MOST_RANKS:
+    while world <= (GPUS_PER_NODE if is_bound_to_a_node(settings) else MOST_RANKS):
         for candidate in sweep(settings, shape, target, world) if world >= least else ():
-            if candidate.plan.need <= target.nbytes:
+            if candidate.plan.need <= target.nbytes and not candidate.plan.gpus.why:
                 return candidate
         world *= 2
     return None

@@ -15,7 +15,7 @@ from rpg_megatron.commands.plan.engine_memory import SERVER
 from rpg_megatron.commands.plan.experts import expert_replicas
 from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE, Gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count
-from rpg_megatron.commands.plan.sweep import Candidate
+from rpg_megatron.commands.plan.sweep import Candidate, is_bound_to_a_node
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, recomputation
 from rpg_megatron.config.errors import gib
 
@@ -101,8 +101,11 @@ def print_suggestion(layout: Candidate | None, engine: int | None, plan: Plan, c
             soft_wrap=True,
         )
     elif needs_layout:
+        more = ", or set bridge.transport=process_group for more than a node"
         console.print(
-            "no layout fits; lower training.tokens_per_microbatch or use larger GPUs", highlight=False
+            "no layout fits; lower training.tokens_per_microbatch or use larger GPUs"
+            + (more if is_bound_to_a_node(plan.settings) else ""),
+            highlight=False,
         )
     if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
         found = f"engine.tensor={engine}" if engine else "none; use larger GPUs or shorter responses"

@@ -13,14 +13,13 @@ from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import atomic_write_text, open_regular, read_json, read_text, real_path
 from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollouts_file
-from rpg_megatron.launcher.preflight import check_batch, check_model, check_parallel
+from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, resolved_yaml, settings_file
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system.console import PlainTextConsole
-from rpg_megatron.system.limits import check_limits
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """Maximum differences due to another order of summation."""
@@ -38,7 +37,8 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
     ``commands.train`` does. Leaves no files, unless a process died.
     """
     settings, request = plan_replay(folder, step, overrides)
-    check_limits(settings.parallel.world, 0)
+    # It needs no engines and no data, and no tracker either.
+    check_start(CheckedRun(settings.model_copy(update={"trackers": ()}), ALL - {"engines", "data"}))
     signals.raising = False  # from here on, resources must be cleaned up
     with RunLauncher(
         settings, signals, rank_module=RANK, engines=False, fresh=True, console=PlainTextConsole(stderr=True)
@@ -67,9 +67,6 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
             f"replay step {step} from {start} they are needed; choose a step after a checkpoint"
         )
     settings = load_settings(settings_file(folder, step), overrides)
-    shape = check_model(settings.model.path)
-    check_parallel(settings, shape)
-    check_batch(settings, shape)
     if settings.training.router_replay != "off":
         _check_routes(folder, range(done + 1, step + 1))
     made = {settings_file(folder, s) for s in range(done + 1, step + 1)}

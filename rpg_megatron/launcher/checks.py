@@ -1,0 +1,245 @@
+"""The table of checks: everything that must hold before a run, and what each check needs.
+
+``train`` runs all of them and stops at the first error; ``doctor`` shows each as a row; ``plan``, ``launch``,
+``replay``, ``eval`` and ``audit`` run those that need nothing but what these commands have. A check is a
+function that raises UserError (what is wrong, where, and how to fix it) and may return warnings. No command
+calls one past this table (``tests/unit/test_checks.py``). Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.launcher.input_checks import (
+    check_custom_code,
+    check_data,
+    check_disk,
+    check_trackers,
+    list_custom_code,
+    warn_of_settings,
+)
+from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
+from rpg_megatron.launcher.preflight import (
+    check_batch,
+    check_bridge_address,
+    check_engine_layout,
+    check_expert_columns,
+    check_gpus,
+    check_head_dim,
+    check_kv_cache,
+    check_model,
+    check_packages,
+    check_parallel,
+    check_port,
+    check_precision,
+    check_routers,
+    check_shared_memory,
+)
+from rpg_megatron.launcher.reward_trial import try_reward
+from rpg_megatron.system.limits import check_address_space, check_files
+
+Need = Literal["trainer", "engines", "model", "weights", "data", "code", "machine"]
+"""trainer, engines: the command starts them. model: its config.json; weights: its other files. data: the
+problems. code: the user's own can be imported. machine: this is a machine that the run uses."""
+ALL: frozenset[Need] = frozenset(get_args(Need))
+LAYOUT: frozenset[Need] = frozenset({"trainer", "engines", "model"})
+"""What a layout needs: its checks read no file but config.json, so that many layouts can be compared."""
+_SILENT_SECONDS = 3.0
+"""A message is printed if the checks take longer: then it is the data."""
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What is checked, and what the command that checks it has."""
+
+    settings: Settings
+    has: frozenset[Need] = ALL
+    node: int = 0
+    nodes: int = 1
+    """Number of nodes, and the index of this one."""
+    prepares: bool = False
+    """The run is only prepared here: no server is asked and nothing is downloaded."""
+    known: ModelShape | None = None
+    """The model's shape, if it has been read."""
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's shape. Raises UserError if it cannot be read."""
+        return self.known or read_model_shape(self.settings.model.path)
+
+    @property
+    def assignment(self) -> NodeAssignment:
+        """What the command starts on this node."""
+        here, none = assign_node(self.settings, self.node, self.nodes), range(0)
+        return NodeAssignment(
+            here.ranks if "trainer" in self.has else none, here.engines if "engines" in self.has else none
+        )
+
+
+Run = Callable[[CheckedRun], Sequence[str] | None]
+
+
+class RunCheck(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    needs: tuple[Need, ...]
+    run: Run
+    """Raises UserError; returns warnings, if there are any."""
+    seconds: float = 30.0
+    """Time limit in ``doctor``."""
+
+
+def _of_settings(check: Callable[[Settings], Sequence[str] | None]) -> Run:
+    return lambda run: check(run.settings)
+
+
+def _of_shape(check: Callable[[Settings, ModelShape], Sequence[str] | None]) -> Run:
+    return lambda run: check(run.settings, run.shape)
+
+
+def _check_settings(settings: Settings) -> None:
+    """Settings against each other: some may have been changed after they were loaded."""
+    for problem in settings.problems():
+        raise UserError(problem)
+
+
+def _check_open_files(run: CheckedRun) -> list[str]:
+    settings = run.settings
+    ranks = settings.parallel.world if "trainer" in run.has else 0
+    requests = settings.engine.replicas * settings.engine.max_sequences if "engines" in run.has else 0
+    return check_files(ranks, requests)
+
+
+def _check_placement(run: CheckedRun) -> None:
+    for node in range(run.nodes):
+        assign_node(run.settings, node, run.nodes)
+
+
+def _check_weights(settings: Settings) -> None:
+    check_model(with_local_model(settings).model.path)
+
+
+def _check_gpus(run: CheckedRun) -> None:
+    check_gpus(run.settings, run.assignment)
+
+
+def _check_data(run: CheckedRun) -> list[str]:
+    return check_data(run.settings, training="trainer" in run.has, offline=run.prepares)
+
+
+def _check_reward(run: CheckedRun) -> list[str]:
+    return try_reward(run.settings, training="trainer" in run.has, offline=run.prepares)
+
+
+CHECKS = (
+    RunCheck("settings", ("trainer", "engines"), _of_settings(_check_settings)),
+    RunCheck("address space", ("machine",), lambda _: check_address_space()),
+    RunCheck("open files", ("machine",), _check_open_files),
+    RunCheck("packages", ("machine",), _of_settings(check_packages)),
+    RunCheck("engine options", ("engines",), _of_settings(check_engine_arguments)),
+    RunCheck("placement", ("trainer", "engines"), _check_placement),
+    RunCheck("model", ("weights",), _of_settings(_check_weights)),
+    RunCheck("layout", ("model", "trainer"), _of_shape(check_parallel)),
+    RunCheck("engine layout", ("model", "engines"), _of_shape(check_engine_layout)),
+    RunCheck("routers", ("model", "trainer"), _of_shape(check_routers)),
+    RunCheck("head size", ("model", "engines"), _of_shape(check_head_dim)),
+    RunCheck("expert columns", ("model", "engines"), _of_shape(check_expert_columns)),
+    RunCheck("precision", ("model", "trainer"), _of_shape(check_precision)),
+    RunCheck("batch", ("model", "trainer"), _of_shape(check_batch)),
+    RunCheck("KV cache", ("model", "engines"), _of_shape(check_kv_cache)),
+    RunCheck("GPUs", ("machine",), _check_gpus),
+    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _of_shape(check_shared_memory)),
+    RunCheck("rendezvous port", ("machine", "trainer"), _of_settings(check_port)),
+    RunCheck("bridge address", ("machine", "trainer", "engines"), _of_settings(check_bridge_address)),
+    RunCheck("disk space", ("machine", "model", "trainer", "engines"), _of_shape(check_disk)),
+    RunCheck("odd settings", ("trainer", "engines"), _of_settings(warn_of_settings)),
+    RunCheck("data", ("data",), _check_data, 60.0),
+    RunCheck("trackers", ("machine", "trainer", "engines"), _of_settings(check_trackers)),
+    RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
+    RunCheck("own code", ("code", "trainer"), _of_settings(check_custom_code), 330.0),
+)
+"""In the order in which a user would fix problems; the inputs last, since reading them is slow."""
+
+
+def checks_for(run: CheckedRun) -> list[RunCheck]:
+    """The checks that need nothing but what the command has."""
+    return [check for check in CHECKS if run.has.issuperset(check.needs)]
+
+
+def run_checks(run: CheckedRun) -> list[str]:
+    """Run the checks up to the first that raises UserError; returns the warnings of all."""
+    warnings: list[str] = []
+    for check in checks_for(run):
+        try:
+            warnings += check.run(run) or ()
+        except ImportError as e:  # a login node without numpy or tokenizers
+            if not run.prepares:
+                raise
+            warnings.append(f"{check.name}: not checked here without the python package {e.name}")
+    return list(dict.fromkeys(warnings))
+
+
+def check_start(run: CheckedRun) -> None:
+    """Run the checks before processes are started, and print the warnings. Raises UserError."""
+    slow = threading.Timer(_SILENT_SECONDS, print, ["reading the data"], {"file": sys.stderr, "flush": True})
+    slow.daemon = True
+    slow.start()
+    try:
+        warnings = run_checks(run)
+    finally:
+        slow.cancel()
+    for text in warnings:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def has_weights(model: Path) -> bool:
+    """Whether a model's folder holds weights, maybe not all; True if it is no folder.
+
+    Without any, it is a description, which is enough for a plan.
+    """
+    return not model.is_dir() or any(
+        re.search(r"\.(safetensors|bin)\b", file.name) for file in model.iterdir()
+    )
+
+
+def has_torch() -> bool:
+    """Whether this is an environment for runs, in which code of the user can be imported."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def preparing(settings: Settings, *, weights: bool = True, nodes: int = 1) -> CheckedRun:
+    """The run of a command that prepares a run on a machine that the run may not use.
+
+    weights: whether the model's files are here. Code of the user is imported if there is torch here.
+    """
+    missing: set[Need] = {"machine"}
+    if not weights:
+        missing.add("weights")
+    if not has_torch():
+        missing.add("code")
+    return CheckedRun(settings, ALL - missing, nodes=nodes, prepares=True)
+
+
+def not_checked(run: CheckedRun) -> list[str]:
+    """What the checks of a run that is only prepared leave out besides the machine; empty: nothing."""
+    settings, left_out = run.settings, []
+    if "weights" not in run.has:
+        left_out.append("the weights of the model")
+    sets = settings.prompt_sets
+    if hub := [part.where for part in sets if any(source.on_hub for source in part.data.sources)]:
+        left_out.append(f"data on the hub ({', '.join(hub)})")
+    if "code" not in run.has and (settings.reward.has_custom or any(list_custom_code(settings))):
+        left_out.append("your own code, since there is no torch")
+    return [f"not checked here, but by train: {', '.join(left_out)}"] if left_out else []

@@ -1,0 +1,412 @@
+"""``plan``, ``doctor`` and ``train --dry-run`` refuse the same settings: their checks are one table.
+
+Why: a plan that says "fits" for settings that ``train`` refuses costs a night in a queue, and six lists of
+checks had drifted apart. The table is read here as a program: no check stands outside it. Then the three
+commands are asked about each example and about random settings. Not covered: the machine's checks
+(test_limits, test_precision, tests/integration/test_doctor_command); what only a rank or an engine finds out.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import rpg_megatron
+from rpg_megatron import cli
+from rpg_megatron.commands.doctor.command import PROBES
+from rpg_megatron.commands.plan import command as plan_command
+from rpg_megatron.commands.plan.gpus import gpu_bytes
+from rpg_megatron.commands.plan.plan import Target
+from rpg_megatron.commands.plan.sweep import smallest, sweep
+from rpg_megatron.commands.train import dry_run
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape, renamed
+from rpg_megatron.config.explanation import valid_keys
+from rpg_megatron.launcher import checks
+from rpg_megatron.launcher.checks import CHECKS, LAYOUT, CheckedRun, run_checks
+from rpg_megatron.launcher.nodes import Nodes
+from rpg_megatron.models.registry import mapping_for
+from tests.support.checks import doctor_rows
+from tests.support.random_settings import OWN_MODULE, random_changes
+from tests.support.recipes import AHEAD, EXAMPLES, H100, MIXTURES, ROWS
+from tools.draw_architecture import PACKAGE, read_imports
+
+SMALL = [EXAMPLES / f"{name}.yaml" for name in ("quickstart", "quickstart_moe", "judge", "gsm8k_smoke")]
+LARGE = [*ROWS, *H100, *AHEAD, *MIXTURES]
+WITHOUT_MACHINE = tuple(check for check in CHECKS if "machine" not in check.needs)
+
+
+# -- no check outside the table ------------------------------------------------------------------------------
+
+CHECK_MODULES = ("preflight", "input_checks", "reward_trial")
+"""In launcher/: the functions of the table."""
+
+
+def functions_of(module: str) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse((PACKAGE / "launcher" / f"{module}.py").read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def test_every_function_that_refuses_is_reached_from_the_table() -> None:
+    functions = {name: node for module in CHECK_MODULES for name, node in functions_of(module).items()}
+    own = functions_of("checks")
+    table = ast.parse((PACKAGE / "launcher" / "checks.py").read_text(encoding="utf-8"))
+    (rows,) = [
+        node.value for node in table.body if isinstance(node, ast.Assign) and names_in(node) & {"CHECKS"}
+    ]
+    reached, found = set(), names_in(rows)
+    while found:
+        reached |= found
+        found = {name for at in found for name in names_in((own | functions).get(at, ast.Pass()))} - reached
+    refusing = {
+        name
+        for name, node in functions.items()
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Raise) and "UserError" in names_in(inner)
+    }
+    assert refusing - reached == set()
+    assert {name for name in functions if name.startswith(("check_", "warn_"))} - reached == set()
+
+
+def test_only_the_table_imports_a_check() -> None:
+    """What a command needs of a check, it gets as a row. A conversion is no run."""
+    allowed = {"launcher.checks", *(f"launcher.{module}" for module in CHECK_MODULES)}
+    for module in read_imports():
+        if module in allowed or not module.startswith(("cli", "commands.", "launcher.")):
+            continue
+        file = PACKAGE.joinpath(*module.split("."))
+        file = file.with_suffix(".py") if file.with_suffix(".py").exists() else file / "__init__.py"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module == "rpg_megatron.launcher.checks":
+                continue
+            rooms = ("launcher", "engine", "models", "system")
+            if not (node.module or "").startswith(tuple(f"rpg_megatron.{room}" for room in rooms)):
+                continue
+            names = {alias.name for alias in node.names}
+            checking = {n for n in names if n.startswith(("check_", "warn_of")) or n == "try_reward"}
+            if not module.startswith("commands.convert."):
+                assert checking == set(), f"{module} imports {checking}"
+
+
+def test_every_command_that_prepares_or_starts_a_run_asks_the_table() -> None:
+    imports = read_imports()
+    asking = {module for module, asked in imports.items() if "launcher.checks" in asked}
+    assert asking == {
+        "commands.train",
+        "launcher.node_agent",
+        "commands.audit.command",
+        "commands.replay.command",
+        "commands.eval.settings",
+        "commands.launch.job_script",
+        "commands.plan.command",
+        "commands.plan.plan",
+        "commands.doctor.command",
+        "commands.doctor.run_inputs",
+    }
+
+
+def test_doctor_has_a_row_for_each_check() -> None:
+    names = [name for name, *_ in PROBES]
+    assert len(set(names)) == len(names)
+    assert {check.name for check in CHECKS} <= set(names)
+
+
+# -- the three commands agree --------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def without_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ``train`` and ``doctor`` the machine's rows are left out; of a plan, other layouts."""
+    monkeypatch.setattr(checks, "CHECKS", WITHOUT_MACHINE)
+    for name in ("smallest", "smallest_engine", "find_lighter"):
+        monkeypatch.setattr(plan_command, name, lambda *_: None)
+
+
+def refusals(settings: Settings) -> dict[str, str]:
+    """Command -> the message with which it refuses these settings; empty: it accepts them."""
+
+    def message_of(run: Callable[[], object]) -> str:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                run()
+            except UserError as e:
+                return str(e)
+        return ""
+
+    failed = [
+        row
+        for row in doctor_rows(settings, *(check.name for check in WITHOUT_MACHINE))
+        if row.verdict == "failed"
+    ]
+    return {
+        "plan": message_of(lambda: plan_command.run_plan(settings, None, sweep=False, as_json=True)),
+        "doctor": f"{failed[0].found}; {failed[0].fix}" if failed else "",
+        "train": message_of(lambda: dry_run(settings, Nodes())),
+    }
+
+
+def check_agreement(settings: Settings) -> str:
+    """Assert that all commands accept the settings, or that all refuse them; returns the message."""
+    told = refusals(settings)
+    assert len({bool(text) for text in told.values()}) == 1, told
+    assert told["plan"] == told["train"]
+    first = told["train"].splitlines()[0] if told["train"] else ""
+    assert told["doctor"].startswith(first.rpartition("; ")[0])
+    return told["train"]
+
+
+@pytest.fixture
+def write_whole(tmp_path: Path) -> Callable[[Settings], Settings]:
+    """The settings with data that are here, and a model of the same shape whose weights are a sparse file."""
+    columns = {"prompt": "1+1", "answer": "2", "final_answer": ["2"], "solution": "\\boxed{2}"}
+    row = columns | {"problem": "1+1", "question": "1+1"}
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+
+    def make(settings: Settings) -> Settings:
+        model = shutil.copytree(EXAMPLES / "quickstart" / "model", tmp_path / "model", dirs_exist_ok=True)
+        shutil.copy(settings.model.path / "config.json", model / "config.json")
+        header, end = {}, 0
+        for name, dims in mapping_for(read_model_shape(model)).hf_tensors().items():
+            begin, end = end, end + 2 * math.prod(dims)
+            header[name] = {"dtype": "BF16", "shape": list(dims), "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        with (model / "model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+        raw = settings.model_dump()
+        raw["model"]["path"] = raw["data"]["path"] = model
+        evaluation = raw["evaluation"]
+        for part in (raw["data"], *((evaluation or {}).get("sets") or ()), (evaluation or {}).get("data")):
+            if part is not None:
+                part.update(path=data, split=None, subset=None)
+        return Settings.model_validate(raw)
+
+    return make
+
+
+@pytest.mark.parametrize("file", SMALL, ids=lambda file: file.stem)
+def test_small_examples(file: Path, tmp_path: Path) -> None:
+    """The judge's server does not run, which a plan does not ask; so it only warns here."""
+    rows = [json.dumps({"question": "1+1", "answer": "so #### 2"})] * 8
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
+    more = [f"data.path={tmp_path}/gsm8k.jsonl"] if "gsm8k" in file.stem else []
+    assert check_agreement(load_settings(file, ["guards.reward_failures=warn", *more])) == ""
+    assert "more than the model's" in check_agreement(
+        load_settings(file, [*more, "guards.reward_failures=warn", "rollout.max_response_tokens=99999"])
+    )
+
+
+FEW = (ROWS[0], MIXTURES[0])
+
+
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[] if file in FEW else pytest.mark.long) for file in LARGE],
+    ids=lambda file: f"{file.parent.name}/{file.stem}",
+)
+def test_large_examples(file: Path, write_whole: Callable[[Settings], Settings]) -> None:
+    """As they are, they name a model that is only described, which a plan takes and ``train`` does not."""
+    settings = load_settings(file)
+    told = refusals(settings)
+    assert told["plan"] == ""
+    assert "holds only a config.json, which is enough for plan" in told["train"]
+    assert check_agreement(write_whole(settings)) == ""
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[str]], Settings]:
+    """Load settings; names in capitals are paths of data and models that exist or are damaged."""
+    (tmp_path / "own_code_of_test.py").write_text(OWN_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{PACKAGE.parent}")
+    dense = EXAMPLES / "quickstart" / "model"
+    damaged = shutil.copytree(dense, tmp_path / "damaged")
+    with (damaged / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    (tmp_path / "description").mkdir()
+    shutil.copy(dense / "config.json", tmp_path / "description")
+    places = {
+        "TRAIN": EXAMPLES / "quickstart" / "train.jsonl",
+        "MIXTURE": dense.with_name("moe_model"),
+        "DENSE": dense,
+        "DAMAGED": damaged,
+        "DESCRIPTION": tmp_path / "description",
+    }
+
+    def load(file: Path, changes: list[str]) -> Settings:
+        for name, place in places.items():
+            changes = [change.replace(name, str(place)) for change in changes]
+        return load_settings(file, [f"runs={tmp_path}/runs", *changes])
+
+    return load
+
+
+def agreement_on(seeds: range, start: Callable[[Path, list[str]], Settings]) -> dict[str, int]:
+    """How many of the random settings cannot be loaded, are refused, and are accepted."""
+    counts = {"not loaded": 0, "refused": 0, "accepted": 0}
+    for seed in seeds:
+        random = Random(seed)
+        file, changes = random.choice(SMALL[:2]), random_changes(random)
+        try:
+            settings = start(file, changes)
+        except UserError:  # the same for all commands
+            counts["not loaded"] += 1
+            continue
+        try:
+            if "DESCRIPTION" in "".join(changes):
+                told = refusals(settings)
+                assert told["train"]
+            else:
+                told = {"train": check_agreement(settings)}
+        except BaseException as e:
+            e.add_note(f"seed {seed}: {file.name} {' '.join(changes)}")
+            raise
+        counts["refused" if told["train"] else "accepted"] += 1
+    return counts
+
+
+def test_some_random_settings(start: Callable[[Path, list[str]], Settings]) -> None:
+    counts = agreement_on(range(18), start)
+    assert counts["refused"] >= 3, counts
+    assert counts["accepted"] >= 3, counts
+
+
+@pytest.mark.long
+def test_many_random_settings(start: Callable[[Path, list[str]], Settings]) -> None:
+    """At least 200 of them can be loaded."""
+    counts = agreement_on(range(1000, 1500), start)
+    print(counts)
+    assert counts["refused"] + counts["accepted"] >= 200, counts
+
+
+@pytest.mark.parametrize(
+    ("example", "changes", "told"),
+    [
+        ("quickstart_moe", ["precision={dtype: bfloat16, fp8: {}}"], "not supported for mixtures"),
+        ("quickstart", ["precision={dtype: bfloat16, fp8: {}}"], "requires multiples of 128"),
+        ("quickstart_moe", ["engine.tensor=4"], "4 workers share the 64 feed-forward columns"),
+        ("quickstart", ["reward.type=no_such_module:f"], "there is no module 'no_such_module'"),
+        ("quickstart", ["objective={type: 'own_code_of_test:Loss', bet: 1}"], "no setting 'bet'"),
+        ("quickstart", ["objective={type: 'own_code_of_test:loss'}"], "without __call__"),
+        ("quickstart", ["model.path=DAMAGED"], "truncated or corrupt"),
+        ("quickstart", ["data.path=/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
+        (
+            "quickstart",
+            ["data={mixture: [{preset: aime24}, {path: /nowhere.jsonl}], max_prompt_tokens: 32}"],
+            "/nowhere.jsonl",
+        ),
+    ],
+)
+def test_what_only_train_refused(
+    example: str, changes: list[str], told: str, start: Callable[[Path, list[str]], Settings]
+) -> None:
+    settings = start(EXAMPLES / f"{example}.yaml", changes)
+    if "aime24" in changes[0]:  # train would ask the hub first
+        with pytest.raises(UserError, match=r"^data\.mixture\[1\]\.path: /nowhere"):
+            plan_command.run_plan(settings, None, sweep=False, as_json=True)
+        return
+    assert told in check_agreement(settings)
+
+
+# -- a sweep, a dry run, a key that is gone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides"),
+    [
+        # Pipelined replicas do not fit a node of 8: engines there could not read all weights over CUDA IPC.
+        (
+            EXAMPLES / "qwen3_8b_dapo_math_8k.yaml",
+            [
+                "engine={colocated: true, kv_cache_gib: 30, replicas: 16}",
+                "parallel={tensor: 2, pipeline: 2, data: 4}",
+                "bridge={transport: cuda_ipc}",
+            ],
+        ),
+        # Routers would be recomputed with the routes of a later micro-batch.
+        (MIXTURES[-1], ["training.router_replay=rollout", "memory.recompute=full"]),
+        (EXAMPLES / "qwen3_8b_dapo_math_8k.yaml", ["precision.fp8={}"]),
+    ],
+)
+def test_a_sweep_recommends_no_layout_that_fails_a_check(file: Path, overrides: list[str]) -> None:
+    settings = load_settings(file, overrides)
+    shape = read_model_shape(settings.model.path)
+    target = Target("cuda", "b200-180", gpu_bytes("b200-180"))
+    best = smallest(settings, shape, target)
+    swept = sweep(settings, shape, target, settings.parallel.world)
+    assert any(candidate.plan.fits for candidate in swept)
+    for candidate in [*swept, *([best] if best else [])]:
+        plan = candidate.plan
+        run_checks(CheckedRun(plan.settings, LAYOUT))
+        Settings.model_validate(plan.settings.model_dump())
+        assert plan.gpus.nodes or not plan.fits
+
+
+def test_a_dry_run_starts_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = config_file.parent / "runs"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(config_file), "--dry-run", "parallel.data=2", "rollout.workers=3"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    (config_file.parent / "resolved.yaml").write_text(out)
+    assert load_settings(config_file.parent / "resolved.yaml").parallel.data == 2, "it is a config file"
+    assert "/runs/tiny-001\n" in out
+    lines = [line.removeprefix("#").split(": ")[0].strip() for line in out.splitlines() if line[:3] == "#  "]
+    assert lines == ["engine_0", "sampler", "sampler workers", "reward workers", "rank_0", "rank_1"]
+    assert "-m vllm.entrypoints.openai.api_server --model" in out
+    assert not runs.exists()
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(config_file), "--dryrun", "parallel.tensor=3"])
+    assert end.value.code == 2
+    assert "tensor=3 does not divide" in capsys.readouterr().err
+
+
+def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spread = ["parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"]
+    settings = load_settings(config_file, spread)
+    dry_run(settings, Nodes(0, 2))
+    parts = capsys.readouterr().out.split("# node ")[1:]
+    names = ("engine_0", "sampler", "rank_0", "engine_1", "rank_1")
+    found = [[name for name in names if f"#   {name}:" in part] for part in parts]
+    assert found == [["engine_0", "sampler", "rank_0"], ["engine_1", "rank_1"]]
+    assert "--host ADDRESS" in parts[1]
+    dry_run(settings, Nodes(1, 2))
+    assert capsys.readouterr().out == "", "the first node tells of all"
+    with pytest.raises(UserError, match="works within one node only"):
+        dry_run(load_settings(config_file, spread[:2]), Nodes(0, 2))
+
+
+def test_what_is_gone_names_what_to_use_instead(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = {"rollout.oversampling": "use rollout.dynamic.oversample", "--gpus": "use --gpu"}
+    monkeypatch.setattr(renamed, "RENAMED", gone)
+    with pytest.raises(UserError, match=r"'rollout\.oversampling' is gone; use rollout\.dynamic\.oversample"):
+        load_settings(config_file, ["rollout.oversampling=2"])
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", str(config_file), "--gpus", "h100-80"])
+    assert end.value.code == 2
+    assert "'--gpus' is gone; use --gpu" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_table_of_what_is_gone() -> None:
+    keys = set(valid_keys(Settings))
+    for key, instead in renamed.RENAMED.items():
+        assert key not in keys, "it exists"
+        assert instead
+    version = tuple(int(part) for part in rpg_megatron.__version__.split(".")[:2])
+    assert version < (0, 3) or not renamed.RENAMED, "an entry is kept until version 0.3"
