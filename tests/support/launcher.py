@@ -39,7 +39,7 @@ import os, sys
 from rpg_megatron import cli
 from rpg_megatron.system.terminal import exit_on_interrupt
 with exit_on_interrupt():
-    from rpg_megatron.launcher import run as launcher
+    from rpg_megatron.launcher import rank_env, run as launcher
     from rpg_megatron.commands.audit import command as audit_command
 
 class Engine(launcher.EngineProcess):
@@ -50,7 +50,7 @@ class Engine(launcher.EngineProcess):
     def healthy(self, timeout=5.0):
         return self.alive()
 
-launcher.EngineProcess, launcher.SAMPLER, launcher.RANK = Engine, "stand_in_sampler", "stand_in_rank"
+launcher.EngineProcess, launcher.RANK, rank_env.SAMPLER = Engine, "stand_in_rank", "stand_in_sampler"
 audit_command.RANK = "stand_in_rank"
 launcher.GRACE = 0.3
 cli.main()
@@ -145,6 +145,6 @@ def living(pids: list[int]) -> list[int]:
 
 
 def assert_nothing_left(one: Launch) -> None:
-    assert len(one.stand_ins()) == 8
+    assert len(one.stand_ins()) == 8, one.stand_ins()
     assert living(one.stand_ins()) == []
     assert one.folders() == []

@@ -61,7 +61,7 @@ DRIVER = """
 import os, sys
 from rpg_megatron import cli
 from rpg_megatron.launcher import node_agent as follower
-from rpg_megatron.launcher import run as launcher
+from rpg_megatron.launcher import rank_env, run as launcher
 from rpg_megatron.engine import process as engine
 
 def command(settings, index, socket, *, weights="dummy", listen=None):
@@ -69,7 +69,7 @@ def command(settings, index, socket, *, weights="dummy", listen=None):
     return [sys.executable, os.path.join(os.path.dirname(__file__), "stand_in_engine.py"), str(index), *where]
 
 engine.engine_command = command
-launcher.SAMPLER, launcher.RANK, follower.RANK = "stand_in_sampler", "stand_in_rank", "stand_in_rank"
+rank_env.SAMPLER, launcher.RANK, follower.RANK = "stand_in_sampler", "stand_in_rank", "stand_in_rank"
 launcher.GRACE = follower.GRACE = 0.3
 cli.main()
 """
