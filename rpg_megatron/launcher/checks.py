@@ -173,15 +173,15 @@ CHECKS = (
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 
 
-def checks_for(run: CheckedRun) -> list[RunCheck]:
-    """The checks that need nothing but what the command has."""
-    return [check for check in CHECKS if run.has.issuperset(check.needs)]
-
-
 def run_checks(run: CheckedRun) -> list[str]:
-    """Run the checks up to the first that raises UserError; returns the warnings of all."""
+    """Run the checks that need nothing but what the command has; returns their warnings.
+
+    Raises UserError at the first that fails.
+    """
     warnings: list[str] = []
-    for check in checks_for(run):
+    for check in CHECKS:
+        if not run.has.issuperset(check.needs):
+            continue
         try:
             warnings += check.run(run) or ()
         except ImportError as e:  # a login node without numpy or tokenizers

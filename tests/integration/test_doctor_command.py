@@ -22,6 +22,8 @@ import yaml
 
 SITE = Path(next(p for p in sys.path if p.endswith("site-packages")))
 REPOSITORY = Path(__file__).parents[2]
+SPREAD = "parallel.data=3 engine.replicas=3 bridge.transport=process_group"
+"""Over three nodes."""
 SHIFTED_CLOCK = """
 import os, time
 real, seconds = time.time, float(os.environ["CLOCK_SHIFT"])
@@ -69,7 +71,7 @@ def test_a_sound_machine_is_all_green(config_file: Path, tmp_path: Path) -> None
 def workplace(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     """A folder with a config and what it names, for the broken machines."""
     folder = tmp_path_factory.mktemp("workplace")
-    (folder / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (folder / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)
     settings = {
         "device": "cpu",
         "name": "tiny",
@@ -175,7 +177,7 @@ def botched(workplace: Path) -> dict[str, dict[str, str]]:
         ("careless", "secrets", r"\.netrc has mode 0644", r"chmod 600 .*\.netrc"),
         ("careless", "walltime", "10 min left, a checkpoint every 20.0 min", r"checkpoint.every=[45], or"),
         ("cramped", "shared memory", "/dev/shm has 1 MiB free", "--shm-size="),
-        ("cramped", "disk space", "2.0 MiB free, checkpoints and export need", "checkpoint.keep"),
+        ("cramped", "disk space", "2.0 MiB free, one checkpoint and the export need", "checkpoint.keep"),
         ("cramped", "clock", "3600 s off the file system's clock", "time service"),
         ("cramped", "layout", "tensor=3 does not divide", "tensor parallel sizes that fit"),
         ("botched", "megatron-core", "0.16.1; ==0.19.2 is required", "pip install .*megatron-core==0.19.2"),
@@ -197,7 +199,7 @@ def test_what_is_broken_is_named_with_its_fix(
 @pytest.mark.parametrize(
     ("machine", "sound"),
     [
-        ("careless", ["versions", "torch import", "shared memory", "run folder", "clock", "disk space"]),
+        ("careless", ["versions", "torch import", "run folder", "clock", "packages", "own code"]),
         ("cramped", ["versions", "torch import", "run folder", "model", "data", "open files", "secrets"]),
         ("botched", ["python", "model", "data", "shared memory", "open files", "secrets"]),
     ],
@@ -222,11 +224,12 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
 
     def start(task: int, **more: str) -> subprocess.Popen[str]:
         step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+        step |= {"SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": str(task)}
         step |= {"SLURM_PROCID": str(task), "SLURMD_NODENAME": f"n{task + 1}", "HOME": str(tmp_path)}
         step["SLURM_JOB_END_TIME"] = str(int(time.time()) + 36000)
         limit = "ulimit -n 256;" if task else ""
         return subprocess.Popen(
-            ["sh", "-c", f"{limit} exec {sys.executable} {quick} doctor {config_file}"],
+            ["sh", "-c", f"{limit} exec {sys.executable} {quick} doctor {config_file} {SPREAD}"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -231,8 +231,7 @@ def test_large_examples(file: Path, write_whole: Callable[[Settings], Settings])
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[str]], Settings]:
     """Load settings; names in capitals are paths of data and models that exist or are damaged."""
     (tmp_path / "own_code_of_test.py").write_text(OWN_MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{PACKAGE.parent}")
+    monkeypatch.chdir(tmp_path)
     dense = EXAMPLES / "quickstart" / "model"
     damaged = shutil.copytree(dense, tmp_path / "damaged")
     with (damaged / "model.safetensors").open("r+b") as file:

@@ -33,7 +33,7 @@ from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.launcher.checks import CheckedRun, RunCheck
 from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
-from rpg_megatron.launcher.nodes import find_nodes
+from rpg_megatron.launcher.nodes import Nodes, find_nodes
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
@@ -45,8 +45,14 @@ SLOW = 50 * 1024**2
 
 
 def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
-    """The row of a check of ``launcher/checks.py``, and one for each of its warnings."""
-    settings, nodes = subject.settings, find_nodes(None, None, None)
+    """The row of a check of ``launcher/checks.py``, or one for each of its warnings."""
+    settings, nodes = subject.settings, Nodes()
+    try:
+        nodes = find_nodes(None, None, None)
+    except UserError as e:
+        if check.name == "placement":
+            yield of_error(check.name, e)
+            return
     if settings is None:
         bare = {"device": subject.device, "model": {"path": "."}, "data": {"path": "."}}
         run = CheckedRun(Settings.model_validate(bare), frozenset({"machine"}))
@@ -63,9 +69,9 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
     except UserError as e:  # a row for each problem
         yield from (of_error(check.name, UserError(line)) for line in str(e).splitlines())
         return
-    yield ok(check.name, _found(check, run))
-    for text in warnings:
-        yield of_warning(check.name, text)
+    yield from (of_warning(check.name, text) for text in warnings)
+    if not warnings:
+        yield ok(check.name, _found(check, run))
 
 
 def _found(check: RunCheck, run: CheckedRun) -> str:
