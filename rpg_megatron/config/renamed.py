@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 RENAMED: dict[str, str] = {
-    "rollout.dynamic.surplus": "remove it: groups beyond a step's batch are always discarded, and their prompts "
-    "come again in the next step",
+    "rollout.dynamic.surplus": "remove it: groups beyond a step's batch are always discarded, and "
+    "their prompts come again in the next step",
 }
 """Dotted key of a setting (without an index: ``trackers.url``), or an option (``--gpus``) -> what to do, such
 as "use rollout.dynamic.oversample" or "remove it: it had no effect"."""
