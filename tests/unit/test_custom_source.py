@@ -211,7 +211,7 @@ def test_a_streaming_source_goes_on_where_it_was(asked_module: Path) -> None:
     first = streamed("count", rows=True)
     first.take(37)
     state = json.loads(json.dumps(first.sign(first.position())))
-    whole = {"sampler": {"stream": state, "surplus": []}, "summary": {}, "seconds": 1.0}
+    whole = {"sampler": {"stream": state}, "summary": {}, "seconds": 1.0}
     RunState.model_validate(whole | {"format": 1, "step": 1, "metrics_bytes": 0})  # as the launcher checks it
     rest = [(p.id, p.text, p.context) for p in first.take(50)]
     first.restore(state)
