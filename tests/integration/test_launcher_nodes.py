@@ -199,8 +199,8 @@ def test_what_is_wrong_on_the_other_node_is_said_on_the_first(pair, tmp_path: Pa
         DRIVER.replace(
             "cli.main()",
             "from rpg_megatron.config import UserError\n"
-            "def check(settings, share): raise UserError('no GPU is visible; mend it')\n"
-            "follower.check = check\ncli.main()",
+            "def check(run): raise UserError('no GPU is visible; mend it')\n"
+            "follower.check_start = check\ncli.main()",
         )
     )
     one.start(0)
