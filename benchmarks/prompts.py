@@ -72,11 +72,11 @@ def check(file: str, chat: bool) -> None:
     began = time.monotonic()
     from rpg_megatron.config.data import DataSettings
     from rpg_megatron.data.problems import read_problems_with_counts
-    from rpg_megatron.launcher.input_checks import check_prompt_lengths
+    from rpg_megatron.launcher.input_checks import check_prompts
 
     data = DataSettings(path=Path(file), chat=chat)
     problems, *_ = read_problems_with_counts(data)
-    check_prompt_lengths(problems, data, Path(file).parent / "model", "data")
+    check_prompts(problems, data, Path(file).parent / "model", "data", ())
     tell(time.monotonic() - began)
 
 

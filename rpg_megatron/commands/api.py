@@ -228,7 +228,7 @@ class Run:
             row = {"step": step, "prompt_id": t.prompt_id, "group": t.group, "sample": t.sample, "prompt": ""}
             row |= {"text": t.text, "reward": t.reward, "correct": t.correct, "answer": t.answer}
             row |= {"extracted": t.extracted, "reason": t.reason, "advantage": t.advantage}
-            row |= {"tokens": t.response.size, "finish": t.finish}
+            row |= {"tokens": t.sampled, "finish": t.finish}
             rows.append(row | {f"part/{name}": value for name, value in t.parts.items()})
         texts = dict(zip(prompts, decode_prompts(self._files, list(prompts.values())), strict=True))
         for row, group in zip(rows, groups, strict=True):

@@ -49,6 +49,7 @@ class Line(NamedTuple):
     """``Prompt.context``."""
     tokens: Sequence[int] = (0,)
     finish: str = "stop"
+    sampled: int | None = None
 
 
 class Summary(NamedTuple):
@@ -203,7 +204,7 @@ def _scores(lines: Callable[[], Iterator[Line | UserError]], scorer: Scorer) -> 
 
     async def score(groups: Sequence[list[Line]]) -> list[list[Score]]:
         async def one(group: list[Line]) -> list[Score]:
-            responses = [Response(line.response, line.tokens, line.finish) for line in group]  # type: ignore[arg-type]
+            responses = [Response(line.response, line.tokens, line.finish, line.sampled) for line in group]  # type: ignore[arg-type]
             return await scorer.score(responses, group[0].answer, group[0].context)
 
         return await asyncio.gather(*map(one, groups))
@@ -267,7 +268,7 @@ def _rollouts(file: Path, contexts: dict[int, str]) -> Iterator[Line]:
         if t is not None:
             row += 1
             context = contexts.get(t.prompt_id, "")
-            yield Line(row, t.text, t.answer, t.group, context, t.response.tolist(), t.finish)
+            yield Line(row, t.text, t.answer, t.group, context, t.response.tolist(), t.finish, t.sampled)
 
 
 def _read_contexts(file: Path) -> dict[int, str]:

@@ -62,7 +62,7 @@ def _describe(t: Trajectory) -> str:
     words = [
         f"reward {t.reward:.4g}{several}",
         "correct" if t.correct else "wrong",
-        f"{t.response.size} tokens" + (", truncated" if t.finish == "length" else ""),
+        f"{t.sampled} tokens" + (", truncated" if t.finish == "length" else ""),
         one_line(t.reason),
     ]
     return ", ".join(filter(None, words))

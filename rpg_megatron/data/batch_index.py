@@ -28,6 +28,8 @@ class BatchIndex:
     """Tokens of the prompt."""
     response_length: NDArray[np.int64]
     """Tokens of the response."""
+    sampled: NDArray[np.int64]
+    """Tokens of the response that the policy sampled."""
     reward: NDArray[np.float64]
     """The reward that the advantage is computed from."""
 
@@ -53,8 +55,8 @@ class TrajectorySource(Protocol):
 
 def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
     """The index of local trajectories: the worker is 0, and the ticket is the group."""
-    rows = [(t.group, t.sample, len(t.prompt), len(t.response), t.reward) for t in trajectories]
-    group, sample, prompt, response, reward = zip(*rows, strict=True) if rows else [()] * 5
+    rows = [(t.group, t.sample, len(t.prompt), len(t.response), t.sampled, t.reward) for t in trajectories]
+    group, sample, prompt, response, sampled, reward = zip(*rows, strict=True) if rows else [()] * 6
     return BatchIndex(
         worker=np.zeros(len(rows), np.int64),
         ticket=np.array(group, np.int64),
@@ -62,5 +64,6 @@ def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
         sample=np.array(sample, np.int64),
         prompt_length=np.array(prompt, np.int64),
         response_length=np.array(response, np.int64),
+        sampled=np.array(sampled, np.int64),
         reward=np.array(reward, np.float64),
     )

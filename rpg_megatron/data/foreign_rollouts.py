@@ -111,6 +111,7 @@ def _checked(t: Trajectory) -> Trajectory:
         ("behaviour", np.float32, [tokens]),
         ("old", np.float32, [0, tokens]),
         ("anchor", np.float32, [0, tokens]),
+        ("mask", np.bool_, [tokens]),
     ):
         values = getattr(t, name)
         if values.dtype != kind or values.ndim != 1 or values.size not in sizes:

@@ -3,8 +3,8 @@
 A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
 the same time, ``step_N.parquet`` is a folder with one file per leader, such as
 ``part_00000_of_00004.parquet``; Parquet readers treat it as one data set. Files of earlier versions can also
-be read: ``step_N.jsonl.zst`` with one JSON object per line, and Parquet without the column ``ticket``, which
-is then 0.
+be read: ``step_N.jsonl.zst`` with one JSON object per line, and Parquet without the columns ``ticket``, which
+is then 0, and ``mask``, which is then set.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ _SCHEMA = pa.schema(
         "behaviour": _FLOATS,
         "old": _FLOATS,
         "anchor": _FLOATS,  # null: the same as ``old``
+        "mask": pa.list_(pa.bool_()),  # null: all tokens were sampled
     }
 )
 _PART = re.compile(r"part_\d{5}_of_(\d{5})\.parquet")
 _LISTS = [field.name for field in _SCHEMA if pa.types.is_list(field.type)]
 _PLAIN = [name for name in _SCHEMA.names if name not in _LISTS]
-_MAYBE_NULL = ("extracted", "anchor")
-_BYTE_SPLIT = [f"{name}.list.element" for name in _LISTS if name != "versions"]
+_MAYBE_NULL = ("extracted", "anchor", "mask")
+_BYTE_SPLIT = [f"{name}.list.element" for name in _LISTS if name not in ("versions", "mask")]
 """Columns whose values rarely repeat. They compress better with byte-stream-split encoding."""
 
 
@@ -282,7 +283,9 @@ def to_batch(trajectories: Sequence[Trajectory], schema: pa.Schema = _SCHEMA) ->
         columns["routes_topk"] = pa.array([t.routes.shape[2] for t in trajectories], pa.int32())
     for field in _SCHEMA:
         values = [getattr(t, field.name) for t in trajectories]
-        if field.name in _LISTS:
+        if field.name == "mask":
+            columns["mask"] = pa.array([None if mask.all() else mask for mask in values], field.type)
+        elif field.name in _LISTS:
             columns[field.name] = _to_lists(values, field.type)
         else:
             plain = [list(v.items()) for v in values] if field.name == "parts" else values
@@ -304,6 +307,8 @@ def _to_lists(values: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
 def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
     if "ticket" not in batch.schema.names:
         batch = batch.append_column("ticket", pa.repeat(0, batch.num_rows))
+    if "mask" not in batch.schema.names:
+        batch = batch.append_column("mask", pa.nulls(batch.num_rows, _SCHEMA.field("mask").type))
     columns: dict[str, Any] = {name: batch.column(name) for name in _SCHEMA.names}
     for name, column in columns.items():
         if column.type != _SCHEMA.field(name).type or (column.null_count and name not in _MAYBE_NULL):
@@ -311,7 +316,8 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
     plain = {name: columns[name].to_pylist() for name in _PLAIN}
     lists = {}
     for name in _LISTS:
-        ends, values = columns[name].offsets.to_numpy(), columns[name].values.to_numpy()
+        ends = columns[name].offsets.to_numpy()
+        values = columns[name].values.to_numpy(zero_copy_only=name != "mask")
         nulls = columns[name].is_null().to_pylist()
         lists[name] = [
             None if null else values[a:b].copy()
@@ -323,6 +329,8 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
         fields["parts"] = dict(fields["parts"])
         if fields["anchor"] is None:
             fields["anchor"] = fields["old"].copy()
+        if fields["mask"] is None:
+            fields["mask"] = np.ones(len(fields["response"]), bool)
         if routes is not None:
             rows = len(fields["prompt"]) + len(fields["response"]) - 1
             topk = batch.column("routes_topk")[row].as_py()

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 Routes = NDArray[np.integer[Any]]
 
@@ -25,9 +26,20 @@ def _no_floats() -> Floats:
     return np.zeros(0, np.float32)
 
 
+def _no_mask() -> Mask:
+    return np.zeros(0, bool)
+
+
+NOT_SAMPLED = -1
+"""``Trajectory.versions`` of a token that was not sampled."""
+
+
 @dataclass
 class Trajectory:
     """A prompt and one response. Arrays over the response have length R, end-of-sequence token included.
+
+    A response may hold tokens that the policy did not sample, such as an environment's (``mask``). They are
+    part of the sequence, and of nothing else: neither of the loss nor of lengths, comparisons and weights.
 
     Three log-probabilities of each sampled token (nats, at the sampling temperature): ``behaviour`` by the
     engine when it sampled, ``old`` by the trainer before the update, ``anchor`` by the KL anchor. ``old`` and
@@ -43,9 +55,9 @@ class Trajectory:
     response: Tokens
     """Token ids of the response, int32 [R]."""
     behaviour: Floats
-    """Engine's log-probs, float32 [R]."""
+    """Engine's log-probs, float32 [R]; 0 for tokens that it did not sample."""
     versions: Tokens
-    """Version of the weights that sampled each token, int32 [R]."""
+    """Version of the weights that sampled each token, int32 [R]; ``NOT_SAMPLED`` if none did."""
     finish: str
     """Finish reason: "stop" (end of sequence) or "length" (truncated at the token limit)."""
     text: str
@@ -79,6 +91,17 @@ class Trajectory:
     """Router replay: the experts that the engine chose, uint8 or int16 [P + R - 1, layers with experts,
     experts per token]; [0, 0, 0] without router replay. Row i is that of token i, computed by the weights
     that sampled token i + 1 or, if token i + 1 is in the prompt, the response's first token."""
+    mask: Mask = field(default_factory=_no_mask)
+    """Which tokens the policy sampled, bool [R]; the others are in no loss. Default: all of them."""
+
+    def __post_init__(self) -> None:
+        if len(self.mask) == 0:
+            self.mask = np.ones(len(self.response), bool)
+
+    @property
+    def sampled(self) -> int:
+        """Number of response tokens that the policy sampled."""
+        return int(np.count_nonzero(self.mask))
 
     @property
     def length(self) -> int:
@@ -86,8 +109,8 @@ class Trajectory:
         return len(self.prompt) + len(self.response)
 
 
-_ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor")
-_INTEGERS = ("prompt", "response", "versions")
+_ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor", "mask")
+_TYPES = {"prompt": np.int32, "response": np.int32, "versions": np.int32, "mask": np.bool_}
 _SCORED = ("reward", "parts", "correct", "answer", "extracted", "reason", "advantage")
 _PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", "ticket", *_SCORED)
 
@@ -99,8 +122,8 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> Trajectory:
-    """Inverse of ``to_row``, bit for bit. Rows of earlier versions have no ticket; it is 0 then."""
+    """Inverse of ``to_row``, bit for bit. Rows of earlier versions have no ticket, then 0, and no mask."""
     arrays: dict[str, Any] = {
-        name: np.array(row[name], np.int32 if name in _INTEGERS else np.float32) for name in _ARRAYS
+        name: np.array(row[name], _TYPES.get(name, np.float32)) for name in _ARRAYS if name in row
     }
     return Trajectory(**{name: value for name, value in row.items() if name not in arrays}, **arrays)

@@ -132,7 +132,7 @@ class MicroBatch:
     padding: Tensor
     """bool [1, c]: no token of a trajectory."""
     mask: Tensor
-    """bool [t]: the label is a response token that is in the loss."""
+    """bool [t]: the label is a response token that the policy sampled, and is in the loss."""
     loss_positions: Tensor
     """int64 [n]: positions where the mask is set, ascending. Indexing with the mask itself would make the
     host wait for the device.
@@ -222,7 +222,7 @@ def make_micro_batch(
         ints["tokens"][start:end] = whole[:-1]
         ints["labels"][start:end] = whole[1:]
         padding[start:end] = False
-        mask[answer] = not (mask_truncated and t.finish == "length")
+        mask[answer] = t.mask & (not (mask_truncated and t.finish == "length"))
         ints["sequence"][answer] = number
         floats["advantage"][answer] = t.advantage
         floats["behaviour"][answer] = t.behaviour

@@ -32,6 +32,8 @@ class Response(NamedTuple):
     """Token ids, int32 [R], the end-of-sequence token included."""
     finish: str
     """"stop" (end of sequence) or "length" (truncated at the limit)."""
+    sampled: int | None = None
+    """Number of the tokens that the policy sampled, if it did not sample all of them."""
 
 
 class Score(NamedTuple):
@@ -168,7 +170,7 @@ class Scorer:
         verdict = next(iter(results.values())).verdict
         parts = {name: result.value for name, result in results.items()}
         if settings.overlong is not None:
-            length = len(response.tokens)
+            length = len(response.tokens) if response.sampled is None else response.sampled
             parts["overlong"] = overlong_penalty(settings.overlong, length, self._max_tokens)
         if settings.format:
             parts["format"] = settings.format if verdict.extracted is None else 0.0

@@ -30,7 +30,8 @@ def index_of_groups(
         group=column([number for number, _, _ in each]),
         sample=column([sample for _, _, sample in each]),
         prompt_length=column([len(g.task.prompt) for _, g, _ in each]),
-        response_length=column([n for g in groups for n in g.scores.lengths]),
+        response_length=column([n for g in groups for n in g.scores.totals or g.scores.lengths]),
+        sampled=column([n for g in groups for n in g.scores.lengths]),
         reward=np.array([r for g in groups for r in g.scores.rewards], np.float64),
     )
 
@@ -40,7 +41,8 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     ``groups/*`` are fractions of the batch's groups, after dynamic sampling: all responses right, all wrong
     (``Trajectory.correct``; for a reward function that returns a number: above 0), and all rewards equal.
-    Groups with equal rewards have no learning signal, also under dense rewards.
+    Groups with equal rewards have no learning signal, also under dense rewards. ``response/length_*`` count
+    the tokens that the policy sampled.
     """
     scores = [g.scores for g in groups]
     right = [sum(s.correct) / len(s.correct) for s in scores]

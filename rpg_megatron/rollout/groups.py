@@ -65,7 +65,7 @@ class GroupScores(msgspec.Struct, frozen=True):
     """The part of a graded group that the sampler keeps; all lists are in the order of its responses."""
 
     lengths: list[int]
-    """Tokens of each response."""
+    """Tokens of each response that the policy sampled."""
     rewards: list[float]
     correct: list[bool]
     truncated: list[bool]
@@ -83,6 +83,8 @@ class GroupScores(msgspec.Struct, frozen=True):
     """Whether the group would get the same scores again (``Scorer.repeatable``)."""
     failures: FailureCount = FailureCount()
     """Responses for which the reward failed."""
+    totals: list[int] = []
+    """Tokens of each response, sampled or not; empty: the same as ``lengths``."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):
@@ -94,6 +96,7 @@ class GroupAnswers(msgspec.Struct, frozen=True):
     classes: list[int | None]
     """Number of the class of equal answers (``classify_answers``)."""
     lengths: list[int]
+    """Tokens that the policy sampled."""
     finishes: list[str]
 
 
@@ -142,15 +145,17 @@ def scores_of(group: list[Trajectory]) -> GroupScores:
     versions: Counter[int] = Counter()
     segments = mixed = recomputed = 0
     for t in group:
-        starts = [0, *(np.flatnonzero(np.diff(t.versions)) + 1).tolist()]
-        for start, end in zip(starts, [*starts[1:], len(t.versions)], strict=True):
+        places = np.flatnonzero(t.mask)
+        by_place = t.versions[places]
+        starts = [0, *(np.flatnonzero(np.diff(by_place)) + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], len(places)], strict=True):
             if end > start:
-                versions[int(t.versions[start])] += end - start
+                versions[int(by_place[start])] += end - start
         segments += len(starts)
         mixed += len(starts) > 1
-        recomputed += sum(len(t.prompt) + start for start in starts[1:])
+        recomputed += sum(len(t.prompt) + int(places[start]) for start in starts[1:])
     return GroupScores(
-        lengths=[len(t.response) for t in group],
+        lengths=[t.sampled for t in group],
         rewards=[t.reward for t in group],
         correct=[t.correct for t in group],
         truncated=[t.finish == "length" for t in group],
@@ -159,4 +164,5 @@ def scores_of(group: list[Trajectory]) -> GroupScores:
         segments=segments,
         mixed=mixed,
         recomputed=recomputed,
+        totals=[] if all(t.mask.all() for t in group) else [len(t.response) for t in group],
     )

@@ -61,7 +61,7 @@ class BatchScatter:
 
         plan, index, advantages [N]: on rank 0; empty, None and empty elsewhere. source: on leaders. A leader
         gets the trajectories as the source returns them, with group and advantage set. The other ranks get
-        copies with the fields that an update needs: tokens, ``behaviour``, ``routes``, ``finish``,
+        copies with the fields that an update needs: tokens, ``mask``, ``behaviour``, ``routes``, ``finish``,
         ``advantage`` rounded to float32, and prompt, group and sample numbers. When the method returns on any
         rank, all leaders have fetched. If a leader cannot fetch, all ranks raise (``run_together``).
         """
@@ -160,7 +160,8 @@ def fetch_planned(encoded: EncodedPlan, source: TrajectorySource) -> tuple[Repli
 def flatten(batch: ReplicaBatch) -> Flat:
     """A replica's batch as three tensors.
 
-    int32: batch sizes, fields, tokens; float32: advantages, ``behaviour``; the routes of all trajectories:
+    int32: batch sizes, fields, tokens, of which those that were not sampled are inverted, so negative;
+    float32: advantages, ``behaviour``; the routes of all trajectories:
     [rows, layers, experts of a token].
     """
     trajectories = list(iter_trajectories(batch))
@@ -168,7 +169,7 @@ def flatten(batch: ReplicaBatch) -> Flat:
         (len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample)
         for t in trajectories
     ]
-    tokens = [ids for t in trajectories for ids in (t.prompt, t.response)]
+    tokens = [ids for t in trajectories for ids in (t.prompt, np.where(t.mask, t.response, ~t.response))]
     ints = [np.array(_sizes_of(batch), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
     floats = [np.array([t.advantage for t in trajectories], np.float32), *(t.behaviour for t in trajectories)]
     routes = np.concatenate([t.routes for t in trajectories] or [NO_ROUTES])
@@ -180,7 +181,7 @@ def flatten(batch: ReplicaBatch) -> Flat:
 
 
 def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
-    """Inverse of ``flatten``. Arrays of the trajectories are views of the tensors."""
+    """Inverse of ``flatten``. Most arrays of the trajectories are views of the tensors."""
     sizes, words = _read_sizes(ints.numpy())
     values = floats.numpy()
     count = sum(map(sum, sizes))
@@ -192,12 +193,14 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
         fields, values[:count].tolist(), strict=True
     ):
         middle, end = offset + prompt_length, offset + prompt_length + length
+        mask = words[middle:end] >= 0
         trajectories.append(
             Trajectory(
                 prompt_id=prompt_id,
                 sample=sample,
                 prompt=words[offset:middle],
-                response=words[middle:end],
+                response=np.where(mask, words[middle:end], ~words[middle:end]),
+                mask=mask,
                 behaviour=values[value_offset : value_offset + length],
                 versions=np.zeros(0, np.int32),
                 finish=_FINISHES[finish],

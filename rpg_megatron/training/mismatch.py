@@ -126,8 +126,8 @@ def find_gaps(mine: Sequence[Trajectory], version: int, excess: float = 0.0) -> 
 
     excess: how far the engine's log-prob may exceed the trainer's, in nats; only the rest is a gap.
     """
-    gaps = [_gap(t, excess)[t.versions == version] for t in mine]
-    stale = sum(int((t.versions != version).sum()) for t in mine)
+    gaps = [_gap(t, excess)[t.mask & (t.versions == version)] for t in mine]
+    stale = sum(int((t.mask & (t.versions != version)).sum()) for t in mine)
     return np.concatenate(gaps) if gaps else np.zeros(0, np.float32), stale
 
 
@@ -203,8 +203,8 @@ def find_worst(
     """
     found = []
     for t in mine:
-        # Stale tokens are excluded; a NaN counts as infinite.
-        gap = np.where(t.versions == version, np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
+        # Stale tokens are excluded, and those that were not sampled; a NaN counts as infinite.
+        gap = np.where(t.mask & (t.versions == version), np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
         at = int(gap.argmax())
         numbers = float(t.behaviour[at]), float(t.old[at])
         order = -t.group, -t.sample

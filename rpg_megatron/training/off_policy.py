@@ -68,7 +68,7 @@ def correction_by_lag(mine: Sequence[Trajectory], version: int, settings: Settin
     """
     assert settings.correction is not None
     found = build_correction(settings.correction)(_tokens_learnt(mine, settings)).metrics
-    lags = version - _join((t.versions for t in _learnt(mine, settings)), torch.int32)
+    lags = version - _join((t.versions[t.mask] for t in _learnt(mine, settings)), torch.int32)
     most = settings.rollout.ahead
     known = lags <= most  # groups kept from before ``ahead`` was set may be older
     columns = torch.ones(len(lags)), found["correction_ratio"], found["correction_hit"]
@@ -87,14 +87,14 @@ def _learnt(mine: Sequence[Trajectory], settings: Settings) -> list[Trajectory]:
 
 
 def _tokens_learnt(mine: Sequence[Trajectory], settings: Settings) -> ResponseTokens:
-    """The tokens of the responses that are in the loss; ``anchor`` and ``advantages`` are empty."""
+    """The tokens that are in the loss; ``anchor`` and ``advantages`` are empty."""
     learnt = _learnt(mine, settings)
     return ResponseTokens(
-        old=_join((t.old for t in learnt), torch.float32),
+        old=_join((t.old[t.mask] for t in learnt), torch.float32),
         anchor=torch.zeros(0),
-        behaviour=_join((t.behaviour for t in learnt), torch.float32),
+        behaviour=_join((t.behaviour[t.mask] for t in learnt), torch.float32),
         advantages=torch.zeros(0),
-        sequences=_join((np.full(len(t.old), i) for i, t in enumerate(learnt)), torch.int64),
+        sequences=_join((np.full(t.sampled, i) for i, t in enumerate(learnt)), torch.int64),
         sequence_count=len(learnt),
     )
 

@@ -158,7 +158,7 @@ class Trainer:
         """
         advantages = np.zeros(0)
         if index is not None:
-            advantages = self._advantages(index.reward, index.group, index.response_length)
+            advantages = self._advantages(index.reward, index.group, index.sampled)
         plan = self._plan(index, self.settings.training.minibatches)
         minibatches, mine = self._scatter.scatter(plan, index, advantages, source)
         return Batch(minibatches, mine, index)
@@ -231,7 +231,10 @@ class Trainer:
 
         ``reward`` of the trajectories stays the grader's.
         """
-        mine = [(t.group, t.sample, response_kl(t.old, t.anchor, settings.estimator)) for t in batch.mine]
+        mine = [
+            (t.group, t.sample, response_kl(t.old[t.mask], t.anchor[t.mask], settings.estimator))
+            for t in batch.mine
+        ]
         everyone = gather_on_first(mine, list[tuple[int, int, float]])
         found = {(group, sample): kl for part in everyone for group, sample, kl in part}
         advantages: dict[tuple[int, int], float] = {}
@@ -239,9 +242,7 @@ class Trainer:
             places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
             kl = np.array([found[place] for place in places])
             penalty = settings.coefficient * kl
-            new = self._advantages(
-                batch.index.reward - penalty, batch.index.group, batch.index.response_length
-            )
+            new = self._advantages(batch.index.reward - penalty, batch.index.group, batch.index.sampled)
             advantages = dict(zip(places, new.tolist(), strict=True))
             batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
         advantages = broadcast_object(advantages, dict[tuple[int, int], float])
@@ -259,7 +260,7 @@ class Trainer:
         own = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
         for micro, row in zip(micro_batches, _logps_to_host(own) if own else [], strict=True):
             for t, logp in micro.split(row) if self.mesh.reports else ():
-                pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])
+                pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])[:, t.mask]
                 gaps = torch.from_numpy(pair).double().abs()
                 sums += torch.cat([gaps.sum(1), torch.tensor([gaps.size(1)])])
                 largest = torch.maximum(largest, gaps.amax(1))

@@ -107,7 +107,7 @@ def measure_gaps(saved: Sequence[Trajectory], replayed: Sequence[Trajectory]) ->
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(saved, replayed, strict=True)]
         return max((_gap(a, b) for a, b in pairs), default=0.0)
 
-    tokens = sum(len(t.response) for t in saved)
+    tokens = sum(t.sampled for t in saved)
     return Gaps(tokens, largest("old"), largest("anchor"), largest("advantage"))
 
 

@@ -234,9 +234,9 @@ def _rollout_items(run: RunFiles, samples: Samples, files: Sequence[Path], budge
         elif t is None:
             found[file] = [item | {"whole": False} for item in found[file]]
         else:
-            item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": len(t.response)}
+            item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": t.sampled}
             item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
-            if len(segments := _segments(t.versions)) > 1:
+            if len(segments := _segments(t.versions[t.mask])) > 1:
                 item["versions"] = segments
             found[file].append(item | {"prompt": t.prompt, "answer": t.answer})
     for file, items in found.items():

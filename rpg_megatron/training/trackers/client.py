@@ -276,7 +276,7 @@ def sample_responses(trajectories: Sequence[Trajectory], count: int) -> list[dic
             "reward": t.reward,
             "correct": t.correct,
             "advantage": float(t.advantage),
-            "tokens": len(t.response),
+            "tokens": t.sampled,
             "finish": t.finish,
             "answer": t.answer,
             "extracted": t.extracted,
