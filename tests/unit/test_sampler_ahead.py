@@ -25,7 +25,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.rollout import ImportedDynamicSamplingSettings
-from rpg_megatron.data.prompts import decoder_of
+from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.restarts import begin_incarnation, incarnation_of
@@ -133,7 +133,7 @@ class Run:
         tokenizer = ByteTokenizer()
         pool = EnginePool(settings.engine, clients, folder, interrupt=True)
         stops = stop_tokens(settings.model.path, tokenizer)
-        self.worker = Worker(settings, decoder_of(tokenizer), clients, folder, stops)
+        self.worker = Worker(settings, codec_of(tokenizer), clients, folder, stops)
         events = EventSender(folder / "events")
         self.sampler = Sampler(settings, tokenizer, pool, [self.worker], events, folder)
         self.batches: list[RolloutBatch] = []
