@@ -38,13 +38,11 @@ SETTINGS = [
 LAYOUTS = {
     "TP2": ["parallel.tensor=2"],
     "DP2": ["parallel.data=2", "rollout.workers=2"],
-    "experts, ahead": [
+    "routes of experts": [
         "parallel.data=2",
         "parallel.expert=2",
         "training.router_replay=rollout",
         "rollout.journal_routes=1",
-        "rollout.ahead=1",
-        "correction.type=truncate",
     ],
 }
 

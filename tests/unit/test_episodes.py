@@ -110,9 +110,7 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
         assert (t.behaviour[t.mask] < 0).all()
         assert not t.behaviour[~t.mask].any()
         for begin in (turns.start(2), turns.start(3)):  # a request for exactly the tokens before the turn
-            assert [most for (before, _), most in answers.items() if list(before) == whole[: 12 + begin]] == [
-                5
-            ]
+            assert [n for (a, _), n in answers.items() if list(a) == whole[: 12 + begin]] == [5]
         assert t.text == bytes(token for token in t.response.tolist() if token).decode()
     assert scores.lengths == [int(t.mask.sum()) for t in group]
     assert scores.totals == [len(t.response) for t in group]
