@@ -165,7 +165,7 @@ class Worker:
             correct=correct,
             extracted=extracted,
             classes=await classify_answers(extracted, correct, self._comparer),
-            lengths=[len(t.response) for t in group],
+            lengths=[t.sampled for t in group],
             finishes=[t.finish for t in group],
         )
 

@@ -53,3 +53,23 @@ async def faulty(task: EpisodeTask, generate: Generate, score: ScoreText, fault:
         case "not finite":
             return Episode(float("nan"))
     return Episode()
+
+
+async def told(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Two turns; correct if the task says what the test expects."""
+    turn = await generate(task.prompt, 3)
+    await generate(turn.context + BETWEEN)
+    round_trip = task.decode(task.encode("ab"))
+    found = (task.text, task.answer, task.row, task.max_tokens, task.held_out, round_trip)
+    return Episode(1.0 if found == ("What is 1+1?", "2", {"level": 3}, 64, "amc", "ab") else -1.0)
+
+
+async def impatient(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Gives a turn up while an engine works on it, then asks for it again."""
+    given_up = asyncio.ensure_future(generate(task.prompt))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await generate(task.prompt)
+    return Episode()

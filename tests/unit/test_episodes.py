@@ -8,6 +8,7 @@ in mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/te
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.engine.client import EngineUnavailable, Sample
 from rpg_megatron.launcher.input_checks import check_custom_code
-from rpg_megatron.rollout.groups import Generated, GroupScores, GroupTask
+from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
 from rpg_megatron.rollout.worker import Worker
 from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer
@@ -131,6 +132,15 @@ def test_neither_timing_nor_failures_change_a_response(config_file: Path, tmp_pa
         assert sum(engine.answered for engine in engines) == 9
 
 
+def test_a_turn_that_was_given_up_leaves_nothing(config_file: Path, tmp_path: Path) -> None:
+    engine = Engine(random.Random(1))
+    settings = make_settings(config_file, "tests.support.episodes:impatient")
+    group, _ = sample(settings, [engine], tmp_path)
+    assert sum(r["n"] for r in engine.requests) == 2 * 3
+    expected, _ = sample(load_settings(config_file), [Engine(random.Random(1))], tmp_path)
+    assert contents(group) == contents(expected)
+
+
 def test_single_turns_are_asked_for_together(config_file: Path, tmp_path: Path) -> None:
     engine = Engine(random.Random(1))
     settings = load_settings(config_file, ["rollout.max_response_tokens=64"])
@@ -168,6 +178,27 @@ def test_an_episode_sets_its_reward(config_file: Path, tmp_path: Path) -> None:
     run, _ = sample(load_settings(config_file), [Engine(random.Random(1))], tmp_path)
     assert contents(graded) == contents(run)
     assert [t.parts for t in graded] == [t.parts for t in run]
+
+
+def test_an_evaluation_runs_the_episode_too(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:told")
+    context = json.dumps({"prompt": PROMPT.decode(), "row": {"level": 3}})
+    held_out = make_task(set="amc", context=context, correctness_only=True, logprobs=False)
+
+    async def run() -> GroupAnswers:
+        clients: Any = [Engine(random.Random(1))]
+        worker = Worker(settings, codec_of(ByteTokenizer()), clients, tmp_path, [0])
+        assert (await worker.generate(held_out, 0, 0)).complete
+        found = await worker.answers(7)
+        assert found.lengths == (await worker.score(7)).lengths
+        worker.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.correct == [True] * 3
+    assert all(
+        len(text.replace("()*", "")) <= n for text, n in zip(found.responses, found.lengths, strict=True)
+    )
 
 
 def test_a_reward_that_fails_inside_an_episode_is_counted(
