@@ -18,8 +18,6 @@ from rpg_megatron.rewards.reward import Response, Score
 from rpg_megatron.rollout.episode import TokenLimit, Turn
 from rpg_megatron.rollout.groups import GroupTask
 
-_INT32 = np.iinfo(np.int32)
-
 
 class Conversation:
     """One response of a group. For one event loop."""
@@ -103,17 +101,17 @@ class Conversation:
         if left < 1:
             self.truncated = True
             raise TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens")
+        self.truncated, before = False, (len(self.pieces), self.length)
         if len(added):
             self._append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
         self._start, self._end = self.length, self.length + min(left, max_tokens or left)
         self.turn = asyncio.get_running_loop().create_future()
         self._on_request()
-        kept = len(self.pieces)
         try:
             return await self.turn
-        except asyncio.CancelledError:  # by a time limit of the episode: what was sampled is not the response
-            del self.pieces[kept:]
-            self.length = self._start
+        except asyncio.CancelledError:  # by a time limit of the episode: the turn is not in the response
+            del self.pieces[before[0] :]
+            self.length = before[1]
             raise
 
     def add(self, sample: Sample) -> None:
@@ -166,10 +164,10 @@ class Conversation:
         if tokens is self._prompt and not self.pieces:
             return np.zeros(0, np.int32)
         try:
-            given = np.asarray(tokens, np.int64)
-        except (TypeError, ValueError, OverflowError):
-            given = np.zeros((0, 0), np.int64)
-        if given.ndim != 1:
+            given = np.asarray(tokens)
+        except ValueError:  # lists of different lengths
+            given = np.zeros(1)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ValueError("generate is called with something that is no list of token ids")
         known = self.context
         same = min(len(given), len(known))

@@ -42,6 +42,10 @@ async def faulty(task: EpisodeTask, generate: Generate, score: ScoreText, fault:
             await generate((*task.prompt, 1, 2, *turn.tokens))
         case "text":
             await generate("again")  # type: ignore[arg-type]
+        case "ragged":
+            await generate([task.prompt, (1,)])  # type: ignore[list-item]
+        case "numbers":
+            await generate((*turn.context, 1.5))  # type: ignore[arg-type]
         case "unknown token":
             await generate((*turn.context, 10**6))
         case "no limit":
@@ -66,7 +70,7 @@ async def told(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episo
 
 async def impatient(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
     """Gives a turn up while an engine works on it, then asks for it again."""
-    given_up = asyncio.ensure_future(generate(task.prompt))
+    given_up = asyncio.ensure_future(generate(task.prompt + BETWEEN))
     for _ in range(5):
         await asyncio.sleep(0)
     given_up.cancel()

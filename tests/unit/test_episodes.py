@@ -22,9 +22,10 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.engine.client import EngineUnavailable, Sample
-from rpg_megatron.launcher.input_checks import check_custom_code
+from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
 from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.system.custom_code import find_problem
 from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer
 
@@ -223,6 +224,8 @@ def test_a_reward_that_fails_inside_an_episode_is_counted(
         ("shorter", "do not begin with the 12 tokens of the conversation so far .they differ at token 11"),
         ("encoded again", "they differ at token 12"),
         ("text", "something that is no list of token ids"),
+        ("ragged", "something that is no list of token ids"),
+        ("numbers", "something that is no list of token ids"),
         ("unknown token", "token 1000000; the model has [0-9]+ tokens"),
         ("no limit", "max_tokens 0; at least 1"),
         ("two at once", "while it samples another turn"),
@@ -277,12 +280,15 @@ def test_a_dropped_group_ends_its_episodes(config_file: Path, tmp_path: Path) ->
     ],
 )
 def test_a_wrong_setting_is_found_before_the_start(
-    config_file: Path, episode: str, keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    config_file: Path, episode: str, keys: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=message):
-        check_custom_code(make_settings(config_file, episode, **keys))
-    check_custom_code(load_settings(config_file, ["rollout.episode=tests.support.episodes:three_turns"]))
+    """By the check that ``train``, ``plan`` and ``doctor`` run."""
+    (code,) = list_custom_code(make_settings(config_file, episode, **keys))
+    assert re.search(message, str(find_problem(code)))
+    (right,) = list_custom_code(
+        load_settings(config_file, ["rollout.episode=tests.support.episodes:three_turns"])
+    )
+    assert find_problem(right) is None
 
 
 def test_the_example_of_the_page(
