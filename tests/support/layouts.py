@@ -111,9 +111,9 @@ def make_masked_batch() -> list[Trajectory]:
 
 
 def write_rewarded_batch(folder: Path, group: int) -> list[Trajectory]:
-    """``model``, and ``batch.pkl`` with rewards, in groups of so many responses; the batch."""
+    """``model``, and ``batch.pkl`` with rewards and masks, in groups of so many responses; the batch."""
     make_layout_model(folder / "model", tied=False)
-    batch = make_batch()
+    batch = make_masked_batch()
     for i, t in enumerate(batch):
         t.reward, t.group, t.sample = math.sin(i), i // group, i % group
     (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
