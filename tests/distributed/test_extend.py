@@ -3,10 +3,10 @@
 Proved, with real Megatron in fp32: a loss with metrics of its own, an advantage and a schedule named by
 import path train two steps, on responses of which the policy sampled a part; the metrics are in metrics.jsonl
 and TensorBoard, the advantage and the learning rates are those of the functions; our losses' metrics are
-absent and nothing asks for them. The filter keeps groups with dense rewards. The rewards score, with stand-
-ins for their servers, problems of the source of prompts. Long: over four steps the metrics are the same in
-each parallel layout, means to 1e-6, and maxima to 1e-5, since a single token's log-prob differs by some 1e-6
-in fp32. Not covered: engines.
+absent and nothing asks for them. The filter keeps groups with dense rewards. The rewards score, with
+stand-ins for their servers, problems of the source of prompts. Long: over four steps the metrics are the same
+in each parallel layout, means to 1e-6, and maxima to 1e-5, since a single token's log-prob differs by some
+1e-6 in fp32. Not covered: engines.
 """
 
 from __future__ import annotations
