@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from rpg_megatron.commands.replay.compare_steps import Gaps, measure_gaps
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.config.rollout import RolloutFilesSettings
@@ -449,6 +450,17 @@ def test_a_mask_that_is_none_is_damage(tmp_path: Path, mask: list[bool | None], 
     pq.write_table(table.set_column(table.schema.get_field_index("mask"), "mask", column), file)
     with pytest.raises(UserError, match=rf"step_000001\.parquet: damaged \({told}\); choose"):
         read_rollouts(file)
+
+
+def test_a_replay_compares_what_the_policy_sampled() -> None:
+    t = with_others(trajectory([0.0] * 3, [7] * 3), [0, 2])
+    t.anchor = t.old.copy()
+    again = replace(t, old=np.where(t.mask, t.old, 5), anchor=np.where(t.mask, t.anchor, np.nan))
+    assert measure_gaps([t], [again]) == Gaps(tokens=3, old=0, anchor=0, advantage=0)
+    again.old[1] += 0.25
+    assert measure_gaps([t], [again]).old == 0.25
+    assert measure_gaps([t], [replace(again, old=t.old[1:])]).old == math.inf
+    assert measure_gaps([t], [replace(again, old=t.old[:0], advantage=0.6)]) == Gaps(3, math.inf, 0, 0.5)
 
 
 def test_a_journal_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
