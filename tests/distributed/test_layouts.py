@@ -120,7 +120,7 @@ INFLUENCES = {"last before a part": (3, 19), "first after a part": (3, 50)}
 @pytest.mark.parametrize(
     ("kinds", "influenced"),
     [
-        ({"rpg": MASKED, "gspo": SEQUENCES}, ("TP2+SP", "CP2")),
+        ({"rpg": MASKED, "gspo": SEQUENCES}, ("CP2",)),
         pytest.param(
             {"rpg": [name for name in LAYOUTS if name not in MASKED], "rpg, entropy bonus": ENTROPIES}
             | {"gspo": [name for name in LAYOUTS if name not in SEQUENCES]}
