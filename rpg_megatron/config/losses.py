@@ -131,15 +131,15 @@ class GRPOSettings(LossSettings):
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        from rpg_megatron.objectives import grpo_loss
+        from rpg_megatron.objectives import ppo_loss
 
-        return grpo_loss(
+        return ppo_loss(
             logp,
             tokens.old,
             tokens.advantages,
             clip=self.clip.build(),
             beta=self.beta,
-            corrected=self.corrected,
+            kl="k3_weighted" if self.corrected else "k3",
             anchor_logp=tokens.anchor,
         )
 
@@ -196,14 +196,15 @@ class ReinforcePlusPlusSettings(LossSettings):
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        from rpg_megatron.objectives import reinforce_pp_loss
+        from rpg_megatron.objectives import ppo_loss
 
-        return reinforce_pp_loss(
+        return ppo_loss(
             logp,
             tokens.old,
             tokens.advantages,
             clip=self.clip.build(),
             beta=self.beta,
+            kl="k1",
             anchor_logp=tokens.anchor,
         )
 

@@ -17,7 +17,14 @@ from pydantic import (
 )
 
 from rpg_megatron.config import filters
-from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Section
+from rpg_megatron.config.base import (
+    BUILT_IN,
+    BUILT_IN_OR_IMPORTED,
+    IMPORT_PATH,
+    IMPORTED,
+    ImportedSettings,
+    Section,
+)
 
 
 class DynamicSamplingSettings(Section):
@@ -82,6 +89,9 @@ class RolloutSettings(Section):
     """Responses per prompt: the group that advantages are computed over."""
     max_response_tokens: int = Field(2048, ge=1)
     """Maximum tokens of a response; a longer one is truncated."""
+    episode: ImportedSettings | None = None
+    """Import path module:function of your own episode, such as a conversation with an environment; or a
+    section with it as ``type``, whose other keys are its settings; docs/extend.md. null: one answer."""
     dynamic: AnyDynamicSamplingSettings | None = None
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
@@ -114,6 +124,11 @@ class RolloutSettings(Section):
     """With training.router_replay: steps whose files in rollouts/ include the routes, which the command
     replay needs: a list of steps, or n for every n-th step; 0: none. Before compression a token takes layers
     x experts per token bytes: 384 for a model with 48 layers and 8 experts per token."""
+
+    @field_validator("episode", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
 
     @field_validator("journal_routes")
     @classmethod

@@ -304,6 +304,11 @@ class Settings(Section):
         return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
 
     @property
+    def needs_rows(self) -> bool:
+        """Whether code of the user may read the rows of the data."""
+        return self.reward.has_custom or self.rollout.episode is not None
+
+    @property
     def prompt_sets(self) -> list[PromptSet]:
         """The prompts of training, and each held-out set."""
         limit = self.rollout.max_response_tokens

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,29 +94,48 @@ def load_tokenizer(model: Path) -> Any:
         ) from None
 
 
-def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
-    """A function from token ids to text without special tokens, equal to ``tokenizer.decode``.
+class TextCodec(NamedTuple):
+    """Text to token ids and back, as the sampler's workers need it."""
 
-    It is the Rust tokenizer's own method if ``decode`` does nothing more, which is faster.
-    """
-    return partial((_backend(tokenizer) or tokenizer).decode, skip_special_tokens=True)
+    decode: Callable[[list[int]], str]
+    """Text of token ids without special tokens, equal to ``tokenizer.decode``."""
+    encode: Callable[[str], list[int]]
+    """Token ids of a text; no token is added at its ends."""
 
 
-def save_decoder(tokenizer: Any, file: Path) -> None:
-    """Write what ``load_decoder`` needs, if the Rust tokenizer alone can decode."""
+def codec_of(tokenizer: Any) -> TextCodec:
+    """The codec of a tokenizer: the Rust tokenizer's own methods if they do the same, which is faster."""
+    backend = _backend(tokenizer)
+    if backend is not None:
+        return _codec_of_backend(backend)
+    return TextCodec(
+        partial(tokenizer.decode, skip_special_tokens=True),
+        lambda text: tokenizer([text], add_special_tokens=False)["input_ids"][0],
+    )
+
+
+def save_codec(tokenizer: Any, file: Path) -> None:
+    """Write what ``load_codec`` needs, if the Rust tokenizer alone can decode."""
     backend = _backend(tokenizer)
     if backend is not None:
         file.write_text(backend.to_str(), encoding="utf-8")
 
 
-def load_decoder(file: Path, model: Path) -> Callable[[list[int]], str]:
-    """``decoder_of`` the tokenizer in a checkpoint's folder. Needs no transformers if ``file`` exists."""
+def load_codec(file: Path, model: Path) -> TextCodec:
+    """``codec_of`` the tokenizer in a checkpoint's folder. Needs no transformers if ``file`` exists."""
     if file.exists():
         from tokenizers import Tokenizer
 
-        return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=True)
+        return _codec_of_backend(Tokenizer.from_file(str(file)))
     with without_torch():
-        return decoder_of(load_tokenizer(model))
+        return codec_of(load_tokenizer(model))
+
+
+def _codec_of_backend(backend: Any) -> TextCodec:
+    return TextCodec(
+        partial(backend.decode, skip_special_tokens=True),
+        lambda text: backend.encode(text, add_special_tokens=False).ids,
+    )
 
 
 def _backend(tokenizer: Any) -> Any | None:

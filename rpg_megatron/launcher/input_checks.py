@@ -64,7 +64,7 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
             )
         for at, part in _on_this_machine(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
-            problems, *_ = read_problems_with_counts(part, at, rows=settings.reward.has_custom, first=1)
+            problems, *_ = read_problems_with_counts(part, at, rows=settings.needs_rows, first=1)
             if tokenized:
                 warnings += check_prompts(problems, part, model, at, settings.rollout.stop_token_ids)
             wanted = settings.rollout.prompts_per_step
@@ -196,6 +196,8 @@ def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
     if settings.rollout.dynamic is not None and ":" in settings.rollout.dynamic.type:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
         yield CustomCode("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
+    if (episode := settings.rollout.episode) is not None:
+        yield CustomCode("rollout.episode", episode.type, episode.keywords, 3, coroutine=True)
 
 
 def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -21,7 +21,7 @@ from rpg_megatron.config.base import IMPORTED, tag_of
 from rpg_megatron.config.files import read_text
 from rpg_megatron.rewards.custom_reward import INPUTS, RESPONSE
 
-_POSITIONAL = {"advantage": 3, "schedule": 2, "trackers": 1, "dynamic": 1}
+_POSITIONAL = {"advantage": 3, "schedule": 2, "trackers": 1, "dynamic": 1, "episode": 3}
 """Key of a section -> arguments that a call passes by position; elsewhere none."""
 
 

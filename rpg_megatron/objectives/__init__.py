@@ -1,14 +1,7 @@
 """Losses as pure functions of tensors, and the parts of advantages."""
 
 from rpg_megatron.objectives.aggregate import Aggregation, aggregate
-from rpg_megatron.objectives.baselines import (
-    cispo_loss,
-    dapo_loss,
-    grpo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_pp_loss,
-)
+from rpg_megatron.objectives.baselines import cispo_loss, gspo_loss, ppo_loss
 from rpg_megatron.objectives.clip import Clip
 from rpg_megatron.objectives.corrections import Correction, rollout_correction
 from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence, unnormalised_kl
@@ -26,12 +19,9 @@ __all__ = [
     "ResponseTokens",
     "aggregate",
     "cispo_loss",
-    "dapo_loss",
-    "grpo_loss",
     "gspo_loss",
     "metric_key",
     "ppo_loss",
-    "reinforce_pp_loss",
     "rollout_correction",
     "rpg_loss",
     "takes_maximum",

@@ -30,14 +30,16 @@ def ppo_loss(
     kl: KLEstimator | None = None,
     anchor_logp: Tensor | None = None,
 ) -> LossOutput:
-    """PPO's dual-clip loss, with or without an additive KL term.
+    """PPO's dual-clip loss, with or without an additive KL term: also GRPO, DAPO and REINFORCE++.
 
     Shapes: all the same. ``kl``: ``k1`` and ``k3`` are added to samples of the old policy without a ratio, as
-    GRPO and the scripted REINFORCE++ do. Neither has the gradient of the reverse KL: k3's, on-policy, is that
+    the scripted REINFORCE++ and GRPO do. Neither has the gradient of the reverse KL: k3's, on-policy, is that
     of the forward KL, and k1's is minus that of KL(old || p). ``k3_weighted`` carries the ratio,
     differentiably, and is exact.
     Raises ValueError as ``rpg_loss`` does.
-    Source: PPO arXiv 1707.06347, dual clip arXiv 1912.09729; KL terms: arXiv 2505.17508, section 2.2.
+    Source: PPO arXiv 1707.06347, dual clip arXiv 1912.09729; GRPO arXiv 2402.03300; DAPO arXiv 2503.14476;
+    REINFORCE++ arXiv 2501.03262, its k1 term: scripts released with arXiv 2505.17508, whose section 2.2
+    compares the KL terms.
     """
     anchor = old_logp if anchor_logp is None else anchor_logp
     require_alike(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
@@ -58,56 +60,6 @@ def ppo_loss(
     elif kl == "k3_weighted":
         loss = loss + beta * unnormalised_kl(w, log_u, v)
     return LossOutput(loss, _metrics(w, log_u, v, advantage, clip, clamped_w | clamped_u))
-
-
-def grpo_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    *,
-    clip: Clip = Clip(low=0.2, high=0.2),  # noqa: B008 (frozen dataclass)
-    beta: float = 1e-3,
-    corrected: bool = False,
-    anchor_logp: Tensor | None = None,
-) -> LossOutput:
-    """GRPO: the dual-clip loss plus ``beta`` times k3(anchor / policy), unweighted as published.
-
-    ``corrected``: with the importance ratio, which makes it the gradient of the reverse KL.
-    Shapes and errors: as ``ppo_loss``. Source: arXiv 2402.03300; correction: arXiv 2505.17508, section 2.2.
-    """
-    kl: KLEstimator = "k3_weighted" if corrected else "k3"
-    return ppo_loss(logp, old_logp, advantages, clip=clip, beta=beta, kl=kl, anchor_logp=anchor_logp)
-
-
-def dapo_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    *,
-    clip: Clip = Clip(low=0.2, high=0.28),  # noqa: B008 (frozen dataclass)
-) -> LossOutput:
-    """DAPO: the dual-clip loss with a raised upper bound and no KL. Shapes and errors: as ``ppo_loss``.
-
-    Source: arXiv 2503.14476.
-    """
-    return ppo_loss(logp, old_logp, advantages, clip=clip)
-
-
-def reinforce_pp_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    *,
-    clip: Clip = Clip(low=0.2, high=0.28),  # noqa: B008 (frozen dataclass)
-    beta: float = 1e-4,
-    anchor_logp: Tensor | None = None,
-) -> LossOutput:
-    """REINFORCE++ as scripted: the dual-clip loss plus ``beta`` times k1, which pushes away from the anchor.
-
-    Shapes and errors: as ``ppo_loss``. Source: arXiv 2501.03262; the k1 term: scripts released with arXiv
-    2505.17508.
-    """
-    return ppo_loss(logp, old_logp, advantages, clip=clip, beta=beta, kl="k1", anchor_logp=anchor_logp)
 
 
 def cispo_loss(

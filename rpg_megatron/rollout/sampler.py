@@ -23,10 +23,10 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.data.prompts import (
-    decoder_of,
+    codec_of,
     load_prompts,
     load_tokenizer,
-    save_decoder,
+    save_codec,
     without_torch,
 )
 from rpg_megatron.data.stored_prompts import open_prompts
@@ -51,7 +51,7 @@ from rpg_megatron.rollout.sampler_client import (
 )
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.task_stream import TaskStream
-from rpg_megatron.rollout.worker import DECODER, Worker, engine_clients
+from rpg_megatron.rollout.worker import CODEC, Worker, engine_clients
 from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.messages import Handler, Server, methods_of
 
@@ -75,8 +75,8 @@ class Sampler:
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
         vocab = read_model_shape(settings.model.path).vocab_size
-        load = partial(load_prompts, rows=settings.reward.has_custom, vocab=vocab)
-        prompts = open_prompts(settings.data, tokenizer, rows=settings.reward.has_custom, vocab=vocab)
+        load = partial(load_prompts, rows=settings.needs_rows, vocab=vocab)
+        prompts = open_prompts(settings.data, tokenizer, rows=settings.needs_rows, vocab=vocab)
         self._stream = TaskStream(settings, prompts)
         ahead = settings.rollout.ahead > 0
         self.dispatcher = Dispatcher(
@@ -259,7 +259,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
         tokenizer = load_tokenizer(settings.model.path)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, read_model_shape(settings.model.path).vocab_size)
-    save_decoder(tokenizer, work / DECODER)
+    save_codec(tokenizer, work / CODEC)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers
 
@@ -272,7 +272,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     ]
     starting = [asyncio.create_task(worker.start()) for worker in remote]
     clients = engine_clients(settings, work, token)
-    local = None if remote else Worker(settings, decoder_of(tokenizer), clients, work, stops)
+    local = None if remote else Worker(settings, codec_of(tokenizer), clients, work, stops)
     workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)

@@ -13,24 +13,25 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
-from rpg_megatron.data.prompts import load_decoder
+from rpg_megatron.data.prompts import TextCodec, load_codec
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable, Sample
+from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
 from rpg_megatron.evaluation.answer_classes import classify_answers
 from rpg_megatron.rewards.failures import MOST, FailureCount, first_of_each
 from rpg_megatron.rewards.grader import Grader
-from rpg_megatron.rewards.reward import Response, Score, Scorer
+from rpg_megatron.rewards.reward import Score, Scorer
+from rpg_megatron.rollout.conversation import Conversation
+from rpg_megatron.rollout.episode import SINGLE_TURN, load_episode
 from rpg_megatron.rollout.groups import (
     Generated,
     GroupAnswers,
@@ -39,51 +40,15 @@ from rpg_megatron.rollout.groups import (
     GroupWorker,
     scores_of,
 )
+from rpg_megatron.rollout.running_group import RunningGroup
 from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.system.messages import Server, methods_of
-from rpg_megatron.system.tasks import run_all
 
 _TOKENS_PER_REQUEST = 4096
 """A request to an engine is for as many responses as this covers at their token limit, at least one."""
-DECODER = "decoder.json"
-"""File in the work folder with which workers decode tokens."""
+CODEC = "codec.json"
+"""File in the work folder with the tokenizer of the workers."""
 logger = logging.getLogger("rpg_megatron.sampler")
-
-
-class _Group:
-    """A group, complete or not."""
-
-    def __init__(self, task: GroupTask):
-        self.task = task
-        self.pieces: dict[int, list[Sample]] = {}
-        """The responses so far, by number: each is one piece, unless weight updates interrupted it. Missing
-        ones may come from any engine, because seeds determine them.
-        """
-        self.grading: asyncio.Task[None] | None = None
-        self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
-        self.failures = FailureCount(task.set, 0, task.samples)
-
-    def missing(self, limit: int) -> list[range]:
-        """Numbers of the responses without any piece, in runs of at most ``limit``."""
-        runs: list[range] = []
-        for number in range(self.task.samples):
-            if number in self.pieces:
-                continue
-            if runs and runs[-1].stop == number and len(runs[-1]) < limit:
-                runs[-1] = range(runs[-1].start, number + 1)
-            else:
-                runs.append(range(number, number + 1))
-        return runs
-
-    @property
-    def interrupted(self) -> list[int]:
-        """Numbers of the responses that a weight update interrupted."""
-        return [number for number, pieces in self.pieces.items() if pieces[-1].finish == "abort"]
-
-    def add(self, number: int, piece: Sample) -> None:
-        """Add a response, or a piece of it."""
-        if piece.finish != "abort" or len(piece.tokens):
-            self.pieces.setdefault(number, []).append(piece)
 
 
 class Worker:
@@ -92,15 +57,15 @@ class Worker:
     def __init__(
         self,
         settings: Settings,
-        decode: Callable[[list[int]], str],
+        codec: TextCodec,
         engines: Sequence[EngineClient],
         work: Path,
         stop_token_ids: Sequence[int],
     ):
-        """decode: token ids to text. work: the folder shared with the launcher. stop_token_ids: tokens that
+        """codec: the tokenizer. work: the folder shared with the launcher. stop_token_ids: tokens that
         end a response.
         """
-        self._decode, self._engines, self._work, self._stops = decode, engines, work, list(stop_token_ids)
+        self._codec, self._engines, self._work, self._stops = codec, engines, work, list(stop_token_ids)
         self._stop_texts = settings.rollout.stop
         self._max_sequences = settings.engine.max_sequences
         rollout = settings.rollout
@@ -109,7 +74,12 @@ class Worker:
         reward = settings.reward
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.
         self._comparer = Grader(workers=1, deadline=reward.deadline, memory=reward.memory_bytes)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, RunningGroup] = {}
+        self._own_episode, self._vocab = load_episode(rollout.episode), 0
+        if self._own_episode.path:
+            self._vocab = read_model_shape(settings.model.path).vocab_size
+        self._repeatable = self._scorer.repeatable and not self._own_episode.path
+        """Whether a group that is sampled again by the same weights gets the same scores."""
         self._logged: set[tuple[str, ...]] = set()
         """Kinds of failures of the reward that are in the log."""
         self._arrived = asyncio.Event()
@@ -120,18 +90,17 @@ class Worker:
         group = self._group(task)
         if group.task.version > task.version:  # discarded meanwhile, and submitted again
             return Generated(False)
-        resent, failure = 0, ""
+        resent, failure, halted = 0, "", False
 
-        async def request(numbers: range) -> None:
-            nonlocal resent, failure
-            previous = [piece.tokens for piece in group.pieces.get(numbers.start, ())]
-            start = sum(map(len, previous))
+        async def request(some: list[Conversation]) -> None:
+            nonlocal resent, failure, halted
+            first, turns = some[0], [one.turn for one in some]
             try:
                 samples = await self._engines[engine].generate(
-                    np.concatenate([task.prompt, *previous]),
-                    n=len(numbers),
-                    max_tokens=task.max_tokens - start,
-                    seed=segment_seed(task.seed + numbers.start, start),
+                    first.context,
+                    n=len(some),
+                    max_tokens=first.room,
+                    seed=segment_seed(task.seed + first.number, first.length),
                     stop_token_ids=self._stops,
                     temperature=task.temperature,
                     top_p=task.top_p,
@@ -140,28 +109,44 @@ class Worker:
                     stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
-                    # The last previous token is computed now, by the weights that sample the next one.
-                    routes_from=len(task.prompt) + start - 1 if start else 0,
+                    routes_from=first.computed,
                 )
+                if incarnation_of(self._work, engine) != incarnation:
+                    raise EngineUnavailable("")  # the answer may be from a restarted engine, without weights
             except EngineUnavailable as e:
-                failure = failure or str(e)
-                resent += 1
+                failure, resent, halted = failure or str(e), resent + 1, True
                 return
-            if incarnation_of(self._work, engine) != incarnation:
-                resent += 1  # the answer may be from a restarted engine, without weights
-                return
-            for number, sample in zip(numbers, samples, strict=True):
+            finally:
+                for one in some:
+                    one.requested = False
+                group.changed.set()
+            for one, turn, sample in zip(some, turns, samples, strict=True):
                 if self._ahead and sample.version is None and len(sample.tokens):
                     raise EngineError(
                         f"engine {engine} does not report which weights sampled a response, as rollout.ahead "
                         "needs; start it with the vLLM plug-in of this package, or set rollout.ahead to 0"
                     )
-                group.add(number, sample)
+                halted = halted or sample.finish == "abort"
+                if one.turn is turn:  # else the episode gave it up
+                    one.add(sample)
 
         limit = min(self._max_sequences, max(1, _TOKENS_PER_REQUEST // task.max_tokens))
-        interrupted = [range(number, number + 1) for number in group.interrupted]
-        await run_all([request(numbers) for numbers in [*interrupted, *group.missing(limit)]])
-        complete = len(group.pieces) == task.samples and not group.interrupted
+        running: set[asyncio.Task[None]] = set()
+        try:
+            while not group.complete:
+                if not halted:
+                    running |= {asyncio.create_task(request(some)) for some in group.take_due(limit)}
+                elif not running:
+                    break  # the rest needs another engine, or new weights
+                group.changed.clear()
+                await group.changed.wait()
+                for one in [one for one in running if one.done()]:
+                    running.remove(one)
+                    one.result()
+        finally:
+            for one in running:
+                one.cancel()
+        complete = group.complete and not group.dropped
         if complete and group.grading is None:
             group.grading = asyncio.create_task(self._grade(group))
         return Generated(complete, resent, failure)
@@ -169,7 +154,7 @@ class Worker:
     async def score(self, ticket: int) -> GroupScores:
         """See ``GroupWorker``."""
         scores, failures = scores_of(await self._graded(ticket)), self._groups[ticket].failures
-        return msgspec.structs.replace(scores, repeatable=self._scorer.repeatable, failures=failures)
+        return msgspec.structs.replace(scores, repeatable=self._repeatable, failures=failures)
 
     async def answers(self, ticket: int) -> GroupAnswers:
         """See ``GroupWorker``."""
@@ -187,7 +172,8 @@ class Worker:
     async def drop(self, tickets: list[int]) -> None:
         """See ``GroupWorker``."""
         for ticket in tickets:
-            self._groups.pop(ticket, None)
+            if group := self._groups.pop(ticket, None):
+                group.drop()
 
     async def save(self, tickets: list[int], file: Path) -> None:
         """See ``GroupWorker``."""
@@ -208,7 +194,7 @@ class Worker:
         for ticket, trajectories in found.items():
             if not trajectories:
                 raise UserError(f"{file}: group {ticket} is missing; restore the file")
-            self._groups[ticket] = group = _Group(_task_of(ticket, trajectories))
+            self._groups[ticket] = group = RunningGroup(_task_of(ticket, trajectories))
             group.graded.set_result(trajectories)
         self._arrived.set()
         return [scores_of(trajectories) for trajectories in found.values()]
@@ -226,12 +212,17 @@ class Worker:
         self._scorer.close()
         self._comparer.close()
 
-    def _group(self, task: GroupTask) -> _Group:
+    def _group(self, task: GroupTask) -> RunningGroup:
         known = self._groups.get(task.ticket)
-        if known is None or known.task.version < task.version:
-            known = self._groups[task.ticket] = _Group(task)
-            self._arrived.set()
-        return known
+        if known is not None and known.task.version >= task.version:
+            return known
+        if known is not None:
+            known.drop()
+        group = self._groups[task.ticket] = RunningGroup(task)
+        episode = self._own_episode if task.graded else SINGLE_TURN
+        group.start(episode, self._codec, self._scorer, self._vocab)
+        self._arrived.set()
+        return group
 
     async def _graded(self, ticket: int) -> list[Trajectory]:
         """A group's trajectories; waits for it if this worker was restarted and does not have it yet."""
@@ -240,72 +231,45 @@ class Worker:
             await self._arrived.wait()
         return await asyncio.shield(self._groups[ticket].graded)
 
-    async def _grade(self, group: _Group) -> None:
+    async def _grade(self, group: RunningGroup) -> None:
         try:
-            responses = [group.pieces[number] for number in range(group.task.samples)]
-            found = await self._trajectories(group, responses)
+            found = await self._trajectories(group)
         except Exception as e:
             group.graded.set_exception(e)
             return
-        group.pieces.clear()
+        group.conversations.clear()
         if not group.graded.done():
             group.graded.set_result(found)
 
-    async def _trajectories(self, group: _Group, responses: list[list[Sample]]) -> list[Trajectory]:
-        """The graded responses of a group."""
-        task, whole = group.task, []
-        for pieces in responses:
-            tokens = np.concatenate([piece.tokens for piece in pieces])
-            whole.append(Response(self._decode(tokens.tolist()), tokens, pieces[-1].finish))
-        scores = [Score(0.0, False, None, "not graded", {})] * len(whole)
-        if task.graded:
+    async def _trajectories(self, group: RunningGroup) -> list[Trajectory]:
+        """The graded responses of a group. Raises the error of an episode."""
+        task, own = group.task, group.rewards()
+        responses = [one.response() for one in group.conversations]
+        if not task.graded:
+            scores = [Score(0.0, False, None, "not graded", {})] * len(responses)
+        elif own:
+            scores = own
+        else:
             scores = await self._scorer.score(
-                whole, task.answer, task.context, first_only=task.correctness_only
+                responses, task.answer, task.context, first_only=task.correctness_only
             )
+        if task.graded:
             group.failures = self._count_failures(task, scores)
-        each = zip(responses, whole, scores, strict=True)
-        return [_trajectory(task, number, *one) for number, one in enumerate(each)]
+        each = zip(group.conversations, responses, scores, strict=True)
+        return [one.trajectory(response, score) for one, response, score in each]
 
     def _count_failures(self, task: GroupTask, scores: list[Score]) -> FailureCount:
         """Count the failures of a group; the first of each kind is logged at once."""
         failed = [score.failures for score in scores if score.failures]
         if not failed:
             return FailureCount(task.set, 0, task.samples)
-        prompt = self._decode(task.prompt.tolist())
+        prompt = self._codec.decode(task.prompt.tolist())
         first = [f.at(task.set, task.prompt_id, prompt) for f in first_of_each(sum(failed, ()))]
         for failure in first:
             if failure.key not in self._logged and len(self._logged) < MOST:
                 self._logged.add(failure.key)
                 logger.warning("the reward failed: %s (later ones are only counted)", failure)
         return FailureCount(task.set, len(failed), task.samples, first)
-
-
-def _trajectory(
-    task: GroupTask, number: int, pieces: list[Sample], response: Response, score: Score
-) -> Trajectory:
-    versions = [
-        np.full(len(p.tokens), task.version if p.version is None else p.version, np.int32) for p in pieces
-    ]
-    return Trajectory(
-        prompt_id=task.prompt_id,
-        sample=number,
-        group=task.ticket,
-        prompt=task.prompt,
-        response=response.tokens,
-        behaviour=np.concatenate([piece.logprobs for piece in pieces]),
-        versions=np.concatenate(versions),
-        finish=response.finish,
-        text=response.text,
-        reward=score.reward,
-        correct=score.correct,
-        parts=score.parts,
-        answer=task.answer,
-        extracted=score.extracted,
-        reason=score.reason,
-        seed=task.seed + number,
-        ticket=task.ticket,
-        routes=np.concatenate([piece.routes for piece in pieces]),
-    )
 
 
 def _task_of(ticket: int, group: list[Trajectory]) -> GroupTask:
@@ -348,8 +312,8 @@ async def _run(
     for warning in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
         loop.add_signal_handler(warning, stop.set)
     engines = engine_clients(settings, work, token)
-    decode = load_decoder(work / DECODER, settings.model.path)
-    worker = Worker(settings, decode, engines, work, stops)
+    codec = load_codec(work / CODEC, settings.model.path)
+    worker = Worker(settings, codec, engines, work, stops)
 
     async def where() -> str:
         return listening

@@ -49,6 +49,8 @@ class CustomCode(NamedTuple):
     """Keyword arguments of each call that are not settings."""
     reserved: tuple[str, ...] = ()
     """Keys of the same section that are not passed on; no setting can have one of these names."""
+    coroutine: bool = False
+    """It must be a coroutine function (async def)."""
 
 
 def load_section(
@@ -82,7 +84,7 @@ def name_errors(function: Callable[..., Any], where: str, path: str) -> Callable
     return call
 
 
-def describe_error(error: Exception, path: str) -> str:
+def describe_error(error: BaseException, path: str) -> str:
     """Exception of custom code and the last line of its module in the traceback, in one line."""
     file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
@@ -103,6 +105,8 @@ def load_custom(code: CustomCode) -> Callable[..., Any]:
         function = load_function(path)
     except ValueError as e:
         raise UserError(f"{where}.type: {e}") from None
+    if code.coroutine and not inspect.iscoroutinefunction(function):
+        raise UserError(f"{where}.type: {path} is no coroutine function; define it with async def")
     bound = _bind(function, code)
     if not code.instantiate:
         return bound

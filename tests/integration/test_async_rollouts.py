@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.data.batch_index import BatchIndex
-from rpg_megatron.data.prompts import decoder_of, load_tokenizer
+from rpg_megatron.data.prompts import codec_of, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.engine.metrics import read_metrics
@@ -197,9 +197,7 @@ async def interrupted(
     (folder / "rollouts").mkdir()
     work, tokenizer = engine.process.socket.parent, load_tokenizer(settings.model.path)
     clients = [EngineClient(0, engine.process.socket, engine.token, timeout=120)]
-    worker = Worker(
-        settings, decoder_of(tokenizer), clients, work, stop_tokens(settings.model.path, tokenizer)
-    )
+    worker = Worker(settings, codec_of(tokenizer), clients, work, stop_tokens(settings.model.path, tokenizer))
     pool = EnginePool(settings.engine, clients, work, interrupt=True)
     events = EventSender(folder / "events")
     sampler = Sampler(settings, tokenizer, pool, [worker], events, folder)

@@ -21,17 +21,15 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from rpg_megatron.config.advantages import AdvantageSettings, AnyAdvantageSettings
+from rpg_megatron.config.losses import ObjectiveSettings
 from rpg_megatron.objectives import (
     Clip,
+    ResponseTokens,
     aggregate,
     cispo_loss,
-    dapo_loss,
-    grpo_loss,
     gspo_loss,
     ppo_loss,
-    reinforce_pp_loss,
     rollout_correction,
-    rpg_loss,
 )
 from rpg_megatron.objectives.advantages import response_kl
 
@@ -59,13 +57,12 @@ def reverse_kl_gradient(logits: torch.Tensor, anchor: torch.Tensor) -> torch.Ten
     return torch.autograd.grad(BETA * (logp.exp() * (logp - anchor)).sum(), logits)[0]
 
 
-def kl_only(
-    logits: torch.Tensor, old: torch.Tensor, anchor: torch.Tensor, loss: object, **settings: object
-) -> torch.Tensor:
-    """Expected gradient under the old policy with all advantages 0."""
-    out = loss(
-        torch.log_softmax(logits, 0), old, torch.zeros(7, dtype=torch.float64), anchor_logp=anchor, **settings
-    )
+def kl_only(logits: torch.Tensor, old: torch.Tensor, anchor: torch.Tensor, **section: object) -> torch.Tensor:
+    """Expected gradient of a loss of the settings under the old policy, with all advantages 0."""
+    zeros = torch.zeros(7, dtype=torch.float64)
+    loss: Any = TypeAdapter(ObjectiveSettings).validate_python({"beta": BETA, **section})
+    tokens = ResponseTokens(old, anchor, old, zeros, torch.arange(7))
+    out = loss(torch.log_softmax(logits, 0), tokens)
     return torch.autograd.grad((old.exp() * out.per_token).sum(), logits)[0]
 
 
@@ -74,9 +71,9 @@ def test_grpo_kl_is_right_only_with_the_ratio(separate: bool) -> None:
     logits, old, anchor = policies(0)
     anchor = anchor if separate else old
     wanted = reverse_kl_gradient(logits, anchor)
-    corrected = kl_only(logits, old, anchor, grpo_loss, beta=BETA, corrected=True)
+    corrected = kl_only(logits, old, anchor, type="grpo", corrected=True)
     torch.testing.assert_close(corrected, wanted, rtol=0, atol=1e-12)
-    published = kl_only(logits, old, anchor, grpo_loss, beta=BETA)
+    published = kl_only(logits, old, anchor, type="grpo")
     assert (published - wanted).abs().max() > 1e-2
 
 
@@ -85,9 +82,7 @@ def test_grpo_kl_on_policy_is_the_forward_one() -> None:
     old = torch.log_softmax(logits, 0).detach()
     logp = torch.log_softmax(logits, 0)
     (forward,) = torch.autograd.grad(BETA * (anchor.exp() * (anchor - logp)).sum(), logits)
-    torch.testing.assert_close(
-        kl_only(logits, old, anchor, grpo_loss, beta=BETA), forward, rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(kl_only(logits, old, anchor, type="grpo"), forward, rtol=0, atol=1e-12)
 
 
 def test_a_detached_correction_is_the_forward_kl() -> None:
@@ -105,18 +100,17 @@ def test_k1_as_a_loss_pushes_away() -> None:
     logits, old, _ = policies(3)
     logp = torch.log_softmax(logits, 0)
     (forward,) = torch.autograd.grad(BETA * (old.exp() * (old - logp)).sum(), logits)
-    got = kl_only(logits, old, old, reinforce_pp_loss, beta=BETA)
+    got = kl_only(logits, old, old, type="reinforce_plus_plus")
     torch.testing.assert_close(got, -forward, rtol=0, atol=1e-12)
 
 
 def test_corrected_grpo_kl_is_urkl() -> None:
     # In expectation, not per sample: the differentiable URKL penalty differs by a term of zero mean.
     logits, old, anchor = policies(4)
-    urkl = kl_only(logits, old, anchor, rpg_loss, divergence="urkl", beta=BETA, clip=None)
-    torch.testing.assert_close(urkl, kl_only(logits, old, anchor, grpo_loss, beta=BETA, corrected=True))
+    urkl = kl_only(logits, old, anchor, type="rpg", divergence="urkl", clip=None)
+    torch.testing.assert_close(urkl, kl_only(logits, old, anchor, type="grpo", corrected=True))
 
 
-@pytest.mark.parametrize("loss", [ppo_loss, dapo_loss])
 @pytest.mark.parametrize(
     ("advantage", "w", "kept"),
     [
@@ -128,10 +122,10 @@ def test_corrected_grpo_kl_is_urkl() -> None:
         (-1.0, 10.1, False),
     ],
 )
-def test_dual_clip(loss: object, advantage: float, w: float, kept: bool) -> None:
+def test_dual_clip(advantage: float, w: float, kept: bool) -> None:
     old = torch.tensor([-1.0], dtype=torch.float64)
     logp = (old + math.log(w)).requires_grad_()
-    out = loss(logp, old, torch.tensor([advantage], dtype=torch.float64), clip=Clip(low=0.2, high=0.28))
+    out = ppo_loss(logp, old, torch.tensor([advantage], dtype=torch.float64), clip=Clip(low=0.2, high=0.28))
     (gradient,) = torch.autograd.grad(out.per_token.sum(), logp)
     assert gradient.item() == pytest.approx(-w * advantage if kept else 0.0, rel=1e-12)
 

@@ -24,6 +24,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import EngineSettings, RolloutSettings
+from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
@@ -123,7 +124,7 @@ def draws(count: int = 12) -> list[GroupTask]:
 async def sample(pool: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
     clients: Any = [replica.client for replica in pool.replicas]
-    worker = Worker(SETTINGS, str, clients, pool._work, [0])
+    worker = Worker(SETTINGS, TextCodec(str, str.split), clients, pool._work, [0])
     dispatcher = Dispatcher(pool, [worker], SETTINGS.engine.max_sequences)
     finished: list[int] = []
     tasks = draws()

@@ -20,11 +20,8 @@ from rpg_megatron.config.objective import AnchorSettings
 from rpg_megatron.objectives import (
     Clip,
     cispo_loss,
-    dapo_loss,
-    grpo_loss,
     gspo_loss,
     ppo_loss,
-    reinforce_pp_loss,
     rollout_correction,
     rpg_loss,
 )
@@ -73,15 +70,23 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
         ),
     ),
     ("rpg-sequence", {"ratio": "sequence", "beta": 0.2}, partial(rpg_loss, beta=0.2, sequences=T.sequences)),
-    ("grpo", {"type": "grpo", "beta": 0.3, "clip": CLIP}, partial(grpo_loss, beta=0.3, clip=Clip(**CLIP))),
-    ("grpo-corrected", {"type": "grpo", "corrected": True}, partial(grpo_loss, corrected=True)),
-    ("dapo", {"type": "dapo", "clip": CLIP}, partial(dapo_loss, clip=Clip(**CLIP))),
-    ("dapo-default", {"type": "dapo"}, dapo_loss),
+    (
+        "grpo",
+        {"type": "grpo", "beta": 0.3, "clip": CLIP},
+        partial(ppo_loss, kl="k3", beta=0.3, clip=Clip(**CLIP)),
+    ),
+    (
+        "grpo-corrected",
+        {"type": "grpo", "corrected": True},
+        partial(ppo_loss, kl="k3_weighted", beta=1e-3, clip=Clip(low=0.2, high=0.2)),
+    ),
+    ("dapo", {"type": "dapo", "clip": CLIP}, partial(ppo_loss, clip=Clip(**CLIP))),
+    ("dapo-default", {"type": "dapo"}, partial(ppo_loss, clip=Clip(low=0.2, high=0.28))),
     ("ppo", {"type": "ppo", "clip": {"low": 0.05}}, partial(ppo_loss, clip=Clip(low=0.05))),
     (
         "reinforce++",
         {"type": "reinforce_plus_plus", "beta": 0.3, "clip": CLIP},
-        partial(reinforce_pp_loss, beta=0.3, clip=Clip(**CLIP)),
+        partial(ppo_loss, kl="k1", beta=0.3, clip=Clip(**CLIP)),
     ),
     ("cispo", {"type": "cispo", "low": 0.5, "high": 0.1}, partial(cispo_loss, low=0.5, high=0.1)),
     (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.objectives import LossOutput, grpo_loss, metric_key
+from rpg_megatron.objectives import LossOutput, metric_key, ppo_loss
 from rpg_megatron.policy.policy import UpdateStats, _report
 from rpg_megatron.training.trainer import Trainer, _mean_kl
 
@@ -51,7 +51,7 @@ def test_an_anchor_that_waits_for_the_kl_needs_it_of_the_loss() -> None:
 
 def test_metrics_of_our_losses_have_the_keys_that_reports_read() -> None:
     x = torch.zeros(3)
-    assert {metric_key(name) for name in grpo_loss(x, x, x).metrics} == {
+    assert {metric_key(name) for name in ppo_loss(x, x, x).metrics} == {
         *("ratio/mean", "ratio/max", "kl/anchor", "kl/old", "policy/log_ratio_clamped"),
         *(f"policy/clip_frac_{bound}" for bound in ("high", "low", "c")),
     }

@@ -21,7 +21,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings
 from rpg_megatron.data.batch_index import index_of
-from rpg_megatron.data.prompts import decoder_of
+from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, Sample
 from rpg_megatron.evaluation.metrics import score_sets
@@ -97,7 +97,7 @@ class LocalSampler(Sampler):
         tokenizer = ByteTokenizer()
         pool = EnginePool(settings.engine, engines, events.parent)  # never synced: they are taken as they are
         stops = stop_tokens(settings.model.path, tokenizer)
-        self.worker = Worker(settings, decoder_of(tokenizer), engines, events.parent, stops)
+        self.worker = Worker(settings, codec_of(tokenizer), engines, events.parent, stops)
         super().__init__(settings, tokenizer, pool, [self.worker], EventSender(events), events.parent)
 
     async def batch(self, step: int, version: int) -> Batch:

@@ -23,9 +23,10 @@ import pytest
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.rollout import ImportedDynamicSamplingSettings
-from rpg_megatron.data.prompts import decoder_of
+from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
 from rpg_megatron.engine.restarts import begin_incarnation, incarnation_of
@@ -36,6 +37,7 @@ from rpg_megatron.rollout.sampler_client import ResyncRequired, RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
+from tests.support.episodes import BETWEEN
 from tests.support.stand_in_engines import ByteTokenizer
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
@@ -133,7 +135,7 @@ class Run:
         tokenizer = ByteTokenizer()
         pool = EnginePool(settings.engine, clients, folder, interrupt=True)
         stops = stop_tokens(settings.model.path, tokenizer)
-        self.worker = Worker(settings, decoder_of(tokenizer), clients, folder, stops)
+        self.worker = Worker(settings, codec_of(tokenizer), clients, folder, stops)
         events = EventSender(folder / "events")
         self.sampler = Sampler(settings, tokenizer, pool, [self.worker], events, folder)
         self.batches: list[RolloutBatch] = []
@@ -224,27 +226,31 @@ def check(run: Run) -> None:
     seeds: Counter[tuple[int, int]] = Counter()
     for step, batch in enumerate(run.trajectories, 1):
         assert len({t.ticket for t in batch}) == size
-        lags = np.concatenate([step - 1 - t.versions for t in batch])
+        lags = np.concatenate([step - 1 - t.versions[t.mask] for t in batch])
         assert lags.min() >= 0
         assert lags.max() <= ahead
         for t in batch:
             before = [*t.prompt.tolist(), *t.response.tolist()]
             assert len(t.versions) == len(t.response) == len(t.behaviour)
-            sampled_by = [*[int(t.versions[0])] * (len(t.prompt) - 1), *t.versions.tolist()]
+            # A token that was not sampled was computed together with the next one that was.
+            following = [int(t.versions[place:][t.mask[place:]][0]) for place in range(len(t.response))]
+            sampled_by = [*[following[0]] * (len(t.prompt) - 1), *following]
             assert t.routes[:, 0].tolist() == [[v, place] for place, v in enumerate(sampled_by)]
-            assert (np.diff(t.versions) >= 0).all()
-            for place, version in enumerate(t.versions.tolist()):
-                end = len(t.prompt) + place
+            assert (np.diff(t.versions[t.mask]) >= 0).all()
+            assert (t.versions[~t.mask] == -1).all()
+            assert not t.behaviour[~t.mask].any()
+            for place in np.flatnonzero(t.mask).tolist():
+                end, version = len(t.prompt) + place, int(t.versions[place])
                 assert t.behaviour[place] == np.float32(logprob(version, before[:end], before[end]))
             assert t.finish == ("stop" if t.response[-1] == 0 else "length")
-            assert (t.response[:-1] != 0).all()
+            assert not (t.mask[1:] & (t.response[:-1] == 0)).any()  # an end of sequence ends the turn
             assert len(t.response) <= run.settings.rollout.max_response_tokens
             seeds[t.seed, t.sample] += 1
         metrics = run.batches[step - 1].metrics
         assert metrics["async/lag_max"] == lags.max()
         assert metrics["async/lag_mean"] == pytest.approx(lags.mean())
         assert metrics["async/stale_tokens"] == pytest.approx((lags > 0).mean())
-        mixed = [len(set(t.versions.tolist())) for t in batch]
+        mixed = [len(set(t.versions[t.mask].tolist())) for t in batch]
         assert metrics["async/mixed_responses"] == pytest.approx(np.mean([n > 1 for n in mixed]))
         assert metrics["async/segments"] == pytest.approx(np.mean(mixed))
     assert max(seeds.values()) == 1
@@ -269,6 +275,22 @@ def test_tokens_have_their_version_and_none_is_older_than_allowed(
         assert prompts.setdefault(request["seed"], request["prompt"]) == request["prompt"]
     # Nothing is sampled that no step would train on.
     assert run.sampler._stream._next_ticket == STEPS * size
+
+
+def test_turns_have_exact_versions_when_updates_interrupt_them(settings: Settings, tmp_path: Path) -> None:
+    """Three turns with tokens between them: an episode sees whole turns, whatever an update interrupted."""
+    episode = ImportedSettings.model_validate({"type": "tests.support.episodes:three_turns"})
+    run = asyncio.run(Run(changed(settings, episode=episode), tmp_path / "run", 3).go())
+    check(run)
+    everyone = [t for batch in run.trajectories for t in batch]
+    assert {tuple(t.response[~t.mask].tolist()) for t in everyone} == {BETWEEN + BETWEEN}
+    assert max(batch.metrics["async/mixed_responses"] for batch in run.batches) > 0
+    aborted = [r["max_tokens"] for engine in run.engines for r in engine.requests]
+    assert len(aborted) > 3 * len(everyone) / 2, "no turn was sent again"
+    for batch, sampled in zip(run.batches, run.trajectories, strict=True):
+        assert batch.index.sampled.tolist() == [int(t.mask.sum()) for t in sampled]
+        assert batch.index.response_length.tolist() == [len(t.response) for t in sampled]
+        assert batch.metrics["response/length_max"] == max(int(t.mask.sum()) for t in sampled)
 
 
 @pytest.mark.long  # fifty steps for each of several seeds and settings; the default tier has eight of one

@@ -22,7 +22,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.data.prompts import Prompt, decoder_of, fit_prompts, load_tokenizer, without_torch
+from rpg_megatron.data.prompts import Prompt, codec_of, fit_prompts, load_tokenizer, without_torch
 from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.engine.restarts import note_answer
@@ -64,8 +64,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
         tokenizer = load_tokenizer(settings.model.path)
     vocab = read_model_shape(settings.model.path).vocab_size
     loaded = {
-        part.name: load_set(part, tokenizer, vocab, rows=settings.reward.has_custom)
-        for part in evaluation.heldout
+        part.name: load_set(part, tokenizer, vocab, rows=settings.needs_rows) for part in evaluation.heldout
     }
     prompts = {name: found for name, (found, _) in loaded.items()}
     done = {  # without those for which the reward failed: it may have been corrected
@@ -82,7 +81,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     engines = engine_clients(settings, work, token)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, vocab)
-    worker = Worker(settings, decoder_of(tokenizer), engines, work, stops)
+    worker = Worker(settings, codec_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:
         append_result(results_file(folder, result.set), result)

@@ -1,0 +1,154 @@
+"""A group in a sampler worker: its conversations, and the episodes that lead them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+from rpg_megatron.config import UserError
+from rpg_megatron.data.prompts import TextCodec
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.rewards.failures import FailureCount
+from rpg_megatron.rewards.reward import Score, Scorer
+from rpg_megatron.rollout.conversation import Conversation
+from rpg_megatron.rollout.episode import (
+    Episode,
+    EpisodeTask,
+    NamedEpisode,
+    TokenLimit,
+    own_score,
+)
+from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.system.custom_code import describe_error
+
+
+class RunningGroup:
+    """A group, complete or not. For one event loop."""
+
+    def __init__(self, task: GroupTask):
+        self.task = task
+        self.conversations: list[Conversation] = []
+        """Its responses. Missing turns may come from any engine, because seeds determine them."""
+        self.changed = asyncio.Event()
+        """Set when an episode asks for a turn or ends, an engine has answered, or the group was dropped."""
+        self.dropped = False
+        self.grading: asyncio.Task[None] | None = None
+        self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
+        self.failures = FailureCount(task.set, 0, task.samples)
+        self._episodes: list[asyncio.Task[Episode]] = []
+
+    def start(self, episode: NamedEpisode, codec: TextCodec, scorer: Scorer, vocab: int) -> None:
+        """Start the episode of each response. vocab: number of the model's tokens."""
+        task, prompt = self.task, tuple(self.task.prompt.tolist())
+        text, row = "", None
+        if episode.path:  # the default one reads neither
+            inputs = json.loads(task.context) if task.context else {}
+            text, row = inputs.get("prompt") or codec.decode(task.prompt.tolist()), inputs.get("row")
+        for number in range(task.samples):
+            one = Conversation(task, number, prompt, vocab, codec.decode, self.changed.set)
+            given = EpisodeTask(
+                prompt=prompt,
+                text=text,
+                answer=task.answer,
+                row=row,
+                max_tokens=task.max_tokens,
+                seed=task.seed + number,
+                held_out=task.set,
+                encode=lambda text: tuple(codec.encode(text)),
+                decode=lambda tokens: codec.decode(list(tokens)),
+            )
+            self.conversations.append(one)
+            running = asyncio.create_task(_run(episode, given, one, scorer))
+            running.add_done_callback(self._on_end)
+            self._episodes.append(running)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all episodes have ended, or one has failed."""
+        if self.graded.done():
+            return True
+        return all(e.done() for e in self._episodes) or any(map(_has_failed, self._episodes))
+
+    def take_due(self, limit: int) -> list[list[Conversation]]:
+        """Conversations that wait for a turn, in requests: equal first turns go together, up to ``limit``."""
+        requests: list[list[Conversation]] = []
+        for one in self.conversations:
+            if not one.is_due:
+                continue
+            one.requested = True
+            last = requests[-1] if requests else []
+            if last and len(last) < limit and one.continues(last[-1]):
+                last.append(one)
+            else:
+                requests.append([one])
+        return requests
+
+    def rewards(self) -> list[Score] | None:
+        """The rewards that the episodes set; None: they set none. The group must be complete.
+
+        Raises the error of an episode, and UserError if only some have a reward.
+        """
+        for episode in filter(_has_failed, self._episodes):
+            self.drop()
+            episode.result()
+        found = [episode.result().reward for episode in self._episodes]
+        scores = [
+            own_score(reward)._replace(failures=one.failures)
+            for reward, one in zip(found, self.conversations, strict=True)
+            if reward is not None
+        ]
+        if scores and (len(scores) < len(found) or len({tuple(score.parts) for score in scores}) > 1):
+            raise UserError(
+                f"rollout.episode: the episodes of prompt {self.task.prompt_id} return rewards of different "
+                "kinds; return for every response a number, or the result of score, or no reward"
+            )
+        return scores or None
+
+    def drop(self) -> None:
+        """End the episodes."""
+        self.dropped = True
+        for episode in self._episodes:
+            episode.cancel()
+        self.changed.set()
+
+    def _on_end(self, episode: asyncio.Task[Episode]) -> None:
+        _has_failed(episode)  # reads the exception: asyncio logs one that is never read
+        self.changed.set()
+
+
+def _has_failed(episode: asyncio.Task[Episode]) -> bool:
+    return episode.done() and not episode.cancelled() and episode.exception() is not None
+
+
+async def _run(episode: NamedEpisode, given: EpisodeTask, one: Conversation, scorer: Scorer) -> Episode:
+    """Run an episode. Raises UserError, which names its file and line, if it fails."""
+    task = one.task
+
+    async def score(text: str | None = None) -> Score:
+        response = one.response() if text is None else one.response()._replace(text=text)
+        (found,) = await scorer.score([response], task.answer, task.context, first_only=task.correctness_only)
+        one.failures += found.failures
+        return found
+
+    try:
+        try:
+            found: Any = await episode.function(given, one.generate, score)
+        except TokenLimit:
+            found = Episode()
+        if not isinstance(found, Episode):
+            raise TypeError(f"it returned {type(found).__name__} instead of an Episode")
+        if not one.sampled:
+            raise ValueError("it ended without a turn of the policy")
+        return found if found.reward is None else replace(found, reward=own_score(found.reward))
+    except Exception as e:
+        error: BaseException = e
+    except asyncio.CancelledError as e:
+        if (current := asyncio.current_task()) is None or current.cancelling():
+            raise
+        error = e  # its own
+    what = describe_error(error, episode.path)
+    raise UserError(
+        f"rollout.episode: {episode.path} {what} (prompt {task.prompt_id}, response {one.number})"
+    ) from error

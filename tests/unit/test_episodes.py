@@ -1,0 +1,281 @@
+"""Episodes of the user's own: turns, tokens between them, rewards, errors.
+
+Why: a token that the policy did not sample and that is trained on, or a turn that continues other tokens than
+those sampled, shows in no metric. Stand-in engines answer from the prompt and the seed alone. Weight updates
+in mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.data.prompts import codec_of
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
+from rpg_megatron.engine.client import EngineUnavailable, Sample
+from rpg_megatron.launcher.input_checks import check_custom_code
+from rpg_megatron.rollout.groups import Generated, GroupScores, GroupTask
+from rpg_megatron.rollout.worker import Worker
+from tests.support.ranks import ROOT
+from tests.support.stand_in_engines import ByteTokenizer
+
+PROMPT = b"What is 1+1?"
+Request = dict[str, Any]
+
+
+class Engine:
+    """Answers a few digits and 0, drawn from prompt and seed, after a random while."""
+
+    def __init__(self, rng: random.Random, lives: int = 10**6):
+        """lives: number of requests until it fails."""
+        self.rng, self.lives = rng, lives
+        self.requests: list[Request] = []
+        self.answered = 0
+
+    async def generate(self, prompt: np.ndarray, *, n: int, **request: Any) -> list[Sample]:
+        self.requests.append({"prompt": prompt.tolist(), "n": n} | request)
+        await asyncio.sleep(0.003 * self.rng.random())
+        self.lives -= 1
+        if self.lives < 0:
+            raise EngineUnavailable("gone")
+        self.answered += n
+        return [self._one(prompt.tolist(), request["seed"] + i, request["max_tokens"]) for i in range(n)]
+
+    def _one(self, prompt: list[int], seed: int, most: int) -> Sample:
+        draw = random.Random(f"{prompt} {seed}")
+        tokens = [*(draw.randrange(48, 58) for _ in range(draw.randrange(1, 9))), 0][:most]
+        values = np.array([-draw.random() for _ in tokens], np.float32)
+        return Sample(np.array(tokens, np.int32), values, "stop" if tokens[-1] == 0 else "length")
+
+
+def make_settings(config_file: Path, episode: str, **keys: Any) -> Settings:
+    section = ", ".join(f"{key}: {value}" for key, value in {"type": episode, **keys}.items())
+    return load_settings(config_file, [f"rollout.episode={{{section}}}", "rollout.max_response_tokens=64"])
+
+
+def make_task(**changes: Any) -> GroupTask:
+    prompt = np.frombuffer(PROMPT, np.uint8).astype(np.int32)
+    given = {"samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
+    return GroupTask(7, 0, prompt, "2", **given)
+
+
+def sample(
+    settings: Settings, engines: list[Engine], folder: Path, task: GroupTask | None = None
+) -> tuple[list[Trajectory], GroupScores]:
+    """Sample a group, on the next engine after each failure."""
+
+    async def run() -> tuple[list[Trajectory], GroupScores]:
+        clients: Any = engines
+        worker = Worker(settings, codec_of(ByteTokenizer()), clients, folder, [0])
+        whole = task or make_task()
+        try:
+            async with asyncio.timeout(30):
+                done, number = Generated(False), -1
+                while not done.complete:
+                    number += 1
+                    done = await worker.generate(whole, number % len(engines), 0)
+                scores = await worker.score(7)
+                return await worker.fetch([7] * whole.samples, list(range(whole.samples))), scores
+        finally:
+            worker.close()
+
+    return asyncio.run(run())
+
+
+def contents(group: list[Trajectory]) -> list[tuple[Any, ...]]:
+    return [(t.response.tolist(), t.mask.tolist(), t.behaviour.tolist(), t.text, t.reward) for t in group]
+
+
+def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:three_turns", longest=5)
+    engine = Engine(random.Random(1))
+    group, scores = sample(settings, [engine], tmp_path)
+    answers = {(tuple(r["prompt"]), r["seed"]): r["max_tokens"] for r in engine.requests if r["n"] == 1}
+    assert len(answers) == 2 * 3
+    assert len({r["seed"] for r in engine.requests}) == len(engine.requests)
+    for t in group:
+        whole = [*PROMPT, *t.response.tolist()]
+        turns = re.fullmatch(rb"(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)", bytes(t.response.tolist()))
+        assert turns is not None
+        assert [bool(m) for m in t.mask] == [token not in b"()*" for token in t.response.tolist()]
+        assert (t.versions == np.where(t.mask, 5, NOT_SAMPLED)).all()
+        assert (t.behaviour[t.mask] < 0).all()
+        assert not t.behaviour[~t.mask].any()
+        for begin in (turns.start(2), turns.start(3)):  # a request for exactly the tokens before the turn
+            assert [n for (a, _), n in answers.items() if list(a) == whole[: 12 + begin]] == [5]
+        assert t.text == bytes(token for token in t.response.tolist() if token).decode()
+    assert scores.lengths == [int(t.mask.sum()) for t in group]
+    assert scores.totals == [len(t.response) for t in group]
+    assert scores.versions == {5: sum(scores.lengths)}
+    assert (scores.segments, scores.mixed, scores.recomputed) == (3, 0, 0)
+    assert not scores.repeatable
+
+
+def test_neither_timing_nor_failures_change_a_response(config_file: Path, tmp_path: Path) -> None:
+    """A turn that an engine has answered is not sampled again when it fails."""
+    settings = make_settings(config_file, "tests.support.episodes:three_turns")
+    expected, _ = sample(settings, [Engine(random.Random(1))], tmp_path)
+    for seed in range(20):
+        lives = (seed % 7, 2, 100)
+        engines = [Engine(random.Random(10 * seed + i), lives=left) for i, left in enumerate(lives)]
+        group, _ = sample(settings, engines, tmp_path)
+        assert contents(group) == contents(expected)
+        assert sum(engine.answered for engine in engines) == 9
+
+
+def test_single_turns_are_asked_for_together(config_file: Path, tmp_path: Path) -> None:
+    engine = Engine(random.Random(1))
+    settings = load_settings(config_file, ["rollout.max_response_tokens=64"])
+    sample(settings, [engine], tmp_path, make_task(samples=40, max_tokens=1000))
+    assert [r["n"] for r in engine.requests] == [4] * 10  # 4,096 tokens at their limit
+    assert [r["seed"] for r in engine.requests] == list(range(1000, 1040, 4))
+
+
+def test_probes_have_one_turn(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:faulty", fault="raises")
+    group, _ = sample(settings, [Engine(random.Random(1))], tmp_path, make_task(graded=False))
+    assert all(t.mask.all() for t in group)
+
+
+def test_the_token_limit_ends_a_response(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:three_turns")
+    group, scores = sample(settings, [Engine(random.Random(1))], tmp_path, make_task(max_tokens=8))
+    assert all(len(t.response) <= 8 and t.mask[-1] for t in group)
+    assert [t.finish for t in group] == ["length"] * 3
+    assert scores.truncated == [True] * 3
+
+
+def test_an_episode_sets_its_reward(config_file: Path, tmp_path: Path) -> None:
+    numbers, scores = sample(
+        make_settings(config_file, "tests.support.episodes:scored"), [Engine(random.Random(1))], tmp_path
+    )
+    assert [t.reward for t in numbers] == [len(t.response) / 100 for t in numbers]
+    assert all(t.correct and t.parts == {"episode": t.reward} for t in numbers)
+    assert scores.failures.failed == 0
+    graded, _ = sample(
+        make_settings(config_file, "tests.support.episodes:scored", kind="score"),
+        [Engine(random.Random(1))],
+        tmp_path,
+    )
+    run, _ = sample(load_settings(config_file), [Engine(random.Random(1))], tmp_path)
+    assert contents(graded) == contents(run)
+    assert [t.parts for t in graded] == [t.parts for t in run]
+
+
+def test_a_reward_that_fails_inside_an_episode_is_counted(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_reward.py").write_text("def bad(response, answer): return 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    settings = make_settings(config_file, "tests.support.episodes:scored")
+    reward = load_settings(config_file, ["reward.type=bad_reward:bad"]).reward
+    settings = settings.model_copy(update={"reward": reward})
+    _, scores = sample(settings, [Engine(random.Random(1))], tmp_path)
+    assert (scores.failures.failed, scores.failures.graded) == (3, 3)
+    assert "ZeroDivisionError" in str(scores.failures.first)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no turn", "it ended without a turn of the policy"),
+        ("nothing", "it returned NoneType instead of an Episode"),
+        ("raises", "fails at .*tests/support/episodes.py:[0-9]+: KeyError: 'a tool'"),
+        ("shorter", "do not begin with the 12 tokens of the conversation so far .they differ at token 11"),
+        ("encoded again", "they differ at token 12"),
+        ("text", "something that is no list of token ids"),
+        ("unknown token", "token 1000000; the model has [0-9]+ tokens"),
+        ("no limit", "max_tokens 0; at least 1"),
+        ("two at once", "while it samples another turn"),
+        ("cancelled", "CancelledError"),
+        ("not finite", "the reward is nan"),
+    ],
+)
+def test_a_faulty_episode_ends_the_run_with_a_message(
+    config_file: Path, tmp_path: Path, fault: str, message: str
+) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:faulty", fault=fault)
+    with pytest.raises(UserError, match=message) as error:
+        sample(settings, [Engine(random.Random(1))], tmp_path)
+    assert str(error.value).startswith("rollout.episode: tests.support.episodes:faulty fails")
+    assert "prompt 0, response" in str(error.value)
+
+
+def test_rewards_of_different_kinds_are_refused(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:scored", kind="either")
+    with pytest.raises(UserError, match="return rewards of different kinds"):
+        sample(settings, [Engine(random.Random(1))], tmp_path)
+
+
+def test_a_dropped_group_ends_its_episodes(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:three_turns")
+
+    async def run() -> None:
+        clients: Any = [Engine(random.Random(1))]
+        worker = Worker(settings, codec_of(ByteTokenizer()), clients, tmp_path, [0])
+        working = asyncio.create_task(worker.generate(make_task(), 0, 0))
+        while not clients[0].requests:
+            await asyncio.sleep(0)
+        await worker.drop([7])
+        assert await working == Generated(False)
+        newer = make_task(version=6)
+        assert (await worker.generate(newer, 0, 0)).complete
+        assert await worker.generate(make_task(), 0, 0) == Generated(False)
+        await worker.score(7)
+        worker.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("episode", "keys", "message"),
+    [
+        ("tests.support.episodes:none", {}, "the module tests.support.episodes has no 'none'"),
+        ("tests.support.ranks:run_ranks", {}, "no coroutine function; define it with async def"),
+        ("tests.support.episodes:three_turns", {"longst": 3}, "did you mean 'longest'"),
+        ("tests.support.episodes:three_turns", {"longest": "many"}, "rollout.episode.longest: .*integer"),
+    ],
+)
+def test_a_wrong_setting_is_found_before_the_start(
+    config_file: Path, episode: str, keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=message):
+        check_custom_code(make_settings(config_file, episode, **keys))
+    check_custom_code(load_settings(config_file, ["rollout.episode=tests.support.episodes:three_turns"]))
+
+
+def test_the_example_of_the_page(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_page: Callable[[Path], None]
+) -> None:
+    write_page(tmp_path)
+    (tmp_path / "length.py").write_text("def length(response, answer): return len(response) / 8\n")
+    monkeypatch.chdir(tmp_path)
+    settings = make_settings(config_file, "my_episodes:ask_again", hint="'?'")
+    reward = load_settings(config_file, ["reward.type=length:length"]).reward
+    settings = settings.model_copy(update={"reward": reward})
+    group, _ = sample(settings, [Engine(random.Random(1))], tmp_path)
+    for t in group:
+        assert t.mask.tolist() == [token != ord("?") for token in t.response.tolist()]
+        turns = bytes(t.response.tolist()).split(b"?")
+        before, after = (len(turn.strip(b"\0")) / 8 for turn in turns)
+        assert t.reward == after + 0.5 * (after - before)
+
+
+@pytest.fixture
+def write_page() -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        page = (ROOT / "docs" / "extend.md").read_text()
+        (text,) = re.findall(r"```python\n(# my_episodes.py\n.*?)```", page, re.DOTALL)
+        (folder / "my_episodes.py").write_text(text)
+
+    return write
