@@ -62,7 +62,7 @@ def problems(count: int, seed: int = 0) -> list[Trajectory]:
     for trajectory, (prompt, response) in zip(found, rows, strict=True):
         trajectory.prompt, trajectory.response = np.array(prompt, np.int32), np.array(response, np.int32)
         trajectory.behaviour = trajectory.old = trajectory.anchor = np.zeros(len(response), np.float32)
-        trajectory.versions = np.zeros(len(response), np.int32)
+        trajectory.versions, trajectory.mask = np.zeros(len(response), np.int32), np.ones(len(response), bool)
     return found
 
 

@@ -316,6 +316,8 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
     plain = {name: columns[name].to_pylist() for name in _PLAIN}
     lists = {}
     for name in _LISTS:
+        if columns[name].values.null_count:
+            raise ValueError(f"{name} has nulls in its lists")
         ends = columns[name].offsets.to_numpy()
         values = columns[name].values.to_numpy(zero_copy_only=name != "mask")
         nulls = columns[name].is_null().to_pylist()
@@ -331,6 +333,8 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
             fields["anchor"] = fields["old"].copy()
         if fields["mask"] is None:
             fields["mask"] = np.ones(len(fields["response"]), bool)
+        elif len(fields["mask"]) != len(fields["response"]):
+            raise ValueError(f"mask of group {fields['group']} does not have the length of the response")
         if routes is not None:
             rows = len(fields["prompt"]) + len(fields["response"]) - 1
             topk = batch.column("routes_topk")[row].as_py()

@@ -124,6 +124,8 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
 def from_row(row: dict[str, Any]) -> Trajectory:
     """Inverse of ``to_row``, bit for bit. Rows of earlier versions have no ticket, then 0, and no mask."""
     arrays: dict[str, Any] = {
-        name: np.array(row[name], _TYPES.get(name, np.float32)) for name in _ARRAYS if name in row
+        name: np.array(row[name], _TYPES.get(name, np.float32))
+        for name in _ARRAYS
+        if name in row or name != "mask"
     }
     return Trajectory(**{name: value for name, value in row.items() if name not in arrays}, **arrays)

@@ -83,7 +83,8 @@ def correction_by_lag(mine: Sequence[Trajectory], version: int, settings: Settin
 
 
 def _learnt(mine: Sequence[Trajectory], settings: Settings) -> list[Trajectory]:
-    return [t for t in mine if not (settings.training.mask_truncated and t.finish == "length")]
+    cut = settings.training.mask_truncated
+    return [t for t in mine if t.sampled and not (cut and t.finish == "length")]
 
 
 def _tokens_learnt(mine: Sequence[Trajectory], settings: Settings) -> ResponseTokens:

@@ -263,7 +263,8 @@ class Trainer:
                 pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])[:, t.mask]
                 gaps = torch.from_numpy(pair).double().abs()
                 sums += torch.cat([gaps.sum(1), torch.tensor([gaps.size(1)])])
-                largest = torch.maximum(largest, gaps.amax(1))
+                if gaps.numel():
+                    largest = torch.maximum(largest, gaps.amax(1))
         dist.all_reduce(sums, group=control_group())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
         replayed_mean, own_mean = (sums[:2] / sums[2].clamp(min=1)).tolist()

@@ -140,6 +140,7 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     for t in batch:  # older weights sampled some tokens
         lag = STEP - 1 - t.versions
         t.behaviour += (lag * draw.normal(0, 0.5, len(lag))).astype(np.float32)
+        t.behaviour[~t.mask] = 0
 
     wrong = [replace(t, behaviour=t.behaviour + (t.group == 2) * np.float32(0.01)) for t in probes]
     said, _ = check(trainer, batch, wrong)

@@ -21,7 +21,7 @@ from rpg_megatron.data import rollout_files
 from rpg_megatron.data.batch_index import BatchIndex, index_of
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
-from rpg_megatron.data.trajectory import Trajectory, to_row
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory, to_row
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import barrier, gather_objects
@@ -40,6 +40,8 @@ def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
     batch = []
     for i in range(count):
         prompt, response = int(draw.integers(1, 9)), int(draw.integers(1, longest))
+        mask = draw.random(response) < (1 if i % 3 else 0.6)  # a third of them has tokens of others
+        mask[-1] = True
         batch.append(
             Trajectory(
                 prompt_id=int(draw.integers(0, 10**6)),
@@ -47,8 +49,11 @@ def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
                 group=i // 4,
                 prompt=draw.integers(0, 150_000, prompt).astype(np.int32),
                 response=draw.integers(0, 150_000, response).astype(np.int32),
-                behaviour=draw.normal(size=response).astype(np.float32),
-                versions=draw.integers(VERSION - 1, VERSION + 1, response).astype(np.int32),
+                mask=mask,
+                behaviour=draw.normal(size=response).astype(np.float32) * mask,
+                versions=np.where(
+                    mask, draw.integers(VERSION - 1, VERSION + 1, response), NOT_SAMPLED
+                ).astype(np.int32),
                 finish=("stop", "length")[i % 2],
                 text="a text that only the leader needs" * 50,
                 reward=float(draw.normal()),
@@ -60,12 +65,13 @@ def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
 def scored(t: Trajectory, seed: int) -> np.ndarray:
     """What stands for a trajectory's log-probs: a function of its tokens."""
     draw = np.random.default_rng([seed, t.group, t.sample])
-    return (t.behaviour + draw.normal(0, 1e-2, len(t.response))).astype(np.float32)
+    apart = np.where(t.mask, draw.normal(0, 1e-2, len(t.response)), -5)
+    return (t.behaviour + apart).astype(np.float32)
 
 
 def describe(t: Trajectory) -> list[object]:
     """What an update may see of a trajectory."""
-    tokens = [t.prompt.tolist(), t.response.tolist(), t.behaviour.tolist()]
+    tokens = [t.prompt.tolist(), t.response.tolist(), t.mask.tolist(), t.behaviour.tolist()]
     return [*tokens, t.finish, float(np.float32(t.advantage)), t.prompt_id, t.group, t.sample]
 
 

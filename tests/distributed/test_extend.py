@@ -1,11 +1,12 @@
 """The examples of docs/extend.md, as files outside the repository, train as printed.
 
 Proved, with real Megatron in fp32: a loss with metrics of its own, an advantage and a schedule named by
-import path train two steps; the metrics are in metrics.jsonl and TensorBoard, the advantage and the learning
-rates are those of the functions; our losses' metrics are absent and nothing asks for them. The filter keeps
-groups with dense rewards. The rewards score, with stand-ins for their servers, problems of the source of
-prompts. Long: over four steps the metrics are the same in each parallel layout, means to 1e-6, and maxima
-to 1e-5, since a single token's log-prob differs by some 1e-6 in fp32. Not covered: engines.
+import path train two steps, on responses of which the policy sampled a part; the metrics are in metrics.jsonl
+and TensorBoard, the advantage and the learning rates are those of the functions; our losses' metrics are
+absent and nothing asks for them. The filter keeps groups with dense rewards. The rewards score, with
+stand-ins for their servers, problems of the source of prompts. Long: over four steps the metrics are the same
+in each parallel layout, means to 1e-6, and maxima to 1e-5, since a single token's log-prob differs by some
+1e-6 in fp32. Not covered: engines.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rpg_megatron.rewards.reward import Response, Scorer
 from rpg_megatron.rollout.dynamic_sampling import passes_filter
 from rpg_megatron.rollout.groups import scores_of
 from tests.support.judges import stand_in_judge
-from tests.support.layouts import TEMPERATURE, make_case, write_rewarded_batch
+from tests.support.layouts import TEMPERATURE, TURNS, make_case, write_rewarded_batch
 from tests.support.ranks import ROOT, run_ranks
 
 OWN = ("objective/drift", "objective/drift_max", "objective/far")
@@ -100,7 +101,7 @@ def test_the_examples_of_the_page_train(tmp_path: Path, sections: dict[str, Any]
         }
         assert 0 < row["objective/drift"] < row["objective/drift_max"]
     rewards = np.array([t.reward for t in batch])
-    lengths = np.array([len(t.response) for t in batch])
+    lengths = np.array([sum(TURNS.get(i, (len(t.response),))[::2]) for i, t in enumerate(batch)])
     advantages = (rewards - rewards.reshape(4, 3).mean(1).repeat(3)) / np.sqrt(lengths)
     # At the first update the ratio is 1, and the mean |loss| of both updates is close to that of |A|.
     wanted = (np.abs(advantages) * lengths).sum() / lengths.sum()

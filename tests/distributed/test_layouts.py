@@ -7,12 +7,14 @@ gradient and their norm; for TP, PP, virtual stages (VPP), DP, SP and mixtures, 
 tied and untied embeddings, a vocabulary that the layout pads. The Hugging Face export of each, after an
 update, gives transformers the log-probs that Megatron computes; a held anchor still gives those from before
 the update, and the weights come back bit for bit. Several updates by each optimizer end at the weights of the
-same optimizer on the float64 model.
+same optimizer on the float64 model. With responses of several parts, of which the policy did not sample some:
+loss and gradients are those of the sampled tokens, and numbers at the others change no bit of a gradient.
 Not covered here: GPUs, bfloat16, the other losses (their gradients: tests/unit), the engine's side.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.layouts import (
     OBJECTIVES,
     check,
     make_batch,
     make_layout_model,
+    make_masked_batch,
     reference_logprobs,
     reference_update,
     run_layouts,
@@ -105,6 +109,83 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, nam
             np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: export, {t.prompt_id}")
         for t, got, (logp, _) in zip(batch, result["anchored"], rows, strict=True):
             np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: held anchor, {t.prompt_id}")
+
+
+MASKED = ("TP2", "TP2+SP", "PP2", "DP2, 7 micro-batches", "DP2, packed to a budget", "CP2")
+"""What a mask could break, without any that need more processes."""
+INFLUENCES = {"last before a part": (3, 19), "first after a part": (3, 50)}
+"""Sampled tokens beside those that were not: prompt, place in the response."""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "influenced"),
+    [
+        ({"rpg": MASKED, "gspo": SEQUENCES}, ("CP2",)),
+        pytest.param(
+            {"rpg": [name for name in LAYOUTS if name not in MASKED], "rpg, entropy bonus": ENTROPIES}
+            | {"gspo": [name for name in LAYOUTS if name not in SEQUENCES]}
+            | {"rejected tokens": REJECTED, "rejected sequences": REJECTED},
+            ("TP1", "PP2xVPP2"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["two ranks", "all"],
+)
+def test_only_sampled_tokens_have_a_gradient(
+    tmp_path: Path, kinds: dict[str, Sequence[str]], influenced: Sequence[str]
+) -> None:
+    model = make_layout_model(tmp_path / "model", tied=False)
+    batch = make_masked_batch()
+    rows = score_batch(model, batch)
+    wanted = {}
+    for kind in kinds:
+        model.zero_grad()
+        wanted[kind] = reference_update(model, batch, kind)
+    cases, others = {}, {}
+    for layout, sizes in LAYOUTS.items():  # so that cases of one layout follow each other
+        own = {kind: (*sizes, OBJECTIVES[kind]) for kind in kinds if layout in kinds[kind]}
+        if "rpg" in own:
+            changed = {"other numbers": _with_other_numbers(batch)}
+            places = INFLUENCES.items() if layout in influenced else ()
+            changed |= {what: _with_influence(batch, *place) for what, place in places}
+            own |= dict.fromkeys(changed, own["rpg"])
+            others |= {f"{what}, {layout}": other for what, other in changed.items()}
+        cases |= {f"{what}, {layout}": case for what, case in own.items()}
+    results = run_layouts(tmp_path, cases, batch, {}, others=others, lr=0.0, after=False)
+
+    for kind, layouts in kinds.items():
+        for layout in layouts:
+            name = f"{kind}, {layout}"
+            check(tmp_path, name, results[name], batch, rows, wanted[kind])
+    for layout in kinds["rpg"]:
+        first = _gradient_bits(tmp_path, f"rpg, {layout}")
+        assert _gradient_bits(tmp_path, f"other numbers, {layout}") == first, layout
+        for what in INFLUENCES if layout in influenced else ():
+            assert _gradient_bits(tmp_path, f"{what}, {layout}") != first, f"{what}, {layout}"
+
+
+def _with_other_numbers(batch: Sequence[Trajectory]) -> list[Trajectory]:
+    """The batch with numbers that would spoil any loss, at the tokens that were not sampled."""
+    changed = pickle.loads(pickle.dumps(batch))
+    for t in changed:
+        left_out = t.versions == NOT_SAMPLED
+        t.old[left_out], t.anchor[left_out], t.behaviour[left_out] = np.nan, 1e30, -np.inf
+        t.versions[left_out] = 7
+    assert any(np.isnan(t.old).any() for t in changed)
+    return changed
+
+
+def _with_influence(batch: Sequence[Trajectory], prompt: int, place: int) -> list[Trajectory]:
+    """The batch with another ``old`` of a sampled token."""
+    changed = pickle.loads(pickle.dumps(batch))
+    assert changed[prompt].mask[place]
+    changed[prompt].old[place] += np.float32(0.01)
+    return changed
+
+
+def _gradient_bits(folder: Path, name: str) -> dict[str, bytes]:
+    gradients = load_file(folder / "gradients" / name / "model.safetensors")
+    return {key: gradient.numpy().tobytes() for key, gradient in gradients.items()}
 
 
 @pytest.mark.parametrize(

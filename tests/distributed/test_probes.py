@@ -6,7 +6,8 @@ before the sampler forgets it, and scored in a row within the budget, of which a
 number; the guard names the engine whose probes are off, and a step without any probe is an error on all
 ranks; log-probs, metrics and weights of the step are the same bits as without probes, and so is the step
 trained again from its rollouts, whose responses several versions sampled. The correction's statistics by lag
-are those of ``objectives``, and together those of the update. For DP2 and PP2. Not covered: engines
+are those of ``objectives``, and together those of the update. Tokens that the policy did not sample are in
+none of these numbers. For DP2 and PP2. Not covered: engines
 (tests/integration).
 """
 
@@ -22,8 +23,9 @@ import numpy as np
 import pytest
 import torch
 
+from rpg_megatron.data.trajectory import NOT_SAMPLED
 from rpg_megatron.objectives import rollout_correction
-from tests.support.layouts import TEMPERATURE, make_batch, make_case, make_layout_model
+from tests.support.layouts import TEMPERATURE, make_case, make_layout_model, make_masked_batch
 from tests.support.ranks import run_ranks
 
 LAYOUTS = {"DP2": {"data": 2}, "PP2": {"pipeline": 2}}
@@ -41,15 +43,18 @@ ENGINES = [0, 0, 1, 1, 2]
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("probes")
     make_layout_model(folder / "model", tied=False)
-    batch = make_batch()
+    batch = make_masked_batch()
     draw = np.random.default_rng(0)
     for i, t in enumerate(batch):
         t.reward, t.group, t.sample = math.sin(i), i // 3, i % 3
-        t.versions = np.sort(draw.integers(3, 6, len(t.response))).astype(np.int32)  # segments
+        versions = np.sort(draw.integers(3, 6, len(t.response)))  # segments
+        t.versions = np.where(t.mask, versions, NOT_SAMPLED).astype(np.int32)
     lengths = [1, 9, 4, 2, 7]
     of = batch[3]
     probes = [
-        replace(of, group=engine, sample=i, response=of.response[:n], behaviour=of.behaviour[:n])
+        replace(
+            of, group=engine, sample=i, response=of.response[:n], behaviour=of.behaviour[:n], mask=of.mask[:n]
+        )
         for i, (engine, n) in enumerate(zip(ENGINES, lengths, strict=True))
     ]
     for t in probes:
@@ -108,8 +113,8 @@ def test_the_guard_names_the_engine(results: dict, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_correction_by_lag(results: dict, layout: str) -> None:
-    mine = [t for rank in results[layout] for t in rank["mine"]]
-    old, behaviour, versions = (np.concatenate(column) for column in zip(*mine, strict=True))
+    mine = [np.array(t)[:, np.array(t[2]) >= 0] for rank in results[layout] for t in rank["mine"]]
+    old, behaviour, versions = np.concatenate(mine, axis=1)
     wanted = rollout_correction(
         torch.tensor(old), torch.tensor(behaviour), torch.zeros(len(old)), kind="truncate", high=1.5
     ).metrics

@@ -1,9 +1,9 @@
 """Settings of a step's batch besides the loss: a KL in the reward, several passes over the batch.
 
 Proved with real Megatron on two data-parallel ranks in fp32: with ``reward.kl`` the advantages on every rank
-are those of rewards minus the KL of the response, in its group; two epochs are the same updates, bit for bit,
-as a batch whose mini-batches come twice, with the old policy of before the first. Not covered: the gradient
-of a KL in the reward (tests/unit/test_baselines.py).
+are those of rewards minus the KL of the response's sampled tokens, in its group; two epochs are the same
+updates, bit for bit, as a batch whose mini-batches come twice, with the old policy of before the first. Not
+covered: the gradient of a KL in the reward (tests/unit/test_baselines.py).
 """
 
 from __future__ import annotations

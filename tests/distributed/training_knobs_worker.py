@@ -51,7 +51,7 @@ def main() -> None:
     epochs = weights(trainer)
     second = scored(trainer, folder)  # the policy has left the anchor
     rows = [
-        (t.group, t.sample, float((t.old.astype(np.float64) - t.anchor).sum()), t.advantage)
+        (t.group, t.sample, float((t.old.astype(np.float64) - t.anchor)[t.mask].sum()), t.advantage)
         for t in iter_trajectories(second.minibatches)
     ]
     ranks = gather_objects(rows)

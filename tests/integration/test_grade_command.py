@@ -18,6 +18,7 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.grade import grade_file
 from rpg_megatron.config import UserError
+from rpg_megatron.data.rollout_files import read_rollouts
 from tests.support.commands import read_stats
 from tests.support.launcher import wait_for
 from tests.support.report_runs import make_run
@@ -172,6 +173,9 @@ def test_any_reward_runs_on_responses_data_and_rollouts(
     assert ended(data, "length", "data.prompt_key=question")[0][0]["reward"] == 1.25
     rollouts = make_run(tmp_path / "run", steps=1, rollouts_every=1) / "rollouts" / "step_000001.parquet"
     assert [row["reward"] for row in ended(rollouts, "group")[0]] == [4.0] * 16
+    graded, _ = ended(rollouts, "group", "reward.overlong.buffer=1000")
+    lengths = [t.sampled for t in read_rollouts(rollouts)]
+    assert [1000 * (4 - row["reward"]) - 999 for row in graded] == pytest.approx(lengths)
     for arguments, says in (
         ([str(file), "steps=3"], "has no effect without --reward"),
         ([str(file), "--reward", "a:b", "training.steps=3"], "KEY=VALUE may set reward"),

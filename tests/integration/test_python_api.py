@@ -18,6 +18,7 @@ import yaml
 
 import rpg_megatron
 from rpg_megatron.config import UserError
+from rpg_megatron.data.rollout_files import read_rollouts
 from tests.support.report_runs import make_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
@@ -81,6 +82,9 @@ def test_values_are_those_of_the_files(folder: Path) -> None:
     first = run.responses(1)
     assert len(first) == 16
     assert (first.text.str.endswith("True") == first.correct).all()
+    written = read_rollouts(folder / "rollouts" / "step_000001.parquet")
+    assert first.tokens.tolist() == [t.sampled for t in written]
+    assert {len(t.response) - t.sampled for t in written} == {0, 8}
     assert [len(step) for step in run.iter_responses()] == [16, 16]
     evaluations = run.evaluations
     assert evaluations.groupby("step").size().to_dict() == {0: 160, 50: 160}

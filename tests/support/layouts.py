@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_model
 
@@ -42,6 +44,20 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "correction": {"type": "geometric", "low": 0.98, "high": 1.02, "denominator": "kept"},
     },
 }
+
+
+TURNS = {
+    0: (2, 1, 1),
+    1: (0, 2, 1),
+    3: (20, 30, 10, 15, 5),
+    4: (1, 1, 1),
+    5: (0, 10, 40, 7),
+    8: (19, 1),
+    9: (1, 88, 1),
+    10: (0, 1, 1),
+    11: (12,),
+}
+"""Prompt of ``make_batch`` -> lengths of its response's parts: sampled, not sampled, sampled, and so on."""
 
 
 def make_layout_model(folder: Path, *, tied: bool) -> PreTrainedModel:
@@ -83,10 +99,21 @@ def make_batch() -> list[Trajectory]:
     ]
 
 
-def write_rewarded_batch(folder: Path, group: int) -> list[Trajectory]:
-    """``model``, and ``batch.pkl`` with rewards, in groups of so many responses; the batch."""
-    make_layout_model(folder / "model", tied=False)
+def make_masked_batch() -> list[Trajectory]:
+    """``make_batch`` with responses of several parts (``TURNS``); the other trajectories get no mask."""
     batch = make_batch()
+    for i, lengths in TURNS.items():
+        t = batch[i]
+        t.mask = np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)
+        t.versions = np.where(t.mask, 0, NOT_SAMPLED).astype(np.int32)
+        assert len(t.mask) == len(t.response)
+    return batch
+
+
+def write_rewarded_batch(folder: Path, group: int) -> list[Trajectory]:
+    """``model``, and ``batch.pkl`` with rewards and masks, in groups of so many responses; the batch."""
+    make_layout_model(folder / "model", tied=False)
+    batch = make_masked_batch()
     for i, t in enumerate(batch):
         t.reward, t.group, t.sample = math.sin(i), i // group, i % group
     (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
@@ -115,20 +142,27 @@ def score_batch(model: PreTrainedModel, batch: list[Trajectory]) -> list[tuple[A
         t.old = (logp + random.normal(0, 0.15, len(logp))).astype(np.float32)
         t.anchor = (logp + random.normal(0, 0.3, len(logp))).astype(np.float32)
         t.behaviour = (t.old + random.normal(0, 0.15, len(logp))).astype(np.float32)
+        t.behaviour[t.versions == NOT_SAMPLED] = 0
     return rows
 
 
 def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str) -> dict[str, Any]:
-    """In float64, with the losses written out anew: loss, mean |loss| of a token, and every gradient."""
+    """In float64, with the losses written out anew: loss, mean |loss| of a token, and every gradient.
+
+    Only tokens that weights sampled (``versions``) have a loss; ``mask`` is not read.
+    """
     whole, per_token, per_sequence = [], [], []
     bonus = OBJECTIVES[kind]["objective"].get("entropy_bonus", 0.0)
     for t, (logp, entropy) in zip(batch, reference_logprobs(model, batch), strict=True):
-        log_w, log_u = logp - torch.tensor(t.old).double(), logp - torch.tensor(t.anchor).double()
+        places = [place for place, version in enumerate(t.versions.tolist()) if version >= 0]
+        logp, entropy = logp[places], entropy[places]
+        old, anchor, behaviour = (torch.tensor(x[places]).double() for x in (t.old, t.anchor, t.behaviour))
+        log_w, log_u = logp - old, logp - anchor
         if kind != "gspo":  # REINFORCE-URKL, dual clip, an anchor of its own
             w = log_w.detach().exp()
             weight = w * t.advantage - 0.05 * w * log_u.detach()
             keep = torch.where(weight >= 0, w < 1.28, (w > 0.8) & (w < 10))
-            off = torch.tensor(t.old).double() - torch.tensor(t.behaviour).double()
+            off = old - behaviour
             factor, kept = torch.ones_like(off), torch.ones_like(off, dtype=torch.bool)
             if kind == "rejected tokens":
                 factor, kept = off.exp(), (off.exp() >= 0.8) & (off.exp() <= 1.1)
@@ -204,13 +238,14 @@ def run_layouts(
     batch: list[Trajectory],
     settings: dict[str, Any],
     *,
+    others: Mapping[str, list[Trajectory]] = MappingProxyType({}),
     timeout: float = 240,
     **how: Any,
 ) -> dict[str, Any]:
     """Run each layout on the batch with the model in ``folder``; layouts of one size share their processes.
 
     layouts: name -> (ranks, parallel settings, micro-batches), and perhaps sections that replace those of
-    ``settings``. how: of ``make_case``.
+    ``settings``. others: name of a layout -> its batch, if it gets another one. how: of ``make_case``.
     """
     (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
     results: dict[str, Any] = {}
@@ -220,6 +255,9 @@ def run_layouts(
             for name, (ranks, parallel, microbatches, *more) in layouts.items()
             if ranks == world
         }
+        for number, name in enumerate(others.keys() & cases.keys()):
+            cases[name]["batch"] = f"other_{number}.pkl"
+            (folder / cases[name]["batch"]).write_bytes(pickle.dumps(others[name]))
         (folder / "cases.json").write_text(json.dumps(cases))
         results |= run_ranks("tests.distributed.layout_worker", world, folder, timeout=timeout)
     assert set(results) == set(layouts)
@@ -237,7 +275,7 @@ def check(
         np.testing.assert_allclose(got["logp"], logp, atol=2e-5, err_msg=f"{name}: log-probs of {key}")
         np.testing.assert_allclose(got["entropy"], entropy, atol=2e-5, err_msg=f"{name}: entropy of {key}")
     update = result["update"]
-    assert update["tokens"] == sum(len(t.response) for t in batch), name
+    assert update["tokens"] == sum(int((t.versions >= 0).sum()) for t in batch), name
     assert update["grad_norm"] == pytest.approx(wanted["norm"], rel=1e-5), name
     assert abs(update["loss"] - wanted["loss"]) <= 1e-5 * wanted["abs"], name
     assert update["abs_loss"] == pytest.approx(wanted["abs"], rel=1e-5), name

@@ -11,7 +11,7 @@ import yaml
 
 from rpg_megatron.config import Settings
 from rpg_megatron.data.rollout_files import write_rollouts
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.evaluation.metrics import score_results, write_results
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.launcher.environment import record_environment
@@ -183,17 +183,20 @@ def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> l
             n = int(rng.integers(20, 60))
             mixed = not sample  # a weight update fell into it
             logp = -rng.random(n).astype(np.float32)
+            versions = np.array([step - 2] * (n // 3 * mixed) + [step - 1] * (n - n // 3 * mixed), np.int32)
+            # The sampled tokens, and in every second response eight of an environment after the first half.
+            mask = np.insert(np.ones(n, bool), [n // 2] * 8 * (sample % 2 == 0), False)
+            logp = np.insert(logp, [n // 2] * (len(mask) - n), 0)
             batch.append(
                 Trajectory(
                     prompt_id=group if step % 80 == 0 else 100 * step + group,
                     sample=sample,
                     group=group,
                     prompt=np.arange(5, 17, dtype=np.int32),
-                    response=rng.integers(0, 200, n).astype(np.int32),
+                    response=rng.integers(0, 200, len(mask)).astype(np.int32),
+                    mask=mask,
                     behaviour=logp,
-                    versions=np.array(
-                        [step - 2] * (n // 3 * mixed) + [step - 1] * (n - n // 3 * mixed), np.int32
-                    ),
+                    versions=np.insert(versions, [n // 2] * (len(mask) - n), NOT_SAMPLED),
                     finish="stop" if sample else "length",
                     text=f"{text}Step {step}: 17 * {group} = {17 * group}. “So be it.”\nAnswer: {right}",
                     reward=1.0 if right else -1.0,

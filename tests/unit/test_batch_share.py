@@ -39,6 +39,7 @@ def trajectory(number: int, prompt: int, response: int) -> Trajectory:
         finish=("stop", "length")[number % 2],
         text="text",
         advantage=float(np.float32(draw.normal())),
+        mask=draw.random(response) < number % 3 / 2,
     )
 
 
@@ -57,7 +58,10 @@ def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type 
     assert [[len(micro) for micro in mini] for mini in back] == [[len(m) for m in mini] for mini in cut]
     for a, b in zip(iter_trajectories(share), iter_trajectories(back), strict=True):
         assert all(getattr(a, name) == getattr(b, name) for name in NAMES)
-        assert all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour"))
+        assert all(
+            np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour", "mask")
+        )
+        assert (b.response.dtype, b.mask.dtype) == (np.int32, np.bool_)
         assert (b.text, len(b.versions)) == ("", 0)
         assert len(a.routes) == len(b.routes)
         if len(a.routes):

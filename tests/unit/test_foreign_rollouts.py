@@ -24,7 +24,7 @@ from rpg_megatron.data import foreign_rollouts
 from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
 from rpg_megatron.data.rollout_files import iter_rollouts, part_file, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.system.encoding import decode
+from rpg_megatron.system.encoding import decode, encode
 from rpg_megatron.system.foreign_input import read_foreign
 
 
@@ -51,7 +51,8 @@ def test_steps_arrive_with_the_same_bits_through_one_process(
         foreign_rollouts, "read_foreign", lambda *a, **k: (started.append(a), read_foreign(*a, **k))[1]
     )
     single, parts, long = (tmp_path / "rollouts" / f"step_00000{n}.parquet" for n in (1, 2, 3))
-    write_rollouts(single, [one(0), one(1, anchor=np.zeros(3, np.float32))])
+    masked = one(2, mask=np.array([False, True, False]))
+    write_rollouts(single, [one(0), one(1, anchor=np.zeros(3, np.float32)), masked])
     for number in range(2):
         write_rollouts(part_file(parts, number, 2), [one(group) for group in (number, number + 2)])
     write_rollouts(long, [one(0), one(1, text="x" * 5000), one(2)])
@@ -85,6 +86,10 @@ def test_a_malformed_step_is_one_message_and_the_next_is_read(
         "prompt is list<element: string>": _changed("prompt", lambda t: pa.array([["a"]])),
         "magic bytes not found": lambda file: file.write_bytes(b"no parquet at all"),
         "larger than": lambda file: write_rollouts(file, [one(0, text="x" * 30_000)]),  # ends the process
+        "mask is list<element: int64> with 0 nulls": _changed("mask", lambda t: pa.array([[1, 0, 1]])),
+        "mask has nulls in its lists": _changed("mask", lambda t: pa.array([[True, None, False]])),
+        "mask of group 0": _changed("mask", lambda t: pa.array([[]], pa.list_(pa.bool_()))),
+        "mask of group 3": lambda file: write_rollouts(file, [one(3, mask=np.zeros(4, bool))]),
         "versions of group 0": lambda file: write_rollouts(file, [one(0, versions=np.zeros(2, np.int32))]),
     }
     files = [tmp_path / "rollouts" / f"step_{n:06d}.parquet" for n in range(len(cases) + 1)]
@@ -132,6 +137,11 @@ def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
     assert users("(iter|read)_rollouts") == own | commands
     confined = {f"commands/{name}.py" for name in ("report/samples", "api", "grade", "sample")}
     assert users("iter_foreign_rollouts") == {"data/foreign_rollouts.py"} | confined
+
+
+def test_a_trajectory_crosses_between_processes_with_the_same_bits() -> None:
+    for t in (one(0), one(1, mask=np.array([True, False, True])), one(2, mask=np.zeros(3, bool))):
+        assert bits(decode(encode(t), Trajectory)) == bits(t)
 
 
 def test_types_of_arrays_are_not_parsed() -> None:

@@ -264,10 +264,10 @@ def test_equal_answers_of_a_group_are_verified_once(monkeypatch: pytest.MonkeyPa
     assert asked == [["\\sqrt{8}x", "2\\sqrt{2}x"]]
 
 
-def score(settings: RewardSettings, response: str, length: int = 10) -> tuple:
+def score(settings: RewardSettings, response: str, length: int = 10, sampled: int | None = None) -> tuple:
     scorer = Scorer(settings, max_tokens=100)
     try:
-        seen = Response(response, np.zeros(length, np.int32), "stop")
+        seen = Response(response, np.zeros(length, np.int32), "stop", sampled)
         return tuple(*asyncio.run(scorer.score([seen], "1")))
     finally:
         scorer.close()
@@ -285,6 +285,8 @@ def test_a_reward_is_the_sum_of_its_parts() -> None:
     assert parts == {"correctness": -1.0, "overlong": -0.25, "format": -0.25}
     assert (reward, correct, extracted) == (-1.5, False, None)
     assert score(settings, "Answer: 1", length=60)[4] == {"correctness": 1.0, "overlong": 0.0, "format": 0.0}
+    for sampled, penalty in ((80, -0.25), (60, 0.0), (0, 0.0)):
+        assert score(settings, "Answer: 1", length=100, sampled=sampled)[4]["overlong"] == penalty
 
 
 def test_overlong_is_dapos_formula() -> None:

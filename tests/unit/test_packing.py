@@ -179,6 +179,28 @@ def test_truncated_responses_can_be_left_out_of_the_loss() -> None:
     assert make_micro_batch(trajectories, CPU).mask.sum() == 9
 
 
+def test_only_sampled_tokens_are_in_the_loss() -> None:
+    trajectories = [trajectory(9, 4), trajectory(7, 4), trajectory(5, 2), trajectory(6, 3)]
+    trajectories[0].mask = np.array([True, False, False, True])
+    trajectories[1].mask = np.array([False, True, True, False])
+    trajectories[2].mask = np.array([False, False])
+    trajectories[1].behaviour = np.array([np.nan, 3, 4, np.inf], np.float32)
+    trajectories[0].old = np.arange(10, 14, dtype=np.float32)
+    trajectories[3].finish = "length"
+    for cut, last in ((False, [4.0, 5.0, 6.0]), (True, [])):
+        pack = make_micro_batch(trajectories, CPU, mask_truncated=cut)
+        labels = pack.labels[0].index_select(0, pack.loss_positions)
+        assert labels.tolist() == [6, 9, 5, 6, *last]
+        tokens = pack.response_tokens()
+        assert tokens.sequences.tolist() == [0, 0, 1, 1, *[3 for _ in last]]
+        assert tokens.behaviour.tolist() == [1, 1, 3, 4, *[1 for _ in last]]
+        assert tokens.old.tolist() == [10, 13, 0, 0, *[0 for _ in last]]
+        assert tokens.sequence_count == 4
+        assert pack.mask.nonzero()[:, 0].equal(pack.loss_positions)
+        assert [len(part) for _, part in pack.split(pack.labels[0])] == [4, 4, 2, 3]  # all of them are scored
+        assert pack.size == sum(t.length - 1 for t in trajectories)
+
+
 def test_uneven_minibatches_are_refused() -> None:
     with pytest.raises(ValueError, match="5 trajectories do not divide into 2"):
         plan_batches([1] * 5, minibatches=2, data=1, budget=10)

@@ -452,6 +452,9 @@ def test_sample_prints_responses_of_a_step(run: Path, capsys: pytest.CaptureFixt
     assert "step 10, prompt 1003, answer" in chosen
     assert "Step 10: 17 * 3 = 51." in chosen
     assert "-- response 2: reward " in chosen
+    for t in read_rollouts(run / "rollouts" / "step_000010.parquet"):
+        verdict = "correct" if t.correct else "wrong"
+        assert f"-- response {t.sample}: reward {t.reward:.4g}, {verdict}, {t.sampled} tokens" in chosen
     for step, prompt, told in (
         (11, None, "no rollouts of step 11, but of 1 to 120"),
         (10, "x&y", "no prompt"),
@@ -519,7 +522,17 @@ def test_training_responses_have_their_numbers(run: Path) -> None:
     samples = choose_samples(read_run(run), read=10**8, room=10**6)
     training = [item for item in samples.items if item["set"] == "training"]
     assert {item["step"] for item in training} >= {1, 120}
+    written = read_rollouts(run / "rollouts" / "step_000120.parquet")
+    lengths = {t.prompt_id: len(t.response) for t in written if t.finish == "length"}  # of one in each group
+    shown = [item for item in training if item["step"] == 120 and item["finish"] == "length"]
+    assert shown
+    assert all(item["tokens"] == lengths[item["id"]] - 8 for item in shown), "without an environment's"
     assert all(20 <= item["tokens"] < 60 for item in training)
+    mixed = [item for item in training if "versions" in item]
+    assert mixed
+    for item in mixed:
+        assert [version for version, _ in item["versions"]] == [item["step"] - 2, item["step"] - 1]
+        assert sum(tokens for _, tokens in item["versions"]) == item["tokens"]
     assert {item["reward"] for item in training} == {1.0, -1.0}
     assert {item["finish"] for item in training} == {"stop", "length"}
     assert "12 tokens; no tokenizer.json" in samples.prompts[f"training/{training[0]['id']}"]["text"]

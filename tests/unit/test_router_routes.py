@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from rpg_megatron.commands.replay.command import _check_routes
 from rpg_megatron.config import UserError, load_settings, read_model_shape
@@ -32,6 +34,7 @@ from rpg_megatron.launcher.preflight import check_routers
 from rpg_megatron.policy.context_parallel import zigzag_places
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.system.encoding import decode, encode
+from rpg_megatron.training import trainer
 from rpg_megatron.training.rollout_saver import keeps_routes
 from tests.support.tiny_models import TINY, TINY_MOE
 
@@ -109,12 +112,15 @@ def test_messages_keep_shape_and_type(count: int) -> None:
 def test_rollout_files(tmp_path: Path, count: int) -> None:
     experts = replace(EXPERTS, count=count)
     batch = [trajectory(2 + i, 1 + i % 9, experts) for i in range(70)]  # more than are held at once
+    for t in batch[::3]:
+        t.mask = np.arange(len(t.response)) % 3 == 0
     (tmp_path / "rollouts").mkdir()
     file = rollouts_file(tmp_path, 1)
     write_rollouts(file, batch)
     for t, back in zip(batch, read_rollouts(file), strict=True):
         assert back.routes.dtype == t.routes.dtype
         assert np.array_equal(back.routes, t.routes)
+        assert np.array_equal(back.mask, t.mask)
     without, bare = rollouts_file(tmp_path, 2), rollouts_file(tmp_path, 3)
     write_rollouts(without, batch, routes=False)
     write_rollouts(bare, [replace(t, routes=np.zeros((0, 0, 0), np.uint8)) for t in batch])
@@ -162,6 +168,26 @@ def test_a_micro_batch_that_lacks_routes_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"prompt 2, sample 0 have shape \(0, 0, 0\)"):
         make_micro_batch(batch, torch.device("cpu"), experts=EXPERTS)
     assert make_micro_batch([], torch.device("cpu"), experts=EXPERTS).packed.routes is None
+
+
+def test_mismatch_with_other_routes_is_of_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a response with some, and of one with none."""
+    batch = [trajectory(2, 4), trajectory(3, 2)]
+    batch[0].mask, batch[1].mask = np.array([True, False, False, True]), np.zeros(2, bool)
+    batch[0].old = np.array([0.5, np.nan, 1e30, 0.25], np.float32)
+    batch[1].old = np.array([np.nan, 1e30], np.float32)
+    micro = make_micro_batch(batch, torch.device("cpu"), experts=EXPERTS)
+    found = torch.zeros(2, micro.size)
+    for t, values in micro.split(found[0]):
+        values.copy_(torch.where(torch.from_numpy(t.mask), 2.0, torch.nan))
+    monkeypatch.setattr(dist, "all_reduce", lambda values, **how: None)
+    monkeypatch.setattr(trainer, "control_group", lambda: None)
+    one = object.__new__(trainer.Trainer)
+    one.policy = SimpleNamespace(logprobs=lambda micros: [found])  # type: ignore[assignment]
+    one.mesh = SimpleNamespace(reports=True)  # type: ignore[assignment]
+    row = one._compare_routes([micro])
+    assert (row["routes/replayed_mismatch_mean"], row["routes/replayed_mismatch_max"]) == (0.375, 0.5)
+    assert (row["routes/own_mismatch_mean"], row["routes/own_mismatch_max"]) == (2.0, 2.0)
 
 
 def test_engines_return_routes(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.objectives import rollout_correction
 from rpg_megatron.training.mismatch import compare_probes, describe_mismatch, find_worst, out_of_bounds
 from rpg_megatron.training.off_policy import correction_by_lag, off_policy_metrics
@@ -155,6 +155,26 @@ def test_off_policy_metrics_are_their_formulas() -> None:
     )
     assert list(same.values()) == [0.0, 0.0, 1.0, 1.0]
     assert off_policy_metrics([], lag_settings(correction=correction)) == {}
+
+
+def test_tokens_of_others_are_in_no_weight() -> None:
+    draw = np.random.default_rng(0)
+    batch = [trajectory(draw.normal(0, 0.3, n).tolist(), draw.integers(5, 8, n).tolist()) for n in (4, 1, 9)]
+    longer = []
+    for t, places in zip(batch, ([0, 2, 2], [0, 1], [4, 9]), strict=True):
+        parts = {"response": 3, "behaviour": 0, "versions": NOT_SAMPLED, "old": np.nan, "mask": False}
+        parts = {name: np.insert(getattr(t, name), places, value) for name, value in parts.items()}
+        longer.append(replace(t, **parts))
+    longer.append(replace(batch[0], mask=np.zeros(4, bool)))
+    for correction in (
+        {"type": "geometric", "low": 0.9, "high": 1.1},
+        {"type": "icepop", "level": "sequence"},
+    ):
+        settings = lag_settings(correction=correction)
+        wanted = off_policy_metrics(batch, settings)
+        assert wanted["off_policy/kl_k3"] > 0
+        assert off_policy_metrics(longer, settings) == wanted
+        assert correction_by_lag(longer, VERSION, settings) == correction_by_lag(batch, VERSION, settings)
 
 
 def test_only_lags_and_tokens_that_are_learnt_count() -> None:

@@ -119,10 +119,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trajectories(count: int) -> list[Trajectory]:
-    tokens = np.array([36, 37], np.int32)
-    numbers = np.zeros(2, np.float32)
+    prompt, tokens = np.array([36, 37], np.int32), np.arange(3, dtype=np.int32)
+    numbers, mask = np.zeros(3, np.float32), np.array([True, False, True])
+    rest = {"reward": 0.5, "correct": True, "answer": "2", "mask": mask}
     return [
-        Trajectory(i, 0, tokens, tokens, numbers, tokens, "stop", f"1 + {i} \udcff", 0.5, True, answer="2")
+        Trajectory(i, 0, prompt, tokens, numbers, tokens, "stop", f"1 + {i} \udcff", **rest)
         for i in range(count)
     ]
 

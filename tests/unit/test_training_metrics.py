@@ -19,13 +19,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from rpg_megatron.commands.replay.compare_steps import Gaps, measure_gaps
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.config.rollout import RolloutFilesSettings
+from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import (
     iter_rollouts,
     list_rollouts,
@@ -38,8 +41,8 @@ from rpg_megatron.data.rollout_files import (
     step_of,
     write_rollouts,
 )
-from rpg_megatron.data.trajectory import Trajectory, to_row
-from rpg_megatron.rollout.batch_metrics import batch_metrics
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory, to_row
+from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.groups import GroupTask, scores_of
 from rpg_megatron.training.best_checkpoints import BestCheckpoints
@@ -118,6 +121,63 @@ def test_groups_without_a_signal_are_counted() -> None:
     row = batch_metrics(batch)
     assert (row["groups/all_right"], row["groups/all_wrong"]) == (0.5, 0.25)
     assert row["groups/equal_rewards"] == 0.5
+
+
+def with_others(t: Trajectory, places: list[int], version: int = NOT_SAMPLED) -> Trajectory:
+    """The trajectory with tokens that the policy did not sample, before these places of its response."""
+
+    def insert(values: np.ndarray, value: float) -> np.ndarray:
+        return np.insert(values, places, value)
+
+    return replace(
+        t,
+        response=insert(t.response, 9),
+        behaviour=insert(t.behaviour, 0),
+        versions=insert(t.versions, version),
+        old=insert(t.old, [np.nan, -1e30, 7][len(places) % 3]),
+        mask=insert(t.mask, False),
+    )
+
+
+@pytest.mark.parametrize("version", [NOT_SAMPLED, 7])
+def test_tokens_of_others_are_in_no_comparison(version: int) -> None:
+    """Whatever the numbers beside them."""
+    batch = [trajectory([2e-3, 0.5, 1e-5], [7, 6, 7]), trajectory([1e-4, 2e-2], [7, 7])]
+    longer = [with_others(batch[0], [0, 0, 1], version), with_others(batch[1], [0, 1, 1, 2], version)]
+    assert [t.sampled for t in longer] == [3, 2]
+    found, wanted = find_gaps(longer, 7), find_gaps(batch, 7)
+    assert np.array_equal(found[0], wanted[0])
+    assert found[1] == wanted[1] == 1
+    assert find_worst(longer, 7) == replace(find_worst(batch, 7), position=4, length=6)
+    assert "worst at token 4 of 6" in message_of(longer, 7)
+
+
+def test_scores_count_what_the_policy_sampled() -> None:
+    plain = trajectory([0.0] * 5, [6, 6, 7, 7, 7])
+    group = [plain, with_others(plain, [0, 0, 1, 2, 4, 5, 5]), with_others(plain, [3])]
+    scores = scores_of(group)
+    assert scores.lengths == [5, 5, 5]
+    assert scores.totals == [5, 12, 6]
+    assert scores.versions == {6: 6, 7: 9}
+    assert (scores.segments, scores.mixed) == (6, 3)
+    # The prompt, and what stands before the first token of the second version.
+    assert scores.recomputed == 3 * 2 + 2 + 6 + 2
+    assert scores_of([plain]).totals == []
+    none = scores_of([replace(plain, mask=np.zeros(5, bool))])
+    assert (none.lengths, none.totals, none.versions) == ([0], [5], {})
+
+    groups = [
+        Group(GroupTask(number, 0, plain.prompt, "", 3, 0, 1, 7), scores)
+        for number, scores in enumerate((scores, scores_of([plain] * 3)))
+    ]
+    row = batch_metrics(groups)
+    assert (row["response/length_mean"], row["response/length_max"]) == (5, 5)
+    index = index_of_groups(groups, lambda prompt_id: 0)
+    assert index.response_length.tolist() == [5, 12, 6, 5, 5, 5]
+    assert index.sampled.tolist() == [5] * 6
+    local = index_of([replace(t, group=i // 3, sample=i % 3) for i, t in enumerate([*group, *[plain] * 3])])
+    for name, values in vars(local).items():
+        assert np.array_equal(getattr(index, name), values), name
 
 
 @pytest.mark.parametrize("gap", [[0.0, 2e-3, 0.0], [0.0, float("nan"), 0.0]])
@@ -220,6 +280,8 @@ def scored(number: int) -> Trajectory:
         [np.nextafter(np.float32(-1), np.float32(0)), np.nan, -0.0][: len(t.response)], np.float32
     )
     t.anchor = [t.old, t.old.copy(), -t.old, t.old[:0]][number % 4]
+    if number % 5 in (2, 4):
+        t.mask = np.arange(len(t.response)) % 2 == number % 2  # of a single token: all of it, or nothing
     return t
 
 
@@ -242,7 +304,11 @@ def test_journal_round_trip(tmp_path: Path, count: int) -> None:
     assert_same(read_rollouts(file), batch)
     assert [p.name for p in file.parent.iterdir()] == ["step_000001.parquet"]
     assert list_rollouts(tmp_path) == [file]
-    assert pq.read_table(file).num_rows == count  # a plain Parquet file to others
+    table = pq.read_table(file)
+    assert table.num_rows == count  # a plain Parquet file to others
+    masks = [None if t.mask.all() else t.mask.tolist() for t in batch]
+    assert table["mask"].to_pylist() == masks
+    assert count < 150 or all(m in masks for m in ([True, False, True], [False, True], [False], None))
 
 
 def write_parts(run: Path, shards: list[list[Trajectory]]) -> Path:
@@ -329,20 +395,30 @@ def test_journals_of_earlier_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl.zst"])
-def test_journals_without_tickets(tmp_path: Path, suffix: str) -> None:
-    """Files of earlier versions: read in full, with ticket 0; also beside files that have the column."""
+@pytest.mark.parametrize("column", ["ticket", "mask"])
+def test_journals_without_a_column(tmp_path: Path, suffix: str, column: str) -> None:
+    """Files of earlier versions: read in full, with ticket 0 and every token sampled; also beside files that
+    have the column.
+    """
     batch = [scored(number) for number in (0, 1, 3, 4)]
     file = tmp_path / "rollouts" / f"step_000001.{suffix}"
     write_rollouts(rollouts_file(tmp_path, 2), batch)
     if suffix == "parquet":
         table = pq.read_table(rollouts_file(tmp_path, 2))
-        pq.write_table(table.drop_columns(["ticket"]), file)
-        columns = pd.concat([pd.read_parquet(f) for f in list_rollouts(tmp_path)]).ticket
-        assert columns.isna().tolist() == [True] * 4 + [False] * 4
+        pq.write_table(table.drop_columns([column]), file)
+        columns = pd.concat([pd.read_parquet(f) for f in list_rollouts(tmp_path)])[column]
+        assert columns.isna().tolist() == [True] * 4 + [column == "mask" and t.mask.all() for t in batch]
     else:
-        rows = [{k: v for k, v in to_row(t).items() if k != "ticket"} for t in batch]
+        rows = [{k: v for k, v in to_row(t).items() if k != column} for t in batch]
         file.write_bytes(zstandard.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
-    assert_same(read_rollouts(file), [replace(t, ticket=0) for t in batch])
+    assert not all(t.mask.all() for t in batch)
+    assert_same(
+        read_rollouts(file),
+        [
+            replace(t, ticket=0) if column == "ticket" else replace(t, mask=np.ones(len(t.response), bool))
+            for t in batch
+        ],
+    )
 
 
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
@@ -356,6 +432,35 @@ def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(io.BytesIO(whole)).drop_columns(["old"]), file)
     with pytest.raises(UserError, match=r"damaged .*old"):
         read_rollouts(file)
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        ([True, None, False], "mask has nulls in its lists"),
+        ([True, False], "mask of group 3 does not have the length of the response"),
+        ([], "mask of group 3 does not have the length of the response"),
+    ],
+)
+def test_a_mask_that_is_none_is_damage(tmp_path: Path, mask: list[bool | None], told: str) -> None:
+    file = rollouts_file(tmp_path, 1)
+    write_rollouts(file, [trajectory([0.0] * 3, [7] * 3)])
+    table = pq.read_table(file)
+    column = pa.array([mask], pa.list_(pa.bool_()))
+    pq.write_table(table.set_column(table.schema.get_field_index("mask"), "mask", column), file)
+    with pytest.raises(UserError, match=rf"step_000001\.parquet: damaged \({told}\); choose"):
+        read_rollouts(file)
+
+
+def test_a_replay_compares_what_the_policy_sampled() -> None:
+    t = with_others(trajectory([0.0] * 3, [7] * 3), [0, 2])
+    t.anchor = t.old.copy()
+    again = replace(t, old=np.where(t.mask, t.old, 5), anchor=np.where(t.mask, t.anchor, np.nan))
+    assert measure_gaps([t], [again]) == Gaps(tokens=3, old=0, anchor=0, advantage=0)
+    again.old[1] += 0.25
+    assert measure_gaps([t], [again]).old == 0.25
+    assert measure_gaps([t], [replace(again, old=t.old[1:])]).old == math.inf
+    assert measure_gaps([t], [replace(again, old=t.old[:0], advantage=0.6)]) == Gaps(3, math.inf, 0, 0.5)
 
 
 def test_a_journal_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Gaps:
     """Maximum differences between a step of the run and its replay."""
 
     tokens: int
-    """Number of response tokens compared."""
+    """Number of response tokens compared: those that the policy sampled."""
     old: float
     anchor: float
     advantage: float
@@ -104,11 +104,17 @@ def measure_gaps(saved: Sequence[Trajectory], replayed: Sequence[Trajectory]) ->
     """Compare trajectories; both sequences have the same order."""
 
     def largest(name: str) -> float:
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(saved, replayed, strict=True)]
+        pairs = [(_compared(a, name), _compared(b, name)) for a, b in zip(saved, replayed, strict=True)]
         return max((_gap(a, b) for a, b in pairs), default=0.0)
 
     tokens = sum(t.sampled for t in saved)
     return Gaps(tokens, largest("old"), largest("anchor"), largest("advantage"))
+
+
+def _compared(t: Trajectory, name: str) -> Any:
+    """A number, or those of the tokens that the policy sampled; without any, if there are none."""
+    values = getattr(t, name)
+    return values[t.mask] if np.size(values) == len(t.mask) and name != "advantage" else values
 
 
 def join_gaps(gaps: Sequence[Gaps]) -> Gaps:
