@@ -21,14 +21,14 @@ from rpg_megatron.data import rollout_files
 from rpg_megatron.data.batch_index import BatchIndex, index_of
 from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
-from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory, to_row
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.training.batch_scatter import BatchScatter, iter_trajectories
 from rpg_megatron.training.mismatch import check_mismatch, describe_mismatch, find_gaps, find_worst, summarise
 from rpg_megatron.training.rollout_saver import RolloutSaver
-from tests.support.batches import ListSource
+from tests.support.batches import ListSource, to_row
 
 VERSION = 3
 GUARDS = GuardSettings()

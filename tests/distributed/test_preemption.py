@@ -38,13 +38,14 @@ from rpg_megatron.commands.replay.command import plan_replay
 from rpg_megatron.config import load_settings
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
-from rpg_megatron.data.trajectory import Trajectory, to_row
+from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.rollout.sampler_client import SOCKET, EvaluatedSets, RolloutBatch, SyncResult
 from rpg_megatron.system.messages import Server
 from tests.distributed.preempted_rank import BATCH
 from tests.support.ranks import free_port
+from tests.support.same_runs import to_row
 
 WORLD, STEPS = 2, 5
 TOKEN = "token"

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rpg_megatron.bridge.manifest import Manifest
@@ -30,6 +29,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
+from tests.support.batches import to_row
 from tests.support.sockets import listening_ports
 from tests.support.stand_in_engines import StandIns, stand_in_engines
 
@@ -124,15 +124,10 @@ class Sampling:
         return [int(pid) for pid in out.stdout.split()]
 
 
-def fields_of(t: Trajectory) -> dict[str, Any]:
-    """All fields, comparable."""
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(t).items()}
-
-
 def rows(batch: RolloutBatch, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
     groups = batch.index.group.tolist()
     metrics = {k: v for k, v in batch.metrics.items() if not k.startswith("time/")}
-    return [metrics] + [fields_of(replace(t, group=g)) for t, g in zip(trajectories, groups, strict=True)]
+    return [metrics] + [to_row(replace(t, group=g)) for t, g in zip(trajectories, groups, strict=True)]
 
 
 @pytest.fixture
@@ -206,7 +201,7 @@ def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
     assert {v for t in sampling.source.fetch(*places) for v in t.versions.tolist()} == {step - 1}
     assert {v for t in found for v in t.versions.tolist()} == {max(step - 2, 0)}
     sampling.client.release()
-    return [fields_of(t) for t in found]
+    return [to_row(t) for t in found]
 
 
 def kill_when_asked(pid: int, engines: StandIns) -> None:

@@ -10,11 +10,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_complete, rollouts_file
-from rpg_megatron.data.trajectory import to_row
+from rpg_megatron.data.trajectory import Trajectory
 
 VARIES = (
     *("time/", "throughput/", "memory/", "gpu/", "engine/", "mismatch/logp_", "trackers/"),
@@ -26,6 +27,11 @@ _OWN = (
     "timeline",
 )
 """What a run's folder has of its own, or is compared by rows."""
+
+
+def to_row(t: Trajectory) -> dict[str, Any]:
+    """All fields of a trajectory, comparable and JSON-serialisable."""
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(t).items()}
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
