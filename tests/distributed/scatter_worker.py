@@ -28,7 +28,8 @@ from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.training.batch_scatter import BatchScatter, iter_trajectories
 from rpg_megatron.training.mismatch import check_mismatch, describe_mismatch, find_gaps, find_worst, summarise
 from rpg_megatron.training.rollout_saver import RolloutSaver
-from tests.support.batches import ListSource, to_row
+from tests.support.batches import ListSource
+from tests.support.same_runs import to_row
 
 VERSION = 3
 GUARDS = GuardSettings()

@@ -29,7 +29,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
-from tests.support.batches import to_row
+from tests.support.same_runs import to_row
 from tests.support.sockets import listening_ports
 from tests.support.stand_in_engines import StandIns, stand_in_engines
 
