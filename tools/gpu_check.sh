@@ -173,7 +173,7 @@ missing = []
 names = ["transformers", "safetensors", "yaml", "httpx", "psutil", "tensorboard", "pytest"]
 for needed, found in (
     ("transformer_engine", ["pydantic", "transformer_engine.pytorch", "megatron.core"]),
-    ("math_verify", ["datasets", "math_verify", "typer", "rich", "zstandard", "schedulefree"]),
+    ("math_verify", ["datasets", "math_verify", "typer", "rich", "schedulefree"]),
     ("transformer_engine math_verify", ["rpg_megatron.cli"]),
     ("vllm xgrammar", ["vllm", "vllm.entrypoints.openai.api_server", "vllm.v1.worker.gpu.model_runner",
                        "vllm.model_executor.models.qwen3", "rpg_megatron.bridge.vllm.plugin"]),

@@ -33,7 +33,7 @@ _SECONDS = 2.0
 """Interval of progress lines."""
 _MISSING = "the key {!r} is missing"
 _NO_RESPONSE = _MISSING.format("response")
-_ROLLOUTS = re.compile(r"step_\d{6}\.(parquet|jsonl\.zst)")
+_ROLLOUTS = re.compile(r"step_\d{6}\.parquet")
 
 
 class Line(NamedTuple):

@@ -2,15 +2,13 @@
 
 A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
 the same time, ``step_N.parquet`` is a folder with one file per leader, such as
-``part_00000_of_00004.parquet``; Parquet readers treat it as one data set. Files of earlier versions can also
-be read: ``step_N.jsonl.zst`` with one JSON object per line, and Parquet without the columns ``ticket``, which
-is then 0, and ``mask``, which is then set.
+``part_00000_of_00004.parquet``; Parquet readers treat it as one data set. Files without the columns
+``ticket``, which is then 0, and ``mask``, which is then set, can be read too.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,12 +20,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, open_regular, remove
 from rpg_megatron.config.rollout import RolloutFilesSettings
-from rpg_megatron.data.trajectory import Trajectory, from_row
+from rpg_megatron.data.trajectory import Trajectory
 
 _ROWS = 64
 """Number of trajectories in memory at once, in addition to the caller's."""
@@ -131,7 +128,7 @@ def iter_rollouts(file: Path) -> Iterator[Trajectory]:
 
 def files_of(file: Path) -> list[Path]:
     """The files with a step's rollouts. Raises UserError if a part is missing."""
-    if file.suffix != ".parquet" or not file.is_dir():
+    if not file.is_dir():
         return [file]
     parts = _expected_parts(file)
     for part in parts:
@@ -161,8 +158,6 @@ def iter_files(
 
 def has_routes(file: Path) -> bool:
     """Whether the complete rollouts of a step have routes. Raises UserError if they are damaged."""
-    if file.suffix != ".parquet":
-        return False
     parts = _expected_parts(file) if file.is_dir() else [file]
     try:
         # A leader without trajectories has no routes to write.
@@ -178,10 +173,8 @@ def read_rollouts(file: Path) -> list[Trajectory]:
 
 
 def rollouts_file(run: Path, step: int) -> Path:
-    """Path of a step's rollouts in a run's folder; of the earlier format if only that exists."""
-    file = run / "rollouts" / f"step_{step:06d}.parquet"
-    older = file.with_suffix(".jsonl.zst")
-    return older if older.is_file() and not file.exists() else file
+    """Path of a step's rollouts in a run's folder."""
+    return run / "rollouts" / f"step_{step:06d}.parquet"
 
 
 def step_of(file: Path) -> int:
@@ -210,7 +203,7 @@ def remove_rollouts(file: Path) -> None:
 
 def list_rollouts(run: Path) -> list[Path]:
     """The complete rollouts of a run, in the order of the steps."""
-    found = (run / "rollouts").glob("step_*.*")
+    found = (run / "rollouts").glob("step_*.parquet")
     steps = {step_of(file) for file in found if file.name[5:11].isdecimal()}
     files = (rollouts_file(run, step) for step in sorted(steps))
     return [file for file in files if rollouts_complete(file)]
@@ -251,10 +244,8 @@ def _expected_parts(folder: Path) -> list[Path]:
 
 def _iter_part(file: BinaryIO, name: Path, rows: int, confined: bool) -> Iterator[Trajectory]:
     try:
-        yield from (
-            _iter_parquet(file, rows, confined) if name.suffix == ".parquet" else _iter_lines(file, name)
-        )
-    except (pa.ArrowException, zstandard.ZstdError, OSError, ValueError, KeyError, TypeError) as e:
+        yield from _iter_parquet(file, rows, confined)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as e:
         raise damaged(name, e) from None  # OSError: damage too
 
 
@@ -345,13 +336,3 @@ def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
 def _bits(values: Any) -> Any:
     """The bits of float32 values, for an exact comparison: NaN equals itself, and 0 differs from -0."""
     return values.view(np.int32)
-
-
-def _iter_lines(file: BinaryIO, name: Path) -> Iterator[Trajectory]:
-    stream, rest = zstandard.ZstdDecompressor().decompressobj(), b""
-    while chunk := file.read(2**20):
-        # Not splitlines: texts may contain Unicode line separators.
-        *lines, rest = (rest + stream.decompress(chunk)).split(b"\n")
-        yield from (from_row(json.loads(line)) for line in lines)
-    if not stream.eof:
-        raise UserError(f"{name}: truncated; choose another step, or restore the file")

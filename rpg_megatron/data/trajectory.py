@@ -107,25 +107,3 @@ class Trajectory:
     def length(self) -> int:
         """Tokens of prompt and response together."""
         return len(self.prompt) + len(self.response)
-
-
-_ARRAYS = ("prompt", "response", "behaviour", "versions", "old", "anchor", "mask")
-_TYPES = {"prompt": np.int32, "response": np.int32, "versions": np.int32, "mask": np.bool_}
-_SCORED = ("reward", "parts", "correct", "answer", "extracted", "reason", "advantage")
-_PLAIN = ("prompt_id", "group", "sample", "finish", "text", "seed", "ticket", *_SCORED)
-
-
-def to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """All fields of a trajectory, JSON-serialisable; floats in full."""
-    row = {name: getattr(trajectory, name) for name in _PLAIN}
-    return row | {name: getattr(trajectory, name).tolist() for name in _ARRAYS}
-
-
-def from_row(row: dict[str, Any]) -> Trajectory:
-    """Inverse of ``to_row``, bit for bit. Rows of earlier versions have no ticket, then 0, and no mask."""
-    arrays: dict[str, Any] = {
-        name: np.array(row[name], _TYPES.get(name, np.float32))
-        for name in _ARRAYS
-        if name in row or name != "mask"
-    }
-    return Trajectory(**{name: value for name, value in row.items() if name not in arrays}, **arrays)

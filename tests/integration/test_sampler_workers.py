@@ -21,12 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
-from rpg_megatron.data.trajectory import Trajectory, to_row
+from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from tests.support.sockets import listening_ports
@@ -123,10 +124,15 @@ class Sampling:
         return [int(pid) for pid in out.stdout.split()]
 
 
+def fields_of(t: Trajectory) -> dict[str, Any]:
+    """All fields, comparable."""
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(t).items()}
+
+
 def rows(batch: RolloutBatch, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
     groups = batch.index.group.tolist()
     metrics = {k: v for k, v in batch.metrics.items() if not k.startswith("time/")}
-    return [metrics] + [to_row(replace(t, group=g)) for t, g in zip(trajectories, groups, strict=True)]
+    return [metrics] + [fields_of(replace(t, group=g)) for t, g in zip(trajectories, groups, strict=True)]
 
 
 @pytest.fixture
@@ -200,7 +206,7 @@ def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
     assert {v for t in sampling.source.fetch(*places) for v in t.versions.tolist()} == {step - 1}
     assert {v for t in found for v in t.versions.tolist()} == {max(step - 2, 0)}
     sampling.client.release()
-    return [to_row(t) for t in found]
+    return [fields_of(t) for t in found]
 
 
 def kill_when_asked(pid: int, engines: StandIns) -> None:

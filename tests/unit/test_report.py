@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 
 import pytest
 import yaml
-import zstandard
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -35,8 +33,7 @@ from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.commands.sample import print_samples
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data import rollout_files
-from rpg_megatron.data.rollout_files import list_rollouts, read_rollouts
-from rpg_megatron.data.trajectory import to_row
+from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, write_timeline
@@ -595,17 +592,6 @@ def test_budgets_of_reading_and_of_the_page_are_kept(run: Path) -> None:
         samples = choose_samples(read_run(run), read=10**8, room=room)
         assert 0 < len(json.dumps(samples.items)) < 2 * room
     assert choose_samples(read_run(run), read=1000, room=10**6).items == []
-
-
-def test_journals_of_earlier_versions_show_the_same_responses(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    for file in list_rollouts(tmp_path / "run"):
-        lines = (json.dumps(to_row(t)) + "\n" for t in read_rollouts(file))
-        file.with_suffix(".jsonl.zst").write_bytes(zstandard.compress("".join(lines).encode()))
-        file.unlink()
-    new, old = (choose_samples(read_run(r), read=10**8, room=10**6) for r in (run, tmp_path / "run"))
-    assert any(item["set"] == "training" for item in new.items)
-    assert (new.items, new.prompts, new.read) == (old.items, old.prompts, old.read)
 
 
 # -- timeline ------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 from rpg_megatron.commands.replay.compare_steps import Gaps, measure_gaps
 from rpg_megatron.config import Settings, UserError
@@ -41,7 +40,7 @@ from rpg_megatron.data.rollout_files import (
     step_of,
     write_rollouts,
 )
-from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory, to_row
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.groups import GroupTask, scores_of
@@ -376,41 +375,15 @@ def test_leftovers_of_a_step_are_removed(tmp_path: Path) -> None:
     remove_rollouts(file)
 
 
-def test_journals_of_earlier_versions(tmp_path: Path) -> None:
-    """One JSON object a line, compressed by zstd; found and read, and damage noticed."""
-    batch = [scored(number) for number in (0, 1, 3, 4)]  # without a negative NaN, which JSON does not know
-    lines = b"".join(json.dumps(to_row(t), ensure_ascii=False).encode() + b"\n" for t in batch)
-    older = tmp_path / "rollouts" / "step_000002.jsonl.zst"
-    older.parent.mkdir()
-    older.write_bytes(zstandard.compress(lines))
-    assert rollouts_file(tmp_path, 2) == older
-    assert list_rollouts(tmp_path) == [older]
-    assert_same(read_rollouts(older), batch)
-    older.write_bytes(zstandard.compress(lines)[:-20])
-    with pytest.raises(UserError, match=r"step_000002\.jsonl\.zst: truncated"):
-        read_rollouts(older)
-    older.write_bytes(zstandard.compress(b"[]\n"))
-    with pytest.raises(UserError, match=r"step_000002\.jsonl\.zst: damaged"):
-        read_rollouts(older)
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl.zst"])
 @pytest.mark.parametrize("column", ["ticket", "mask"])
-def test_journals_without_a_column(tmp_path: Path, suffix: str, column: str) -> None:
-    """Files of earlier versions: read in full, with ticket 0 and every token sampled; also beside files that
-    have the column.
-    """
+def test_journals_without_a_column(tmp_path: Path, column: str) -> None:
+    """Read in full, with ticket 0 and every token sampled; also beside files that have the column."""
     batch = [scored(number) for number in (0, 1, 3, 4)]
-    file = tmp_path / "rollouts" / f"step_000001.{suffix}"
+    file = rollouts_file(tmp_path, 1)
     write_rollouts(rollouts_file(tmp_path, 2), batch)
-    if suffix == "parquet":
-        table = pq.read_table(rollouts_file(tmp_path, 2))
-        pq.write_table(table.drop_columns([column]), file)
-        columns = pd.concat([pd.read_parquet(f) for f in list_rollouts(tmp_path)])[column]
-        assert columns.isna().tolist() == [True] * 4 + [column == "mask" and t.mask.all() for t in batch]
-    else:
-        rows = [{k: v for k, v in to_row(t).items() if k != column} for t in batch]
-        file.write_bytes(zstandard.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    pq.write_table(pq.read_table(rollouts_file(tmp_path, 2)).drop_columns([column]), file)
+    columns = pd.concat([pd.read_parquet(f) for f in list_rollouts(tmp_path)])[column]
+    assert columns.isna().tolist() == [True] * 4 + [column == "mask" and t.mask.all() for t in batch]
     assert not all(t.mask.all() for t in batch)
     assert_same(
         read_rollouts(file),
