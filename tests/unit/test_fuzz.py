@@ -92,6 +92,7 @@ def test_indexes(genuine: Path, count: int) -> None:
     chance, original = random.Random(SEED), (genuine / ".metadata").read_bytes()
     mutated = [mutate_pickle(original, chance) for _ in range(count)]
     accepted = 0
+    foreign_reader.prepare()
     with nothing_is_touched():
         for data in mutated:
             with suppress(ValueError):
