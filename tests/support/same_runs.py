@@ -18,10 +18,12 @@ from rpg_megatron.data.rollout_files import read_rollouts, rollouts_complete, ro
 from rpg_megatron.data.trajectory import Trajectory
 
 VARIES = (
-    *("time/", "throughput/", "memory/", "gpu/", "engine/", "mismatch/logp_", "trackers/"),
-    *("sync/seconds", "checkpoint/seconds"),
+    *("time/", "throughput/", "memory/", "gpu/", "engine/", "trackers/"),
+    *("sync/seconds", "checkpoint/seconds", "mismatch/logp_", "off_policy/"),
 )
-"""Keys of a row that depend on time, or on how the engines happened to batch requests."""
+"""Keys of a row that depend on time, or on how the engines happened to batch requests: the last bits of their
+log-probs, ``Trajectory.behaviour``, which ``mismatch/logp_*`` and ``off_policy/*`` compare with the trainer's.
+"""
 _OWN = (
     *("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl"),
     "timeline",
