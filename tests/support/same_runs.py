@@ -22,7 +22,7 @@ VARIES = (
     *("sync/seconds", "checkpoint/seconds", "mismatch/logp_", "off_policy/"),
 )
 """Keys of a row that depend on time, or on how the engines happened to batch requests: the last bits of their
-log-probs, ``Trajectory.behaviour``, which ``mismatch/logp_*`` and ``off_policy/*`` compare with the trainer's.
+log-probs, ``Trajectory.behaviour``, which mismatch and off_policy compare with the trainer's.
 """
 _OWN = (
     *("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl"),
