@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS, GuardSettings
-from rpg_megatron.data.trajectory import Floats, Trajectory
+from rpg_megatron.data.trajectory import Floats, Mask, Trajectory
 from rpg_megatron.system.collectives import broadcast_object, gather_objects, sum_arrays
 
 _QUANTILE = 0.99
@@ -126,8 +126,9 @@ def find_gaps(mine: Sequence[Trajectory], version: int, excess: float = 0.0) -> 
 
     excess: how far the engine's log-prob may exceed the trainer's, in nats; only the rest is a gap.
     """
-    gaps = [_gap(t, excess)[t.mask & (t.versions == version)] for t in mine]
-    stale = sum(int((t.mask & (t.versions != version)).sum()) for t in mine)
+    comparable = [_comparable(t, version) for t in mine]
+    gaps = [_gap(t, excess)[chosen] for t, chosen in zip(mine, comparable, strict=True)]
+    stale = sum(t.sampled - int(chosen.sum()) for t, chosen in zip(mine, comparable, strict=True))
     return np.concatenate(gaps) if gaps else np.zeros(0, np.float32), stale
 
 
@@ -204,7 +205,7 @@ def find_worst(
     found = []
     for t in mine:
         # Stale tokens are excluded, and those that were not sampled; a NaN counts as infinite.
-        gap = np.where(t.mask & (t.versions == version), np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
+        gap = np.where(_comparable(t, version), np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
         at = int(gap.argmax())
         numbers = float(t.behaviour[at]), float(t.old[at])
         order = -t.group, -t.sample
@@ -237,6 +238,17 @@ def describe_mismatch(
         f"{worst.trainer:.5f}. Run rpg-megatron audit RUN to find where they diverge, or set "
         "guards.mismatch=warn to continue"
     )
+
+
+def _comparable(t: Trajectory, version: int) -> Mask:
+    """Which tokens the weights ``version`` sampled, from what the trainer computes too: bool [R].
+
+    With router replay, none of a response that a weight update interrupted: the trainer replays the routes of
+    the older weights for the tokens before the update, which the engine computed again with its own.
+    """
+    fresh: Mask = t.mask & (t.versions == version)
+    mixed = t.routes.size > 0 and bool((t.versions[t.mask] != version).any())
+    return np.zeros_like(fresh) if mixed else fresh
 
 
 def _gap(t: Trajectory, excess: float) -> Floats:

@@ -44,6 +44,13 @@ LAYOUTS = {
         "training.router_replay=rollout",
         "rollout.journal_routes=1",
     ],
+    "routes, ahead": [
+        "parallel.data=2",
+        "training.router_replay=rollout",
+        "rollout.journal_routes=1",
+        "rollout.ahead=1",
+        "correction.type=truncate",
+    ],
 }
 
 
@@ -56,7 +63,7 @@ def test_two_turns_train_and_can_be_replayed(
     (tmp_path / "two_turns.py").write_text(ENVIRONMENT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     settings = [str(config_file), *SETTINGS, *LAYOUTS[layout]]
-    if "experts" in layout:
+    if "routes" in layout:
         settings.append(f"model.path={write_byte_model(tmp_path / 'moe', **CONFIGS['qwen3_moe'])}")
     code, err = Command(tmp_path, "train", *settings).finish(timeout=1500)
     assert code == 0, err
@@ -75,6 +82,8 @@ def test_two_turns_train_and_can_be_replayed(
             assert t.mask.tolist() == [True] * place + [False] * 11 + [True] * (len(t.response) - place - 11)
             assert t.reward == pytest.approx(t.sampled / 100)
             fresh = t.mask & (t.versions == step - 1)
+            if "routes" in layout and (t.versions[t.mask] < step - 1).any():
+                continue  # interrupted: the engine computed the tokens before the update with other routes
             assert np.abs(t.old - t.behaviour)[fresh].max(initial=0.0) < 1e-4
         assert row["mismatch/logp_max"] < 1e-4
         assert row["response/length_mean"] == pytest.approx(np.mean([t.sampled for t in group]))

@@ -40,7 +40,7 @@ from rpg_megatron.data.rollout_files import (
     step_of,
     write_rollouts,
 )
-from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
+from rpg_megatron.data.trajectory import NO_ROUTES, NOT_SAMPLED, Trajectory
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.groups import GroupTask, scores_of
@@ -99,6 +99,20 @@ def test_only_tokens_of_the_present_weights_count() -> None:
     assert row["mismatch/tokens"] == 2
     assert row["mismatch/stale_tokens"] == 1
     assert row["mismatch/logp_max"] == pytest.approx(2e-5, rel=0.05)
+
+
+def test_replayed_routes_are_compared_only_where_no_update_interrupted() -> None:
+    """The trainer has the older routes for the tokens before the update; the engine computed them again."""
+    routes = np.zeros((5, 2, 1), np.uint8)
+    mixed = replace(trajectory([0.5, 0.5, 2e-5, 0.5], [6, 6, 7, 7]), routes=routes)
+    whole = replace(with_others(trajectory([1e-5, 2e-5, 3e-5], [7, 7, 7]), [1]), routes=routes)
+    row = compare_logprobs([mixed, whole], version=7)
+    assert (row["mismatch/tokens"], row["mismatch/stale_tokens"]) == (3, 4)
+    assert row["mismatch/logp_max"] == pytest.approx(3e-5, rel=0.05)
+    worst = find_worst([mixed, whole], 7)
+    assert worst is not None
+    assert worst.gap == pytest.approx(3e-5, rel=0.05)
+    assert compare_logprobs([replace(mixed, routes=NO_ROUTES)], version=7)["mismatch/tokens"] == 2
 
 
 def test_groups_without_a_signal_are_counted() -> None:
