@@ -1,12 +1,14 @@
 """Test modules share code through ``tests/support`` alone, and nothing beside them patches ``sys.path``.
 
 Why: a test file that imports another is renamed, moved and run alone only with it; and a patched ``sys.path``
-makes one file two modules, by the order in which tests were collected. Not covered: names in strings.
+makes one file two modules, by the order in which tests were collected. And benchmarks and tools, which few
+tests run, import only names that exist. Not covered: names in strings.
 """
 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,34 @@ def test_no_test_module_is_imported_and_sys_path_stays() -> None:
 )
 def test_both_rules_see_what_breaks_them(source: str, problem: str) -> None:
     assert find_problems(source) == [problem]
+
+
+@cache
+def names_of(module: str) -> set[str]:
+    """What can be imported from a module of the package, without importing it."""
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = (
+        {f.stem for f in path.glob("*.py")} | {f.name for f in path.glob("*/")} if path.is_dir() else set()
+    )
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def test_what_benchmarks_and_tools_import_exists() -> None:
+    files = [file for folder in ("benchmarks", "tools", "examples") for file in (ROOT / folder).rglob("*.py")]
+    missing, checked = [], 0
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rpg_megatron":
+                known = names_of(str(node.module))
+                checked += len(node.names)
+                missing += [f"{file.name}: {node.module}.{n.name}" for n in node.names if n.name not in known]
+    assert missing == []
+    assert checked > 100
