@@ -169,20 +169,30 @@ def _read_objects(files: Sequence[BinaryIO], slices: Sequence[tuple[int, int, in
         return
     values = read_foreign(f"{_READER}:read_objects", files, slices, msgspec.Raw, values=len(slices))
     for (number, _, _), value in zip(slices, values, strict=True):
-        yield _decode(value, files[number], {})
+        yield _decode(value, files[number], {}, {})
 
 
 def _decode(
-    value: msgspec.Raw | memoryview, file: BinaryIO, parts: dict[tuple[int, int], torch.Tensor]
+    value: msgspec.Raw | memoryview,
+    file: BinaryIO,
+    parts: dict[tuple[int, int], torch.Tensor],
+    tuples: dict[bytes, Any],
 ) -> Any:
     """An object of ``foreign_reader.read_objects``, with its extension types.
 
-    parts: first byte and bytes -> parts of the file that the object's tensors share.
+    parts: first byte and bytes -> parts of the file that the object's tensors share. tuples: the object's
+    tuples so far; equal ones are one object, as in an optimizer's groups, which are then saved as before.
     """
 
     def extension(code: int, data: memoryview) -> Any:
         if code == TUPLE:
-            return tuple(_decode(data, file, parts))
+            raw = bytes(data)
+            if raw not in tuples:
+                found = tuple(_decode(data, file, parts, tuples))
+                if not all(isinstance(each, int | float | str | NoneType) for each in found):
+                    return found
+                tuples[raw] = found
+            return tuples[raw]
         if code == TENSOR:
             return _read_tensor(file, msgspec.msgpack.decode(data, type=Location), parts)
         return _optimizers.get(msgspec.msgpack.decode(data, type=str)) if code == NAME else None

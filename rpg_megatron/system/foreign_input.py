@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from sys import intern
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
@@ -136,7 +137,9 @@ def plain_value(
     """
     first = memoryview(raw)[0]
     if first & 0xF0 == 0x80 or first in (0xDE, 0xDF):
-        return {key: plain_value(each, extension) for key, each in _KEYS.decode(raw).items()}
+        # The same key is the same object, as in what was saved: it is then saved again as the same bytes.
+        pairs = _KEYS.decode(raw).items()
+        return {intern(k) if type(k) is str else k: plain_value(each, extension) for k, each in pairs}
     if first & 0xF0 == 0x90 or first in (0xDC, 0xDD):
         with contextlib.suppress(msgspec.MsgspecError):  # much faster for long lists of numbers
             return _SIMPLE_LIST.decode(raw)

@@ -152,6 +152,22 @@ def test_of_a_storage_only_what_a_tensor_spans_is_read(tmp_path: Path) -> None:
             _read_tensor(opened, where._replace(shape=(2**30,), stride=(1,)), {})
 
 
+def test_what_was_loaded_is_saved_as_the_same_bytes(tmp_path: Path) -> None:
+    """What an optimizer's groups share stays shared: a resumed run saves as if never stopped."""
+    betas, sizes = (0.9, 0.999), ([1, 2], 3)
+    groups = [{"weight_decay": decay, "betas": betas, "lr": 1e-4, "step": 3} for decay in (0.1, 0.0)]
+    torch.save(
+        [{"optimizer": groups, "shape": sizes, "other": (1, True, 1.0), "more": (1, 1, 1)}], tmp_path / "a.pt"
+    )
+    found = load_object(tmp_path, "a.pt")
+    assert found[0]["more"] == (1, 1, 1)
+    assert [type(value) for value in found[0]["other"]] == [int, bool, float]
+    torch.save(found, tmp_path / "b.pt")
+    a, b = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "b.pt"))
+    assert a == b
+    assert pickle.dumps(a) == pickle.dumps(b)
+
+
 def test_tensors_of_an_object_share_what_is_read(tmp_path: Path) -> None:
     """A list of a million uses of one tensor is small in a file."""
     tensor = torch.ones(1000)
