@@ -27,6 +27,8 @@ limit: a summary, or the way to what the rest of the page says
 limit: a word of caution or advice, which no code can make true
   reward.type: module:function` is imported
   yes, they are your code
+  it runs in a sampler worker without limits
+  what an environment says through it
   which are no sandbox
   anyone who can write there can change
   whose faults a hostile file may use
@@ -83,6 +85,8 @@ unit/test_hostile_inputs.py::test_files_that_extend_each_other_many_times_are_re
   at most 100 and 1 MB
 unit/test_hostile_inputs.py::test_settings_that_no_reader_can_take
   no aliases that expand beyond 1 MB
+unit/test_episodes.py::test_a_faulty_episode_ends_the_run_with_a_message
+  its tokens are those of the model's vocabulary
 integration/test_reward_pool.py::test_every_input_gets_an_outcome
   they run in workers with a time and memory limit
 integration/test_reward_pool_hostile.py::test_sixty_hostile_answers_each_get_a_verdict_in_time
