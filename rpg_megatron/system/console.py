@@ -18,7 +18,9 @@ class PlainTextConsole(Console):
 
     def __init__(self, *, stderr: bool = False, **options: Any):
         """stderr: standard error instead of standard output. options: of ``Console``."""
-        super().__init__(**{"file": unfiltered(sys.stderr if stderr else sys.stdout)} | options)
+        own: dict[str, Any] = {"file": unfiltered(sys.stderr if stderr else sys.stdout)}
+        own["emoji"] = False  # in "module:x: ..." there is none
+        super().__init__(**own | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A string as a text; escaped before it is measured."""

@@ -7,6 +7,7 @@ covered: what C++ libraries and engines write to their own log files.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import struct
@@ -15,8 +16,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from rpg_megatron.launcher.progress import append_to_log
+from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.terminal import one_line, print_error, printable
 from tests.support.tiny_models import CONFIGS
 
@@ -92,6 +95,14 @@ def test_control_characters_are_escapes_and_other_text_stays() -> None:
     assert one_line("a\tb\n" + HOSTILE) == r"a\tb\n" + SHOWN
     for text in ("é 中 😀 👩\u200d👧 ﷽", "tab\tand\nline"):
         assert printable(text) == text
+
+
+def test_text_between_colons_is_no_emoji() -> None:
+    console = PlainTextConsole(file=io.StringIO(), width=80)
+    table = Table()
+    table.add_row("my_module:x: has no 'y'")
+    console.print(table, "my_module:x:")
+    assert console.file.getvalue().count("my_module:x:") == 2
 
 
 def test_no_command_prints_what_others_wrote_as_it_is(tmp_path: Path) -> None:
