@@ -99,6 +99,8 @@ def _content(file: Path) -> Any:
     if file.name == ".metadata":  # torch's index of a checkpoint: a save has a number of its own in it
         index = pickle.loads(file.read_bytes())
         return repr((index.state_dict_metadata, index.planner_data, index.storage_data))
+    if file.name == ".metadata.json":  # its own form of the index, with the hash of torch's
+        return json.loads(file.read_text()) | {"sha256": ""}
     if file.name == "config.yaml":
         return yaml.safe_load(file.read_text()) | {"runs": ""}
     if file.name == "manifest.json":
