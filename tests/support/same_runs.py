@@ -20,9 +20,11 @@ from rpg_megatron.data.trajectory import Trajectory
 VARIES = (
     *("time/", "throughput/", "memory/", "gpu/", "engine/", "trackers/"),
     *("sync/seconds", "checkpoint/seconds", "mismatch/logp_", "off_policy/"),
+    "sampling/discarded",
 )
-"""Keys of a row that depend on time, or on how the engines happened to batch requests: the last bits of their
-log-probs, ``Trajectory.behaviour``, which mismatch and off_policy compare with the trainer's.
+"""Keys of a row that depend on time: on which groups were in work when a batch was full, or on how the engines
+batched requests, from which the last bits of their log-probs follow (``Trajectory.behaviour``), which
+mismatch and off_policy compare with the trainer's.
 """
 _OWN = (
     *("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl"),
