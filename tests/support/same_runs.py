@@ -22,9 +22,9 @@ VARIES = (
     *("sync/seconds", "checkpoint/seconds", "mismatch/logp_", "off_policy/"),
     "sampling/discarded",
 )
-"""Keys of a row that depend on time: on which groups were in work when a batch was full, or on how the engines
-batched requests, from which the last bits of their log-probs follow (``Trajectory.behaviour``), which
-mismatch and off_policy compare with the trainer's.
+"""Keys of a row that depend on time: which groups were in work when a batch was full, or how the engines
+batched requests, from which the last bits of their log-probs follow (``Trajectory.behaviour``). mismatch and
+off_policy compare these with the trainer's.
 """
 _OWN = (
     *("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl"),
