@@ -193,13 +193,14 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
         fields, values[:count].tolist(), strict=True
     ):
         middle, end = offset + prompt_length, offset + prompt_length + length
-        mask = words[middle:end] >= 0
+        response = words[middle:end]
+        mask = response >= 0
         trajectories.append(
             Trajectory(
                 prompt_id=prompt_id,
                 sample=sample,
                 prompt=words[offset:middle],
-                response=np.where(mask, words[middle:end], ~words[middle:end]),
+                response=response if mask.all() else np.where(mask, response, ~response),
                 mask=mask,
                 behaviour=values[value_offset : value_offset + length],
                 versions=np.zeros(0, np.int32),

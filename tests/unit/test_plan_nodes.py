@@ -138,8 +138,8 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
 def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
     """8,192 sequences of 1,024 + 8,192 tokens, with the sampler and two of four leaders, two ranks each."""
     sampled, held, moved = [p.nbytes for p in plan_of().host]
-    assert sampled == 8192 * 1400 + 8192 * 1024 * 4 + 8192 * 8192 * 16
-    assert held == (8192 * 1400 + 8192 * 1024 * 4 + 8192 * 8192 * 24) // 2
+    assert sampled == 8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 17
+    assert held == (8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 25) // 2
     assert moved == 2 * (2048 * 28 + 2048 * 9216 * 8)
     alone = plan_of("parallel.tensor=1", "parallel.sequence=false", "parallel.data=8").host
     assert len(alone) == 2  # leaders broadcast to nobody

@@ -12,13 +12,13 @@ from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 
 GPUS_PER_NODE = 8
 
-_TRAJECTORY = 1400
-"""Bytes of a trajectory in Python besides its tokens: the object, six arrays, strings; measured."""
+_TRAJECTORY = 1500
+"""Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
 _PROMPT = 4
 """Bytes of a prompt's token: int32."""
-_RESPONSE = 24
-"""Bytes of a response's token: id and weight version, int32; log-probs of engine, trainer and anchor,
-float32; text, assumed to be four characters."""
+_RESPONSE = 25
+"""Bytes of a response's token: id and weight version, int32; mask, bool; log-probs of engine, trainer and
+anchor, float32; text, assumed to be four characters."""
 _SCORES = 8
 """Bytes of these for the log-probs of trainer and anchor."""
 _SENT_TOKEN = 8
