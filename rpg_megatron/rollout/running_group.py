@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 from rpg_megatron.config import UserError
@@ -37,7 +36,7 @@ class RunningGroup:
         self.grading: asyncio.Task[None] | None = None
         self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
         self.failures = FailureCount(task.set, 0, task.samples)
-        self._episodes: list[asyncio.Task[Episode]] = []
+        self._episodes: list[asyncio.Task[Score | None]] = []
 
     def start(self, episode: NamedEpisode, codec: TextCodec, scorer: Scorer, vocab: int) -> None:
         """Start the episode of each response. vocab: number of the model's tokens."""
@@ -93,11 +92,11 @@ class RunningGroup:
         for episode in filter(_has_failed, self._episodes):
             self.drop()
             episode.result()
-        found = [episode.result().reward for episode in self._episodes]
+        found = [episode.result() for episode in self._episodes]
         scores = [
-            own_score(reward)._replace(failures=one.failures)
-            for reward, one in zip(found, self.conversations, strict=True)
-            if reward is not None
+            score._replace(failures=one.failures)
+            for score, one in zip(found, self.conversations, strict=True)
+            if score is not None
         ]
         if scores and (len(scores) < len(found) or len({tuple(score.parts) for score in scores}) > 1):
             raise UserError(
@@ -113,17 +112,17 @@ class RunningGroup:
             episode.cancel()
         self.changed.set()
 
-    def _on_end(self, episode: asyncio.Task[Episode]) -> None:
+    def _on_end(self, episode: asyncio.Task[Score | None]) -> None:
         _has_failed(episode)  # reads the exception: asyncio logs one that is never read
         self.changed.set()
 
 
-def _has_failed(episode: asyncio.Task[Episode]) -> bool:
+def _has_failed(episode: asyncio.Task[Score | None]) -> bool:
     return episode.done() and not episode.cancelled() and episode.exception() is not None
 
 
-async def _run(episode: NamedEpisode, given: EpisodeTask, one: Conversation, scorer: Scorer) -> Episode:
-    """Run an episode. Raises UserError, which names its file and line, if it fails."""
+async def _run(episode: NamedEpisode, given: EpisodeTask, one: Conversation, scorer: Scorer) -> Score | None:
+    """Run an episode; returns its reward, if it sets one. Raises UserError, which names its file and line."""
     task = one.task
 
     async def score(text: str | None = None) -> Score:
@@ -141,7 +140,7 @@ async def _run(episode: NamedEpisode, given: EpisodeTask, one: Conversation, sco
             raise TypeError(f"it returned {type(found).__name__} instead of an Episode")
         if not one.sampled:
             raise ValueError("it ended without a turn of the policy")
-        return found if found.reward is None else replace(found, reward=own_score(found.reward))
+        return None if found.reward is None else own_score(found.reward)
     except Exception as e:
         error: BaseException = e
     except asyncio.CancelledError as e:
