@@ -65,3 +65,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         parts += [_LINK.sub(rewrite, markdown[end : block.start()]), block.group()]
         end = block.end()
     return "".join([*parts, _LINK.sub(rewrite, markdown[end:])])
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    r"""Show ``\|`` in the code of a table's cell as code hosting sites do: as ``|``."""
+    return re.sub(r"<td.*?</td>", lambda cell: cell.group().replace(r"\|", "|"), html, flags=re.DOTALL)
