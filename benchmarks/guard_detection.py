@@ -183,7 +183,10 @@ def meet(rig: Rig, right: Weights, faults: Sequence[Weights], healthy: Sequence[
         rig.score(answers)
         rates.append(rig.detected(healthy, answers))
         gaps.append(float(np.concatenate([np.abs(t.old - t.behaviour) for t in answers]).mean()))
-    void = [all(torch.equal(f[n].to(dtype), right[n].to(dtype)) for n in right) for f in faults]
+    void = [
+        fault is not right and all(torch.equal(fault[n].to(dtype), right[n].to(dtype)) for n in right)
+        for fault in faults
+    ]
     shown = " / ".join(f"{100 * statistics.fmean(each):.0f}" for each in zip(*rates, strict=True))
     same = f"; {statistics.fmean(void):.0%} of faults change no bit" if any(void) else ""
     return f"{shown} ({statistics.median(gaps):.1e}{same})"
