@@ -7,7 +7,7 @@ embeddings. ``make test`` has one case per family (Qwen2's is the fixture ``pair
 ``test_a_checkpoint_of_megatron_lm_needs_a_config``); the grid of layouts is ``long``. The contents of a
 Megatron checkpoint are also compared with shards that were made without the box table. An exported mixture of
 experts is served by vLLM without our plug-in. Not covered: Megatron-LM's own training loop, Transformer
-Engine's layers, optimizer state, and memory (benchmarks/convert.py).
+Engine's layers, optimizer state, and memory (benchmarks/checkpoints.py).
 """
 
 from __future__ import annotations
