@@ -52,6 +52,20 @@ CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
 are equal. Without averaging, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
 """
 
+_FROM = {
+    "input_norm": "input",
+    "query": "input_norm",
+    "key": "input_norm",
+    "value": "input_norm",
+    "query_norm": "query",
+    "key_norm": "key",
+    "attention_output": "attention",
+    "mlp_norm": "middle",
+    "mlp_output": "activation",
+    FINAL_NORM: FINAL_INPUT,
+    LOGITS: FINAL_NORM,
+}
+"""Modules with a parameter, and the site that each computes from."""
 _TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, points of the first grid
 _TEMPERATURE_TOLERANCE = 0.05
 """Relative error of a temperature fitted to rounded log-probs that may be due to chance."""
@@ -146,22 +160,6 @@ class ModuleChecker:
             return self._after_layer(layer - 1)
         if part == FINAL_INPUT:
             return self._after_layer(self.shape.num_layers - 1)
-        if part in NORMS:
-            from_part = {
-                "input_norm": "input",
-                "query_norm": "query",
-                "key_norm": "key",
-                "mlp_norm": "middle",
-                FINAL_NORM: FINAL_INPUT,
-            }
-            assert weight is not None
-            return self._rms(before(from_part[part]), weight)
-        if part in ("query", "key", "value"):
-            assert weight is not None
-            out = before("input_norm") @ weight.t()
-            if self.shape.qkv_bias and name is not None:
-                out = out + self._local(self.weights(name.replace(".weight", ".bias")))
-            return out
         if part in ("query_rope", "key_rope"):
             plain = part.removesuffix("_rope")
             return self._rotate(before(f"{plain}_norm") if self.shape.qk_norm else before(plain))
@@ -174,11 +172,16 @@ class ModuleChecker:
             return self._run_experts(layer)
         if part == "activation":
             return F.silu(before("gate")) * before("up")
-        from_part = {"attention_output": "attention", "mlp_output": "activation"}
         assert weight is not None
+        x = before(_FROM.get(part, "mlp_norm"))  # of router, gate and up
+        if part in NORMS:
+            return self._rms(x, weight)
         if part == LOGITS:
-            return self.found(FINAL_NORM)[self.side.predicts.to(self.device)] @ weight.t()
-        return before(from_part.get(part, "mlp_norm")) @ weight.t()  # router, gate, up
+            x = x[self.side.predicts.to(self.device)]
+        out = x @ weight.t()
+        if self.shape.qkv_bias and part in ("query", "key", "value") and name is not None:
+            out = out + self._local(self.weights(name.replace(".weight", ".bias")))
+        return out
 
     def _after_layer(self, layer: int) -> Tensor:
         return self.found(layer_site(layer, "middle")) + self.found(block_output(self.shape, layer))
