@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +24,6 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.megatron import load_weights, save_weights, stored_dtype
 from rpg_megatron.checkpoints.megatron_folder import find_short_files, read_contents
-from rpg_megatron.commands.convert.megatron_logits import raw_logits
 from rpg_megatron.commands.convert.processes import LOGITS, Job
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import folder_size
@@ -29,6 +31,7 @@ from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it allows its classes in checkpoints
+from rpg_megatron.policy.microbatch import pack_lengths
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
@@ -116,7 +119,7 @@ class Conversion:
         """
         model = self._build(torch.float32)
         load_weights(checkpoint, [model], self._shape.vocab_size)
-        logits = raw_logits(model, self._job.sequences, self._shape.vocab_size)
+        logits = _raw_logits(model, self._job.sequences, self._shape.vocab_size)
         if self._mesh.reports:
             save_file({str(i): x for i, x in enumerate(logits)}, Path(self._job.work) / LOGITS)
 
@@ -189,3 +192,67 @@ def _bytes_read() -> int:
     with suppress(OSError):
         return int(Path("/proc/self/io").read_text().split()[1])
     return 0
+
+
+# -- logits, to compare two implementations of a model -------------------------------------------------------
+
+
+@torch.no_grad()
+def _raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) -> list[Tensor]:
+    """Logits after every token of every sequence, without vocabulary padding: [n, vocab] each.
+
+    Collective; the list is empty on ranks before the last stage. vocab: size of the vocabulary without
+    padding. Holds all logits at once. Each sequence is one micro-batch.
+    """
+    config = model.config
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
+        sequence = list(next(iterator))
+        length = len(sequence)
+        sequence += [0] * (-length % multiple)  # padding at the end: no token attends to it
+        tokens = torch.tensor([sequence], device=next(module.parameters()).device)
+        output = module(
+            tokens,
+            torch.arange(tokens.size(1), device=tokens.device)[None],
+            None,
+            labels=tokens,
+            packed_seq_params=pack_lengths([tokens.size(1)], tokens.device),
+            output_processor=_logits_head,
+            output_processor_context=vocab,
+        )
+        return output, lambda logits, non_loss_data: logits[:length]
+
+    model.eval()
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(sequences),
+        model=[model],
+        num_microbatches=len(sequences),
+        seq_length=1,  # with the next, ignored: lengths vary
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return list(outputs)
+
+
+def _logits_head(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: int,
+    config: Any,
+    **_: Any,
+) -> Tensor:
+    """Replaces the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
+    weight = output_layer.weight if output_weight is None else output_weight
+    if config.sequence_parallel:
+        hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden_states, group=output_layer.tp_group
+        )
+    local = torch.matmul(hidden_states.squeeze(1), weight.t())
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(local, group=output_layer.tp_group)
+    logits: Tensor = whole[:, :context].clone()
+    return logits
