@@ -21,6 +21,7 @@ from benchmarks.setup import Report, benchmark, main, seconds
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
 from rpg_megatron.commands.convert.command import convert_to_hf, convert_to_megatron, open_hf, open_megatron
 from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.launcher.supervisor import StopSignals
 
 TOKENS = 256
 
@@ -171,7 +172,7 @@ def convert(
         vocab_size=32000,
         tied_embeddings=False,
     )
-    faults = []
+    faults, signals = [], StopSignals()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         original = write_checkpoint(folder / "hf", shape, file_bytes=bucket_mb * 10**6)
@@ -183,11 +184,13 @@ def convert(
         for layout in layouts:
             tensor, pipeline = map(int, layout.split("x"))
             there, back = folder / f"megatron-{layout}", folder / f"back-{layout}"
-            done = {"HF -> Megatron": convert_to_megatron(open_hf(original, tensor, pipeline), there)}
-            done["Megatron -> HF"] = convert_to_hf(open_megatron(there), back, max_shard_bytes=bucket)
+            source = open_hf(original, tensor, pipeline)
+            done = {"HF -> Megatron": convert_to_megatron(source, there, signals)}
+            source = open_megatron(there)
+            done["Megatron -> HF"] = convert_to_hf(source, back, signals, max_shard_bytes=bucket)
             for direction, result in done.items():
-                m = max(result.memory, key=lambda m: m.peak - m.baseline - 2 * m.shard)
-                peak, bound = m.peak - m.baseline, 2 * m.shard + bucket
+                m = max(result.memory, key=lambda m: m.peak - 2 * m.shard)
+                peak, bound = m.peak, 2 * m.shard + bucket
                 sizes = (m.shard / 1e6, peak / 1e6, bound / 1e6, peak / m.shard)
                 table.row(direction, layout, *sizes, result.seconds)
                 faults += [f"{direction}, {layout}: above the bound"] * (peak > bound)
