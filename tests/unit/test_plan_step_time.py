@@ -319,6 +319,12 @@ def test_an_impossible_assumption_is_one_line(capsys, option: str, words: str) -
     assert err.count("\n") == 1
 
 
+def test_an_assumption_that_is_gone_names_what_to_use(capsys) -> None:
+    code, out, err = command(capsys, "--assume", "prefill-mfu=0.5")
+    assert (code, out) == (2, "")
+    assert err == "error: '--assume prefill_mfu' is gone; use score_mfu\n"
+
+
 def test_times_are_of_gpus(capsys) -> None:
     quickstart = QWEN3_8B.with_name("quickstart.yaml")
     with pytest.raises(SystemExit):

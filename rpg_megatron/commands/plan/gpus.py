@@ -11,19 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.renamed import explain_renamed
 
 _MIB, _GIB = 1024**2, 1024**3
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 1024,
-    "mib": _MIB,
-    "gib": _GIB,
-    "g": _GIB,
-}
+_DECIMAL_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {**_DECIMAL_UNITS, "kib": 1024, "mib": _MIB, "gib": _GIB, "g": _GIB}
 
 
 @dataclass(frozen=True)
@@ -176,6 +168,8 @@ def _read_option(option: str) -> tuple[str, float]:
     """Name and value of ``name=value``. Raises UserError if the name is unknown or the value impossible."""
     name, _, text = option.partition("=")
     name = name.strip().replace("-", "_")
+    if (gone := explain_renamed(f"--assume {name}")) is not None:
+        raise UserError(gone)
     if name not in _ABOUT:
         near = difflib.get_close_matches(name, _ABOUT, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_ABOUT)}"

@@ -62,6 +62,23 @@ class RankParameters:
     in_fp8: int
     """Of ``total``, those of matrices in layers that compute in FP8."""
 
+    def replicated(self, parallel: ParallelSettings, data: float | None = None) -> list[tuple[int, float]]:
+        """Parameters outside and inside experts, each with the number of ranks that hold the same ones.
+
+        data: overrides ``parallel.data``.
+        """
+        share = 1 if data is None else data / parallel.data
+        outside = parallel.data * parallel.context * share
+        return [
+            (self.total - self.in_experts, max(1.0, outside)),
+            (self.in_experts, max(1.0, expert_replicas(parallel) * share)),
+        ]
+
+    def owned(self, settings: Settings, data: float | None = None) -> float:
+        """Parameters whose optimizer state is on this rank. data: overrides ``parallel.data``."""
+        distributed, groups = settings.optimizer.distributed, self.replicated(settings.parallel, data)
+        return sum(number / (ranks if distributed else 1) for number, ranks in groups)
+
 
 def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankParameters:
     """Count the parameters of a pipeline rank, from the mappings that checkpoints and bridge use.

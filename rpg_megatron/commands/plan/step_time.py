@@ -13,8 +13,8 @@ from typing import Literal
 from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import (
     GPUS_PER_NODE,
+    RankParameters,
     engines_of_a_replica,
-    expert_replicas,
     in_fp8,
     rank_parameters,
 )
@@ -175,20 +175,15 @@ class _Case:
         mean, each = self.prompt + self.response, sequences / self.data
         return max(each * mean, self.longest), max(each * mean**2, self.longest**2)
 
-    def shards(self) -> list[tuple[int, float]]:
-        """Parameters of the largest rank outside and inside experts, each with the number of replicas."""
-        settings, parallel = self.plan.settings, self.plan.settings.parallel
-        mine = rank_parameters(settings, self.plan.shape, self.plan.largest.stage)
-        of_experts = expert_replicas(parallel) * self.data / parallel.data
-        return [
-            (mine.total - mine.in_experts, max(1.0, self.data * parallel.context)),
-            (mine.in_experts, max(1.0, of_experts)),
-        ]
+    @property
+    def parameters(self) -> RankParameters:
+        """Those of the largest rank."""
+        return rank_parameters(self.plan.settings, self.plan.shape, self.plan.largest.stage)
 
+    @property
     def owned(self) -> float:
         """Parameters whose optimizer state is on the largest rank."""
-        distributed = self.plan.settings.optimizer.distributed
-        return sum(n / (replicas if distributed else 1) for n, replicas in self.shards())
+        return self.parameters.owned(self.plan.settings, self.data)
 
     def microbatches(self, tokens: float) -> int:
         """Micro-batches of a replica with this number of tokens."""
@@ -340,7 +335,8 @@ def _update(case: _Case) -> Phase:
     link = (
         assumed.nvlink if parallel.tensor * case.data * parallel.context <= GPUS_PER_NODE else assumed.network
     )
-    moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in case.shards())
+    groups = case.parameters.replicated(parallel, case.data)
+    moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in groups)
     reduction = moved / (link * LINK_EFFICIENCY)
     if settings.optimizer.overlap:
         reduction = max(0.0, reduction - (work + exchange) / case.microbatches(tokens))
@@ -349,7 +345,7 @@ def _update(case: _Case) -> Phase:
         "exchange of tokens": exchange,
         "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
-        "optimizer": _OPTIMIZER * case.owned() / (assumed.memory_bandwidth * assumed.decode_efficiency),
+        "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
     }
     bound = max(parts, key=lambda name: parts[name])
     if bound == "FLOP/s" and tokens <= case.longest:
@@ -384,7 +380,7 @@ def _sync(case: _Case) -> Phase:
 def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake."""
     settings = case.plan.settings
-    state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned()
+    state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned
     moved = 2 * state * (1 - settings.memory.offload_optimizer)
     seconds = 2 * HANDOVER + moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
     return Phase("handover", seconds, "host link, overheads")

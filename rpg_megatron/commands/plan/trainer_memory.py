@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,6 @@ from rpg_megatron.commands.plan.layout import (
     BatchPlan,
     Gpus,
     engines_of_a_replica,
-    expert_replicas,
     rank_parameters,
 )
 from rpg_megatron.config import ModelShape, Settings
@@ -30,8 +30,8 @@ IMPORTS = 712_000_000
 """On a CPU: memory of a rank after importing torch, Megatron and transformers; measured."""
 RUNTIME = 50_000_000
 """On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
-FREED = 0.1
-"""On a CPU: freed memory that malloc keeps, relative to the tensors' bytes; measured: 2% to 29%."""
+FREED = 0.12
+"""On a CPU: allowance for freed memory that malloc keeps, relative to the tensors' bytes. Measured: 2% to 29%."""
 
 _TRAJECTORY = 1500
 """Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
@@ -127,22 +127,21 @@ def rank_memory(
     """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update."""
     parallel, on_gpu = settings.parallel, device == "cuda"
     activations = StageActivations(settings, shape, stage, tokens, microbatches, device)
-    mine = rank_parameters(settings, shape, stage)
+    held = rank_parameters(settings, shape, stage)
     # One replica publishes the rest; the first ranks that hold an expert publish it.
     split = parallel.expert * parallel.expert_tensor > 1
-    published = mine.total if publishes else mine.in_experts if split else 0
-    weights, gradients, _ = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
-    state = _optimizer_bytes(settings, mine.total - mine.in_experts, mine.in_experts)
-    offloaded = settings.memory.offload_optimizer
-    fp8 = settings.precision.fp8
-    parts = [MemoryPart("parameters", round(weights * mine.total), "exact")]
+    published = held.total if publishes else held.in_experts if split else 0
+    weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
+    state = each * held.owned(settings)
+    offloaded, fp8 = settings.memory.offload_optimizer, settings.precision.fp8
+    parts = [MemoryPart("parameters", round(weights * held.total), "exact")]
     if fp8 is not None and activations.fused:
         # FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights. With
         # fp8.parameters, the parameters are these, and the copy is bfloat16 for the engines. On Blackwell
         # GPUs recipes with one scale per tensor need one byte less.
-        parts.append(MemoryPart(SERVED if fp8.parameters else FP8_WEIGHTS, 2 * mine.in_fp8, "estimated"))
+        parts.append(MemoryPart(SERVED if fp8.parameters else FP8_WEIGHTS, 2 * held.in_fp8, "estimated"))
     parts += [
-        MemoryPart("gradients", round(gradients * mine.total), "exact"),
+        MemoryPart("gradients", round(gradients * held.total), "exact"),
         MemoryPart("optimizer", round(state * (1 - offloaded)), "exact"),
     ]
     if offloaded:
@@ -154,7 +153,7 @@ def rank_memory(
         parts.append(MemoryPart("optimizer while engines sample", slept, "exact", host=on_gpu))
     parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
     if settings.anchor.type != "old":
-        parts.append(MemoryPart("held anchor", round(weights * mine.total), "exact", host=on_gpu))
+        parts.append(MemoryPart("held anchor", round(weights * held.total), "exact", host=on_gpu))
 
     recompute, logits, head = recomputation(settings), 0, 0
     if stage == parallel.pipeline - 1:
@@ -174,21 +173,10 @@ def rank_memory(
         if parallel.data * parallel.context > 1 and settings.optimizer.distributed:
             # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
             # process still holds the memory of the backward pass then.
-            parts.append(MemoryPart("copy of the gradients", 4 * mine.total, "estimated", "update"))
-        tensors = RankMemory(stage, publishes, mine.total, tuple(parts)).peak
+            parts.append(MemoryPart("copy of the gradients", 4 * held.total, "estimated", "update"))
+        tensors = RankMemory(stage, publishes, held.total, tuple(parts)).peak
         parts.append(MemoryPart("malloc, libraries", RUNTIME + round(FREED * tensors), "estimated"))
-    return RankMemory(stage, publishes, mine.total, tuple(parts))
-
-
-def _optimizer_bytes(settings: Settings, shared: int, in_experts: int) -> float:
-    """Bytes of a rank's optimizer state, of parameters outside and inside experts."""
-    parallel = settings.parallel
-
-    def each(replicas: int) -> float:
-        distributed = settings.optimizer.distributed
-        return state_bytes(settings.precision.dtype, distributed=distributed, replicas=replicas)[2]
-
-    return shared * each(parallel.data * parallel.context) + in_experts * each(expert_replicas(parallel))
+    return RankMemory(stage, publishes, held.total, tuple(parts))
 
 
 def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[MemoryPart]:
@@ -236,26 +224,25 @@ def host_memory(
     at their maximum length. Does not include libraries, engine processes and page cache.
     """
     parallel = settings.parallel
-    number_of_ranks = parallel.world
-    nbytes: dict[str, int] = {}
+    here = parallel.world
+    nbytes: Counter[str] = Counter()
     if on_gpu:
-        number_of_ranks = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
+        here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
+        of_ranks = f", {here} rank{'s' if here > 1 else ''}"
         kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
-        for number in range(number_of_ranks):  # Megatron numbers ranks tensor, context, data, pipeline
+        for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
             replica, stage = number // parallel.tensor, number // (parallel.world // parallel.pipeline)
             publishes = replica % (parallel.context * parallel.data) == 0
             for part in kinds[stage, publishes].parts:
                 if part.host:
-                    nbytes[part.name] = nbytes.get(part.name, 0) + part.nbytes
-    of_ranks = f", {number_of_ranks} rank{'s' if number_of_ranks > 1 else ''}"
+                    nbytes[part.name + of_ranks] += part.nbytes
     sequences, steps = batch.sequences, 1 + settings.rollout.ahead
     response = min(settings.rollout.max_response_tokens, batch.longest)
     tokens = sequences * (batch.longest - response), sequences * response
     # The ranks of a replica on a pipeline stage follow each other; the first of them is the leader.
-    leaders = min(-(-number_of_ranks // (parallel.tensor * parallel.context)), parallel.data)
+    leaders = min(-(-here // (parallel.tensor * parallel.context)), parallel.data)
     sampled = steps * batch_bytes(sequences, *tokens, scored=False)
     held = batch_bytes(sequences, *tokens) * leaders // parallel.data
-    nbytes = {name + of_ranks: size for name, size in nbytes.items()}
     nbytes[f"{steps} steps, in the sampler" if steps > 1 else "the step, in the sampler"] = sampled
     nbytes[f"shares of it, {leaders} of {parallel.data} leaders"] = held
     if parallel.world > parallel.data:
