@@ -100,6 +100,16 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise
 
 
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts, by their keys joined with dots."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
 # -- our own files -------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import (
     atomic_write_text,
     copy_file,
+    flatten,
     folder_size,
     is_ours,
     open_own,
@@ -282,7 +283,7 @@ def _newest_complete(folder: Path, notes: list[str], root: Path | None = None) -
 
 def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Differences between two nested dicts of plain values: dotted key -> a line with both values."""
-    old, new = _flat(then), _flat(now)
+    old, new = flatten(then), flatten(now)
     return {
         key: f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
@@ -379,15 +380,6 @@ def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
         notes.append(
             f"warning: {display_path(file)} was shortened; the rows of steps {kept + 1} to {last} are lost"
         )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flat(inner, f"{prefix}.{key}" if prefix else key)
-    return found
 
 
 def _text(value: Any) -> str:

@@ -27,10 +27,11 @@ class Admission:
         """How long the trainer worked on each batch."""
         self._durations: deque[float] = deque(maxlen=_WINDOW)
         """How long each batch took, from the admission of its first group to the last score."""
+        self._begun: float | None = None
+        """When the trainer got its first batch."""
         self._returned: float | None = None
         """When the trainer got its last batch."""
         self._waiting = False
-        self._first = True
 
     def ask(self, now: float) -> None:
         """The trainer asks for its next batch."""
@@ -38,11 +39,13 @@ class Admission:
             self._work.append(now - self._returned)
         self._waiting = True
 
-    def hand_over(self, now: float, duration: float) -> None:
-        """The trainer gets the batch. duration: see ``_durations``."""
-        if not self._first:  # the first batch includes the engines' warm-up
-            self._durations.append(duration)
-        self._first, self._waiting, self._returned = False, False, now
+    def hand_over(self, now: float, admitted: float, graded: float) -> None:
+        """The trainer gets a batch. admitted: when its first group was; graded: when its last score came."""
+        if self._begun is None:
+            self._begun = now
+        if admitted >= self._begun:  # batches that were admitted before wait for the start of the engines
+            self._durations.append(graded - admitted)
+        self._waiting, self._returned = False, now
 
     def due(self, now: float) -> int:
         """Number of batches, after those that the trainer has got, whose groups should be admitted by now.

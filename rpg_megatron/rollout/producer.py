@@ -150,8 +150,8 @@ class RolloutProducer:
             if self._rollout.dynamic is not None:
                 metrics["sampling/discarded"] = float(len(discarded))
         if self._admission is not None:
-            taken = max(e.graded for e in entries) - min(e.admitted for e in entries)
-            self._admission.hand_over(_now(), taken)
+            first, last = min(e.admitted for e in entries), max(e.graded for e in entries)
+            self._admission.hand_over(_now(), first, last)
             self._admit_groups()
         generated = max(entry.generated for entry in entries)
         return NextBatch(groups, metrics, window[-1].position, generated, failures_of(everyone))

@@ -3,12 +3,12 @@
 Why: optimizer state that is silently lost or dealt out wrongly shows only as a run that learns worse; in
 Megatron a rank that owns no parameter of a group can lose the step count that way.
 Proved, on real Megatron over gloo in fp32: after three updates at TP2xPP2, saved after the second, a policy
-that loads the checkpoint at DP4 (TP1), TP2xDP2, PP2xVPP2xDP2, on one rank, and back at TP2xPP2 from what DP4
+that loads the checkpoint at DP4 (TP1), PP2xVPP2xDP2, on one rank, and back at TP2xPP2 from what DP4
 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights, moments and
-held anchor; for the distributed, the plain and the Schedule-Free optimizer, with a vocabulary that the
-layouts pad differently. At the layout that saved, every number is the same bit for bit. Where there is time,
-also at PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2
-from each of these.
+held anchor; for the distributed, the plain and the Schedule-Free optimizer (where time is short, the last two
+at DP4 only), with a vocabulary that the layouts pad differently. At the layout that saved, every number is
+the same bit for bit. Where there is time, also at TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2
+on as few ranks as they need, and back at TP2xPP2 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
 newest one loads; only kills that fell within a save count.
 Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration), disks
@@ -51,11 +51,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2xTP2+SP": {"context": 2, "tensor": 2, "sequence": True},
 }
 NEEDED = {
-    "distributed": ("TP2xPP2", "TP2xDP2+SP", "PP2xVPP2xDP2", "DP4"),
-    "plain": ("TP2xPP2", "DP4"),
+    "distributed": ("TP2xPP2", "PP2xVPP2xDP2", "DP4"),
+    "plain": ("DP4",),
     "schedule-free": ("DP4",),
 }
-"""What is looked at where time is short."""
+"""What is looked at where time is short; then one rank and the way back only for the first."""
 FEWER: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
@@ -93,20 +93,21 @@ def test_the_next_update_is_the_same_in_other_layouts(
 ) -> None:
     write_batch(tmp_path)
     cases = {}
+    whole = list(looked_at)[: 1 if looked_at is NEEDED else None]
     for kind, names in looked_at.items():
         straight = [None, "second", "third", "fourth"]
         cases[f"{kind}, straight"] = make_resume_case(tmp_path, kind, SAVED, None, straight)
         for name in names:
             cases[f"{kind}, {name}"] = make_resume_case(tmp_path, kind, LAYOUTS[name], "second", [name])
-        cases[f"{kind}, back"] = make_resume_case(tmp_path, kind, SAVED, "DP4", ["back"])
+        if kind in whole:
+            cases[f"{kind}, back"] = make_resume_case(tmp_path, kind, SAVED, "DP4", ["back"])
     results = run_cases(tmp_path, 4, cases)
     alone = {
-        f"{kind}, one rank": make_resume_case(tmp_path, kind, {}, "second", ["one rank"])
-        for kind in OPTIMIZERS
+        f"{kind}, one rank": make_resume_case(tmp_path, kind, {}, "second", ["one rank"]) for kind in whole
     }
     results |= run_cases(tmp_path, 1, alone)
     for kind, names in looked_at.items():
-        for name in [*names, "one rank", "back"]:
+        for name in [*names, *(["one rank", "back"] if kind in whole else [])]:
             tolerance = 0.0 if name == "TP2xPP2" else 1e-6
             check(tmp_path, results, kind, name, back=name == "back", tolerance=tolerance)
 

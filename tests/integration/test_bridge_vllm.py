@@ -40,7 +40,7 @@ from tests.support.engine import FORKED
 from tests.support.megatron_shards import grid, stage_values
 
 MODEL = "qwen2, tied"
-LAYOUTS = {2: {"PP2": {"pipeline": 2}, "DP2": {"data": 2}}, 4: {"TP2xPP2": {"tensor": 2, "pipeline": 2}}}
+LAYOUTS = {2: {"DP2": {"data": 2}}, 4: {"TP2xPP2": {"tensor": 2, "pipeline": 2}}}
 TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.skipif(

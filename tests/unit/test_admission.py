@@ -21,6 +21,12 @@ def test_a_slower_trainer_gets_fresh_tokens_without_waiting(ahead: int) -> None:
     assert early.seconds / late.seconds >= 0.98
 
 
+def test_a_slow_start_of_the_engines_does_not_count() -> None:
+    """The groups that are admitted before the first batch wait for the engines' start and first requests."""
+    late = simulate(2, 3 * BATCH, late=True, steps=60, slowed=lambda ticket: 20.0 if ticket < 64 else 1.0)
+    assert late.lag <= 1.2
+
+
 def test_slower_engines_get_groups_as_early_as_the_bound_allows() -> None:
     early, late = (simulate(2, 0.6 * BATCH, late=way, steps=40) for way in (False, True))
     assert early.seconds / late.seconds == pytest.approx(1, abs=0.01)
@@ -32,7 +38,7 @@ def test_a_batch_is_due_when_the_time_left_is_what_batches_take() -> None:
     assert admission.due(0) == 2  # nothing is known yet
     for start in clock:
         admission.ask(start)  # works for 8 seconds, waits for 2
-        admission.hand_over(start + 2, 4.0)
+        admission.hand_over(start + 2, start - 2, start + 2)
         if start == 100:
             break
     needed = start + 2 + 8
@@ -43,5 +49,5 @@ def test_a_batch_is_due_when_the_time_left_is_what_batches_take() -> None:
     assert admission.seconds_to_next(needed + 1) is None  # until the trainer asks
     admission.ask(needed)
     assert admission.due(needed) == 1
-    admission.hand_over(needed, 40.0)  # one batch that took ten times as long
+    admission.hand_over(needed, needed - 40.0, needed)  # one batch that took ten times as long
     assert admission.due(needed) == 4

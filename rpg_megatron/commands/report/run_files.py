@@ -20,7 +20,7 @@ import msgspec
 import yaml
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.files import open_regular, parse_json, read_text, real_path
+from rpg_megatron.config.files import flatten, open_regular, parse_json, read_text, real_path
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
@@ -97,7 +97,7 @@ def read_run(folder: Path) -> RunFiles:
         config=_read_config(folder / CONFIG, notes),
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
-        starts=[_flat_text(start) for start in starts],
+        starts=[_start_text(start) for start in starts],
         running=is_held(folder),
         notes=notes,
     )
@@ -227,23 +227,13 @@ def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
     # Not load_settings, so that runs of earlier versions with other keys can be read.
     try:
         found = read_yaml(file, real_path(file.parent))
-        flat = _flatten(found) if isinstance(found, dict) else {}
+        flat = flatten(found) if isinstance(found, dict) and found else {}
+        flat = {key: str(v) if isinstance(v, int) and abs(v) > 2**53 else v for key, v in flat.items()}
         json.dumps(flat, default=str)  # raises if the page could not hold it
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as e:
         notes.append(f"{file.name} cannot be read ({reason(e)})")
         return {}
     return flat
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, int) and abs(value) > 2**53:
-        value = str(value)
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 def _read_json[T](file: Path, kind: type[T], notes: list[str]) -> T | None:
@@ -271,15 +261,12 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _flat_text(value: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            found |= _flat_text(inner, f"{prefix}{key}.")
-        else:
-            listed = isinstance(inner, list)
-            found[f"{prefix}{key}"] = "; ".join(map(str, inner)) or "none" if listed else as_text(inner)
-    return found
+def _start_text(start: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: "; ".join(map(str, value)) or "none" if isinstance(value, list) else as_text(value)
+        for key, value in flatten(start).items()
+        if value != {}
+    }
 
 
 def is_held(folder: Path) -> bool:

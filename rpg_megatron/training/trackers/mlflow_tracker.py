@@ -13,6 +13,7 @@ import mlflow
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
+from rpg_megatron.config.files import flatten
 from rpg_megatron.config.trackers import MLflowSettings
 from rpg_megatron.training.trackers.tracker import COLUMNS, TrackedRun
 
@@ -48,8 +49,11 @@ class MLflowTracker:
         run.keep_id(self._id, where)
         self._client.log_dict(self._id, run.config, "config.json")
         # A parameter cannot be changed: those of the first start are kept.
-        missing = {key: value for key, value in _flat(run.config).items() if key not in started.data.params}
-        parameters = [Param(key, value) for key, value in missing.items()]
+        parameters = [
+            Param(key, str(value)[:_LONGEST])
+            for key, value in flatten(run.config).items()
+            if key not in started.data.params
+        ]
         for start in range(0, len(parameters), _AT_ONCE):
             self._client.log_batch(self._id, params=parameters[start : start + _AT_ONCE])
 
@@ -87,12 +91,3 @@ class MLflowTracker:
 def metric_name(key: str) -> str:
     """A key of metrics.jsonl in characters that MLflow allows: ``avg@4`` becomes ``avg_at_4``."""
     return _FORBIDDEN.sub("_", key.replace("@", "_at_"))
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {prefix: str(value)[:_LONGEST]}
-    found: dict[str, str] = {}
-    for key, inner in value.items():
-        found |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return found
