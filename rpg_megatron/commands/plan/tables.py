@@ -25,6 +25,8 @@ class Answer:
     """A plan and what the command prints beside it; None: not computed, or there is none."""
 
     plan: Plan
+    warnings: Sequence[str]
+    """Those of the plan and of the checks."""
     assumed: Assumed
     steps: Sequence[StepTime] | None
     """The time of a step, first with the placement of the settings."""
@@ -270,7 +272,7 @@ def waits(step: StepTime) -> str:
 def _verdict(answer: Answer) -> Iterator[str]:
     """Notes, problems, and whether it fits."""
     plan, lighter = answer.plan, answer.lighter
-    for warning in plan.warnings:
+    for warning in answer.warnings:
         yield f"[yellow]note[/] {warning}"
     if lighter is not None:
         yield (
@@ -347,7 +349,7 @@ def to_json(answer: Answer) -> str:
     found: dict[str, Any] = {
         "fits": plan.fits,
         "problems": plan.problems,
-        "warnings": plan.warnings,
+        "warnings": answer.warnings,
         "target": plan.target,
         "parameters": plan.parameters,
         "parallel": plan.settings.parallel.model_dump(),

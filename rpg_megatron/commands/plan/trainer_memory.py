@@ -31,7 +31,7 @@ IMPORTS = 712_000_000
 RUNTIME = 50_000_000
 """On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
 FREED = 0.12
-"""On a CPU: allowance for freed memory that malloc keeps, relative to the tensors' bytes. Measured: 2% to 29%."""
+"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
 
 _TRAJECTORY = 1500
 """Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
