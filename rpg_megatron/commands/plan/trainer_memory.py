@@ -80,10 +80,13 @@ class RankMemory:
     @property
     def phases(self) -> dict[str, int]:
         """Peak bytes of each phase, on the device."""
-        held = [part for part in self.parts if not part.host]
-        always = sum(part.nbytes for part in held if part.phase == "always")
-        found = {part.phase: always for part in held if part.phase != "always"}
-        return {name: n + sum(p.nbytes for p in held if p.phase == name) for name, n in found.items()}
+        on_device = [part for part in self.parts if not part.host]
+        always = sum(part.nbytes for part in on_device if part.phase == "always")
+        peaks: dict[str, int] = {}
+        for part in on_device:
+            if part.phase != "always":
+                peaks[part.phase] = peaks.get(part.phase, always) + part.nbytes
+        return peaks
 
     @property
     def peak(self) -> int:
