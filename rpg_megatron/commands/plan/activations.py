@@ -91,9 +91,9 @@ def saved_tensors(
     key_copy = _WIDE * keys if item != _WIDE else 0
     # With context parallelism, local layers gather the keys and values of all ranks and recompute attention.
     # Fused layers save their own queries and output, and the keys and values of one rank, the last received.
-    whole = parallel.context == 1
-    qkv = item * (queries + 2 * keys) if whole or (shape.qk_norm and not key_copy) else 0
-    gathered = 0 if whole else parallel.context * 2 * item * keys
+    one_rank = parallel.context == 1
+    qkv = item * (queries + 2 * keys) if one_rank or (shape.qk_norm and not key_copy) else 0
+    gathered = 0 if one_rank else parallel.context * 2 * item * keys
     rms, head_rms = _WIDE * stream / hidden, _WIDE * (heads + kv_heads)
     # (tensor, bytes in local layers, bytes in fused layers)
     attention = [
@@ -112,11 +112,11 @@ def saved_tensors(
         ]
     attention += [
         ("queries, rotated", item * queries, item * queries),
-        ("keys, rotated", whole * item * keys, item * keys),
+        ("keys, rotated", one_rank * item * keys, item * keys),
         ("values", 0, item * keys),
         ("keys and values of all context ranks", gathered, 0),
-        ("attention's output", whole * item * queries, item * queries),
-        ("log-sum-exp of each head", whole * _WIDE * heads, _WIDE * heads),
+        ("attention's output", one_rank * item * queries, item * queries),
+        ("log-sum-exp of each head", one_rank * _WIDE * heads, _WIDE * heads),
         ("outputs of all sequences, read by the projection", item * queries, 0),
         ("attention's output in FP8, read by the projection", 0, projected),
         ("attention's sum with the stream, which the second norm reads", _WIDE * stream, item * stream),
@@ -223,8 +223,8 @@ class StageActivations:
         """
         most = 0.0
         for experts in {self.shape.has_experts(n) for n in self._layers}:
-            kept, all_ = (self._of_layer(r, routes, experts=experts) for r in (recompute, "none"))
-            most = max(most, self._gradients(routes, experts=experts) + all_ - kept)
+            kept, everything = (self._of_layer(r, routes, experts=experts) for r in (recompute, "none"))
+            most = max(most, self._gradients(routes, experts=experts) + everything - kept)
         return round(most)
 
     def _gradients(self, routes: Routes, *, experts: bool) -> float:

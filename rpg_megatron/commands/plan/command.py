@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
@@ -34,9 +33,9 @@ def run_plan(
     subject = preparing(settings, weights=settings is given and has_weights(settings.model.path))
     notes = [*run_checks(subject), *not_checked(subject)]
     plan = make_plan(settings, gpu)
-    plan = replace(plan, warnings=(*plan.warnings, *notes))
     answer = tables.Answer(
         plan,
+        [*plan.warnings, *notes],
         assumed,
         steps=step_times(plan, assumed.values) if plan.fits and plan.on_gpu else None,
         lighter=find_lighter(settings, plan.shape, target) if plan.fits else None,

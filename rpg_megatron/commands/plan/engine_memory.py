@@ -132,17 +132,17 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 
     vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
     """
-    found = default
+    number = default
     for i, argument in enumerate(arguments):
         key, eq, value = argument.partition("=")
         if key.replace("_", "-") != name:
             continue
         value = value if eq else (arguments[i + 1] if i + 1 < len(arguments) else "")
         try:
-            found = float(value)
+            number = float(value)
         except ValueError:
             raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
-    return found
+    return number
 
 
 @dataclass(frozen=True)

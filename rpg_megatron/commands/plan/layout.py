@@ -116,7 +116,7 @@ def _count(
 
     layer None: those of the embedding and of the modules after the layers.
     """
-    found = mapping_for(shape).stage_params(
+    shapes = mapping_for(shape).stage_params(
         layers=[] if layer is None else [layer],
         first=first,
         last=last,
@@ -124,7 +124,7 @@ def _count(
         vocab_multiple=vocab_multiple,
         experts=experts,
     )
-    sizes = {name: math.prod(dims) for name, dims in found.items()}
+    sizes = {name: math.prod(dims) for name, dims in shapes.items()}
     of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
     of_matrices = sum(size for name, size in sizes.items() if name.endswith(_FP8_MATRICES))
     return sum(sizes.values()), of_experts, of_matrices

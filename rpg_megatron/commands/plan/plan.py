@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
 from rpg_megatron.commands.plan.engine_memory import (
@@ -76,9 +76,16 @@ class Plan:
     """Bytes on the largest rank, for each value of memory.recompute."""
     routed_to_one: int
     """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
-    problems: tuple[str, ...]
-    """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
-    warnings: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
+        return tuple(_problems(self))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know although the run may fit."""
+        return tuple(_warnings(self))
 
     @property
     def fits(self) -> bool:
@@ -128,8 +135,8 @@ class Plan:
         engine, parallel = self.settings.engine, self.settings.parallel
         ranks = 0
         for rank in self.ranks:
-            others = parallel.data * parallel.context - 1 if any(not r.publishes for r in self.ranks) else 0
-            ranks += (1 if rank.publishes else others) * parallel.tensor * (rank.peak + IMPORTS)
+            alike = 1 if rank.publishes else parallel.data * parallel.context - 1
+            ranks += alike * parallel.tensor * (rank.peak + IMPORTS)
         step = sum(part.nbytes for part in self.host)
         return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total) + step
 
@@ -183,7 +190,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     activations = StageActivations(settings, shape, largest.stage, tokens, microbatches, device)
     engine = engine_memory(settings, shape, longest=batch.context, device=device, gpu_bytes=target.nbytes)
     gpus = count_gpus(settings)
-    draft = Plan(
+    return Plan(
         settings=settings,
         shape=shape,
         parameters=model_parameters(shape),
@@ -196,10 +203,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpu else None,
         activations={kind: activations.saved(kind) for kind in _RECOMPUTE},
         routed_to_one=activations.worst_routes(recomputation(settings)),
-        problems=(),
-        warnings=(),
     )
-    return replace(draft, problems=tuple(_problems(draft)), warnings=tuple(_warnings(draft)))
 
 
 def _problems(plan: Plan) -> Iterator[str]:

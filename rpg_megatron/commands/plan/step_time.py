@@ -120,8 +120,10 @@ def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
         ("by turns", *separate),
         ("overlapped", *separate),
     ]
-    own: Placement = "colocated" if colocated else "overlapped" if plan.settings.rollout.ahead else "by turns"
-    placements.sort(key=lambda placement: placement[0] != own)
+    current: Placement = (
+        "colocated" if colocated else "overlapped" if plan.settings.rollout.ahead else "by turns"
+    )
+    placements.sort(key=lambda placement: placement[0] != current)
     return tuple(_step(_Case(plan, assumed, *placement)) for placement in placements)
 
 

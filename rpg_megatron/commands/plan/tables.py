@@ -25,6 +25,8 @@ class Answer:
     """A plan and what the command prints beside it; None: not computed, or there is none."""
 
     plan: Plan
+    warnings: Sequence[str]
+    """Those of the plan and of the checks."""
     assumed: Assumed
     steps: Sequence[StepTime] | None
     """The time of a step, first with the placement of the settings."""
@@ -221,14 +223,14 @@ def _of_target(plan: Plan, nbytes: int) -> str:
 
 def _print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -> None:
     """Print the phases of the first step, all placements, and the assumptions."""
-    own = steps[0]
+    current = steps[0]
     phases = [
-        (phase.name, f"{phase.seconds:.1f}", f"{phase.seconds / own.step:.0%}", phase.bound)
-        for phase in own.phases
+        (phase.name, f"{phase.seconds:.1f}", f"{phase.seconds / current.step:.0%}", phase.bound)
+        for phase in current.phases
     ]
-    speed = f"{own.trained_tokens / own.step:,.0f} trained tokens/s"
-    total = (*_styled("bold", "step", f"{own.step:.1f}"), "", speed)
-    title = f"time of a step, {own.placement}: computed, not measured"
+    speed = f"{current.trained_tokens / current.step:,.0f} trained tokens/s"
+    total = (*_styled("bold", "step", f"{current.step:.1f}"), "", speed)
+    title = f"time of a step, {current.placement}: computed, not measured"
     _print_table(console, title, ("phase", ">seconds", ">share", "bound by"), phases, [total])
     rows = []
     for step in steps:
@@ -241,7 +243,7 @@ def _print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) 
     _print_table(console, "placements with the same number of GPUs", columns, rows)
     console.print("by turns, overlapped: trainers and engines on separate GPUs", highlight=False)
     console.print("overlapped: rollout.ahead 1 or more; by turns: rollout.ahead 0", highlight=False)
-    console.print(waits(own), highlight=False)
+    console.print(waits(current), highlight=False)
     title = "assumptions; change with --assume NAME=VALUE"
     numbers = [(name, _number(value), source, why) for name, value, source, why in assumed.rows]
     _print_table(console, title, ("name", ">value", "source", "what"), numbers)
@@ -270,7 +272,7 @@ def waits(step: StepTime) -> str:
 def _verdict(answer: Answer) -> Iterator[str]:
     """Notes, problems, and whether it fits."""
     plan, lighter = answer.plan, answer.lighter
-    for warning in plan.warnings:
+    for warning in answer.warnings:
         yield f"[yellow]note[/] {warning}"
     if lighter is not None:
         yield (
@@ -344,10 +346,10 @@ def _number(value: float) -> str:
 def to_json(answer: Answer) -> str:
     """One JSON object; sizes in bytes."""
     plan, steps = answer.plan, answer.steps
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "fits": plan.fits,
         "problems": plan.problems,
-        "warnings": plan.warnings,
+        "warnings": answer.warnings,
         "target": plan.target,
         "parameters": plan.parameters,
         "parallel": plan.settings.parallel.model_dump(),
@@ -374,7 +376,7 @@ def to_json(answer: Answer) -> str:
     }
     if (shared := plan.shared_gpu) is not None:
         turns = {turn: shared.total(turn) for turn in get_args(Turn)}
-        found["card"] = {"shares": [{**vars(p), "turn": p.phase} for p in shared.parts], **turns}
+        described["card"] = {"shares": [{**vars(p), "turn": p.phase} for p in shared.parts], **turns}
     if steps is not None:
         assumptions = {
             name: {"value": value, "source": source} for name, value, source, _ in answer.assumed.rows
@@ -391,14 +393,17 @@ def to_json(answer: Answer) -> str:
             }
             for step in steps
         ]
-        found["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
+        described["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
     if not plan.fits:
         overrides = answer.layout.overrides if answer.layout else None
-        found["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
+        described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
     if (lighter := answer.lighter) is not None:
-        found["lighter"] = {"memory.recompute": recomputation(lighter.settings), "left_bytes": lighter.left}
+        described["lighter"] = {
+            "memory.recompute": recomputation(lighter.settings),
+            "left_bytes": lighter.left,
+        }
     if answer.swept is not None:
-        found["sweep"] = [
+        described["sweep"] = [
             {
                 **p.settings.parallel.model_dump(),
                 "fits": p.fits,
@@ -411,4 +416,4 @@ def to_json(answer: Answer) -> str:
             }
             for p in answer.swept
         ]
-    return json.dumps(found, indent=2, default=vars)
+    return json.dumps(described, indent=2, default=vars)

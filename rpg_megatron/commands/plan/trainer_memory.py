@@ -31,8 +31,7 @@ IMPORTS = 712_000_000
 RUNTIME = 50_000_000
 """On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
 FREED = 0.12
-"""On a CPU: allowance for freed memory that malloc keeps, as a share of the tensors' bytes. Measured: 2% to
-29%."""
+"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
 
 _TRAJECTORY = 1500
 """Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
@@ -81,10 +80,13 @@ class RankMemory:
     @property
     def phases(self) -> dict[str, int]:
         """Peak bytes of each phase, on the device."""
-        held = [part for part in self.parts if not part.host]
-        always = sum(part.nbytes for part in held if part.phase == "always")
-        found = {part.phase: always for part in held if part.phase != "always"}
-        return {name: n + sum(p.nbytes for p in held if p.phase == name) for name, n in found.items()}
+        on_device = [part for part in self.parts if not part.host]
+        always = sum(part.nbytes for part in on_device if part.phase == "always")
+        peaks: dict[str, int] = {}
+        for part in on_device:
+            if part.phase != "always":
+                peaks[part.phase] = peaks.get(part.phase, always) + part.nbytes
+        return peaks
 
     @property
     def peak(self) -> int:
