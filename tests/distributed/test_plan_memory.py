@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.plan.activations import head_bytes, layer_bytes, widths
-from rpg_megatron.commands.plan.parameters import layers_of
+from rpg_megatron.commands.plan.activations import head_tensors, saved_tensors
+from rpg_megatron.commands.plan.layout import layers_of
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, rank_memory, recomputation
 from rpg_megatron.config import Settings, read_model_shape
 from tests.support.ranks import run_ranks
@@ -124,7 +124,7 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
             shape,
             stage=found["stage"],
             publishes=found["replica"] == 0,
-            lengths=[n - 1 for n in LENGTHS],
+            tokens=TOKENS,
             microbatches=microbatches,
             device="cpu",
         )
@@ -180,26 +180,37 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
     ranks = run_ranks("tests.distributed.plan_activation_worker", world, folder, timeout=550)
     for name, settings in cases.items():
         model = read_model_shape(settings.model.path)
-        w = widths(model, settings.parallel, settings.precision.dtype)
+        sizes, kind = (model, settings.parallel, settings.precision.dtype), recomputation(settings)
         for rank, saved in enumerate(ranks):
             last = settings.parallel.pipeline == 1 or rank == 1
             layers = layers_of(model, settings.parallel, rank if settings.parallel.pipeline > 1 else 0)[0]
-            lengths, kind = [n - 1 for n in LENGTHS], recomputation(settings)
-            layers_bytes = sum(
-                layer_bytes(w, lengths, qk_norm=model.qk_norm, recompute=kind, experts=model.has_experts(n))
+            of_layers = sum(
+                nbytes
                 for n in layers
+                for nbytes in saved_tensors(
+                    *sizes, fused=False, recompute=kind, experts=model.has_experts(n)
+                ).values()
             )
-            planned = layers_bytes + last * TOKENS / settings.parallel.context * head_bytes(w)
+            of_head = last * sum(head_tensors(*sizes, fused=False).values())
+            planned = (of_layers + of_head) * TOKENS / settings.parallel.context
             # Besides what layers save there are tokens and rotary tables; with full recompute, little else.
             assert saved[name] == pytest.approx(planned, rel=0.01, abs=100_000), (name, rank)
 
 
-def test_activations_are_those_that_autograd_saves(tmp_path: Path, tiny: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"qwen3": "float32", "llama": "bfloat16"},
+        pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
+    ],
+    ids=["few", "others"],
+)
+def test_activations_are_those_that_autograd_saves(
+    tmp_path: Path, tiny: dict[str, Path], models: dict[str, str]
+) -> None:
     cases = {
-        f"{name} {dtype} {kind}": settings_for(model, precision={"dtype": dtype}, memory={"recompute": kind})
-        for name, model in tiny.items()
-        if name != "moe"
-        for dtype in ("float32", "bfloat16")
+        f"{name} {kind}": settings_for(tiny[name], precision={"dtype": dtype}, memory={"recompute": kind})
+        for name, dtype in models.items()
         for kind in ("none", "selective", "full")
     }
     check_activations(cases, tmp_path)

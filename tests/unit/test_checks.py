@@ -26,8 +26,7 @@ from rpg_megatron import cli
 from rpg_megatron.commands.doctor.command import PROBES
 from rpg_megatron.commands.plan import command as plan_command
 from rpg_megatron.commands.plan.gpus import gpu_bytes
-from rpg_megatron.commands.plan.plan import Target
-from rpg_megatron.commands.plan.sweep import smallest, sweep
+from rpg_megatron.commands.plan.plan import Target, smallest, sweep
 from rpg_megatron.commands.train import dry_run
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape, renamed
 from rpg_megatron.config.explanation import valid_keys
@@ -347,9 +346,8 @@ def test_a_sweep_recommends_no_layout_that_fails_a_check(file: Path, overrides: 
     target = Target("cuda", "b200-180", gpu_bytes("b200-180"))
     best = smallest(settings, shape, target)
     swept = sweep(settings, shape, target, settings.parallel.world)
-    assert any(candidate.plan.fits for candidate in swept)
-    for candidate in [*swept, *([best] if best else [])]:
-        plan = candidate.plan
+    assert any(plan.fits for plan in swept)
+    for plan in [*swept, *([best] if best else [])]:
         run_checks(CheckedRun(plan.settings, LAYOUT))
         Settings.model_validate(plan.settings.model_dump())
         assert plan.gpus.nodes or not plan.fits

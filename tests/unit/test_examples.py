@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.plan.assumptions import assume
+from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape

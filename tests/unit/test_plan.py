@@ -18,13 +18,11 @@ import pytest
 import yaml
 
 from rpg_megatron import cli
-from rpg_megatron.commands.plan.activations import in_flight
-from rpg_megatron.commands.plan.batch import plan_batch
+from rpg_megatron.commands.plan.activations import expert_rows, in_flight
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
-from rpg_megatron.commands.plan.experts import ExpertWidths, expert_widths
 from rpg_megatron.commands.plan.gpus import gpu_bytes
-from rpg_megatron.commands.plan.plan import Target, plan_for
-from rpg_megatron.commands.plan.sweep import smallest, sweep
+from rpg_megatron.commands.plan.layout import plan_batch
+from rpg_megatron.commands.plan.plan import Target, plan_for, smallest, sweep
 from rpg_megatron.commands.plan.trainer_memory import RESERVE, rank_memory, state_bytes
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import ParallelSettings
@@ -302,10 +300,10 @@ def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], c
     settings = load_settings(file)
     best = smallest(settings, read_model_shape(settings.model.path), Target("cuda", "x", 80 * GIB))
     assert best is not None
-    fewer = best.plan.settings.parallel.world // 2
-    plans = sweep(settings, best.plan.shape, best.plan.target, fewer)
+    fewer = best.settings.parallel.world // 2
+    plans = sweep(settings, best.shape, best.target, fewer)
     assert plans
-    assert not any(c.plan.fits for c in plans), "a smaller layout also fits"
+    assert not any(plan.fits for plan in plans), "a smaller layout also fits"
 
 
 def test_an_engine_that_does_not_fit_is_told(write: Callable[..., Path], capsys) -> None:
@@ -395,7 +393,7 @@ def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write
         loaded = Settings.model_validate(load_settings(write(QWEN3_06B)).model_dump() | settings)
         shape: ModelShape = read_model_shape(loaded.model.path)
         rank = rank_memory(
-            loaded, shape, stage=0, publishes=True, lengths=[100], microbatches=1, device=loaded.device
+            loaded, shape, stage=0, publishes=True, tokens=100, microbatches=1, device=loaded.device
         )
         return {p.name: p.nbytes for p in rank.parts if not p.host}
 
@@ -444,8 +442,9 @@ def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(
     mine = {p.name: p.nbytes for p in plan.largest.parts}["optimizer"]
     assert mine == 12 * (plan.largest.parameters - EXPERTS // 8) // 8 + 12 * EXPERTS // 8 // 2
     # Both tensor ranks of an expert process the tokens that either of them routes.
-    widths = expert_widths(plan.shape, plan.settings.parallel, "even")
-    assert widths == ExpertWidths(own=0.5, rows=8, columns=384, count=128, held=32, per_token=8)
+    assert expert_rows(plan.shape, plan.settings.parallel) == 8
+    # At worst all tokens of the 8 ranks choose their 8 experts among the 32 of two ranks.
+    assert expert_rows(plan.shape, plan.settings.parallel, "worst") == 32
     # An engine worker has the routers whole.
     routers, norms, heads = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048, 2048 * 151936
     cut = 30_532_122_624 - routers - norms - 2 * heads
@@ -456,7 +455,7 @@ def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Calla
     """At worst every token of the 8 ranks has all its 8 experts among the 16 of one: 8 times the rows."""
     full = write(QWEN3_30B_A3B, parallel={"data": 8, "expert": 8}, memory={"recompute": "full"})
     plan = plan_of(full)
-    tokens = sum(plan.batch.lengths)
+    tokens = plan.batch.tokens_per_microbatch
     row = 2 * (2048 + 3 * 768) + 4  # what a row saves, in bfloat16
     gradients = 2 * (2 * 2048 + 3 * 768)
     assert plan.routed_to_one == pytest.approx(tokens * 8 * 7 * (row + gradients), rel=1e-6)
@@ -468,9 +467,9 @@ def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
     settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}, **TWO_NODES))
     shape = read_model_shape(settings.model.path)
     found = sweep(settings, shape, Target("cuda", "h100-80", gpu_bytes("h100-80")), 8)
-    sizes = {c.plan.settings.parallel.expert for c in found}
+    sizes = {plan.settings.parallel.expert for plan in found}
     assert sizes == {1, 2, 4, 8}
-    assert found[0].plan.fits
+    assert found[0].fits
     assert "parallel.expert=8" in found[0].overrides
 
 

@@ -8,27 +8,44 @@ were read rightly (docs/plan.md names the places); Megatron's own layers, which 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from rpg_megatron.commands.plan.activations import Widths
-from rpg_megatron.commands.plan.batch import plan_batch
-from rpg_megatron.commands.plan.fused_activations import fused_head_bytes, saved_tensors, uses_fused_layers
+from rpg_megatron.commands.plan.activations import head_tensors, saved_tensors, uses_fused_layers
 from rpg_megatron.commands.plan.gpus import gpu_bytes
+from rpg_megatron.commands.plan.layout import plan_batch
 from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
-from rpg_megatron.config import Settings, load_settings, read_model_shape
-from rpg_megatron.config.policy import FP8Settings
+from rpg_megatron.config import ModelShape, Settings, load_settings, read_model_shape
+from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.policy.precision import uses_transformer_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN3_8B = EXAMPLES / "models" / "Qwen3-8B-Base"
 TOKENS = 18_432
 
-# A rank of two with sequence parallelism: hidden size 128, of whose tokens it holds half.
-HALF = Widths(hidden=64, whole=128, heads=2, kv_heads=1, head_dim=32, ffn=96, item=2, context=1)
+SMALL = ModelShape(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=128,
+    ffn_hidden_size=192,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=100,
+    tied_embeddings=False,
+    qk_norm=True,
+    qkv_bias=False,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=100,
+    dtype="bfloat16",
+)
+HALF = SMALL, ParallelSettings(tensor=2, sequence=True), "bfloat16"
+"""A rank of two with sequence parallelism: it holds half of the stream, of the heads and of the MLP."""
 NORMS = [128, 64, 12]
 """Queries, keys, and 1/rms of three heads."""
 ATTENTION = [128, 64, 64, 128, 8]
@@ -54,7 +71,8 @@ def test_each_saved_tensor_of_a_layer(recipe, norm: int, product: int, projectio
     fp8 = FP8Settings(recipe=recipe) if recipe else None
 
     def count(kind, *, qk_norm: bool = True) -> list[float]:
-        return [t.nbytes for t in saved_tensors(HALF, qk_norm=qk_norm, recompute=kind, fp8=fp8)]
+        shape = replace(SMALL, qk_norm=qk_norm)
+        return [*saved_tensors(shape, *HALF[1:], fused=True, recompute=kind, fp8=fp8).values()]
 
     first = [128, 2, norm]
     rest = [*ATTENTION, *projection, 128]
@@ -66,7 +84,7 @@ def test_each_saved_tensor_of_a_layer(recipe, norm: int, product: int, projectio
 
 
 def test_what_the_head_saves() -> None:
-    assert fused_head_bytes(HALF) == 128 + 2 + 256 + 20
+    assert sum(head_tensors(*HALF, fused=True).values()) == 128 + 2 + 256 + 20
 
 
 def test_qwen3_8b_in_numbers() -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.plan.gpu_count import batch_bytes, broadcast_bytes, count_gpus
-from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, make_plan, plan_for
-from rpg_megatron.commands.plan.sweep import lighter, sweep
+from rpg_megatron.commands.plan.layout import count_gpus
+from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, lighter, make_plan, plan_for, sweep
+from rpg_megatron.commands.plan.trainer_memory import batch_bytes, broadcast_bytes
 from rpg_megatron.config import load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 
@@ -82,11 +82,11 @@ def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
     size = first.rank_total + int(0.54 * GIB)
     target = Target("cuda", str(size), size)
     found = sweep(load_settings(QWEN3_8B), first.shape, target, 8)
-    assert found[0].plan.left >= ROOM
-    tight = [c.plan for c in found if c.plan.fits and c.plan.left < ROOM]
+    assert found[0].left >= ROOM
+    tight = [plan for plan in found if plan.fits and plan.left < ROOM]
     assert first.settings.parallel in [p.settings.parallel for p in tight]
     assert all(p.tight and any("of a GPU are left" in w for w in p.warnings) for p in tight)
-    order = [(c.plan.fits, c.plan.left >= ROOM) for c in found]
+    order = [(plan.fits, plan.left >= ROOM) for plan in found]
     assert order == sorted(order, reverse=True)
     out = command(capsys, str(QWEN3_8B), "--sweep", "--gpu", str(size))
     assert "tight: less than 4.00 GiB of a GPU left" in out

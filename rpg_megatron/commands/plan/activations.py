@@ -1,131 +1,253 @@
-"""Activation memory of one micro-batch between its forward and its backward pass.
+"""Activation memory: the tensors that autograd saves between the forward and the backward pass.
 
-Counted from Megatron's layers with the specification in ``policy/model.py``, tensor by tensor as autograd
-saves them (a test compares the sums with what autograd saves). Terms are in the order of the forward pass.
+One table has a column for Megatron's own (local) layers and one for Transformer Engine's (fused) ones. Local:
+counted from the layers that ``policy/model.py`` specifies; a test compares the sums with what autograd saves.
+Fused: counted from the sources of Transformer Engine 2.20.2 and Megatron-Core 0.19.2, as passed to
+``save_for_backward``; memory that two tensors share counts once. Not measured on a GPU. Not counted: tensors
+with one number per sequence, and the rotary angles, 4 bytes x head size x longest sequence for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from rpg_megatron.commands.plan.experts import (
-    ExpertWidths,
-    Routes,
-    expert_widths,
-    routed_bytes,
-    working_rows,
-)
-from rpg_megatron.config import ModelShape
-from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.commands.plan.layout import in_fp8, layers_of
+from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
+Device = Literal["cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
+Routes = Literal["even", "worst"]
+"""How tokens choose experts: even load, or all tokens choose the experts of one rank."""
+
 _WIDE = 4
-"""Bytes of a float32 number, in which norms and softmax are computed."""
+"""Bytes of a float32 number: norms, softmax and the weights of experts use it."""
+_INDEX = 8
+"""Bytes of an index, int64."""
+_BLOCK = 128
+"""Values that share one float32 scale with the blockwise FP8 recipe."""
+
+
+def uses_fused_layers(settings: Settings, device: str) -> bool:
+    """Whether the policy's layers are Transformer Engine's on this kind of device (cpu, cuda).
+
+    The same rule as ``policy.precision.uses_transformer_engine``, assuming that the package is installed.
+    """
+    wanted, dtype = settings.model.implementation, settings.precision.dtype
+    return device == "cuda" and dtype == "bfloat16" and wanted != "local"
+
+
+def expert_rows(shape: ModelShape, parallel: ParallelSettings, routes: Routes = "even") -> float:
+    """Rows that the experts of a rank process in one layer, per token of its micro-batch; dense model: 0.
+
+    A row is one token in one of its experts. With even load, a rank processes as many rows as its own tokens
+    have, times the ranks that share an expert. No token is dropped: at worst, all tokens of the
+    expert-parallel ranks choose the experts of one rank.
+    """
+    e = shape.experts
+    if e is None:
+        return 0
+    shared = parallel.expert_tensor / parallel.tensor
+    if routes == "even":
+        return shared * e.per_token
+    return shared * parallel.expert * min(e.per_token, e.count // parallel.expert)
+
+
+def saved_tensors(
+    shape: ModelShape,
+    parallel: ParallelSettings,
+    dtype: str,
+    *,
+    fused: bool,
+    recompute: Recompute,
+    fp8: FP8Settings | None = None,
+    experts: bool = False,
+    routes: Routes = "even",
+) -> dict[str, float]:
+    """Bytes per token of a context rank of each tensor that a layer saves, in the order of the forward pass.
+
+    fused: which column. fp8: of fused layers; None for a layer in bfloat16. experts: whether the layer has
+    experts instead of a dense MLP. Local layers with sequences of similar length, which share an attention
+    call, save less than is counted here.
+    """
+    item, hidden, tensor = ITEM_BYTES[dtype], shape.hidden_size, parallel.tensor
+    # Columns of this rank: of the residual stream, of queries, of keys (as many as of values).
+    stream = hidden / (tensor if parallel.sequence else 1)
+    heads, kv_heads = shape.num_heads / tensor, max(1.0, shape.num_kv_heads / tensor)
+    queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
+    if recompute == "full":
+        return {"layer's input": item * stream}
+    # FP8: only one orientation, that of the weight gradient's product; with sequence parallelism and one
+    # scale per tensor the other, from which it is computed after the all-gather. Both are a byte per element.
+    low = item if fp8 is None else 1 + (_WIDE / _BLOCK if fp8.recipe == "blockwise" else 0)
+    # With delayed scaling, the projection saves its own FP8 input, because the scale has changed by the
+    # backward pass. Otherwise it reads the memory of attention's output.
+    projected = low * queries if fp8 is not None and fp8.recipe == "delayed" else 0
+    # Local norms in bfloat16 save a float32 copy of their input. In float32 it is the input itself; that of
+    # the keys' norm is a view of QKV.
+    key_copy = _WIDE * keys if item != _WIDE else 0
+    # With context parallelism, local layers gather the keys and values of all ranks and recompute attention.
+    # Fused layers save their own queries and output, and the keys and values of one rank, the last received.
+    one_rank = parallel.context == 1
+    qkv = item * (queries + 2 * keys) if one_rank or (shape.qk_norm and not key_copy) else 0
+    gathered = 0 if one_rank else parallel.context * 2 * item * keys
+    rms, head_rms = _WIDE * stream / hidden, _WIDE * (heads + kv_heads)
+    # (tensor, bytes in local layers, bytes in fused layers)
+    attention = [
+        ("layer's input, which the first norm reads", _WIDE * stream, item * stream),
+        ("1/rms", rms, rms),
+        ("normalised", item * stream, 0),
+        ("first norm's output, read by QKV", item * stream, low * stream),
+        ("QKV, of which values are a view", qkv, 0),
+    ]
+    if shape.qk_norm:
+        attention += [
+            ("queries before their norm", _WIDE * queries, item * queries),
+            ("keys before their norm", key_copy, item * keys),
+            ("1/rms of query and key heads", head_rms, head_rms),
+            ("queries and keys, normalised", item * (queries + keys), 0),
+        ]
+    attention += [
+        ("queries, rotated", item * queries, item * queries),
+        ("keys, rotated", one_rank * item * keys, item * keys),
+        ("values", 0, item * keys),
+        ("keys and values of all context ranks", gathered, 0),
+        ("attention's output", one_rank * item * queries, item * queries),
+        ("log-sum-exp of each head", one_rank * _WIDE * heads, _WIDE * heads),
+        ("outputs of all sequences, read by the projection", item * queries, 0),
+        ("attention's output in FP8, read by the projection", 0, projected),
+        ("attention's sum with the stream, which the second norm reads", _WIDE * stream, item * stream),
+    ]
+    second_norm = [
+        ("1/rms, second", rms, rms),
+        ("normalised, second", item * stream, 0),
+        ("second norm's output", item * stream, low * stream),
+    ]
+    columns = item * shape.ffn_hidden_size / tensor
+    mlp = [
+        ("gate|up", 2 * columns, 2 * columns),
+        ("silu(gate), up + offset", 2 * columns, 0),
+        ("silu(gate) x up, read by the second linear layer", columns, columns * low / item),
+    ]
+    if experts and (e := shape.experts) is not None:
+        rows = expert_rows(shape, parallel, routes)
+        columns = rows * item * e.ffn_hidden_size / parallel.expert_tensor
+        # Indices of all (expert, token) pairs, of which Megatron keeps a view; of each choice two indices and
+        # a weight.
+        router = (_INDEX * e.count + e.per_token * (2 * _INDEX + _WIDE)) / tensor
+        mlp = [
+            ("rows in the order of the experts", rows * item * hidden, rows * item * hidden),
+            ("gate|up", 2 * columns, 2 * columns),
+            ("silu(gate), up + offset, product before it is weighted", 3 * columns, 0),
+            ("weighted product, read by the second linear layer", columns, columns),
+            ("weights of the rows", rows * _WIDE, rows * _WIDE),
+            ("router's indices and weights", router, router),
+        ]
+    # Selective recomputation keeps all up to the MLP. The second norm is a part of a dense fused MLP.
+    kept = attention + (second_norm if recompute == "none" or experts or not fused else [])
+    table = kept + (mlp if recompute == "none" else [])
+    column = {name: of_fused if fused else of_local for name, of_local, of_fused in table}
+    return {name: nbytes for name, nbytes in column.items() if nbytes}
+
+
+def head_tensors(
+    shape: ModelShape, parallel: ParallelSettings, dtype: str, *, fused: bool
+) -> dict[str, float]:
+    """Bytes per token of what the last stage saves after the layers: final norm and log-prob head."""
+    item, stream = ITEM_BYTES[dtype], shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
+    return {
+        "final norm's input": (item if fused else _WIDE) * stream,
+        "1/rms": _WIDE * stream / shape.hidden_size,
+        "normalised": 0 if fused else item * stream,
+        "head's input, of all tokens": item * shape.hidden_size,
+        "targets, two normalisers, entropy": 20,
+    }
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Elements per token of each kind of activation, on one rank."""
+class StageActivations:
+    """The activations of a rank of one pipeline stage."""
 
-    hidden: float
-    """Residual stream: sharded with sequence parallelism, else full."""
-    whole: int
-    heads: float
-    kv_heads: float
-    head_dim: int
-    ffn: float
-    item: int
-    context: int
-    experts: ExpertWidths | None = None
-    """None for a dense model."""
+    settings: Settings
+    shape: ModelShape
+    stage: int
+    tokens: int
+    """Tokens of the largest micro-batch of its replica."""
+    microbatches: int
+    """Micro-batches per update."""
+    device: Device
 
     @property
-    def query(self) -> float:
-        """Query columns of this rank."""
-        return self.heads * self.head_dim
+    def fused(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
+        return uses_fused_layers(self.settings, self.device)
 
     @property
-    def key(self) -> float:
-        """Key columns of this rank, as many as value columns."""
-        return self.kv_heads * self.head_dim
+    def _sizes(self) -> tuple[ModelShape, ParallelSettings, str]:
+        return self.shape, self.settings.parallel, self.settings.precision.dtype
 
+    @property
+    def _layers(self) -> list[int]:
+        return [n for part in layers_of(self.shape, self.settings.parallel, self.stage) for n in part]
 
-def widths(shape: ModelShape, parallel: ParallelSettings, dtype: str, routes: Routes = "even") -> Widths:
-    """The sizes that determine a rank's activations. routes: how tokens choose experts."""
-    tensor = parallel.tensor
-    return Widths(
-        hidden=shape.hidden_size / (tensor if parallel.sequence else 1),
-        whole=shape.hidden_size,
-        heads=shape.num_heads / tensor,
-        kv_heads=max(1.0, shape.num_kv_heads / tensor),
-        head_dim=shape.head_dim,
-        ffn=shape.ffn_hidden_size / tensor,
-        item=ITEM_BYTES[dtype],
-        context=parallel.context,
-        experts=expert_widths(shape, parallel, routes),
-    )
+    def saved(self, recompute: Recompute, routes: Routes = "even") -> int:
+        """Bytes of all micro-batches in flight."""
+        parallel, fp8, shape = self.settings.parallel, self.settings.precision.fp8, self.shape
+        kinds = Counter((in_fp8(fp8, n, shape.num_layers), shape.has_experts(n)) for n in self._layers)
+        of_layers = sum(
+            number * self._of_layer(recompute, routes, fp8=fp8 if on else None, experts=experts)
+            for (on, experts), number in kinds.items()
+        )
+        total = in_flight(self.stage, parallel, self.microbatches) * of_layers / parallel.virtual
+        if self.stage == parallel.pipeline - 1:
+            head = sum(head_tensors(*self._sizes, fused=self.fused).values())
+            total += self.tokens / parallel.context * head
+        return round(total)
 
+    def _of_layer(
+        self, recompute: Recompute, routes: Routes, *, fp8: FP8Settings | None = None, experts: bool
+    ) -> float:
+        """Bytes that a layer saves for one micro-batch."""
+        saved = saved_tensors(
+            *self._sizes, fused=self.fused, recompute=recompute, fp8=fp8, experts=experts, routes=routes
+        )
+        return self.tokens / self.settings.parallel.context * sum(saved.values())
 
-def layer_bytes(
-    w: Widths, lengths: Sequence[int], *, qk_norm: bool, recompute: Recompute, experts: bool = False
-) -> float:
-    """Bytes that one transformer layer saves for its backward pass. experts: whether it has experts.
+    def working(self, recompute: Recompute, routes: Routes = "even") -> int:
+        """Bytes of the largest backward pass of one layer besides the activations that are saved.
 
-    lengths: tokens of the micro-batch's sequences, before sharding over context ranks. Sequences of similar
-    length, which share an attention call, save less than is counted here.
-    """
-    tokens = sum(lengths) / w.context
-    if recompute == "full":  # its input
-        return tokens * w.item * w.hidden
-    # Input in float32, 1/rms, normalised, and the result, which the next linear layer reads.
-    norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + 2 * w.item * w.hidden
-    mlp = 0.0
-    if recompute == "none" and experts and w.experts is not None:
-        mlp = routed_bytes(w.experts, w.whole, w.item, fused=False)
-    elif recompute == "none":
-        # gate|up, silu(gate), up + offset, their product, which the second linear layer reads.
-        mlp = w.item * 5 * w.ffn
-    return tokens * (2 * norm + mlp) + _attention_bytes(w, lengths, qk_norm=qk_norm)
+        What is recomputed, and the gradients of the MLP's inner tensors, of the stream and of one weight.
+        """
+        most = 0.0
+        for experts in {self.shape.has_experts(n) for n in self._layers}:
+            kept, everything = (self._of_layer(r, routes, experts=experts) for r in (recompute, "none"))
+            most = max(most, self._gradients(routes, experts=experts) + everything - kept)
+        return round(most)
 
+    def _gradients(self, routes: Routes, *, experts: bool) -> float:
+        """Bytes of the gradients that a layer's backward pass holds at once.
 
-def _attention_bytes(w: Widths, lengths: Sequence[int], *, qk_norm: bool) -> float:
-    tokens = sum(lengths) / w.context
-    wide_input = w.item != _WIDE  # in float32 the norm's wide input is its input tensor
-    each = 0.0
-    if qk_norm:
-        each += _WIDE * w.query + _WIDE * w.heads + w.item * w.query
-        each += (_WIDE * w.key if wide_input else 0) + _WIDE * w.kv_heads + w.item * w.key
-    each += w.item * w.query  # rotated
-    each += w.item * w.query  # the concatenated outputs of the sequences, read by the projection
-    qkv, keys = w.item * (w.query + 2 * w.key), w.item * w.key
-    if w.context == 1:
-        # Output and log-sum-exp; values are a view of QKV.
-        return tokens * (each + w.item * w.query + _WIDE * w.heads + qkv + keys)
-    if qk_norm and not wide_input:
-        each += qkv  # the keys' norm reads it
-    return tokens * each + sum(lengths) * 2 * keys  # of all ranks; attention itself is recomputed
+        Fused layers compute all experts of a rank at once, local layers one after the other.
+        """
+        shape, parallel, dtype = self._sizes
+        hidden, tokens = shape.hidden_size, -(-self.tokens // parallel.context)
+        columns = shape.ffn_hidden_size / parallel.tensor
+        inner, weight = 5 * columns, 2 * columns * hidden
+        if experts and (e := shape.experts) is not None:
+            held, columns = e.count // parallel.expert, e.ffn_hidden_size / parallel.expert_tensor
+            # The rows in the order of the tokens and of the experts, and the inner tensors.
+            of_row = 2 * hidden + (3 * columns if self.fused else 5 * columns / held)
+            inner = expert_rows(shape, parallel, routes) * of_row
+            weight = (held if self.fused else 1) * 2 * columns * hidden
+        return ITEM_BYTES[dtype] * (tokens * (inner + 3 * hidden) + weight)
 
-
-def head_bytes(w: Widths) -> float:
-    """Bytes per token that the last stage saves after the layers: final norm and log-prob head."""
-    norm = _WIDE * w.hidden + _WIDE * w.hidden / w.whole + w.item * w.hidden
-    return norm + w.item * w.whole + 20  # hidden states of all tokens; targets, two normalisers, entropy
-
-
-def working_bytes(w: Widths, tokens: int, *, experts: bool = False, fused: bool = False) -> float:
-    """Peak bytes of a layer's backward pass besides saved activations.
-
-    The gradients of the MLP's inner tensors, of the residual stream, and of one weight. Recomputed
-    activations are not included. experts: whether the layer has experts; fused: whether they are grouped.
-    """
-    if experts and (e := w.experts) is not None:
-        rows = working_rows(e, w.whole, w.item, fused=fused)
-        weight = (e.held if fused else 1) * 2 * e.columns * w.whole
-        return tokens * (rows + 3 * w.item * w.whole) + w.item * weight
-    return tokens * w.item * (5 * w.ffn + 3 * w.whole) + w.item * 2 * w.ffn * w.whole
+    def worst_routes(self, recompute: Recompute) -> int:
+        """Additional bytes in an update if all tokens choose this rank's experts; 0 for a dense model."""
+        saved = self.saved(recompute, "worst") - self.saved(recompute)
+        return saved + self.working(recompute, "worst") - self.working(recompute)
 
 
 def in_flight(stage: int, parallel: ParallelSettings, microbatches: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory of one worker of a vLLM engine, bytes, and the capacity of its KV cache."""
+"""Memory of one worker of a vLLM engine, and of a GPU that it shares with a trainer rank, in bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
+from rpg_megatron.commands.plan.activations import Device
+from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
+from rpg_megatron.commands.plan.trainer_memory import RESERVE, SERVED, MemoryPart, RankMemory
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.models.registry import mapping_for
@@ -19,9 +22,15 @@ UTILISATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 GRAPHS = 1024**3
 """CUDA context and graphs of a worker; not measured, a rule of thumb."""
+CONTEXT = 512 * 1024**2
+"""CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
+thumb."""
 SERVER = 1800 * 1024**2
 """On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
 _GIB = 1024**3
+
+Turn = Literal["rollout", "update"]
+"""What a shared GPU is used for: the engine samples, or the trainer rank computes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Literal["cpu", "cuda"], gpu_bytes: int
+    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int
 ) -> EngineMemory:
     """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
 
@@ -77,9 +86,8 @@ def engine_memory(
         return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
     running = GRAPHS + batched * item * _activations(shape, engine.tensor)
-    running += (
-        min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
-    )  # logits, and a sorted or exp copy
+    # Float32 logits, and a sorted or exponentiated copy.
+    running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
     if engine.colocated:
         kv_cache = int(engine.kv_cache_gib * _GIB)
         return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, None)
@@ -124,14 +132,58 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 
     vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
     """
-    found = default
+    number = default
     for i, argument in enumerate(arguments):
         key, eq, value = argument.partition("=")
         if key.replace("_", "-") != name:
             continue
         value = value if eq else (arguments[i + 1] if i + 1 < len(arguments) else "")
         try:
-            found = float(value)
+            number = float(value)
         except ValueError:
             raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
-    return found
+    return number
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """The GPU of the largest trainer rank and of an engine worker (``engine.colocated``). Not measured."""
+
+    parts: tuple[MemoryPart, ...]
+    """Of both turns; ``phase`` is the turn."""
+
+    def total(self, turn: Turn) -> int:
+        """Peak bytes of a turn."""
+        return sum(part.nbytes for part in self.parts if part.phase == turn)
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of both turns."""
+        return max(self.total("rollout"), self.total("update"))
+
+
+def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
+    """The memory of a GPU with both processes.
+
+    While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
+    memory. While the rank computes (log-probs, updates, checkpoints), the engine keeps only its context and
+    graphs. Starting needs no more: the engines start alone, and the ranks when the engines sleep.
+    """
+    weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED))
+    # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to, on the same node.
+    replica = settings.parallel.tensor * settings.parallel.pipeline
+    workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
+    readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
+    parts = [
+        MemoryPart("engine: weights", engine.weights, "exact", "rollout"),
+        MemoryPart("engine: KV cache", engine.kv_cache, "exact", "rollout"),
+        MemoryPart("engine: largest batch, context, graphs", engine.running, "estimated", "rollout"),
+        MemoryPart("rank: parameters", weights, "exact", "rollout"),
+        MemoryPart("rank: peak", rank.peak, "estimated", "update"),
+        MemoryPart("engine asleep: context, graphs", GRAPHS, "estimated", "update"),
+    ]
+    for turn in get_args(Turn):
+        parts.append(MemoryPart("rank: CUDA context, NCCL, reserve", RESERVE, "estimated", turn))
+        if readers:
+            parts.append(MemoryPart("contexts of engines that read here", readers, "estimated", turn))
+    return SharedGpu(tuple(sorted(parts, key=lambda part: get_args(Turn).index(part.phase))))

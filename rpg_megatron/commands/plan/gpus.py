@@ -1,46 +1,65 @@
-"""Memory of GPUs by name or size, and of this machine."""
+"""GPUs by name or size, memory of this machine, and the assumptions of the time estimates."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal
 
 from rpg_megatron.config import UserError
+from rpg_megatron.config.renamed import explain_renamed
 
 _MIB, _GIB = 1024**2, 1024**3
-GPUS = {
-    "a100-40": 40960 * _MIB,
-    "a100-80": 81920 * _MIB,
-    "l40s-48": 46068 * _MIB,
-    "h100-80": 81559 * _MIB,
-    "h100-94": 95830 * _MIB,
-    "h200-141": 143771 * _MIB,
-    "b200-180": 183359 * _MIB,
-}
-"""Name -> bytes, as nvidia-smi reports the total."""
-DEFAULT = "h100-80"
-WITHOUT_FP8 = ("a100-40", "a100-80", "l40s-48")
-"""GPUs on which the policy refuses FP8: compute capability 8.0 and 8.9 (``policy.precision.HOPPER``)."""
+_DECIMAL_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {**_DECIMAL_UNITS, "kib": 1024, "mib": _MIB, "gib": _GIB, "g": _GIB}
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 1024,
-    "mib": _MIB,
-    "gib": _GIB,
-    "g": _GIB,
+
+@dataclass(frozen=True)
+class Gpu:
+    """What NVIDIA's data sheets say of a GPU. FLOP/s are dense; links count one direction, bytes/s."""
+
+    nbytes: int
+    """Memory, as nvidia-smi reports the total."""
+    peak_bf16: float
+    peak_fp8: float
+    peak_fp32: float
+    """Without TF32."""
+    memory_bandwidth: float
+    nvlink: float
+    """To a GPU of the same node; without NVLink, PCIe."""
+    host_link: float
+    """Between GPU and host memory."""
+    trains_fp8: bool = True
+    """Whether the policy computes in FP8 on it: compute capability 9.0 (``policy.precision.HOPPER``)."""
+
+
+GPUS = {
+    "a100-40": Gpu(40960 * _MIB, 312e12, 312e12, 19.5e12, 1.555e12, 300e9, 32e9, trains_fp8=False),
+    "a100-80": Gpu(81920 * _MIB, 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 32e9, trains_fp8=False),
+    "l40s-48": Gpu(46068 * _MIB, 362e12, 733e12, 91.6e12, 0.864e12, 32e9, 32e9, trains_fp8=False),
+    "h100-80": Gpu(81559 * _MIB, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 64e9),
+    "h100-94": Gpu(95830 * _MIB, 835e12, 1671e12, 60e12, 3.9e12, 300e9, 64e9),  # NVL
+    "h200-141": Gpu(143771 * _MIB, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 64e9),
+    "b200-180": Gpu(183359 * _MIB, 2250e12, 4500e12, 75e12, 8e12, 900e9, 64e9),
 }
+DEFAULT = "h100-80"
+"""Without a name, and the GPU whose speeds are assumed if only a memory size is given."""
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The GPU of that name; None: the name is a size, or unknown."""
+    return GPUS.get(name.strip().lower())
 
 
 def gpu_bytes(name: str) -> int:
     """Bytes of a GPU (``h100-80``) or a size (``80GiB``, ``96e9``). Raises UserError otherwise."""
+    if (gpu := find_gpu(name)) is not None:
+        return gpu.nbytes
     key = name.strip().lower()
-    if key in GPUS:
-        return GPUS[key]
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", key)
     if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
         return size
@@ -63,3 +82,105 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
         except (OSError, ValueError):
             continue
     return min(limits)
+
+
+Source = Literal["data sheet", "assumed", "as set"]
+
+
+def _assumed(default: float, why: str, *, most: float = math.inf) -> Any:
+    return field(default=default, metadata={"why": why, "most": most, "source": "assumed"})
+
+
+def _data_sheet(why: str) -> Any:
+    return field(metadata={"why": why, "most": math.inf, "source": "data sheet"})
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Numbers from which the time of a step is computed. Speeds are for one GPU, links in one direction.
+
+    Each of them changes the step of an example in ``examples/`` by a twentieth or more if it is half or twice
+    as large (nvlink: 4%, of a mixture of experts).
+    """
+
+    gpu: Gpu
+    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in FP8 and float32 in proportion")
+    memory_bandwidth: float = _data_sheet("bytes/s of the GPU's memory")
+    nvlink: float = _data_sheet("bytes/s to a GPU of the same node")
+    network: float = _assumed(50e9, "bytes/s to other nodes: 400 Gb/s for each GPU")
+    train_mfu: float = _assumed(0.35, "fraction of the peak: forward and backward passes", most=1)
+    score_mfu: float = _assumed(0.40, "fraction of the peak: log-prob passes and engines", most=1)
+    decode_efficiency: float = _assumed(0.6, "fraction of memory_bandwidth: decoding", most=1)
+    decode_overhead: float = _assumed(0.004, "s per decoding step: scheduler, kernel launches")
+    response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
+    prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
+    kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
+    step_overhead: float = _assumed(
+        6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync"
+    )
+
+    def peak(self, kind: Literal["bf16", "fp8", "fp32"]) -> float:
+        """FLOP/s in this precision."""
+        in_precision: float = getattr(self.gpu, f"peak_{kind}")
+        return self.peak_bf16 * in_precision / self.gpu.peak_bf16
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """The assumptions of a plan and the source of each."""
+
+    values: Assumptions
+    sources: Mapping[str, Source]
+
+    @property
+    def rows(self) -> list[tuple[str, float, Source, str]]:
+        """(name, value, source, meaning) of each assumption."""
+        return [
+            (name, getattr(self.values, name), self.sources[name], about["why"])
+            for name, about in _ABOUT.items()
+        ]
+
+
+_ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}
+"""Assumption -> why, most, source."""
+
+
+def assume(name: str, options: Sequence[str] = ()) -> Assumed:
+    """The assumptions for a GPU or a memory size, with those set by the user.
+
+    options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
+    """
+    gpu = find_gpu(name)
+    sheet = gpu or GPUS[DEFAULT]
+    sources: dict[str, Source] = {assumption: about["source"] for assumption, about in _ABOUT.items()}
+    speeds = {
+        assumption: getattr(sheet, assumption)
+        for assumption in sources
+        if sources[assumption] == "data sheet"
+    }
+    if gpu is None:
+        sources |= dict.fromkeys(speeds, "assumed")
+    given = dict(_read_option(option) for option in options)
+    return Assumed(Assumptions(sheet, **{**speeds, **given}), {**sources, **dict.fromkeys(given, "as set")})
+
+
+def _read_option(option: str) -> tuple[str, float]:
+    """Name and value of ``name=value``. Raises UserError if the name is unknown or the value impossible."""
+    name, _, text = option.partition("=")
+    name = name.strip().replace("-", "_")
+    if (gone := explain_renamed(f"--assume {name}")) is not None:
+        raise UserError(gone)
+    if name not in _ABOUT:
+        near = difflib.get_close_matches(name, _ABOUT, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_ABOUT)}"
+        raise UserError(f"--assume: {name!r} is not an assumption; {hint}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    most = _ABOUT[name]["most"]
+    least_ok = value >= 0 if name.endswith("_overhead") else value > 0
+    if not (least_ok and value <= most and value < math.inf):
+        range_ = f"of at most {most:g}" if most < math.inf else "such as 0.5 or 3e12"
+        raise UserError(f"--assume {name}: needs a positive number {range_}, has {text!r}")
+    return name, value

@@ -1,40 +1,47 @@
-"""The plan of a run: sizes, batch, memory of every process by part, and whether it fits."""
+"""The plan of a run: sizes, batch, memory of every process by part, whether it fits; and other layouts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from rpg_megatron.commands.plan.activations import Recompute
-from rpg_megatron.commands.plan.batch import BatchPlan, plan_batch
-from rpg_megatron.commands.plan.colocated import SharedGpu, share_gpu
-from rpg_megatron.commands.plan.engine_memory import SERVER, EngineMemory, engine_memory
-from rpg_megatron.commands.plan.fused_activations import uses_fused_layers
-from rpg_megatron.commands.plan.gpu_count import (
-    GPUS_PER_NODE,
-    Gpus,
-    HostPart,
-    count_gpus,
-    host_parts,
-    step_parts,
+from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
+from rpg_megatron.commands.plan.engine_memory import (
+    SERVER,
+    EngineMemory,
+    SharedGpu,
+    engine_memory,
+    share_gpu,
 )
-from rpg_megatron.commands.plan.gpus import DEFAULT, WITHOUT_FP8, gpu_bytes, machine_bytes
+from rpg_megatron.commands.plan.gpus import DEFAULT, find_gpu, gpu_bytes, machine_bytes
+from rpg_megatron.commands.plan.layout import (
+    GPUS_PER_NODE,
+    BatchPlan,
+    Gpus,
+    count_gpus,
+    model_parameters,
+    plan_batch,
+)
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
+    MemoryPart,
     RankMemory,
-    activation_bytes,
+    host_memory,
     rank_memory,
-    worst_case_routing_bytes,
+    recomputation,
 )
-from rpg_megatron.config import ModelShape, Settings, read_model_shape
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.checks import LAYOUT, CheckedRun, run_checks
 
-Device = Literal["cpu", "cuda"]
-
 ROOM = 4 * 1024**3
 """Layouts that leave less of a GPU are marked tight, since the estimates were not measured on GPUs."""
+
+MOST_RANKS = 1024
+"""The most trainer ranks of a layout that is suggested."""
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Plan:
     """Per pipeline stage, a rank of data-parallel replica 0, and one of another replica, if any."""
     engine: EngineMemory
     gpus: Gpus
-    host: tuple[HostPart, ...]
+    host: tuple[MemoryPart, ...]
     """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
     shared_gpu: SharedGpu | None
     """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
@@ -69,14 +76,26 @@ class Plan:
     """Bytes on the largest rank, for each value of memory.recompute."""
     routed_to_one: int
     """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
-    problems: tuple[str, ...]
-    """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
-    warnings: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
+        return tuple(_problems(self))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know although the run may fit."""
+        return tuple(_warnings(self))
 
     @property
     def fits(self) -> bool:
         """Whether there are no problems."""
         return not self.problems
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the run is planned for GPUs."""
+        return self.target.device == "cuda"
 
     @property
     def largest(self) -> RankMemory:
@@ -86,12 +105,12 @@ class Plan:
     @property
     def rank_total(self) -> int:
         """Bytes of the largest rank, including imports or the GPU's reserve."""
-        return self.largest.peak + (IMPORTS if self.target.device == "cpu" else RESERVE)
+        return self.largest.peak + (RESERVE if self.on_gpu else IMPORTS)
 
     @property
     def need(self) -> int:
         """Bytes that the target must have; excludes engines on separate GPUs."""
-        if self.target.device == "cpu":
+        if not self.on_gpu:
             return self.machine_total
         return self.shared_gpu.peak if self.shared_gpu else self.rank_total
 
@@ -103,7 +122,7 @@ class Plan:
     @property
     def tight(self) -> bool:
         """Whether little of a GPU is left, see ``ROOM``."""
-        return self.target.device == "cuda" and self.left < ROOM
+        return self.on_gpu and self.left < ROOM
 
     @property
     def implementation(self) -> str:
@@ -116,10 +135,20 @@ class Plan:
         engine, parallel = self.settings.engine, self.settings.parallel
         ranks = 0
         for rank in self.ranks:
-            others = parallel.data * parallel.context - 1 if any(not r.publishes for r in self.ranks) else 0
-            ranks += (1 if rank.publishes else others) * parallel.tensor * (rank.peak + IMPORTS)
+            alike = 1 if rank.publishes else parallel.data * parallel.context - 1
+            ranks += alike * parallel.tensor * (rank.peak + IMPORTS)
         step = sum(part.nbytes for part in self.host)
         return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total) + step
+
+    @property
+    def overrides(self) -> str:
+        """The settings that select this layout, for the command line."""
+        parallel = self.settings.parallel
+        more = ("expert", "expert_tensor") if self.shape.experts else ()
+        return " ".join(
+            f"parallel.{name}={str(getattr(parallel, name)).lower()}"
+            for name in ("tensor", "pipeline", "context", "data", "sequence", *more)
+        )
 
 
 def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
@@ -140,157 +169,217 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if it fails a check (``launcher/checks.py``)."""
-    parallel = settings.parallel
     run_checks(CheckedRun(settings, LAYOUT, known=shape))
+    parallel, device, on_gpu = settings.parallel, target.device, target.device == "cuda"
     batch = plan_batch(settings, shape.max_positions)
-    ranks = [
+    tokens, microbatches = batch.tokens_per_microbatch, batch.microbatches
+    ranks = tuple(
         rank_memory(
             settings,
             shape,
             stage=stage,
             publishes=publishes,
-            lengths=batch.lengths,
-            microbatches=batch.microbatches,
-            device=target.device,
+            tokens=tokens,
+            microbatches=microbatches,
+            device=device,
         )
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
-    ]
-    engine = engine_memory(
-        settings, shape, longest=batch.context, device=target.device, gpu_bytes=target.nbytes
     )
-    largest, on_gpus = max(ranks, key=lambda r: r.peak), target.device == "cuda"
-    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
-    activations = {
-        kind: activation_bytes(
-            settings, shape, largest.stage, batch.lengths, batch.microbatches, kind, target.device
-        )
-        for kind in kinds
-    }
+    largest = max(ranks, key=lambda r: r.peak)
+    activations = StageActivations(settings, shape, largest.stage, tokens, microbatches, device)
+    engine = engine_memory(settings, shape, longest=batch.context, device=device, gpu_bytes=target.nbytes)
     gpus = count_gpus(settings)
-    routed_to_one = worst_case_routing_bytes(
-        settings, shape, largest.stage, batch.lengths, batch.microbatches, target.device
-    )
-    draft = Plan(
+    return Plan(
         settings=settings,
         shape=shape,
-        parameters=_parameters(shape),
+        parameters=model_parameters(shape),
         target=target,
         batch=batch,
-        ranks=tuple(ranks),
+        ranks=ranks,
         engine=engine,
         gpus=gpus,
-        host=host_parts(settings, batch, ranks, gpus)
-        if on_gpus
-        else tuple(step_parts(settings, batch, settings.parallel.world)),
-        shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpus else None,
-        activations=activations,
-        routed_to_one=routed_to_one,
-        problems=(),
-        warnings=(),
+        host=host_memory(settings, batch, ranks, gpus, on_gpu=on_gpu),
+        shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpu else None,
+        activations={kind: activations.saved(kind) for kind in _RECOMPUTE},
+        routed_to_one=activations.worst_routes(recomputation(settings)),
     )
-    return replace(draft, problems=tuple(_problems(draft)), warnings=tuple(_warnings(draft)))
 
 
-def _parameters(shape: ModelShape) -> int:
-    one = Settings.model_validate({"model": {"path": "."}, "data": {"path": "."}})
-    return rank_memory(
-        one, shape, stage=0, publishes=True, lengths=[1], microbatches=1, device="cuda"
-    ).parameters
-
-
-def _problems(plan: Plan) -> list[str]:
+def _problems(plan: Plan) -> Iterator[str]:
     settings, engine, target = plan.settings, plan.engine, plan.target
-    found = []
-    if target.device == "cuda" and plan.gpus.why:
-        found.append(f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}")
-    if settings.precision.fp8 is not None and target.name.strip().lower() in WITHOUT_FP8:
-        found.append(
+    has = f"{target.name} has {gib(target.nbytes)}"
+    if plan.on_gpu and plan.gpus.why:
+        yield f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}"
+    gpu = find_gpu(target.name)
+    if settings.precision.fp8 is not None and gpu is not None and not gpu.trains_fp8:
+        yield (
             f"precision.fp8 needs compute capability 9.0 (Hopper) or later, which {target.name} lacks; set "
             "precision.fp8=null"
         )
-    if target.device == "cpu":
+    if not plan.on_gpu:
         if plan.machine_total > target.nbytes:
-            found.append(
-                f"all processes together need {gib(plan.machine_total)}, {target.name} has "
-                f"{gib(target.nbytes)}; lower training.tokens_per_microbatch or engine.kv_cache_gib"
+            yield (
+                f"all processes together need {gib(plan.machine_total)}, {has}; lower "
+                "training.tokens_per_microbatch or engine.kv_cache_gib"
             )
     elif plan.shared_gpu is not None:
-        found += _shared_gpu_problems(plan, plan.shared_gpu)
+        update, rollout = plan.shared_gpu.total("update"), plan.shared_gpu.total("rollout")
+        if update > target.nbytes:
+            yield (
+                f"during an update a GPU holds {gib(update)}, of which {gib(plan.rank_total)} are a trainer "
+                f"rank's; {has}"
+            )
+        if rollout > target.nbytes:
+            yield (
+                f"while engines sample, a GPU holds {gib(rollout)}, of which {gib(engine.total)} are an "
+                f"engine worker's; {has}; lower engine.kv_cache_gib, or raise engine.tensor or "
+                "parallel.tensor"
+            )
     else:
         if plan.rank_total > target.nbytes:
-            found.append(
-                f"a trainer rank needs {gib(plan.rank_total)}, {target.name} has {gib(target.nbytes)}"
-            )
-        if engine.kv_cache >= 0 and engine.total > target.nbytes:
-            found.append(
-                f"an engine worker needs {gib(engine.total)}, {target.name} has {gib(target.nbytes)}; "
-                "lower --gpu-memory-utilization in engine.arguments"
-            )
+            yield f"a trainer rank needs {gib(plan.rank_total)}, {has}"
         if engine.kv_cache < 0:
-            found.append(
+            yield (
                 f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
                 f"vLLM uses {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
             )
+        elif engine.total > target.nbytes:
+            yield (
+                f"an engine worker needs {gib(engine.total)}, {has}; lower --gpu-memory-utilization in "
+                "engine.arguments"
+            )
     if engine.kv_cache >= 0 and engine.full_sequences < 1:
         more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
-        found.append(
+        yield (
             f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
             f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens"
         )
-    return found
 
 
-def _shared_gpu_problems(plan: Plan, gpu: SharedGpu) -> list[str]:
-    found, target = [], plan.target
-    if (nbytes := gpu.total("update")) > target.nbytes:
-        found.append(
-            f"during an update a GPU holds {gib(nbytes)}, of which {gib(plan.rank_total)} are a trainer "
-            f"rank's; {target.name} has {gib(target.nbytes)}"
-        )
-    if (nbytes := gpu.total("rollout")) > target.nbytes:
-        found.append(
-            f"while engines sample, a GPU holds {gib(nbytes)}, of which {gib(plan.engine.total)} are an "
-            f"engine worker's; {target.name} has {gib(target.nbytes)}; lower engine.kv_cache_gib, or raise "
-            "engine.tensor or parallel.tensor"
-        )
-    return found
-
-
-def _warnings(plan: Plan) -> list[str]:
-    found, engine, parallel = list(plan.settings.notes()), plan.engine, plan.settings.parallel
-    wanted = min(
-        plan.settings.engine.max_sequences, -(-plan.batch.sequences // plan.settings.engine.replicas)
-    )
+def _warnings(plan: Plan) -> Iterator[str]:
+    settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
+    yield from settings.notes()
+    wanted = min(settings.engine.max_sequences, -(-batch.sequences // settings.engine.replicas))
     if 1 <= engine.full_sequences < wanted:
-        found.append(
+        yield (
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {wanted} may run "
             "at once: vLLM will preempt and recompute some"
         )
-    if parallel.pipeline > 1 and plan.batch.pipeline_idle > 0.25:
-        found.append(
-            f"pipeline ranks idle for {plan.batch.pipeline_idle:.0%} of an update with "
-            f"{plan.batch.microbatches} micro-batches; lower training.tokens_per_microbatch or "
-            "training.minibatches"
+    if parallel.pipeline > 1 and batch.pipeline_idle > 0.25:
+        yield (
+            f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
         )
-    if plan.settings.optimizer.distributed and parallel.data * parallel.context == 1:
-        found.append("optimizer.distributed shards nothing with one replica")
+    if settings.optimizer.distributed and parallel.data * parallel.context == 1:
+        yield "optimizer.distributed shards nothing with one replica"
     if plan.shared_gpu is not None:
-        found.append("engine.colocated: memory per turn is computed, not measured")
+        yield "engine.colocated: memory per turn is computed, not measured"
     if plan.routed_to_one:
         verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"
-        found.append(
+        yield (
             "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
             f"experts of one rank, an update would need {gib(plan.routed_to_one)} more there, {verdict}"
         )
     if plan.tight and plan.left >= 0:
-        found.append(
+        yield (
             f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
             "on a GPU; choose a layout with more room (--sweep)"
         )
-    if plan.settings.precision.fp8 is not None and plan.target.device == "cpu":
-        found.append("precision.fp8: the memory of its emulation on a CPU is not counted")
-    return found
+    if settings.precision.fp8 is not None and not plan.on_gpu:
+        yield "precision.fp8: the memory of its emulation on a CPU is not counted"
+
+
+# -- other layouts of the same run ---------------------------------------------------------------------------
+
+
+def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Plan]:
+    """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
+
+    Without virtual stages; with sequence parallelism if there is tensor parallelism; expert_tensor is 1.
+    Best: it fits, and is not tight; then the fewest model-parallel ranks, since they communicate; the least
+    pipeline idle time; the fewest expert-parallel ranks; the most memory left. A rule of thumb: nothing was
+    measured.
+    """
+    plans = []
+    for sizes in _cuts(world, shape.experts.count if shape.experts else 1):
+        fixed = {"virtual": 1, "sequence": sizes["tensor"] > 1, "expert_tensor": 1}
+        plan = _changed(settings, shape, target, "parallel", {**sizes, **fixed})
+        if plan is not None:
+            plans.append(plan)
+
+    def order(plan: Plan) -> tuple[object, ...]:
+        parallel = plan.settings.parallel
+        cuts = parallel.tensor * parallel.pipeline * parallel.context
+        idle = round(plan.batch.pipeline_idle, 2)
+        return not plan.fits, plan.tight, cuts, idle, parallel.expert, plan.rank_total
+
+    return sorted(plans, key=order)
+
+
+def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
+    """The same run with the least recomputation that fits and is not tight; None: the current one is."""
+    for kind in _RECOMPUTE[: _RECOMPUTE.index(recomputation(settings))]:
+        plan = _changed(settings, shape, target, "memory", {"recompute": kind})
+        if plan is not None and plan.fits and not plan.tight:
+            return plan
+    return None
+
+
+def is_bound_to_a_node(settings: Settings) -> bool:
+    """Whether the transport needs trainer ranks and engines on one node."""
+    return not settings.engine.colocated and settings.bridge.transport != "process_group"
+
+
+def smallest(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
+    """The best layout with the fewest trainer ranks that fit; None if no number of ranks is enough.
+
+    Does not check engines on separate GPUs. Colocated, there are at least as many ranks as engine workers.
+    """
+    world, engine = 1, settings.engine
+    least = engine.replicas * engine.tensor if engine.colocated else 1
+    while world <= (GPUS_PER_NODE if is_bound_to_a_node(settings) else MOST_RANKS):
+        for plan in sweep(settings, shape, target, world) if world >= least else ():
+            if plan.left >= 0 and not plan.gpus.why:
+                return plan
+        world *= 2
+    return None
+
+
+def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> int | None:
+    """The smallest engine.tensor whose worker fits and holds one sequence of full length."""
+    for tensor in (1, 2, 4, 8, 16):
+        plan = _changed(settings, shape, target, "engine", {"tensor": tensor})
+        if plan is None or plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
+            continue
+        if plan.shared_gpu is None or plan.shared_gpu.total("rollout") <= target.nbytes:
+            return tensor
+    return None
+
+
+def _changed(
+    settings: Settings, shape: ModelShape, target: Target, section: str, changes: dict[str, object]
+) -> Plan | None:
+    """The plan with changes in one section of the settings; None: it fails a check."""
+    changed = getattr(settings, section).model_copy(update=changes)
+    try:
+        return plan_for(settings.model_copy(update={section: changed}), shape, target)
+    except UserError:
+        return None
+
+
+def _cuts(world: int, experts: int) -> Iterator[dict[str, int]]:
+    # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
+    for tensor in range(1, min(world, GPUS_PER_NODE) + 1):
+        for pipeline in range(1, world // tensor + 1):
+            for context in range(1, min(world // (tensor * pipeline), GPUS_PER_NODE) + 1):
+                data, rest = divmod(world, tensor * pipeline * context)
+                if rest:
+                    continue
+                cut = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                for expert in range(1, min(experts, world // pipeline) + 1):
+                    if experts % expert == 0 and world // pipeline % expert == 0:
+                        yield {**cut, "expert": expert}
 
 
 def count(parameters: int) -> str:

@@ -10,18 +10,17 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rpg_megatron.commands.plan.assumptions import Assumptions
-from rpg_megatron.commands.plan.experts import (
-    dispatched_bytes,
-    expert_replicas,
-    read_columns,
+from rpg_megatron.commands.plan.gpus import Assumptions
+from rpg_megatron.commands.plan.layout import (
+    GPUS_PER_NODE,
+    RankParameters,
+    engines_of_a_replica,
+    in_fp8,
+    rank_parameters,
 )
-from rpg_megatron.commands.plan.fused_activations import in_fp8
-from rpg_megatron.commands.plan.gpu_count import GPUS_PER_NODE
-from rpg_megatron.commands.plan.parameters import rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
-from rpg_megatron.commands.plan.trainer_memory import engines_of_a_replica, recomputation, state_bytes
-from rpg_megatron.config import Settings
+from rpg_megatron.commands.plan.trainer_memory import recomputation, state_bytes
+from rpg_megatron.config import ModelShape
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -30,6 +29,14 @@ Placement = Literal["colocated", "by turns", "overlapped"]
 _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
+GLOO = 0.98e9
+"""Bytes/s of a sync over gloo with 2 CPU cores; measured (docs/weight-sync.md)."""
+LINK_EFFICIENCY = 0.7
+"""Fraction of the speed of NVLink, network and host link that transfers reach; assumed."""
+ALLREDUCE = 15e-6
+"""Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1; assumed."""
+HANDOVER = 2.0
+"""Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class StepTime:
     trainer_gpus: float
     engine_gpus: float
     phases: tuple[Phase, ...]
-    tokens: float
+    trained_tokens: float
     """Prompt and response tokens that a step trains on."""
     drained: bool = False
     """Overlapped: a batch is finished before new weights are loaded (rollout.inflight drain)."""
@@ -98,102 +105,131 @@ class StepTime:
         return 1 - self.seconds("rollout", "sync") / self.step
 
 
-def step_times(plan: Plan, a: Assumptions) -> tuple[StepTime, ...]:
+def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
     """The step with the placement of the settings, then with the other two placements.
 
     Without ``rollout.ahead``, trainer and engines on separate GPUs take turns; with it they overlap. Other
     placements have the same total number of GPUs; data-parallel ranks and engines are scaled, possibly to
-    fractions, and memory is not checked.
+    fractions, and memory is not checked. A colocated run is compared with half of its GPUs for each.
     """
     trainer, engines, colocated = plan.gpus.trainer, plan.gpus.engines, plan.gpus.colocated
     total = max(trainer, engines) if colocated else trainer + engines
-    separate = (total * a.trainer_share, total * (1 - a.trainer_share)) if colocated else (trainer, engines)
+    separate = (total / 2, total / 2) if colocated else (trainer, engines)
     placements: list[tuple[Placement, float, float]] = [
         ("colocated", *((trainer, engines) if colocated else (total, total))),
         ("by turns", *separate),
         ("overlapped", *separate),
     ]
-    own: Placement = "colocated" if colocated else "overlapped" if plan.settings.rollout.ahead else "by turns"
-    placements.sort(key=lambda placement: placement[0] != own)
-    return tuple(_step(plan, a, *placement) for placement in placements)
-
-
-def _step(plan: Plan, a: Assumptions, placement: Placement, trainer: float, engines: float) -> StepTime:
-    settings, sampled = plan.settings, _Lengths.of(plan, a)
-    data = settings.parallel.data * trainer / settings.parallel.world
-    replicas = engines / settings.engine.tensor
-    shared = placement == "colocated"
-    phases = [
-        *_rollout(plan, a, sampled, replicas),
-        _log_probs(plan, a, sampled, data),
-        _update(plan, a, sampled, data),
-        _sync(plan, a, replicas, data, shared=shared),
-        *([_handover(plan, a, data)] if shared else []),
-        Phase("other", a.step_overhead, "fixed"),
-    ]
-    tokens = plan.batch.sequences * sampled.mean
-    drained = placement == "overlapped" and settings.rollout.inflight == "drain"
-    return StepTime(placement, trainer, engines, tuple(phases), tokens, drained)
+    current: Placement = (
+        "colocated" if colocated else "overlapped" if plan.settings.rollout.ahead else "by turns"
+    )
+    placements.sort(key=lambda placement: placement[0] != current)
+    return tuple(_step(_Case(plan, assumed, *placement)) for placement in placements)
 
 
 @dataclass(frozen=True)
-class _Lengths:
-    """Tokens of prompts, responses, and both together."""
+class _Case:
+    """A placement, and what its phases are computed from."""
 
-    prompt: float
-    response: float
-    longest_response: int
-    mean: float
-    square: float
-    """Mean of the squared length of prompt and response."""
-    longest: float
+    plan: Plan
+    assumed: Assumptions
+    placement: Placement
+    trainer_gpus: float
+    engine_gpus: float
 
-    @classmethod
-    def of(cls, plan: Plan, a: Assumptions) -> _Lengths:
-        limit = plan.settings.rollout.max_response_tokens
-        prompt = a.prompt_mean * plan.settings.data.max_prompt_tokens
-        response = a.response_mean * limit
-        mean, longest = prompt + response, prompt + limit
-        # The variance of numbers between 0 and the limit with this mean is at most response x (limit - it).
-        variance = min((a.length_spread * response) ** 2, response * (limit - response))
-        return cls(prompt, response, limit, mean, mean**2 + variance, longest)
+    @property
+    def data(self) -> float:
+        """Data-parallel replicas of the trainer."""
+        parallel = self.plan.settings.parallel
+        return parallel.data * self.trainer_gpus / parallel.world
+
+    @property
+    def engines(self) -> float:
+        return self.engine_gpus / self.plan.settings.engine.tensor
+
+    @property
+    def item(self) -> int:
+        """Bytes of a parameter."""
+        return ITEM_BYTES[self.plan.settings.precision.dtype]
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of products that are not in FP8."""
+        return self.assumed.peak("fp32" if self.item == 4 else "bf16")
+
+    @property
+    def prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return self.assumed.prompt_mean * self.plan.settings.data.max_prompt_tokens
+
+    @property
+    def response(self) -> float:
+        """Mean tokens of a response."""
+        return self.assumed.response_mean * self.plan.settings.rollout.max_response_tokens
+
+    @property
+    def longest(self) -> float:
+        """Tokens of a mean prompt with a response of maximum length."""
+        return self.prompt + self.plan.settings.rollout.max_response_tokens
+
+    def replica_work(self, sequences: float) -> tuple[float, float]:
+        """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence."""
+        mean, each = self.prompt + self.response, sequences / self.data
+        return max(each * mean, self.longest), max(each * mean**2, self.longest**2)
+
+    @property
+    def parameters(self) -> RankParameters:
+        """Those of the largest rank."""
+        return rank_parameters(self.plan.settings, self.plan.shape, self.plan.largest.stage)
+
+    @property
+    def owned(self) -> float:
+        """Parameters whose optimizer state is on the largest rank."""
+        return self.parameters.owned(self.plan.settings, self.data)
+
+    def microbatches(self, tokens: float) -> int:
+        """Micro-batches of a replica with this number of tokens."""
+        return max(1, math.ceil(tokens / self.plan.settings.training.tokens_per_microbatch))
+
+    def bubble(self, tokens: float) -> float:
+        """Pipeline time over that of its work: 1 + (p - 1) / (v m) (arXiv 2104.04473, 2.2)."""
+        parallel = self.plan.settings.parallel
+        return 1 + (parallel.pipeline - 1) / parallel.virtual / self.microbatches(tokens)
+
+
+def _step(case: _Case) -> StepTime:
+    phases = [*_rollout(case), _log_probs(case), _update(case), _sync(case)]
+    if case.placement == "colocated":
+        phases.append(_handover(case))
+    phases.append(Phase("other", case.assumed.step_overhead, "fixed"))
+    tokens = case.plan.batch.sequences * (case.prompt + case.response)
+    drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
+    return StepTime(case.placement, case.trainer_gpus, case.engine_gpus, tuple(phases), tokens, drained)
 
 
 def _pass_seconds(
-    plan: Plan, a: Assumptions, tokens: float, squares: float, *, layers: float, mlp: float, head: float
+    case: _Case, tokens: float, squares: float, *, layers: float, mlp: float, head: float
 ) -> float:
-    """Seconds of one GPU at its peak for passes over sequences with these sums of n and n^2.
+    """Seconds of a replica's GPUs at their peak for passes over sequences with these sums of n and n^2.
 
     A forward pass takes 2 P n for products with weights (Kaplan et al. 2020, arXiv 2001.08361, 2.1) and
     2 n^2 heads head_dim L for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv 2104.04473,
     appendix). A backward pass takes twice that. layers, mlp, head: number of passes, a backward pass as two;
     mlp: additional ones of the MLPs alone.
     """
-    shape, settings = plan.shape, plan.settings
+    shape, settings = case.plan.shape, case.plan.settings
     in_layers, in_head = shape.matmul_parameters
     in_mlp = 3 * shape.hidden_size * shape.active_ffn_columns
-    quantised = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
-    share = quantised / shape.num_layers
-    peak = a.peak_fp32 if settings.precision.dtype == "float32" else a.peak_bf16
+    fp8_layers = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
+    share = fp8_layers / shape.num_layers
     linear = 2 * tokens * (layers * in_layers + mlp * in_mlp)
     attention = 2 * squares * layers * shape.num_heads * shape.head_dim * shape.num_layers
     output = 2 * tokens * head * in_head
-    return linear * (share / a.peak_fp8 + (1 - share) / peak) + (attention + output) / peak
+    flops = linear * (share * case.peak / case.assumed.peak("fp8") + 1 - share) + attention + output
+    return flops / case.peak / (settings.parallel.world / settings.parallel.data)
 
 
-def _replica_work(lengths: _Lengths, sequences: float, data: float) -> tuple[float, float]:
-    """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence."""
-    each = sequences / data
-    return max(each * lengths.mean, lengths.longest), max(each * lengths.square, lengths.longest**2)
-
-
-def _bubble(settings: Settings, tokens: float) -> float:
-    """Pipeline time over that of its work: 1 + (p - 1) / (v m) (arXiv 2104.04473, 2.2)."""
-    microbatches = max(1, math.ceil(tokens / settings.training.tokens_per_microbatch))
-    return 1 + (settings.parallel.pipeline - 1) / settings.parallel.virtual / microbatches
-
-
-def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> list[Phase]:
+def _rollout(case: _Case) -> list[Phase]:
     """Prefill, decoding at the batch that fits, and the tail.
 
     A decoding step of batch B takes the longer of two times, plus overheads: reading the weights and the
@@ -201,94 +237,90 @@ def _rollout(plan: Plan, a: Assumptions, lengths: _Lengths, replicas: float) -> 
     responses are decoded at batch B; then the longest one continues alone, from the mean to the maximum
     length. Prompts are prefilled once per group (prefix caching).
     """
-    settings, engine, shape = plan.settings, plan.settings.engine, plan.shape
-    rollout = settings.rollout
-    prompts = rollout.prompts_per_step / (a.kept_groups if rollout.dynamic is not None else 1)
-    sequences = max(1.0, prompts * rollout.samples_per_prompt / replicas)  # of an engine
+    assumed, shape, rollout, engine = (
+        case.assumed,
+        case.plan.shape,
+        case.plan.settings.rollout,
+        case.plan.settings.engine,
+    )
+    prompts = rollout.prompts_per_step / (assumed.kept_groups if rollout.dynamic is not None else 1)
+    sequences = max(1.0, prompts * rollout.samples_per_prompt / case.engines)  # of an engine
     in_layers, in_head = shape.matmul_parameters
-    item = ITEM_BYTES[settings.precision.dtype]
     fp8 = engine.quantization == "fp8"
-    one = 1 if fp8 else item
-    peak = a.peak_fp8 if fp8 else a.peak_fp32 if item == 4 else a.peak_bf16
-    bandwidth = a.memory_bandwidth * a.decode_efficiency
-    fixed = a.decode_overhead
-    if engine.tensor > 1:
-        fixed += 2 * shape.num_layers * a.allreduce_latency
+    flops = (assumed.peak("fp8") if fp8 else case.peak) * assumed.score_mfu * engine.tensor
+    bandwidth = assumed.memory_bandwidth * assumed.decode_efficiency
+    fixed = assumed.decode_overhead + (2 * shape.num_layers * ALLREDUCE if engine.tensor > 1 else 0)
 
     def token(batch: float, context: float) -> tuple[float, float]:
         """Seconds to read and to compute in one decoding step."""
-        flops = 2 * (in_layers + in_head) * batch / engine.tensor
-        idle = 3 * shape.hidden_size * (read_columns(shape, batch) - shape.active_ffn_columns)
-        weights = ((in_layers + idle) * one + in_head * item) / engine.tensor
-        read = weights + batch * context * plan.engine.kv_bytes_per_token
-        return read / bandwidth, flops / (peak * a.prefill_mfu)
+        idle = 3 * shape.hidden_size * (_read_columns(shape, batch) - shape.active_ffn_columns)
+        weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
+        read = weights + batch * context * case.plan.engine.kv_bytes_per_token
+        return read / bandwidth, 2 * (in_layers + in_head) * batch / flops
 
-    context = lengths.prompt + lengths.response / 2
-    batch = max(1.0, min(engine.max_sequences, sequences, plan.engine.kv_tokens / context))
+    context = case.prompt + case.response / 2
+    batch = max(1.0, min(engine.max_sequences, sequences, case.plan.engine.kv_tokens / context))
     read, computed = token(batch, context)
-    seconds = sequences * lengths.response / batch * (max(read, computed) + fixed)
-    whole = 2 * (in_layers + in_head) * lengths.prompt
-    whole += 2 * lengths.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
-    prefill = prompts / replicas * whole / (engine.tensor * peak * a.prefill_mfu)
-    parts = {
-        "memory bandwidth": read if read >= computed else 0,
-        "FLOP/s": computed if computed > read else 0,
-        "overheads": fixed,
-    }
+    seconds = sequences * case.response / batch * (max(read, computed) + fixed)
+    attention = 2 * case.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
+    prefill = prompts / case.engines * (2 * (in_layers + in_head) * case.prompt + attention) / flops
+    parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = max(parts, key=lambda name: parts[name])
     bound = "prefill" if prefill > seconds else f"{bound}, {batch:.0f} at once"
-    left = lengths.longest_response - lengths.response
-    alone = max(token(1, lengths.prompt + lengths.response + left / 2)) + fixed
+    left = rollout.max_response_tokens - case.response
+    alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
     return [
         Phase("rollout", seconds + prefill, bound),
         Phase("rollout: tail", left * alone, "one response alone"),
     ]
 
 
-def _log_probs(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase:
+def _read_columns(shape: ModelShape, batch: float) -> float:
+    """Feed-forward columns of all layers that a decoding step of ``batch`` sequences reads.
+
+    With even and independent choices of k of E experts per token, E (1 - (1 - k/E)^batch) experts are used.
+    """
+    e = shape.experts
+    if e is None:
+        return shape.num_layers * shape.ffn_hidden_size
+    chosen: float = e.count * (1 - (1 - e.per_token / e.count) ** batch)
+    dense = (shape.num_layers - len(e.layers)) * shape.ffn_hidden_size
+    return dense + len(e.layers) * (chosen * e.ffn_hidden_size + e.count / 3)
+
+
+def _log_probs(case: _Case) -> Phase:
     """A forward pass for ``old``, and one for a held anchor, whose weights are swapped in and out."""
-    settings, parallel = plan.settings, plan.settings.parallel
-    passes = 1 if settings.anchor.type == "old" else 2
-    tokens, squares = _replica_work(lengths, plan.batch.sequences, data)
-    gpus = parallel.world / parallel.data
-    one = _pass_seconds(plan, a, tokens, squares, layers=1, mlp=0, head=1) / (a.score_mfu * gpus)
-    routed = _dispatch_seconds(plan, a, tokens)
-    seconds = passes * (one + routed) * _bubble(settings, tokens)
-    if passes == 2:
-        weights = ITEM_BYTES[settings.precision.dtype] * plan.largest.parameters
-        seconds += 4 * weights / (a.host_link * a.link_efficiency)  # twice, in both directions
-    bound = "FLOP/s" if one >= routed else "exchange of tokens"
+    passes = 1 if case.plan.settings.anchor.type == "old" else 2
+    tokens, squares = case.replica_work(case.plan.batch.sequences)
+    work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
+    exchange = _exchange_seconds(case, tokens)
+    seconds = passes * (work + exchange) * case.bubble(tokens)
+    if passes == 2:  # twice, in both directions
+        seconds += (
+            4 * case.item * case.plan.largest.parameters / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
+        )
+    bound = "FLOP/s" if work >= exchange else "exchange of tokens"
     return Phase("log-probs", seconds, f"{bound}, {passes} pass{'es' if passes > 1 else ''}")
 
 
-def _dispatch_seconds(plan: Plan, a: Assumptions, tokens: float) -> float:
+def _exchange_seconds(case: _Case, tokens: float) -> float:
     """Seconds of a forward pass in which expert-parallel ranks exchange tokens; 0 for a dense model.
 
-    tokens: those of a replica. Assumes even load, no overlap, rows to other nodes limited by the network, and
-    rows within a node limited by NVLink.
+    tokens: those of a replica. Each row and its result are sent; a backward pass sends the same. Assumes even
+    load, no overlap, rows to other nodes limited by the network, and rows within a node limited by NVLink.
+    Gathering rows over expert tensor ranks is not counted.
     """
-    parallel = plan.settings.parallel
-    nbytes = dispatched_bytes(plan.shape, parallel, ITEM_BYTES[plan.settings.precision.dtype])
-    if not nbytes:
+    e, parallel = case.plan.shape.experts, case.plan.settings.parallel
+    if e is None or parallel.expert == 1:
         return 0.0
-    each = tokens * nbytes * parallel.data / parallel.world
-    group = parallel.expert * parallel.expert_tensor
-    far = max(0.0, 1 - GPUS_PER_NODE / group) / (1 - 1 / parallel.expert)
-    return each * max(far / a.network, (1 - far) / a.nvlink) / a.link_efficiency
+    away = 1 - 1 / parallel.expert  # the fraction of rows that go to other ranks
+    sent = 2 * len(e.layers) * e.per_token * case.plan.shape.hidden_size * case.item * away
+    each = tokens * sent * parallel.data / parallel.world
+    far = max(0.0, 1 - GPUS_PER_NODE / (parallel.expert * parallel.expert_tensor)) / away
+    return each * max(far / case.assumed.network, (1 - far) / case.assumed.nvlink) / LINK_EFFICIENCY
 
 
-def _replicated(plan: Plan, data: float) -> list[tuple[int, float]]:
-    """Parameters of the largest rank outside and inside experts, each with the number of replicas."""
-    settings, parallel = plan.settings, plan.settings.parallel
-    mine = rank_parameters(plan.shape, parallel, plan.largest.stage, settings.model.vocab_multiple)
-    of_experts = expert_replicas(parallel) * data / parallel.data
-    return [
-        (mine.total - mine.in_experts, max(1.0, data * parallel.context)),
-        (mine.in_experts, max(1.0, of_experts)),
-    ]
-
-
-def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase:
+def _update(case: _Case) -> Phase:
     """All updates of a step: forward, backward, recomputation, reduction of gradients, optimizer.
 
     The log-prob head is always recomputed in the backward pass. The reduction transfers a float32 gradient
@@ -296,82 +328,61 @@ def _update(plan: Plan, a: Assumptions, lengths: _Lengths, data: float) -> Phase
     micro-batch counts. Communication of tensor and context parallelism is part of ``train_mfu``; the exchange
     of tokens between expert-parallel ranks is not.
     """
-    settings, parallel, updates = plan.settings, plan.settings.parallel, plan.batch.updates
-    tokens, squares = _replica_work(lengths, plan.batch.sequences_per_update, data)
+    settings, parallel, assumed = case.plan.settings, case.plan.settings.parallel, case.assumed
+    tokens, squares = case.replica_work(case.plan.batch.sequences_per_update)
     again = recomputation(settings)
-    gpus = parallel.world / parallel.data
-    work = _pass_seconds(
-        plan,
-        a,
-        tokens,
-        squares,
-        layers=3 + (again == "full"),
-        mlp=again == "selective",
-        head=4,
-    ) / (a.train_mfu * gpus)
-    routed = (2 + (again != "none")) * _dispatch_seconds(plan, a, tokens)
-    bubble = _bubble(settings, tokens)
-    groups = _replicated(plan, data)
-    link = a.nvlink if parallel.tensor * data * parallel.context <= GPUS_PER_NODE else a.network
-    moved = sum((4 + ITEM_BYTES[settings.precision.dtype]) * n * (1 - 1 / shards) for n, shards in groups)
-    reduction = moved / (link * a.link_efficiency)
+    layers, mlp = 3 + (again == "full"), again == "selective"
+    work = _pass_seconds(case, tokens, squares, layers=layers, mlp=mlp, head=4) / assumed.train_mfu
+    exchange = (2 + (again != "none")) * _exchange_seconds(case, tokens)
+    link = (
+        assumed.nvlink if parallel.tensor * case.data * parallel.context <= GPUS_PER_NODE else assumed.network
+    )
+    groups = case.parameters.replicated(parallel, case.data)
+    moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in groups)
+    reduction = moved / (link * LINK_EFFICIENCY)
     if settings.optimizer.overlap:
-        reduction = max(
-            0.0,
-            reduction - (work + routed) / max(1, math.ceil(tokens / settings.training.tokens_per_microbatch)),
-        )
-    own = sum(n / (shards if settings.optimizer.distributed else 1) for n, shards in groups)
-    optimizer = _OPTIMIZER * own / (a.memory_bandwidth * a.decode_efficiency)
+        reduction = max(0.0, reduction - (work + exchange) / case.microbatches(tokens))
     parts = {
         "FLOP/s": work,
-        "exchange of tokens": routed,
-        "pipeline bubble": (work + routed) * (bubble - 1),
+        "exchange of tokens": exchange,
+        "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
-        "optimizer": optimizer,
-        "overheads": a.update_overhead,
+        "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
     }
     bound = max(parts, key=lambda name: parts[name])
-    if bound == "FLOP/s" and tokens <= lengths.longest:
+    if bound == "FLOP/s" and tokens <= case.longest:
         bound = "one longest sequence per replica"
-    return Phase("update", updates * sum(parts.values()), bound)
+    return Phase("update", case.plan.batch.updates * sum(parts.values()), bound)
 
 
-def _sync(plan: Plan, a: Assumptions, replicas: float, data: float, *, shared: bool) -> Phase:
+def _sync(case: _Case) -> Phase:
     """Bytes over bandwidth: of the busiest sender or of a worker, whichever transfers more.
 
     Workers read from the memory of GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there
     and back), or over the network (``process_group``; gloo to colocated engines).
     """
-    settings = plan.settings
-    worker = plan.engine.weights
+    settings, worker, shared = case.plan.settings, case.plan.engine.weights, case.placement == "colocated"
     transport = settings.bridge.transport
     if shared != settings.engine.colocated:  # another placement than the settings': a transport for it
         transport = "cuda_ipc" if shared else "process_group"
     if transport == "process_group":
         # All ranks of a replica share what its engines read.
         parallel = settings.parallel
-        workers = engines_of_a_replica(replicas, parallel, data) * settings.engine.tensor
+        workers = engines_of_a_replica(case.engines, parallel, case.data) * settings.engine.tensor
         sent = workers * worker / (parallel.tensor * parallel.pipeline)
-        link = a.gloo if shared else a.network * a.link_efficiency
+        link, kind = (GLOO, "gloo") if shared else (case.assumed.network * LINK_EFFICIENCY, "network")
         who = "busiest sender" if sent > worker else "an engine worker"
-        kind = "gloo" if shared else "network"
-        return Phase("sync", a.sync_overhead + max(sent, worker) / link, f"{kind}, {who}")
+        return Phase("sync", max(sent, worker) / link, f"{kind}, {who}")
     if transport == "cuda_ipc":
-        return Phase("sync", a.sync_overhead + worker / (a.nvlink * a.link_efficiency), "NVLink")
-    rank = ITEM_BYTES[settings.precision.dtype] * plan.largest.parameters
-    return Phase("sync", a.sync_overhead + (rank + worker) / (a.host_link * a.link_efficiency), "host link")
+        return Phase("sync", worker / (case.assumed.nvlink * LINK_EFFICIENCY), "NVLink")
+    moved = case.item * case.plan.largest.parameters + worker
+    return Phase("sync", moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY), "host link")
 
 
-def _handover(plan: Plan, a: Assumptions, data: float) -> Phase:
+def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake."""
-    settings = plan.settings
-    _, _, state = state_bytes(
-        settings.precision.dtype, distributed=settings.optimizer.distributed, replicas=1
-    )
-    own = sum(n / (shards if settings.optimizer.distributed else 1) for n, shards in _replicated(plan, data))
-    here = state * own * (1 - settings.memory.offload_optimizer)
-    return Phase(
-        "handover",
-        2 * (a.handover_overhead + here / (a.host_link * a.link_efficiency)),
-        "host link, overheads",
-    )
+    settings = case.plan.settings
+    state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned
+    moved = 2 * state * (1 - settings.memory.offload_optimizer)
+    seconds = 2 * HANDOVER + moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
+    return Phase("handover", seconds, "host link, overheads")

@@ -1,35 +1,27 @@
-"""Memory of a trainer rank by part, in bytes. ``docs/plan.md`` gives the source of each number."""
+"""Memory of a trainer rank, and host memory of rank 0's node, by part, in bytes.
+
+``docs/plan.md`` gives the source of each number.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rpg_megatron.commands.plan.activations import (
-    Recompute,
-    head_bytes,
-    in_flight,
-    layer_bytes,
-    widths,
-    working_bytes,
+from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations
+from rpg_megatron.commands.plan.layout import (
+    GPUS_PER_NODE,
+    BatchPlan,
+    Gpus,
+    engines_of_a_replica,
+    rank_parameters,
 )
-from rpg_megatron.commands.plan.experts import Routes, expert_replicas
-from rpg_megatron.commands.plan.fused_activations import (
-    fp8_weight_bytes,
-    fused_head_bytes,
-    fused_layer_bytes,
-    in_fp8,
-    uses_fused_layers,
-)
-from rpg_megatron.commands.plan.parameters import layers_of, rank_parameters, rank_sizes
 from rpg_megatron.config import ModelShape, Settings
-from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
-Phase = Literal["always", "update", "reduce", "optimizer", "log-probs"]
+Phase = Literal["always", "update", "log-probs", "rollout"]
 Basis = Literal["exact", "estimated"]
 
 RESERVE = 3 * 1024**3
@@ -38,19 +30,24 @@ IMPORTS = 712_000_000
 """On a CPU: memory of a rank after importing torch, Megatron and transformers; measured."""
 RUNTIME = 50_000_000
 """On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
-MALLOC = 0.07
-"""On a CPU: fragmentation of malloc by freed tensors, relative to the tensors' bytes. Fitted to
-measurements of 2% to 16%; 0 if every tensor had its own pages.
-"""
-MALLOC_EXPERTS = 0.15
-"""The same for a mixture of experts, whose tensors are smaller and vary in size with the routing. Fitted to
-measurements of 6% to 29%.
-"""
+FREED = 0.12
+"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
 
-LARGEST_KEPT = 32 * 1024**2
-"""On a CPU: glibc returns freed tensors of this size or more to the system; smaller ones stay."""
+_TRAJECTORY = 1500
+"""Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
+_PROMPT = 4
+"""Bytes of a prompt's token: int32."""
+_RESPONSE = 25
+"""Bytes of a response's token: id and weight version, int32; mask, bool; log-probs of engine, trainer and
+anchor, float32; text, assumed to be four characters."""
+_SCORES = 8
+"""Bytes of these for the log-probs of trainer and anchor."""
+_SENT_TOKEN = 8
+"""Bytes of a token sent to a rank (``training.batch_scatter``): id and the engine's log-prob."""
+_SENT_TRAJECTORY = 28
+"""Bytes of a sent trajectory besides its tokens: six int32 and the advantage."""
 
-WORKSPACES = "weights in FP8"
+FP8_WEIGHTS = "weights in FP8"
 """Name of a part: rebuilt after engines used the GPU."""
 SERVED = "weights in bfloat16, for engines"
 """Name of a part: copy of parameters stored in FP8."""
@@ -58,13 +55,13 @@ SERVED = "weights in bfloat16, for engines"
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A part of a process's memory."""
+    """A part of the memory of a process, a GPU or a node."""
 
     name: str
     nbytes: int
     basis: Basis
     phase: Phase = "always"
-    """When it is allocated; the peak is ``always`` plus the largest other phase."""
+    """When it is allocated; a peak is ``always`` plus the largest other phase."""
     host: bool = False
     """Whether it is in host memory while the policy is on a GPU."""
 
@@ -80,15 +77,16 @@ class RankMemory:
     """Number of parameters on this rank."""
     parts: tuple[MemoryPart, ...]
 
-    def total(self, *phases: Phase) -> int:
-        """Bytes of these phases on the device."""
-        return sum(p.nbytes for p in self.parts if p.phase in phases and not p.host)
-
     @property
     def phases(self) -> dict[str, int]:
-        """Peak bytes of each phase."""
-        found = {p.phase: 0 for p in self.parts if p.phase != "always" and not p.host}
-        return {phase: self.total("always", phase) for phase in found}
+        """Peak bytes of each phase, on the device."""
+        on_device = [part for part in self.parts if not part.host]
+        always = sum(part.nbytes for part in on_device if part.phase == "always")
+        peaks: dict[str, int] = {}
+        for part in on_device:
+            if part.phase != "always":
+                peaks[part.phase] = peaks.get(part.phase, always) + part.nbytes
+        return peaks
 
     @property
     def peak(self) -> int:
@@ -98,10 +96,10 @@ class RankMemory:
     @property
     def host(self) -> int:
         """Bytes in host memory, if the policy is on a GPU."""
-        return sum(p.nbytes for p in self.parts if p.host)
+        return sum(part.nbytes for part in self.parts if part.host)
 
 
-def state_bytes(dtype: str, *, distributed: bool, replicas: int) -> tuple[float, float, float]:
+def state_bytes(dtype: str, *, distributed: bool, replicas: float) -> tuple[float, float, float]:
     """Bytes per parameter of weights, gradients and optimizer state.
 
     Gradients are accumulated and reduced in float32, in a full buffer on every rank. AdamW has two float32
@@ -114,212 +112,77 @@ def state_bytes(dtype: str, *, distributed: bool, replicas: int) -> tuple[float,
     return item, 4, state / (replicas if distributed else 1)
 
 
+def recomputation(settings: Settings) -> Recompute:
+    """The recomputation mode of these settings."""
+    return settings.memory.recompute_for(settings.tokens_at_once)
+
+
 def rank_memory(
     settings: Settings,
     shape: ModelShape,
     *,
     stage: int,
     publishes: bool,
-    lengths: Sequence[int],
+    tokens: int,
     microbatches: int,
-    device: Literal["cpu", "cuda"],
+    device: Device,
 ) -> RankMemory:
-    """The memory of one rank.
-
-    lengths: tokens of each sequence in its replica's largest micro-batch; microbatches: per update.
-    """
-    parallel, dtype = settings.parallel, settings.precision.dtype
-    tokens, replicas = -(-sum(lengths) // parallel.context), parallel.data * parallel.context
-    mine = rank_parameters(shape, parallel, stage, settings.model.vocab_multiple)
-    count, in_experts, largest = mine.total, mine.in_experts, mine.largest
-    groups = ((count - in_experts, replicas), (in_experts, expert_replicas(parallel)))
-    distributed = settings.optimizer.distributed
-    weights, gradients, _ = state_bytes(dtype, distributed=distributed, replicas=1)
-    state = sum(n * state_bytes(dtype, distributed=distributed, replicas=r)[2] for n, r in groups)
+    """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update."""
+    parallel, on_gpu = settings.parallel, device == "cuda"
+    activations = StageActivations(settings, shape, stage, tokens, microbatches, device)
+    held = rank_parameters(settings, shape, stage)
     # One replica publishes the rest; the first ranks that hold an expert publish it.
-    published = count if publishes else in_experts if parallel.expert * parallel.expert_tensor > 1 else 0
-    parts = [
-        MemoryPart("parameters", round(weights * count), "exact"),
-        *_fp8_parts(settings, shape, stage, device),
-        MemoryPart("gradients", round(gradients * count), "exact"),
-        MemoryPart("optimizer", round(state * (1 - settings.memory.offload_optimizer)), "exact"),
-        *_offloaded_parts(settings, state),
-        *_sleep_offload_parts(settings, state, device),
-        *_bridge_parts(settings, round(weights * published), device=device),
-    ]
-    if settings.anchor.type != "old":
-        parts.append(MemoryPart("held anchor", round(weights * count), "exact", host=device == "cuda"))
-
-    last = stage == parallel.pipeline - 1
-    recompute = recomputation(settings)
-    activations = activation_bytes(settings, shape, stage, lengths, microbatches, recompute, device)
-    logits = _logits_bytes(settings, shape, tokens) if last else 0
-    rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
-    output = rows * shape.hidden_size
-    working = _working(settings, shape, stage, lengths, device)
-    # The head's backward pass runs first, with all activations saved; a layer's working set comes after it.
-    head = logits + output * (4 + (weights if weights < 4 else 0)) if last else 0
+    split = parallel.expert * parallel.expert_tensor > 1
+    published = held.total if publishes else held.in_experts if split else 0
+    weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
+    state = each * held.owned(settings)
+    offloaded, fp8 = settings.memory.offload_optimizer, settings.precision.fp8
+    parts = [MemoryPart("parameters", round(weights * held.total), "exact")]
+    if fp8 is not None and activations.fused:
+        # FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights. With
+        # fp8.parameters, the parameters are these, and the copy is bfloat16 for the engines. On Blackwell
+        # GPUs recipes with one scale per tensor need one byte less.
+        parts.append(MemoryPart(SERVED if fp8.parameters else FP8_WEIGHTS, 2 * held.in_fp8, "estimated"))
     parts += [
-        MemoryPart("activations", activations, "estimated", "update"),
-        MemoryPart("logits chunk, gradients in work", max(working, round(head)), "estimated", "update"),
+        MemoryPart("gradients", round(gradients * held.total), "exact"),
+        MemoryPart("optimizer", round(state * (1 - offloaded)), "exact"),
+    ]
+    if offloaded:
+        # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
+        moved = round(offloaded * state * 16 / 12)
+        parts.append(MemoryPart("optimizer off the GPU", moved, "estimated", host=True))
+    if settings.engine.colocated:  # not released in between
+        slept = round(state * (1 - offloaded))
+        parts.append(MemoryPart("optimizer while engines sample", slept, "exact", host=on_gpu))
+    parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
+    if settings.anchor.type != "old":
+        parts.append(MemoryPart("held anchor", round(weights * held.total), "exact", host=on_gpu))
+
+    recompute, logits, head = recomputation(settings), 0, 0
+    if stage == parallel.pipeline - 1:
+        rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
+        here = -(-tokens // parallel.context)
+        # Chunked log-probs: float32 logits and probabilities. The backward pass of the head runs first, with
+        # all activations saved; a layer's working set comes after it.
+        logits = 2 * 4 * min(settings.training.logprob_chunk, here) * rows
+        head = logits + round(rows * shape.hidden_size * (4 + (weights if weights < 4 else 0)))
+    working = activations.working(recompute)
+    parts += [
+        MemoryPart("activations", activations.saved(recompute), "estimated", "update"),
+        MemoryPart("logits chunk, gradients in work", max(working, head), "estimated", "update"),
         MemoryPart("a layer and a logits chunk", working + logits, "estimated", "log-probs"),
     ]
-    if device == "cpu":
-        # AdamW on the CPU has two temporaries of the size of the current parameter or its shard; fused
-        # optimizers on a GPU have none.
-        share = replicas if distributed else 1
-        parts.append(
-            MemoryPart("optimizer's temporaries", 2 * 4 * largest // share, "estimated", "optimizer")
-        )
-        if replicas > 1 and distributed:
+    if not on_gpu:
+        if parallel.data * parallel.context > 1 and settings.optimizer.distributed:
             # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
-            # copy has its own pages, besides those of the backward pass, which malloc keeps.
-            parts.append(MemoryPart("copy of the gradients", 4 * count, "estimated", "reduce"))
-        tensors = RankMemory(stage, publishes, count, tuple(parts)).peak
-        if replicas > 1 and distributed:
-            kept = activations + (working if logits // 2 >= LARGEST_KEPT else max(working, round(head)))
-            parts.append(MemoryPart("freed activations, kept by malloc", kept, "estimated", "reduce"))
-        fragments = MALLOC if shape.experts is None else MALLOC_EXPERTS
-        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(fragments * tensors), "estimated"))
-    return RankMemory(stage, publishes, count, tuple(parts))
+            # process still holds the memory of the backward pass then.
+            parts.append(MemoryPart("copy of the gradients", 4 * held.total, "estimated", "update"))
+        tensors = RankMemory(stage, publishes, held.total, tuple(parts)).peak
+        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(FREED * tensors), "estimated"))
+    return RankMemory(stage, publishes, held.total, tuple(parts))
 
 
-def _fp8_parts(settings: Settings, shape: ModelShape, stage: int, device: str) -> list[MemoryPart]:
-    """The second copy of the weights if layers compute in FP8."""
-    fp8 = settings.precision.fp8
-    if fp8 is None or not uses_fused_layers(settings, device):
-        return []
-    name, sizes = SERVED if fp8.parameters else WORKSPACES, rank_sizes(shape, settings, stage)
-    return [MemoryPart(name, fp8_weight_bytes(fp8, sizes.items(), shape.num_layers), "estimated")]
-
-
-def _offloaded_parts(settings: Settings, state: float) -> list[MemoryPart]:
-    """The share of the optimizer's state in host memory, and the float32 gradients copied there."""
-    share = settings.memory.offload_optimizer
-    if not share:
-        return []
-    # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
-    return [MemoryPart("optimizer off the GPU", round(share * state * 16 / 12), "estimated", host=True)]
-
-
-def _sleep_offload_parts(settings: Settings, state: float, device: str) -> list[MemoryPart]:
-    """Host memory for the optimizer state while engines use the GPU; not released in between."""
-    if not settings.engine.colocated:
-        return []
-    nbytes = round(state * (1 - settings.memory.offload_optimizer))
-    return [MemoryPart("optimizer while engines sample", nbytes, "exact", host=device == "cuda")]
-
-
-def recomputation(settings: Settings) -> Recompute:
-    """The recomputation mode of these settings."""
-    return settings.memory.recompute_for(settings.tokens_at_once)
-
-
-def saved_by_layer(
-    settings: Settings,
-    shape: ModelShape,
-    lengths: Sequence[int],
-    recompute: Recompute,
-    device: str,
-    *,
-    fp8: bool = False,
-    experts: bool = False,
-    routes: Routes = "even",
-) -> float:
-    """Bytes that one layer saves for one micro-batch.
-
-    fp8: whether this layer computes in FP8; experts: whether it has experts; routes: how tokens choose them.
-    """
-    w = widths(shape, settings.parallel, settings.precision.dtype, routes)
-    if not uses_fused_layers(settings, device):
-        return layer_bytes(w, lengths, qk_norm=shape.qk_norm, recompute=recompute, experts=experts)
-    return fused_layer_bytes(
-        w,
-        sum(lengths) / w.context,
-        qk_norm=shape.qk_norm,
-        recompute=recompute,
-        fp8=settings.precision.fp8 if fp8 else None,
-        experts=experts,
-    )
-
-
-def activation_bytes(
-    settings: Settings,
-    shape: ModelShape,
-    stage: int,
-    lengths: Sequence[int],
-    microbatches: int,
-    recompute: Recompute,
-    device: str,
-    routes: Routes = "even",
-) -> int:
-    """Bytes that a rank saves for all micro-batches in flight. routes: how tokens choose experts."""
-    parallel, fp8 = settings.parallel, settings.precision.fp8
-    w = widths(shape, parallel, settings.precision.dtype)
-    layers = [n for part in layers_of(shape, parallel, stage) for n in part]
-    kinds = Counter((in_fp8(fp8, n, shape.num_layers), shape.has_experts(n)) for n in layers)
-    whole = sum(
-        number
-        * saved_by_layer(settings, shape, lengths, recompute, device, fp8=on, experts=experts, routes=routes)
-        for (on, experts), number in kinds.items()
-    )
-    saved = in_flight(stage, parallel, microbatches) * whole / parallel.virtual
-    if stage == parallel.pipeline - 1:
-        head = fused_head_bytes(w) if uses_fused_layers(settings, device) else head_bytes(w)
-        saved += sum(lengths) / parallel.context * head
-    return round(saved)
-
-
-def _working(
-    settings: Settings,
-    shape: ModelShape,
-    stage: int,
-    lengths: Sequence[int],
-    device: str,
-    routes: Routes = "even",
-) -> int:
-    """Bytes of the largest backward pass of one layer, including its recomputed activations."""
-    parallel, recompute = settings.parallel, recomputation(settings)
-    w = widths(shape, parallel, settings.precision.dtype, routes)
-    tokens, fused = -(-sum(lengths) // parallel.context), uses_fused_layers(settings, device)
-    most = 0.0
-    for experts in {shape.has_experts(n) for part in layers_of(shape, parallel, stage) for n in part}:
-        kept, whole = (
-            saved_by_layer(settings, shape, lengths, r, device, experts=experts, routes=routes)
-            for r in (recompute, "none")
-        )
-        most = max(most, working_bytes(w, tokens, experts=experts, fused=fused) + whole - kept)
-    return round(most)
-
-
-def worst_case_routing_bytes(
-    settings: Settings,
-    shape: ModelShape,
-    stage: int,
-    lengths: Sequence[int],
-    microbatches: int,
-    device: str,
-) -> int:
-    """Additional bytes of a rank in an update if all tokens choose its experts; 0 for a dense model."""
-    if shape.experts is None:
-        return 0
-
-    def needed(routes: Routes) -> int:
-        recompute = recomputation(settings)
-        saved = activation_bytes(settings, shape, stage, lengths, microbatches, recompute, device, routes)
-        return saved + _working(settings, shape, stage, lengths, device, routes)
-
-    return needed("worst") - needed("even")
-
-
-def _logits_bytes(settings: Settings, shape: ModelShape, tokens: int) -> int:
-    """Chunked log-probs: the float32 logits and probabilities of a chunk."""
-    chunk = settings.training.logprob_chunk
-    rows = shape.padded_vocab(settings.parallel.tensor, settings.model.vocab_multiple)
-    return 2 * 4 * min(chunk, tokens) * rows // settings.parallel.tensor
-
-
-def _bridge_parts(settings: Settings, published: int, *, device: str) -> list[MemoryPart]:
+def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[MemoryPart]:
     """Memory for publishing weights. published: bytes that this rank sends if one replica publishes.
 
     With ``process_group`` all ranks send.
@@ -329,18 +192,63 @@ def _bridge_parts(settings: Settings, published: int, *, device: str) -> list[Me
         # A worker divides its bucket budget among its senders, each of which allocates the same for it.
         workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
         buckets = bridge.bucket_mib * 1024**2 * workers // (parallel.tensor * parallel.pipeline)
-        host = device == "cuda" and engine.colocated
-        return [MemoryPart("bridge: buckets", buckets, "estimated", host=host)]
+        return [MemoryPart("bridge: buckets", buckets, "estimated", host=on_gpu and engine.colocated)]
     if not published or bridge.transport == "cuda_ipc":
         return []
-    if device == "cpu" and not settings.optimizer.distributed:
+    if not on_gpu and not settings.optimizer.distributed:
         return [MemoryPart("bridge: parameters lie in shared memory", 0, "exact")]
-    return [MemoryPart("bridge: copy in shared memory", published, "exact", host=device == "cuda")]
+    return [MemoryPart("bridge: copy in shared memory", published, "exact", host=on_gpu)]
 
 
-def engines_of_a_replica(engines: float, parallel: ParallelSettings, data: float | None = None) -> int:
-    """Maximum number of engines that read from one data- and context-parallel replica (``process_group``).
+def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int, *, scored: bool = True) -> int:
+    """Bytes of trajectories on a leader, or in a sampler worker.
 
-    Engine e reads from replica e modulo the number of replicas. data: overrides ``parallel.data``.
+    prompt_tokens, response_tokens: totals. scored: whether they have the trainer's log-probs (on a leader).
     """
-    return math.ceil(engines / max(1.0, (data or parallel.data) * parallel.context))
+    each = _RESPONSE if scored else _RESPONSE - _SCORES
+    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * each
+
+
+def broadcast_bytes(trajectories: int, tokens: int, data: int) -> int:
+    """Additional bytes on a leader while it broadcasts its part, one of ``data``, within its replica.
+
+    trajectories, tokens (with prompts): of the whole step.
+    """
+    return -(-trajectories // data) * _SENT_TRAJECTORY + -(-tokens // data) * _SENT_TOKEN
+
+
+def host_memory(
+    settings: Settings, batch: BatchPlan, ranks: Sequence[RankMemory], gpus: Gpus, *, on_gpu: bool
+) -> tuple[MemoryPart, ...]:
+    """Host memory of rank 0's node: what its ranks keep there, if they are on GPUs, and the step.
+
+    ranks: one of each kind. The sampler's workers are on this node too, and hold the whole step until the
+    leaders have fetched their parts, with ``rollout.ahead`` also the steps sampled ahead. All sequences count
+    at their maximum length. Does not include libraries, engine processes and page cache.
+    """
+    parallel = settings.parallel
+    here = parallel.world
+    nbytes: Counter[str] = Counter()
+    if on_gpu:
+        here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
+        of_ranks = f", {here} rank{'s' if here > 1 else ''}"
+        kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
+        for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
+            replica, stage = number // parallel.tensor, number // (parallel.world // parallel.pipeline)
+            publishes = replica % (parallel.context * parallel.data) == 0
+            for part in kinds[stage, publishes].parts:
+                if part.host:
+                    nbytes[part.name + of_ranks] += part.nbytes
+    sequences, steps = batch.sequences, 1 + settings.rollout.ahead
+    response = min(settings.rollout.max_response_tokens, batch.longest)
+    tokens = sequences * (batch.longest - response), sequences * response
+    # The ranks of a replica on a pipeline stage follow each other; the first of them is the leader.
+    leaders = min(-(-here // (parallel.tensor * parallel.context)), parallel.data)
+    sampled = steps * batch_bytes(sequences, *tokens, scored=False)
+    held = batch_bytes(sequences, *tokens) * leaders // parallel.data
+    nbytes[f"{steps} steps, in the sampler" if steps > 1 else "the step, in the sampler"] = sampled
+    nbytes[f"shares of it, {leaders} of {parallel.data} leaders"] = held
+    if parallel.world > parallel.data:
+        sent = broadcast_bytes(sequences, sequences * batch.longest, parallel.data)
+        nbytes["shares in transfer to other ranks"] = leaders * sent
+    return tuple(MemoryPart(name, size, "estimated", host=True) for name, size in nbytes.items())

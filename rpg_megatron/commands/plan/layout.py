@@ -1,0 +1,223 @@
+"""How the settings divide the model's layers, a step's batch and the GPUs among ranks and engines."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config.policy import FP8Settings, ParallelSettings
+from rpg_megatron.data.packing import padded_length, sequence_multiple
+from rpg_megatron.launcher.nodes import assign_node
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
+from rpg_megatron.models.registry import mapping_for
+
+GPUS_PER_NODE = 8
+
+_FP8_MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+"""The parameters of a layer that FP8 recipes quantise."""
+
+
+def layers_of(shape: ModelShape, parallel: ParallelSettings, stage: int) -> list[range]:
+    """Layer indices of a pipeline rank, for each of its virtual stages."""
+    counts = shape.stage_layers(parallel.pipeline * parallel.virtual)
+    numbers = range(stage, len(counts), parallel.pipeline)
+    return [range(sum(counts[:n]), sum(counts[: n + 1])) for n in numbers]
+
+
+def in_fp8(fp8: FP8Settings | None, layer: int, layers: int) -> bool:
+    """Whether a layer (index from 0, of ``layers``) computes in FP8."""
+    return fp8 is not None and fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
+
+
+def expert_replicas(parallel: ParallelSettings) -> int:
+    """Ranks that hold the same experts, over which their optimizer state is sharded."""
+    ranks = parallel.tensor * parallel.context * parallel.data
+    return ranks // (parallel.expert * parallel.expert_tensor)
+
+
+def engines_of_a_replica(engines: float, parallel: ParallelSettings, data: float | None = None) -> int:
+    """Maximum number of engines that read from one data- and context-parallel replica (``process_group``).
+
+    Engine e reads from replica e modulo the number of replicas. data: overrides ``parallel.data``.
+    """
+    return math.ceil(engines / max(1.0, (data or parallel.data) * parallel.context))
+
+
+@lru_cache(maxsize=32)
+def model_parameters(shape: ModelShape) -> int:
+    """Number of parameters of the whole model."""
+    return sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Number of parameters of a pipeline rank, over all of its virtual stages."""
+
+    total: int
+    in_experts: int
+    """Of ``total``, those of experts; routers are not among them."""
+    in_fp8: int
+    """Of ``total``, those of matrices in layers that compute in FP8."""
+
+    def replicated(self, parallel: ParallelSettings, data: float | None = None) -> list[tuple[int, float]]:
+        """Parameters outside and inside experts, each with the number of ranks that hold the same ones.
+
+        data: overrides ``parallel.data``.
+        """
+        share = 1 if data is None else data / parallel.data
+        outside = parallel.data * parallel.context * share
+        return [
+            (self.total - self.in_experts, max(1.0, outside)),
+            (self.in_experts, max(1.0, expert_replicas(parallel) * share)),
+        ]
+
+    def owned(self, settings: Settings, data: float | None = None) -> float:
+        """Parameters whose optimizer state is on this rank. data: overrides ``parallel.data``."""
+        distributed, groups = settings.optimizer.distributed, self.replicated(settings.parallel, data)
+        return sum(number / (ranks if distributed else 1) for number, ranks in groups)
+
+
+def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankParameters:
+    """Count the parameters of a pipeline rank, from the mappings that checkpoints and bridge use.
+
+    One layer of each kind is counted: a large mixture of experts has tens of thousands of tensors.
+    """
+    parallel, fp8 = settings.parallel, settings.precision.fp8
+    # All expert-parallel ranks have shards of the same size.
+    shard = ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0) if shape.experts else ALL_EXPERTS
+    how = parallel.tensor, settings.model.vocab_multiple, shard
+    total, in_experts, _ = _count(shape, None, stage == 0, stage == parallel.pipeline - 1, *how)
+    quantised = 0
+    layers = [n for part in layers_of(shape, parallel, stage) for n in part]
+    kinds = Counter((shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)) for n in layers)
+    for (experts, on), number in kinds.items():
+        example = next(n for n in layers if shape.has_experts(n) == experts)
+        of_layer, of_experts, of_matrices = _count(shape, example, False, False, *how)
+        total += number * of_layer
+        in_experts += number * of_experts
+        quantised += number * of_matrices * on
+    return RankParameters(total, in_experts, quantised)
+
+
+@lru_cache(maxsize=512)
+def _count(
+    shape: ModelShape,
+    layer: int | None,
+    first: bool,
+    last: bool,
+    tensor: int,
+    vocab_multiple: int,
+    experts: ExpertShard,
+) -> tuple[int, int, int]:
+    """Parameters of one layer: all, those of experts, those of matrices that FP8 recipes quantise.
+
+    layer None: those of the embedding and of the modules after the layers.
+    """
+    shapes = mapping_for(shape).stage_params(
+        layers=[] if layer is None else [layer],
+        first=first,
+        last=last,
+        tensor=tensor,
+        vocab_multiple=vocab_multiple,
+        experts=experts,
+    )
+    sizes = {name: math.prod(dims) for name, dims in shapes.items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    of_matrices = sum(size for name, size in sizes.items() if name.endswith(_FP8_MATRICES))
+    return sum(sizes.values()), of_experts, of_matrices
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The sizes of a step. Tokens are upper bounds: all responses have the maximum length."""
+
+    prompts: int
+    sequences: int
+    """Responses per step."""
+    updates: int
+    """Optimizer updates per step: mini-batches x epochs."""
+    sequences_per_update: int
+    sequences_per_rank: int
+    """Responses of one mini-batch on the data-parallel replica with the most."""
+    longest: int
+    """Tokens of the longest prompt and response together."""
+    context: int
+    """The same, including evaluation: the context length of the engines."""
+    tokens_per_microbatch: int
+    """Tokens of a replica's largest micro-batch: the budget, or one longest sequence that is larger."""
+    microbatches: int
+    """Micro-batches per update and replica, with all sequences at maximum length."""
+    pipeline_idle: float
+    """Idle share of a pipeline rank in an update, with micro-batches of equal size."""
+
+
+def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
+    """The batch of these settings. max_positions: that of the model."""
+    rollout, training, parallel = settings.rollout, settings.training, settings.parallel
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    update = sequences // training.minibatches
+    per_rank = -(-update // parallel.data)
+    longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
+    filled = padded_length(longest, parallel.context)
+    in_one = max(1, training.tokens_per_microbatch // filled)
+    tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
+    each = settings.precision.token_multiple(parallel)
+    align = math.lcm(each * parallel.context, sequence_multiple(parallel.context))
+    packs = -(-update // in_one)
+    microbatches = -(-packs // parallel.data)
+    # Interleaving splits each rank's work into ``virtual`` chunks, and shortens the bubble accordingly.
+    waits = (parallel.pipeline - 1) / parallel.virtual
+    return BatchPlan(
+        prompts=rollout.prompts_per_step,
+        sequences=sequences,
+        updates=training.minibatches * training.epochs,
+        sequences_per_update=update,
+        sequences_per_rank=per_rank,
+        longest=longest,
+        context=min(max(part.tokens for part in settings.prompt_sets), max_positions),
+        tokens_per_microbatch=-(-tokens // align) * align,
+        microbatches=microbatches,
+        pipeline_idle=waits / (microbatches + waits),
+    )
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The run's GPUs, by role and by node."""
+
+    trainer: int
+    engines: int
+    colocated: bool
+    nodes: tuple[tuple[int, int], ...]
+    """Trainer ranks and engine workers per node, on the fewest nodes of 8 GPUs; empty: see ``why``."""
+    why: str
+    """Why they cannot be placed on nodes of 8 GPUs; empty if they can."""
+
+    @property
+    def total(self) -> int:
+        """Number of GPUs on all nodes; a GPU shared by a rank and a worker counts once."""
+        return self.trainer if self.colocated else self.trainer + self.engines
+
+
+def count_gpus(settings: Settings) -> Gpus:
+    """The GPUs that these settings need, and the fewest nodes that provide them."""
+    engine = settings.engine
+    trainer, workers = settings.parallel.world, engine.replicas * engine.tensor
+    total = trainer if engine.colocated else trainer + workers
+    fewest = -(-total // GPUS_PER_NODE)
+    why = ""
+    for count in range(fewest, 2 * fewest + 1):
+        try:
+            shares = [assign_node(settings, node, count) for node in range(count)]
+        except UserError as e:
+            why = why or str(e)
+            continue
+        nodes = tuple((len(share.ranks), len(share.engines) * engine.tensor) for share in shares)
+        used = max(max(held) if engine.colocated else sum(held) for held in nodes)
+        if used <= GPUS_PER_NODE:
+            return Gpus(trainer, workers, engine.colocated, nodes, "")
+        why = why or f"on {count} nodes, one would have {used}"
+    return Gpus(trainer, workers, engine.colocated, (), why)
