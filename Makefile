@@ -9,7 +9,7 @@ BIN := .venv/bin
 # One thread per process: the tests and the trainer start several, and OpenMP threads that share a core stall each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-long fuzz lint format clean
+.PHONY: help quickstart test test-fast test-long fuzz lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -24,6 +24,9 @@ quickstart: $(VENV)  ## train a tiny model on arithmetic: Megatron-Core at TP=2,
 
 test: lint  ## lint, types, and every test that needs neither a GPU nor a long time
 	@$(BIN)/python -m pytest -m "not long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+test-fast: $(VENV)  ## only unit tests
+	@$(BIN)/python -m pytest -m "not long and not gpu" -n 2 --dist loadfile tests/unit
 
 fuzz: $(VENV)  ## mutated files of others, many; another seed: RPG_FUZZ_SEED=7 make fuzz
 	@$(BIN)/python -m pytest -m "not gpu" tests/unit/test_fuzz.py
@@ -40,6 +43,15 @@ format: $(VENV)  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-clean:  ## remove caches and .venv; runs/ stays
-	@rm -rf .venv .ruff_cache .mypy_cache .pytest_cache .hypothesis build dist *.egg-info
+.venv-docs/.complete: requirements/docs.txt
+	@rm -rf .venv-docs
+	@python=$$(sh tools/find_python.sh) && "$$python" -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
+	@touch $@
+
+docs: .venv-docs/.complete  ## build the documentation site into site/
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+clean:  ## remove caches, .venv and site/; runs/ stays
+	@rm -rf .venv .venv-docs site .ruff_cache .mypy_cache .pytest_cache .hypothesis build dist *.egg-info
 	@find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

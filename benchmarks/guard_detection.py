@@ -1,51 +1,27 @@
-"""How often the guard on mismatch notices one faulty tensor in one of two engines, by its probes alone.
-
-    python -m benchmarks.guard_detection [--dtype float32 bfloat16] [--faults 4]
-
-With ``rollout.ahead`` a batch may have no token of the present weights, so this is what protects a run from
-an engine that serves other weights than it loaded. Faults, each in one tensor of the quickstart's model:
-
-- stale: the tensor keeps the values from before the last step. That step is one of the quickstart, really
-  made (16 updates at a learning rate of 1e-4); for other rates its change of all weights is multiplied.
-- scaled: one row of a tensor is multiplied by 1 + eps: of a norm one number, of embedding and head the row of
-  a token that occurs in the probes (of other tokens they cannot show anything).
-
-One real engine plays both engines. The faulty one gets its weights by a sync whose published weights have the
-fault: what is then in its memory is what a fault after a good sync would leave there. The prompts, their
-number and the tokens are those that a run probes with (``guards.probe_prompts`` and ``probe_tokens``), a real
-trainer policy with the right weights scores the answers, and ``check_mismatch`` judges them with the bounds
-of the dtype: whether a run would stop at the first sync. Each fault is met by many sets of probes.
-
-A cell: detection rates with the probe prompts of the settings / 4 times / 16 times as many, in %, and in
-brackets the median over faults of the mean |log-prob difference| of the faulty engine, in nats. ``any`` of
-stale is an engine that kept all old weights.
-"""
+"""How often the guard on mismatch notices one faulty tensor in one of two engines, by its probes alone."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import random
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.gpu_policies import QUICKSTART, machine, start
+from benchmarks.policies import start, trajectory_of
+from benchmarks.setup import CONFIG, QUICKSTART, Report, benchmark, main, train
 from rpg_megatron.bridge.publisher import published
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, load_settings
-from rpg_megatron.data.prompts import Prompt, load_prompts, load_tokenizer
+from rpg_megatron.data.prompts import load_prompts, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.policy.model import Mesh
@@ -56,13 +32,9 @@ from rpg_megatron.training.trainer import Batch, Trainer
 from rpg_megatron.training.weight_sync import open_publisher
 from tests.support.engine import Engine, running_engines
 
-ROOT = Path(__file__).parents[1]
 Weights = dict[str, torch.Tensor]
-RATES = (1e-6, 1e-5, 1e-4, 1e-3)
-"""Learning rates of the last step."""
 STEP_RATE = 1e-4
-"""That of the quickstart, whose step is really made."""
-EPSILONS = (1e-3, 1e-2, 1e-1, 1.0)
+"""Learning rate of the quickstart, whose step is really made."""
 MULTIPLES = (1, 4, 16)
 """Probe prompts, relative to the settings."""
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -76,69 +48,148 @@ TENSORS: dict[str, tuple[str, ...]] = {
 """Kind -> ends of the tensors' names; "norm" is the end of all norms' names."""
 
 
-@dataclass
-class Cell:
-    """What the guard made of some faults of one kind and size."""
+@benchmark(dtype=("float32",), faults=1, rates=(1e-4,), epsilons=(1.0,), kinds=("head",))
+def guard_detection(
+    report: Report,
+    dtype: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16"),
+    faults: int = 4,
+    rates: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3),
+    epsilons: tuple[float, ...] = (1e-3, 1e-2, 1e-1, 1.0),
+    kinds: tuple[str, ...] = tuple(TENSORS),
+    step: Path | None = None,
+    seed: int = 0,
+) -> None:
+    """Share of syncs with a fault in one tensor of the quickstart's model that stop the run.
 
-    rates: list[float]
-    """Detected share of the sets of probes, for each of MULTIPLES."""
-    gap: float
-    """Median over the faults of the mean gap on the faulty engine, nats."""
+    With ``rollout.ahead`` a batch may have no token of the present weights, so this is what protects a run
+    from an engine that serves other weights than it loaded. Faults:
 
+    - stale: the tensor (any: all of them) keeps the values from before the last step. That step is one of the
+      quickstart, really made (16 updates at a learning rate of 1e-4; step: its exported checkpoint, if it is
+      there); for other rates its change of all weights is multiplied.
+    - scaled: one row of a tensor is multiplied by 1 + eps: of a norm one number, of embedding and head the
+      row of a token that occurs in the probes (of other tokens they cannot show anything).
 
-def main() -> None:
-    """Make the step, then print the tables of each dtype."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"]
-    )
-    parser.add_argument("--faults", type=int, default=4, help="of each kind and size: other tensors and rows")
-    parser.add_argument("--step", type=Path, help="an exported checkpoint after the step; not made again")
-    parser.add_argument("--seed", type=int, default=0)
-    a = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine and the folders go, too
+    One real engine plays both engines. The faulty one gets its weights by a sync whose published weights have
+    the fault: what is then in its memory is what a fault after a good sync would leave there. Prompts and
+    tokens are those that a run probes with, a real trainer policy with the right weights scores the answers,
+    and ``check_mismatch`` judges them with the bounds of the dtype. faults: of each kind and size, in other
+    tensors and rows, each met by many sets of probes.
+
+    A cell: detection rates with the probe prompts of the settings / 4 times / 16 times as many, in %, and in
+    brackets the median over faults of the mean |log-prob difference| of the faulty engine, in nats.
+    """
     old = load_file(QUICKSTART / "model" / "model.safetensors")
     with tempfile.TemporaryDirectory(prefix="rpg-bench-") as place:
         folder = Path(place)
-        after = load_file((a.step or make_step(folder)) / "model.safetensors")
+        if step is None:
+            run = train(folder, "training.steps=1", "evaluation=null", "checkpoint.every=null")
+            step = run.folder / "hf" / "step_000001"
+        after = load_file(step / "model.safetensors")
         change = {name: after[name].float() - old[name].float() for name in old}
+        stepped = {
+            rate: {n: old[n].float() + rate / STEP_RATE * change[n] for n in old}
+            for rate in sorted({*rates, STEP_RATE})
+        }
         device, mesh = start("cpu")
-        print(machine(device))
-        for dtype in a.dtype:
-            (folder / dtype).mkdir()
-            settings = settings_of(dtype)
-            with running_engines(folder / dtype, [settings]) as (engine,):
-                rig = Rig(settings, engine, folder / dtype, mesh, device, a.seed)
+        for kind in dtype:
+            overrides = ["parallel={tensor: 1}", f"precision.dtype={kind}", "engine.replicas=2"]
+            overrides += [
+                "engine.cpu_threads=1",
+                "evaluation=null",
+                "rollout.ahead=1",
+                "correction.type=truncate",
+            ]
+            settings = load_settings(CONFIG, overrides)
+            (folder / kind).mkdir()
+            with running_engines(folder / kind, [settings]) as (engine,):
+                rig = Rig(settings, engine, folder / kind, mesh, device, seed)
                 try:
-                    measure(rig, old, change, a.faults)
+                    measure(report, rig, old, stepped, epsilons, kinds, faults)
                 finally:
                     rig.close()
 
 
-def make_step(folder: Path) -> Path:
-    """One step of the quickstart, by the command line; returns its checkpoint."""
-    command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(ROOT / "examples" / "quickstart.yaml")]
-    command += ["--fresh", "name=step", f"runs={folder}", "training.steps=1", "evaluation=null"]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*command, "checkpoint.every=null"],
-        env=os.environ | {"PYTHONPATH": paths},
-        cwd=folder,
-        capture_output=True,
-        text=True,
+def measure(
+    report: Report,
+    rig: Rig,
+    old: Weights,
+    stepped: dict[float, Weights],
+    epsilons: Sequence[float],
+    kinds: Sequence[str],
+    faults: int,
+) -> None:
+    """The tables of a dtype. stepped: learning rate -> weights after the step."""
+    guards, dtype = rig.settings.guards, rig.settings.precision.dtype
+    largest, mean = guards.thresholds(dtype)
+    healthy = {rate: rig.score(rig.probe(weights, replica=0)) for rate, weights in stepped.items()}
+    right = stepped[STEP_RATE]
+    tokens = statistics.fmean(len(t.response) for t in healthy[STEP_RATE]) * guards.probe_prompts
+    sets = faults * MULTIPLES[-1]
+    report.say(
+        f"\n{dtype}: bounds {largest:.0e} (largest) and {mean:.0e} (mean) nats; {guards.probe_prompts} probe "
+        f"prompts of at most {guards.probe_tokens} tokens, {tokens:.0f} tokens an engine; {faults} faults a "
+        f"cell, with {sets}, {sets // 4} and {faults} sets of probes"
     )
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    return folder / "step-001" / "hf" / "step_000001"
+    report.say(f"without a fault: {meet(rig, right, [right] * faults, healthy[STEP_RATE])}")
+
+    def stale(kind: str, new: Weights) -> Weights:
+        if kind == "any":
+            return dict(old)
+        name = choose(kind, new, rig.random)
+        return new | {name: old[name]}
+
+    table = report.table("stale tensor, by learning rate", *(f"{rate:.0e}" for rate in stepped))
+    for kind in (*kinds, "any"):
+        cells = [
+            meet(rig, new, [stale(kind, new) for _ in range(faults)], healthy[rate])
+            for rate, new in stepped.items()
+        ]
+        table.row(kind, *cells)
+    table = report.table("row scaled by 1 + eps", *(f"{eps:g}" for eps in epsilons))
+    for kind in kinds:
+        cells = []
+        for eps in epsilons:
+            scaled = [scale_row(right, kind, eps, healthy[STEP_RATE], rig.random) for _ in range(faults)]
+            cells.append(meet(rig, right, scaled, healthy[STEP_RATE]))
+        table.row(kind, *cells)
 
 
-def settings_of(dtype: str) -> Settings:
-    """The quickstart's, for two engines and one trainer rank."""
-    overrides = ["parallel={tensor: 1}", f"precision.dtype={dtype}", "engine.replicas=2", "evaluation=null"]
-    overrides += ["engine.cpu_threads=1", "rollout.ahead=1", "correction.type=truncate"]
-    return load_settings(ROOT / "examples" / "quickstart.yaml", overrides)
+def choose(kind: str, weights: Weights, rng: random.Random) -> str:
+    """A tensor of a kind."""
+    return rng.choice(sorted(name for name in weights if name.endswith(TENSORS[kind])))
+
+
+def scale_row(
+    weights: Weights, kind: str, eps: float, probes: Sequence[Trajectory], rng: random.Random
+) -> Weights:
+    """The weights with one row multiplied by 1 + eps."""
+    name = choose(kind, weights, rng)
+    scaled = weights[name].clone()
+    row = rng.randrange(len(scaled))
+    if kind in ("embedding", "head"):
+        t = rng.choice(probes)
+        row = int(rng.choice([*t.prompt, *t.response] if kind == "embedding" else t.response))
+    scaled[row] *= 1 + eps
+    return weights | {name: scaled}
+
+
+def meet(rig: Rig, right: Weights, faults: Sequence[Weights], healthy: Sequence[Trajectory]) -> str:
+    """The cell of some faults. healthy: scored answers of the other engine, with the right weights."""
+    rates, gaps, dtype = [], [], torch_dtype(rig.settings.precision.dtype)
+    for fault in faults:
+        answers = rig.probe(fault, replica=1)
+        rig.load(right)
+        rig.score(answers)
+        rates.append(rig.detected(healthy, answers))
+        gaps.append(float(np.concatenate([np.abs(t.old - t.behaviour) for t in answers]).mean()))
+    void = [
+        fault is not right and all(torch.equal(fault[n].to(dtype), right[n].to(dtype)) for n in right)
+        for fault in faults
+    ]
+    shown = " / ".join(f"{100 * statistics.fmean(each):.0f}" for each in zip(*rates, strict=True))
+    same = f"; {statistics.fmean(void):.0%} of faults change no bit" if any(void) else ""
+    return f"{shown} ({statistics.median(gaps):.1e}{same})"
 
 
 class Rig:
@@ -172,16 +223,16 @@ class Rig:
     def load(self, weights: Weights) -> None:
         """Give the trainer's policy these weights."""
         save_file(weights, self._folder / "model.safetensors", metadata={"format": "pt"})
-        model, mesh = self.settings.model, self.trainer.mesh
+        policy, mesh = self.trainer.policy, self.trainer.mesh
         load_hf_weights(
             self._folder,
-            self.trainer.policy.loadable_parameters(),
+            policy.loadable_parameters(),
             self.trainer.layout,
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
-            vocab_multiple=model.vocab_multiple,
+            vocab_multiple=self.settings.model.vocab_multiple,
         )
-        self.trainer.policy.served.refresh()
+        policy.served.refresh()
 
     def probe(self, weights: Weights, replica: int) -> list[Trajectory]:
         """Sync the engine to these weights; its answers to the largest number of probes, as a replica's."""
@@ -198,7 +249,7 @@ class Rig:
 
         async def one(i: int) -> Trajectory:
             place = self.version * count + i
-            prompt: Prompt = self._prompts[place % len(self._prompts)]
+            prompt = self._prompts[place % len(self._prompts)]
             [sample] = await client.generate(
                 prompt.tokens,
                 max_tokens=min(guards.probe_tokens, self.settings.rollout.max_response_tokens),
@@ -206,167 +257,33 @@ class Rig:
                 seed=seed_of(self.settings.seed, "probe", self.version, place, prompt.id),
                 stop_token_ids=self._stops,
             )
-            return Trajectory(
-                prompt_id=prompt.id,
-                sample=0,
-                group=replica,
-                prompt=prompt.tokens,
-                response=sample.tokens,
-                behaviour=sample.logprobs,
-                versions=np.zeros(len(sample.tokens), np.int32),
-                finish=sample.finish,
-                text="",
-            )
+            t = trajectory_of(np.concatenate([prompt.tokens, sample.tokens]), len(prompt.tokens))
+            return replace(t, group=replica, behaviour=sample.logprobs, finish=sample.finish)
 
         try:
             return await asyncio.gather(*(one(i) for i in range(count)))
         finally:
             await client.close()
 
-    def score(self, probes: list[Trajectory]) -> None:
+    def score(self, probes: list[Trajectory]) -> list[Trajectory]:
         """Set ``old`` with the trainer's present weights."""
         self.trainer.compute_log_probs(Batch([[probes]], probes, None))
+        return probes
 
     def detected(self, healthy: Sequence[Trajectory], faulty: Sequence[Trajectory]) -> list[float]:
         """Share of the sets of probes that the guard would stop a run for, for each of MULTIPLES."""
+        guards, dtype = self.settings.guards, self.settings.precision.dtype
         rates = []
         for multiple in MULTIPLES:
-            size = self.settings.guards.probe_prompts * multiple
-            verdicts = []
+            size = guards.probe_prompts * multiple
+            stopped = []
             for first in range(0, len(faulty), size):
                 probes = [*healthy[first : first + size], *faulty[first : first + size]]
-                _, message = check_mismatch(
-                    [],
-                    0,
-                    self.settings.guards,
-                    self.settings.precision.dtype,
-                    leaders=1,
-                    probes=probes,
-                    engines=2,
-                )
-                verdicts.append(message is not None)
-            rates.append(statistics.fmean(verdicts))
+                _, message = check_mismatch([], 0, guards, dtype, leaders=1, probes=probes, engines=2)
+                stopped.append(message is not None)
+            rates.append(statistics.fmean(stopped))
         return rates
 
 
-# -- faults --------------------------------------------------------------------------------------------------
-
-
-def choose(kind: str, weights: Weights, rng: random.Random) -> str:
-    """A tensor of a kind."""
-    return rng.choice(sorted(name for name in weights if name.endswith(TENSORS[kind])))
-
-
-def scale_row(
-    weights: Weights, kind: str, eps: float, probes: Sequence[Trajectory], rng: random.Random
-) -> Weights:
-    """The weights with one row multiplied by 1 + eps."""
-    name = choose(kind, weights, rng)
-    scaled = weights[name].clone()
-    row = rng.randrange(len(scaled))
-    if kind in ("embedding", "head"):
-        t = rng.choice(probes)
-        row = int(rng.choice([*t.prompt, *t.response] if kind == "embedding" else t.response))
-    scaled[row] *= 1 + eps
-    return weights | {name: scaled}
-
-
-def stale(weights: Weights, kind: str, old: Weights, rng: random.Random) -> Weights:
-    """The weights with one tensor, or with ``any`` all of them, as before the step."""
-    if kind == "any":
-        return dict(old)
-    name = choose(kind, weights, rng)
-    return weights | {name: old[name]}
-
-
-def meet(
-    rig: Rig, right: Weights, faults: Sequence[Weights], healthy: Sequence[Trajectory]
-) -> tuple[Cell, float]:
-    """The guard meets some faults; also the share of faults that change nothing in the dtype.
-
-    healthy: scored answers of the other engine, with the right weights.
-    """
-    found, gaps, dtype = [], [], torch_dtype(rig.settings.precision.dtype)
-    for fault in faults:
-        answers = rig.probe(fault, replica=1)
-        rig.load(right)
-        rig.score(answers)
-        found.append(rig.detected(healthy, answers))
-        gaps.append(float(np.concatenate([np.abs(t.old - t.behaviour) for t in answers]).mean()))
-    void = [all(torch.equal(f[n].to(dtype), right[n].to(dtype)) for n in right) for f in faults]
-    rates = [statistics.fmean(each) for each in zip(*found, strict=True)]
-    return Cell(rates, statistics.median(gaps)), statistics.fmean(void)
-
-
-def measure(rig: Rig, old: Weights, change: Weights, faults: int) -> None:
-    """Print the tables of a dtype."""
-    guards, dtype = rig.settings.guards, rig.settings.precision.dtype
-    largest, mean = guards.thresholds(dtype)
-
-    def after(rate: float) -> Weights:
-        return {name: old[name].float() + rate / STEP_RATE * change[name] for name in old}
-
-    def start_from(right: Weights) -> list[Trajectory]:
-        healthy = rig.probe(right, replica=0)
-        rig.score(healthy)
-        return healthy
-
-    right = after(STEP_RATE)
-    healthy = start_from(right)
-    none, _ = meet(rig, right, [right] * faults, healthy)
-    tokens = statistics.fmean(len(t.response) for t in healthy) * guards.probe_prompts
-    sets = faults * MULTIPLES[-1]
-    print(
-        f"\n{dtype}: bounds {largest:.0e} (largest) and {mean:.0e} (mean) nats; {guards.probe_prompts} probe "
-        f"prompts of at most {guards.probe_tokens} tokens, {tokens:.0f} tokens an engine\n"
-        f"{faults} faults a cell, with {sets}, {sets // 4} and {faults} sets of probes\n"
-        f"without a fault: {cell_of(none)}\n"
-    )
-
-    def table(name: str, sizes: Sequence[str], kinds: Sequence[str], row: Callable[[str], list[str]]) -> None:
-        print(f"| {name} | {' | '.join(sizes)} |\n{'|---' * (1 + len(sizes))}|")
-        for kind in kinds:
-            print(f"| {kind} | {' | '.join(row(kind))} |", flush=True)
-        print()
-
-    steps = [(after(rate), start_from(after(rate))) for rate in RATES]
-
-    def stale_row(kind: str) -> list[str]:
-        return [
-            cell_of(
-                *meet(
-                    rig,
-                    new,
-                    [stale(new, kind, old, rig.random) for _ in range(faults)],
-                    answers,
-                )
-            )
-            for new, answers in steps
-        ]
-
-    def scaled_row(kind: str) -> list[str]:
-        return [
-            cell_of(
-                *meet(
-                    rig,
-                    right,
-                    [scale_row(right, kind, eps, healthy, rig.random) for _ in range(faults)],
-                    healthy,
-                )
-            )
-            for eps in EPSILONS
-        ]
-
-    table("stale tensor, by learning rate", [f"{r:.0e}" for r in RATES], [*TENSORS, "any"], stale_row)
-    table("row scaled by 1 + eps", [f"{e:g}" for e in EPSILONS], list(TENSORS), scaled_row)
-
-
-def cell_of(cell: Cell, void: float = 0.0) -> str:
-    """A cell of the table."""
-    rates = " / ".join(f"{100 * rate:.0f}" for rate in cell.rates)
-    same = f"; {void:.0%} of faults change no bit" if void else ""
-    return f"{rates} ({cell.gap:.1e}{same})"
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, guard_detection)

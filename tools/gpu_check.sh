@@ -218,7 +218,7 @@ transport() {
     case $(cat "$RESULTS/cuda_ipc" 2>/dev/null) in FAILED* | TIMED*) say process_group ;; *) say cuda_ipc ;; esac
 }
 
-run() { bench gpu_run --transport "$(transport)" "$@"; }
+run() { bench gpu run --transport "$(transport)" "$@"; }
 
 quickstart() {
     (cd "$RESULTS" && "$PYTHON" -m rpg_megatron.cli train "$ROOT/examples/quickstart.yaml" device=cuda \
@@ -231,7 +231,7 @@ part() {
         site) site ;;
         smoke_te) smoke smoke_te ;;
         smoke_vllm) smoke_vllm ;;
-        numbers) bench gpu_numbers ;;
+        numbers) bench mismatch precisions --layers 8 ;;
         cuda_ipc) tests tests/gpu/test_cuda_ipc.py ;;
         two_gpus) tests tests/gpu/test_two_gpus.py ;;
         tests)
@@ -247,9 +247,9 @@ part() {
         run_06b_8k) run --shape 0.6b --response 8192 --steps 3 --prompts 4 --kv-cache-gib 32 ;;
         run_4b_2k) run --shape 4b --response 2048 --steps 3 --prompts 8 --kv-cache-gib 24 ;;
         run_4b_8k) run --shape 4b --response 8192 --steps 2 --prompts 2 --kv-cache-gib 24 ;;
-        update_4b) bench gpu_update --shape 4b --layers 12 --repeat 6 ;;
-        update_8b) bench gpu_update --shape 8b --layers 8 --repeat 6 ;;
-        logprobs) bench gpu_logprobs ;;
+        update_4b) bench gpu update --shape 4b --layers 12 --repeat 6 ;;
+        update_8b) bench gpu update --shape 8b --layers 8 --repeat 6 ;;
+        logprobs) bench gpu logprobs ;;
         quickstart) quickstart name=float32 ;;
         quickstart_bf16) quickstart name=bf16 precision.dtype=bfloat16 ;;
     esac

@@ -45,7 +45,7 @@ class Progress:
 
     def __init__(
         self,
-        work: Path,
+        work: Path | None,
         *,
         steps: int,
         metrics: Path | None = None,
@@ -53,9 +53,10 @@ class Progress:
         console: Console | None = None,
         line_seconds: float | None = None,
     ):
-        """work: folder for the socket. steps: of the run. metrics: the run's metrics file. log: file for all
-        lines, with the time, including those that a live display does not show. line_seconds: interval of
-        progress lines without a terminal; None: one line at the start of each phase.
+        """work: folder for the socket; None: no events, only ``show_phase``. steps: of the run. metrics: the
+        run's metrics file. log: file for all lines, with the time, including those that a live display does
+        not show. line_seconds: interval of progress lines without a terminal; None: one line at the start of
+        each phase.
         """
         self._log = log
         self._line_seconds = line_seconds
@@ -79,14 +80,7 @@ class Progress:
             with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
                 self.step = int(json.loads(rows.splitlines()[-1])["step"])
         self._drawn = 0.0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self._socket.bind(str(work / EVENTS))
-        except OSError as e:
-            self._socket.close()
-            raise UserError(
-                f"{work / EVENTS}: {e.strerror or e}; is another run using this folder?"
-            ) from None
+        self._socket = None if work is None else _bind(work / EVENTS)
         self._live = (
             Live(console=self.console, auto_refresh=False, transient=True)
             if self.console.is_terminal
@@ -97,13 +91,10 @@ class Progress:
 
     def pump(self, seconds: float) -> None:
         """Wait up to ``seconds`` for events, process them, and redraw."""
-        self._socket.settimeout(seconds)
-        try:
-            while True:
-                self._handle_event(self._socket.recv(1 << 20))
-                self._socket.settimeout(0)  # the rest of what has arrived, without waiting again
-        except (TimeoutError, BlockingIOError):
-            pass
+        if self._socket is None:
+            time.sleep(seconds)
+        else:
+            self._receive(self._socket, seconds)
         self._read_metrics()
         if self._live and time.monotonic() - self._drawn >= _REDRAW_SECONDS:
             self._drawn = time.monotonic()
@@ -118,7 +109,8 @@ class Progress:
 
     def close(self) -> None:
         """Restore the terminal; the last rows stay on it."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         if self._live:
             with contextlib.suppress(OSError):
                 self._live.update(Text(""), refresh=True)
@@ -134,6 +126,15 @@ class Progress:
 
     # -- events --------------------------------------------------------------------------------------------
 
+    def _receive(self, events: socket.socket, seconds: float) -> None:
+        events.settimeout(seconds)
+        try:
+            while True:
+                self._handle_event(events.recv(1 << 20))
+                events.settimeout(0)  # the rest of what has arrived, without waiting again
+        except (TimeoutError, BlockingIOError):
+            pass
+
     def _handle_event(self, data: bytes) -> None:
         try:
             event = json.loads(data)
@@ -141,7 +142,7 @@ class Progress:
             if kind == "status":
                 self.status(str(event["text"]))
             elif kind == "phase":
-                self._handle_phase(str(event["name"]), int(event["done"]), int(event["total"]))
+                self.show_phase(str(event["name"]), int(event["done"]), int(event["total"]))
             elif kind == "step":
                 self._handle_step(dict(event["row"]), int(event["steps"]))
         except (ValueError, KeyError, TypeError):
@@ -152,7 +153,8 @@ class Progress:
         """Name of the present phase."""
         return self._phase[0] if self._phase else None
 
-    def _handle_phase(self, name: str, done: int, total: int) -> None:
+    def show_phase(self, name: str, done: int, total: int) -> None:
+        """Show how much of a phase is done; a new name begins a phase. total: 0 if unknown."""
         new = self._phase is None or self._phase[0] != name
         self._phase = (name, done, total)
         self.text = name
@@ -163,7 +165,7 @@ class Progress:
             return
         if new:
             self._print_line(name)
-        elif self._line_seconds is not None and now - self._last_line >= self._line_seconds:
+        elif total and self._line_seconds is not None and now - self._last_line >= self._line_seconds:
             self._last_line = now
             pace = (now - self._phase_start[0]) / max(done - self._phase_start[1], 1)
             self._print_line(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
@@ -248,6 +250,16 @@ class Progress:
         else:
             bars.add_row(Text(self.text))
         return Group(self._table(), Text(""), bars) if self._rows else Group(bars)
+
+
+def _bind(path: Path) -> socket.socket:
+    events = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        events.bind(str(path))
+    except OSError as e:
+        events.close()
+        raise UserError(f"{path}: {e.strerror or e}; is another run using this folder?") from None
+    return events
 
 
 def append_to_log(log: Path, text: str) -> None:

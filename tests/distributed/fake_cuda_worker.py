@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import rpg_megatron.checkpoints.hf_export as hf_export
 import rpg_megatron.training.trainer as trainer_module
-from benchmarks.gpu_policies import SHAPES, batch_of
+from benchmarks.policies import SHAPES, batch_of
 from rpg_megatron.bridge.publisher import make_publish_plan
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config import Settings, load_settings, read_model_shape

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from benchmarks.gpu_policies import batch_of
+from benchmarks.policies import batch_of
 from rpg_megatron.checkpoints.megatron import load_weights, save_weights
 from rpg_megatron.config import Settings
 from rpg_megatron.policy.device import start_device, start_process_group

@@ -4,7 +4,7 @@ Proved: under tensor (and sequence) parallelism blocks are those of one rank, bi
 scale is taken on each rank for its part of the weights, over all of them for tokens that are cut over ranks;
 delayed scales are the same on all ranks that share a layer, and those of one rank. Recomputed layers give the
 same gradients, bit for bit; micro-batches, checkpoints and layers that stay bfloat16 do as they should.
-Not covered: how a recipe's numbers compare with bfloat16 (benchmarks/fp8_emulation.py), GPUs.
+Not covered: how a recipe's numbers compare with bfloat16 (benchmarks/mismatch.py), GPUs.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy.logprobs import token_logprobs
+from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
 
 CASES = [(250, 2), (251, 1), (251, 9), (253, 19), (33, 95)]

@@ -16,7 +16,7 @@ from rpg_megatron.models.registry import mapping_for
 
 
 def publish(folder: Path) -> None:
-    from benchmarks.gpu_policies import SHAPES, build, start
+    from benchmarks.policies import SHAPES, build, start
 
     device, mesh = start("cuda")
     from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from benchmarks.gpu_policies import SHAPES, start
+from benchmarks.policies import SHAPES, start
 from rpg_megatron.checkpoints.megatron import load_weights, save_weights
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings

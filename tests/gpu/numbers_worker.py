@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.gpu_numbers import by_transformers, numbers, policy_of
-from benchmarks.gpu_policies import SHAPES, batch_of, forget, start, write_checkpoint
+from benchmarks.mismatch import SECTIONS, by_transformers, numbers
+from benchmarks.policies import SHAPES, batch_of, build, forget, start, write_checkpoint
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     found = {}
     for name in ("fp32", "bf16", *recipes):
         forget()
-        found[name] = numbers(policy_of(model, shape, mesh, device, name), batch)
+        found[name] = numbers(build(shape, mesh, device, name, model, **SECTIONS), batch)
     gaps = {}
     for name, base in (("bf16", "fp32"), *((recipe, "bf16") for recipe in recipes)):
         (logp, grad), (other, others) = found[name], found[base]

@@ -3,7 +3,7 @@
 Why: sleeping, waking, pulling over CUDA IPC and offloading are combined nowhere else. Proved with the
 quickstart's model in BF16, three steps with a checkpoint after each: the mismatch is that of BF16, vLLM
 really gave memory back, the trace of a step has CUDA kernels and phases, the memory snapshot can be read. Not
-covered: speed, flat memory in figures (benchmarks/gpu_run).
+covered: speed, flat memory in figures (benchmarks/gpu.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gpu_policies import SHAPES
+from benchmarks.policies import SHAPES
 from rpg_megatron.models.registry import mapping_for
 from tests.support.ranks import run_alone
 

@@ -3,7 +3,7 @@
 Why: a fused norm with another epsilon, a packed row that attention reads across sequences or a scale that is
 never set give numbers that look like noise. Bounds: BF16 as near to float32 as transformers' BF16 is, but
 for a factor of two; FP8 within what three bits of mantissa explain. The figures themselves:
-benchmarks/gpu_numbers. Not covered: large models, tensor parallelism.
+benchmarks/mismatch.py. Not covered: large models, tensor parallelism.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu_policies import SHAPES
+from benchmarks.policies import SHAPES
 from rpg_megatron.bridge.publisher import node_name
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher, gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import ShardReader

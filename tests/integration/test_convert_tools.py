@@ -7,7 +7,7 @@ embeddings. ``make test`` has one case per family (Qwen2's is the fixture ``pair
 ``test_a_checkpoint_of_megatron_lm_needs_a_config``); the grid of layouts is ``long``. The contents of a
 Megatron checkpoint are also compared with shards that were made without the box table. An exported mixture of
 experts is served by vLLM without our plug-in. Not covered: Megatron-LM's own training loop, Transformer
-Engine's layers, optimizer state, and memory (benchmarks/convert.py).
+Engine's layers, optimizer state, and memory (benchmarks/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rpg_megatron.commands.convert import command
-from rpg_megatron.commands.convert.processes import (
-    LOGITS,
-    ConversionFailed,
-    ConvertProgress,
-    _DeferredSignals,
-)
+from rpg_megatron.commands.convert.processes import LOGITS, ConvertProcesses
 from rpg_megatron.config import read_model_shape
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from tests.support.megatron_shards import megatron_value
 from tests.support.run_checkpoints import write_step
 from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, WIDE, make_model
@@ -130,8 +126,8 @@ def there_and_back(
 @pytest.mark.parametrize(
     ("family", "dtype", "changes", "written", "read", "verify"),
     [
-        ("llama", torch.float32, WIDE, (4, 1), (1, 2), "megatron_to_hf"),
-        ("qwen3", torch.bfloat16, {"tie_word_embeddings": True}, (2, 2), (1, 1), "hf_to_megatron"),
+        ("llama", torch.float32, {}, (2, 1), (1, 2), "megatron_to_hf"),
+        ("qwen3", torch.bfloat16, {"tie_word_embeddings": True}, (1, 2), (1, 1), "hf_to_megatron"),
         # Each rank is a start of Megatron; what these add is in ``test_every_layout`` too.
         pytest.param("qwen3", torch.bfloat16, {}, (1, 3), (2, 1), "hf_to_megatron", marks=pytest.mark.long),
         pytest.param(
@@ -408,10 +404,10 @@ def test_wrong_logits_are_noticed(pair: tuple[Path, Path], tmp_path: Path) -> No
     logits["2"][7, 250] += 1e-4
     save_file(logits, tmp_path / LOGITS)
     with (
-        ConvertProgress() as progress,
-        pytest.raises(ConversionFailed, match=r"position 7, logit of token 250") as e,
+        ConvertProcesses(tmp_path, StopSignals()) as processes,
+        pytest.raises(RunFailed, match=r"position 7, logit of token 250") as e,
     ):
-        command._compare(job, pair[0], progress)
+        command._compare(job, pair[0], processes)
     assert "up to 1.0" in str(e.value)
 
 
@@ -470,19 +466,22 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_waits_until_no_child_is_half_known() -> None:
+def test_a_signal_waits_until_no_child_is_half_known(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Raised out of ``Popen.poll``, a Ctrl-C once left its lock taken: the conversion hung, then."""
-    before = signal.getsignal(signal.SIGINT)
-    with _DeferredSignals() as signals:
+    reached, plain = [], ConvertProcesses.count
+
+    def count(processes: ConvertProcesses, size: int) -> None:
         signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signals.check()
-    late = _DeferredSignals()
-    late.__enter__()
-    signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        late.__exit__()
-    assert signal.getsignal(signal.SIGINT) is before
+        reached.append(size)  # the signal was only noted
+        plain(processes, size)
+
+    source = command.open_megatron(pair[1])
+    with pytest.MonkeyPatch.context() as patch, StopSignals() as signals:
+        patch.setattr(ConvertProcesses, "count", count)
+        with pytest.raises(Interrupted):
+            command.convert_to_hf(source, tmp_path / "out", signals)
+    assert reached == [0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_conversion_leaves_one_folder_that_the_next_removes(

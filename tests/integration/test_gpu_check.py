@@ -46,11 +46,11 @@ CARDS = """#!/bin/sh
 PYTHON = """#!/bin/sh
 case "$*" in
     *importlib.util*) exit ;;
-    *benchmarks.gpu_update*8b*)
+    *benchmarks.gpu?update*8b*)
         [ -z "${SOUND:-}" ] || exit 0
         echo "RuntimeError: no such kernel"; echo; exit 3
         ;;
-    *benchmarks.gpu_logprobs*) echo "step 1"; sleep ${HANG:-0} ;;
+    *benchmarks.gpu?logprobs*) echo "step 1"; sleep ${HANG:-0} ;;
 esac
 [ "$1" = - ] || [ ! -x "$STAND_IN" ] || exec "$STAND_IN" "$@"
 echo "$PYTHONPATH"
@@ -303,7 +303,7 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
     assert "rpg_megatron = rpg_megatron.bridge.vllm.plugin:register" in info.read_text()
     (tmp_path / "elsewhere" / "benchmarks").mkdir(parents=True)
     (tmp_path / "elsewhere" / "benchmarks" / "__init__.py").touch()  # some package's own
-    command = "import importlib.util as u; print(u.find_spec('benchmarks.gpu_run').origin)"
+    command = "import importlib.util as u; print(u.find_spec('benchmarks.gpu').origin)"
     found = subprocess.run(
         [sys.executable, "-c", command],
         env=os.environ | {"PYTHONPATH": f"{site}:{SCRIPT.parents[1]}:{tmp_path / 'elsewhere'}"},
@@ -312,7 +312,7 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
         cwd=SCRIPT.parents[1],
         timeout=120,
     )
-    assert found.stdout.strip() == str(SCRIPT.parents[1] / "benchmarks" / "gpu_run.py"), found.stderr
+    assert found.stdout.strip() == str(SCRIPT.parents[1] / "benchmarks" / "gpu.py"), found.stderr
     (archives / "deps.tar.xz").write_bytes(b"half an archive")
     code, out, err = check(tmp_path, str(site), "smoke_te", gpu=True, python=sys.executable)
     assert (code, "are damaged" in err) == (2, True), out

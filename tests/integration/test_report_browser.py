@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-@pytest.mark.parametrize("number", [1, 3, 10])
+@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.long), 10])
 @pytest.mark.parametrize(
     ("width", "height", "dark"), [(1280, 860, False), (390, 844, True)], ids=["desktop", "phone"]
 )

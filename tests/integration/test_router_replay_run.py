@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.router_replay import measure
+from benchmarks.mismatch import measure_replay
 from rpg_megatron.data.rollout_files import has_routes, read_rollouts, rollouts_file
 from tests.support.commands import Command
 from tests.support.tiny_models import CONFIGS, write_byte_model
@@ -72,7 +72,7 @@ def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: P
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_removes_what_other_experts_cause(tmp_path: Path, dtype: str) -> None:
-    row = measure(tmp_path / dtype, dtype, responses=4)
+    row = measure_replay(tmp_path / dtype, dtype, responses=4)
     if dtype == "float32":
         assert row.changed == 0
         assert row.own == row.replayed

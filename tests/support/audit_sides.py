@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rpg_megatron.commands.audit.finding import Finding
+from rpg_megatron.commands.audit.causes import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker
 from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
 from rpg_megatron.config import ModelShape

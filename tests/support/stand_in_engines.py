@@ -57,12 +57,16 @@ class StandIns:
                     answer = self.sync(json.loads(body))
                 elif path.startswith("/inference"):
                     self.asked += 1
-                    await asyncio.sleep(self.delay)
+                    await self.wait()
                     answer = self.answer(json.loads(body), path == GENERATE)
                 writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
+
+    async def wait(self) -> None:
+        """Before a response."""
+        await asyncio.sleep(self.delay)
 
     def sync(self, asked: dict[str, Any]) -> bytes:
         """Each step succeeds; there are no tensors."""

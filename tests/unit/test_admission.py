@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from benchmarks.admission import BATCH, simulate
+from benchmarks.ahead import BATCH, simulate
 from rpg_megatron.rollout.admission import Admission
 
 

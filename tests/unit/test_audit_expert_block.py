@@ -1,8 +1,8 @@
-"""The audit's arithmetic for layers with experts, and the names of their faults.
+"""The audit's arithmetic for layers with experts, and the usual causes of their faults.
 
-Why: of a block of experts only the sum is seen, so a verdict that names one expert and one matrix rests on
-arithmetic alone; and two sides that choose differently because two experts are close must be clean. Traces
-are made here by the checker itself, from faulty weights. Not covered: hooks in real engines and trainers
+Why: of a block of experts only the sum is seen, so a verdict that names an expert rests on arithmetic alone;
+and two sides that choose differently because two experts are close must be clean. Traces are made here by the
+checker itself, from faulty weights. Not covered: hooks in real engines and trainers
 (tests/integration/test_audit_experts.py), ranks and stages (tests/distributed/test_trace_layouts.py).
 """
 
@@ -74,110 +74,68 @@ def two_at_once(weights: Weights, earlier: Weights) -> Weights:
     return scale(names(1)[2], 0.9)(weights, earlier) | scale(names(6)[1], 1.2)(weights, earlier)
 
 
-FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], list[tuple[str, list[str]]]]] = {
-    "down scaled": (
-        scale(names(3)[2], 1.01),
-        [(f"{BLOCK}.experts.3.down_proj or up_proj of the engine is 1.0% too large", names(3)[:0:-1])],
+def all_scaled(weights: Weights, earlier: Weights) -> Weights:
+    return {n: 2.5 * weights[n] for n in names(*range(COUNT), matrices=("down_proj",))}
+
+
+EXPERTS = f"{BLOCK}.experts of the engine is"
+WRONG, TOKENS = "wrong: the output is off by", "for every token with a large weight of expert"
+FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], str, str]] = {
+    "all experts scaled": (all_scaled, f"{EXPERTS} 150.0% too large", ""),
+    "all experts stale": (
+        stale(*names(*range(COUNT))),
+        f"{EXPERTS} stale: the weights are those of step 3",
+        "",
     ),
-    "gate scaled": (
-        scale(names(3)[0], 0.9),
-        [(f"{BLOCK}.experts.3.gate_proj.weight of the engine is 10.0% too small", names(3)[:1])],
-    ),
-    "two experts": (
-        two_at_once,
-        [
-            (f"{BLOCK}.experts.1.down_proj or up_proj of the engine is 10.0% too small", names(1)[:0:-1]),
-            (f"{BLOCK}.experts.6.down_proj or up_proj of the engine is 20.0% too large", names(6)[:0:-1]),
-        ],
-    ),
-    "stale expert": (
-        stale(*names(5)),
-        [("experts.5.gate_proj, up_proj, down_proj of the engine is stale: it is that of step 3", names(5))],
-    ),
-    "stale down": (
-        stale(names(5)[2]),
-        [(f"{names(5)[2]} of the engine is stale: it is that of step 3", names(5)[2:])],
-    ),
-    "stale down of all": (
-        stale(*names(*range(COUNT), matrices=("down_proj",))),
-        [("down_proj.weight of the engine is stale: it is that of step 3", [])],
-    ),
-    "swapped": (
-        exchange(names(2), names(6)),
-        [("is swapped with that of expert 6", names(2, 6))],
-    ),
-    "shifted": (
-        lambda weights, earlier: {
-            n: weights[m] for e in range(COUNT) for n, m in zip(names(e), names((e + 4) % COUNT), strict=True)
-        },
-        [("is that of the expert 4 places later", [])],
-    ),
-    "copied": (
-        lambda weights, earlier: {names(1)[0]: weights[names(4)[0]]},
-        [(f"{names(1)[0]} of the engine is that of expert 4", names(1)[:1])],
-    ),
-    "gate and up": (
-        exchange(names(0)[:1], names(0)[1:2]),
-        [("experts.0.gate_proj, up_proj of the engine is wrong: gate and up are swapped", names(0)[:2])],
-    ),
-    "rows of down": (
-        rows(names(3)[2], rows_negated),
-        [(f"{names(3)[2]} of the engine is not the trainer's (rows 4-6 of 24)", names(3)[2:])],
-    ),
-    "random": (random_expert, [("experts.3.gate_proj, up_proj, down_proj of the engine is not", names(3))]),
-    "router row scaled": (
-        rows(ROUTER, row_scaled),
-        [(f"{ROUTER} of the engine is 5.0% too large in rows 3 of 8", [ROUTER])],
-    ),
-    "router row stale": (
-        stale_row,
-        [(f"{ROUTER} of the engine has stale rows 6 (one per expert): those of step 3", [ROUTER])],
-    ),
-    "router rows swapped": (
-        rows(ROUTER, lambda w: w[[0, 5, 2, 3, 4, 1, 6, 7]]),
-        [(f"{ROUTER} of the engine has rows 1 and 5 (one per expert) swapped", [ROUTER])],
-    ),
-    "stale router": (stale(ROUTER), [(f"{ROUTER} of the engine is stale: it is that of step 3", [ROUTER])]),
+    "one matrix scaled": (scale(names(3)[2], 1.01), f"{EXPERTS} {WRONG}", f"{TOKENS} 3"),
+    "two experts scaled": (two_at_once, f"{EXPERTS} {WRONG}", f"{TOKENS} 1, 6"),
+    "one expert stale": (stale(*names(5)), f"{EXPERTS} {WRONG}", f"{TOKENS} 5"),
+    "two experts swapped": (exchange(names(2), names(6)), f"{EXPERTS} {WRONG}", f"{TOKENS} 2, 6"),
+    "rows of one matrix": (rows(names(3)[2], rows_negated), f"{EXPERTS} {WRONG}", f"{TOKENS} 3"),
+    "one expert random": (random_expert, f"{EXPERTS} {WRONG}", f"{TOKENS} 3"),
+    "router scaled": (scale(ROUTER, 1.05), f"{ROUTER} of the engine is 5.0% too large", ""),
+    "router stale": (stale(ROUTER), f"{ROUTER} of the engine is stale: the weights are those of step 3", ""),
+    "router row scaled": (rows(ROUTER, row_scaled), f"{ROUTER} of the engine is {WRONG}", ""),
+    "router row stale": (stale_row, f"{ROUTER} of the engine is {WRONG}", ""),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_experts_and_routers_have_names(fault: str):
+def test_faults_of_experts_and_routers(fault: str):
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
-    change, wanted = FAULTS[fault]
+    change, begins, ends = FAULTS[fault]
     engine = make_side(TINY_MOE, weights | change(weights, earlier))
-    findings = verdict_of(TINY_MOE, weights, engine, others={"step 3": earlier}, bounds=LOOSE).findings
-    assert len(findings) == len(wanted), findings
-    for found, (text, parameters) in zip(findings, wanted, strict=True):
-        assert (found.kind, found.side, found.layers) == ("weights", "engine", [LAYER])
-        assert text in found.text
-        assert not parameters or found.parameters == parameters
+    found = only(verdict_of(TINY_MOE, weights, engine, others={"step 3": earlier}, bounds=LOOSE))
+    assert (found.kind, found.side, found.layers) == ("weights", "engine", [LAYER])
+    assert found.text.startswith(begins)
+    assert found.text.endswith(ends)
+    assert found.parameters == ([ROUTER] if "router" in fault else names(*range(COUNT)))
 
 
 def test_stale_layers_with_experts():
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
     wrong = weights | {n: w for n, w in earlier.items() if f".layers.{LAYER}." in n}
     found = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong), others={"step 3": earlier}))
-    assert found.text == "layer 2 of the engine is stale: it has the weights of step 3"
+    assert found.text == "layer 2 of the engine is stale: the weights are those of step 3"
     assert set(names(0, 7)) <= set(found.parameters)
     wrong = weights | {n: weights[n.replace(".2.", ".3.", 1)] for n in weights if f".layers.{LAYER}." in n}
     found = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong)))
-    assert found.text == "layer 2 of the engine has the weights of layer 3"
+    assert found.text == "layer 2 of the engine is misplaced: the weights are those of layer 3"
 
 
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (replace(TINY_MOE.experts, normalised=False), "uses expert weights that do not sum to 1"),
-        (replace(TINY_MOE.experts, per_token=3), "uses 3 experts per token instead of 2"),
+        (replace(TINY_MOE.experts, normalised=False), "right with expert weights that do not sum to 1"),
+        (replace(TINY_MOE.experts, per_token=3), "right with 3 experts per token instead of 2"),
     ],
 )
 def test_another_use_of_the_right_experts(other, text: str):
     weights = weights_of(TINY_MOE)
     engine = make_side(replace(TINY_MOE, experts=other), weights)
-    findings = verdict_of(TINY_MOE, weights, engine).findings
-    assert [(f.kind, f.layers) for f in findings] == [("routing", [i]) for i in (1, 2, 3)]
-    assert text in findings[0].text
+    found = only(verdict_of(TINY_MOE, weights, engine))
+    assert (found.kind, found.layers) == ("routing", [1, 2, 3])
+    assert text in found.text
 
 
 @pytest.mark.parametrize("shape", [TINY_MOE, UNNORMALISED], ids=["normalised", "not normalised"])
@@ -207,9 +165,8 @@ def test_either_of_two_experts_with_equal_logits_is_right():
     other = weights | exchange(names(1), names(5))(weights, weights)
 
     def spoil(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        return (
-            checker.expected(site, weights=other.__getitem__) if site == f"layers.{LAYER}.experts" else values
-        )
+        changed = replace(checker, weights=other.__getitem__)
+        return changed.expected(site) if site == f"layers.{LAYER}.experts" else values
 
     engine = make_side(TINY_MOE, weights, spoil=spoil)
     verdict = verdict_of(TINY_MOE, weights, engine, bounds=LOOSE)

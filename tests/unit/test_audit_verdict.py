@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rpg_megatron.bridge.vllm.trace import join_workers
-from rpg_megatron.commands.audit.finding import Finding
+from rpg_megatron.commands.audit.causes import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, distance, minimise
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import LOGITS, Trace, split_site
@@ -63,15 +63,31 @@ def test_a_norm_one_percent_off_stands_out_in_either_precision(dtype: str):
     assert found.values["factor"] == pytest.approx(1.01, abs=2e-3)
 
 
-def test_weights_that_no_known_change_explains_name_their_rows():
+def test_a_matrix_that_is_ten_percent_too_small():
+    shape = tiny_shape()
+    weights = weights_of(shape)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    found = only(verdict_of(shape, weights, make_side(shape, weights | {name: 0.9 * weights[name]})))
+    assert (found.kind, found.parameters) == ("weights", [name])
+    assert found.text == f"{name} of the engine is 10.0% too small"
+    assert found.values["factor"] == pytest.approx(0.9, abs=1e-4)
+
+
+def test_weights_that_no_usual_cause_explains():
     shape = tiny_shape("llama")
     weights = weights_of(shape)
     name = "model.layers.2.mlp.down_proj.weight"
     wrong = weights | {name: weights[name].clone()}
     wrong[name][4:7] += 0.5
+    verdict = verdict_of(shape, weights, make_side(shape, wrong))
+    found = only(verdict)
+    assert (found.kind, found.layers, found.parameters) == ("weights", [2], [name])
+    error = verdict.links["engine"]["layers.2.mlp_output"]
+    assert found.text == f"{name} of the engine is wrong: the output is off by {error:.1%}"
+    wrong = {n: w.flip(0) if ".layers.2.self_attn." in n and w.dim() == 2 else w for n, w in weights.items()}
     found = only(verdict_of(shape, weights, make_side(shape, wrong)))
-    assert (found.layers, found.parameters) == ([2], [name])
-    assert "(rows 4-6 of 24)" in found.text
+    assert (found.kind, found.layers, len(found.parameters)) == ("layer", [2], 4)
+    assert "layer 2 of the engine is wrong: 4 outputs are off, by up to" in found.text
 
 
 def test_a_bias_belongs_to_its_projection():
@@ -82,40 +98,22 @@ def test_a_bias_belongs_to_its_projection():
     assert found.parameters == ["model.layers.0.self_attn.k_proj.weight"]
 
 
-def test_an_order_of_four_groups_and_heads_of_one_kind_alone():
-    shape = tiny_shape()
-    weights = weights_of(shape)
-    order = [0, 3, 1, 2]
-    wrong = dict(weights)
-    for n in "qkv":
-        name = f"model.layers.3.self_attn.{n}_proj.weight"
-        wrong[name] = weights[name].unflatten(0, (4, -1))[order].flatten(0, 1)
-    assert (
-        f"are in the order {order} in layer 3"
-        in only(verdict_of(shape, weights, make_side(shape, wrong))).text
-    )
-    name = "model.layers.3.self_attn.v_proj.weight"
-    found = only(verdict_of(shape, weights, make_side(shape, weights | {name: wrong[name]})))
-    assert found.parameters == [name]
-    assert "value groups are in the order" in found.text
-
-
 def test_all_layers_stale_and_a_foreign_layer():
     shape = tiny_shape()
     weights, earlier = weights_of(shape), weights_of(shape, seed=1)
     stale = weights | {n: w for n, w in earlier.items() if ".layers." in n}
     found = only(verdict_of(shape, weights, make_side(shape, stale), others={"step 3": earlier}))
-    assert found.text == "layers 0-3 of the engine are stale: they have the weights of step 3"
+    assert found.text == "layers 0-3 of the engine are stale: the weights are those of step 3"
     foreign = weights | {n: w for n, w in earlier.items() if ".layers.2." in n}
     found = only(verdict_of(shape, weights, make_side(shape, foreign)))
-    assert "layer 2 of the engine is stale or of another model: 11 of its parameters differ" in found.text
+    assert "layer 2 of the engine is wrong: 11 outputs are off, by up to" in found.text
     one = "model.layers.0.self_attn.o_proj.weight"
     found = only(
         verdict_of(
             shape, weights, make_side(shape, weights | {one: earlier[one]}), others={"step 3": earlier}
         )
     )
-    assert found.text == f"{one} of the engine is stale: it is that of step 3"
+    assert found.text == f"{one} of the engine is stale: the weights are those of step 3"
 
 
 def test_the_embedding_and_a_tied_head():
@@ -133,7 +131,7 @@ def test_rounded_weights_and_a_side_of_another_dtype():
     rounded = {n: w.bfloat16().float() for n, w in weights.items()}
     found = only(verdict_of(shape, weights, make_side(shape, rounded)))
     assert found.kind == "precision"
-    assert "weights were rounded to bfloat16" in found.text
+    assert "weights that are rounded to bfloat16" in found.text
     found = only(verdict_of(shape, weights, make_side(shape, weights, dtype=torch.bfloat16)))
     assert found.text == "the engine computes in bfloat16, precision.dtype is float32"
 
@@ -149,7 +147,7 @@ def test_weights_of_a_few_bits():
     wrong = {n: quantise(w) if w.dim() == 2 and ".layers." in n else w for n, w in weights.items()}
     found = only(verdict_of(shape, weights, make_side(shape, wrong)))
     assert (found.kind, found.layers) == ("precision", [0, 1, 2, 3])
-    assert "as with quantised weights" in found.text
+    assert "as if quantised" in found.text
 
 
 def test_rounding_that_adds_up_beyond_the_guard():
@@ -168,12 +166,12 @@ def test_rope_bases_and_shifted_positions(family: str):
     weights = weights_of(shape)
 
     def base(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        return checker.expected(site, theta=5e5) if site.endswith("_rope") else values
+        other = replace(checker, shape=replace(shape, rope_theta=5e5))
+        return other.expected(site) if site.endswith("_rope") else values
 
     def shifted(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        return (
-            checker.expected(site, positions=checker.side.positions + 1) if site.endswith("_rope") else values
-        )
+        other = replace(checker, starts=[1] * len(LENGTHS))
+        return other.expected(site) if site.endswith("_rope") else values
 
     def interleaved(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values.flip(1) if site.endswith("_rope") else values
@@ -183,7 +181,7 @@ def test_rope_bases_and_shifted_positions(family: str):
     assert found.values["base"] == pytest.approx(5e5, rel=1e-3)
     found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=shifted)))
     assert (found.kind, found.values) == ("rope", {})
-    assert "its sequences start at +1, +1, +1 instead of 0" in found.text
+    assert "its sequences start at +1, +1, +1, not at 0" in found.text
     found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=interleaved)))
     assert "no base and no shift explains it" in found.text
 

@@ -42,7 +42,6 @@ MAY_CHANGE = {
 MAY_OPEN = {
     "config/files.py": "the module",
     "commands/convert/convert.py": "/proc",
-    "commands/convert/processes.py": "/proc",
     "commands/doctor/gpu.py": "/proc",
     "commands/doctor/packages.py": "files of this package's source tree",
     "commands/init/command.py": "files of this package",

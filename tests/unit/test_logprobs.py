@@ -12,8 +12,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy.logprobs import token_logprobs
+from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
 
 

@@ -6,21 +6,20 @@ part of the repository; without them these tests are skipped. Not covered: MATH,
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks import grading
+from benchmarks.setup import Report, read_block
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import fit_prompts
 from rpg_megatron.rewards import Grader
 
-ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared" / "data"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 SETS = [
     ("gsm8k_train.jsonl", "gsm8k", 7473),
     ("gsm8k_test.jsonl", "gsm8k", 1319),
@@ -36,16 +35,6 @@ TEMPLATE = (
 )
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data sets are not at {DATA}")
-
-
-@pytest.fixture(scope="module")
-def agreement() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("agreement", ROOT / "benchmarks" / "agreement.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("file", "preset", "count"), SETS)
@@ -85,15 +74,14 @@ def test_the_solutions_of_gsm8k_are_right_as_they_stand() -> None:
         assert not any(grader.submit(f"#### {a}", b).result().correct for a, b in differ)
 
 
-def test_the_forms_of_the_table_on_a_few_answers(agreement: ModuleType) -> None:
-    answers = agreement.read_answers(DATA, most=3)[:4]
-    shares = agreement.measure(answers, agreement.FORMS)
+def test_the_forms_of_the_table_on_a_few_answers() -> None:
+    answers = grading.read_answers(DATA, most=3)[:4]
+    shares = grading.agreement(answers, grading.FORMS)
     assert [form.name for form, share in shares if share != 1] == []
 
 
 @pytest.mark.long
-def test_the_documented_table_is_what_comes_out(agreement: ModuleType) -> None:
-    page = agreement.PAGE.read_text(encoding="utf-8")
-    shown = page[page.index(agreement.BEGIN) + len(agreement.BEGIN) : page.index(agreement.END)]
-    answers = agreement.read_answers(DATA)
-    assert shown.strip() == agreement.table(agreement.measure(answers, agreement.FORMS))
+def test_the_documented_table_is_what_comes_out() -> None:
+    shown = read_block(grading.PAGE, grading.BLOCK)
+    grading.spellings(report := Report("spellings", None), DATA)
+    assert shown == str(report.tables[-1])

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from benchmarks.allocations import AllocationWatch
 from rpg_megatron.policy import layers
 from rpg_megatron.policy.layers import PackedAttention, Rotary
 from rpg_megatron.policy.microbatch import group_by_length, pack_lengths
+from tests.support.allocations import AllocationWatch
 
 CPU = torch.device("cpu")
 

@@ -79,6 +79,20 @@ def test_a_long_phase_says_how_far_it_is_where_that_is_asked(tmp_path: Path):
     assert lines == ["evaluation", "evaluation 2/4  left 0:00", "evaluation 4/4  left 0:00"]
 
 
+def test_phases_of_a_command_without_events(tmp_path: Path):
+    with (tmp_path / "out").open("w") as out:
+        progress = Progress(None, steps=0, console=Console(file=out, width=40), line_seconds=0.0)
+        for name, done, total in (("reading", 0, 100), ("reading", 50, 100), ("checking", 0, 0)):
+            progress.show_phase(name, done, total)
+            progress.show_phase(name, done, total)
+            progress.pump(0)
+        progress.close()
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines[:2] == ["reading", "reading 0/100  left 0:00"]
+    assert lines[-1] == "checking", "nothing is known of how far it is"
+    assert "reading 50/100  left 0:00" in lines
+
+
 def test_the_summary_tells_of_each_held_out_set(tmp_path: Path):
     facts = {
         "accuracy_before": {"aime24": 0.1, "amc23": 0.5},

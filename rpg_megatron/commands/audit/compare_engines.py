@@ -60,14 +60,6 @@ class AuditRequest:
     """Checkpoints that may explain a wrong weight: name in messages -> folder."""
 
 
-@dataclass
-class Traced:
-    """One sequence that an engine continued, and the outputs of its modules. Rank 0 only."""
-
-    trajectory: Trajectory
-    trace: Trace
-
-
 def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> None:
     """Audit every engine and write the report to ``folder``. Collective."""
     request = AuditRequest(**read_json(folder / REQUEST))
@@ -112,26 +104,25 @@ def audit_engine(
     """
     settings = run.settings
     shape = read_model_shape(settings.model.path)
-    traced: list[Traced] = []
+    traced: list[tuple[Trajectory, Trace]] = []
     if run.mesh.rank == 0:
         run.events.phase("tracing the engine", 0, 1)
         client = EngineClient(index, socket, token, timeout=settings.engine.request_timeout)
         traced = asyncio.run(trace_engine(client, settings, shape, bridge, given))
         run.events.phase("tracing the trainer", 0, 1)
-    trajectories: list[Trajectory] = broadcast_object([t.trajectory for t in traced], list[Trajectory])
+    trajectories: list[Trajectory] = broadcast_object([t for t, _ in traced], list[Trajectory])
     packs = [run.policy.pack(trajectories)]
     apart = [run.policy.pack([t]) for t in trajectories]
     packed, alone = (trace_policy(run.policy, shape, p) for p in (packs, apart))
     if run.mesh.rank:
         return None, 0
     run.events.phase("comparing", 0, 1)
-    reference = StoredWeights(weights)
     verdict = diagnose(
-        _engine_side(traced),
+        _engine_side(trajectories, [trace for _, trace in traced]),
         trainer_side(trajectories, packs, packed),
         trainer_side(trajectories, apart, alone),
         shape=shape,
-        weights=reference,
+        weights=StoredWeights(weights),
         temperature=settings.rollout.temperature,
         dtype=settings.precision.dtype,
         bounds=settings.guards.thresholds(settings.precision.dtype),
@@ -139,7 +130,6 @@ def audit_engine(
         device=run.policy.device,
         replayed=settings.training.router_replay == "rollout",
     )
-    reference.close()
     return verdict, sum(t.length - 1 for t in trajectories)
 
 
@@ -165,8 +155,8 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
 
 async def trace_engine(
     client: EngineClient, settings: Settings, shape: ModelShape, bridge: Path, given: Sequence[Tokens]
-) -> list[Traced]:
-    """Have the engine continue each given sequence, one at a time, and record the outputs of its modules.
+) -> list[tuple[Trajectory, Trace]]:
+    """Have the engine continue each given sequence, one at a time; returns it with its modules' outputs.
 
     Raises UserError if the engine cannot be traced.
     """
@@ -185,7 +175,7 @@ async def trace_engine(
             await _call(client, "take")
             shards = await asyncio.to_thread(read_workers, bridge, settings.engine.tensor)
             trajectory = _trajectory(number, tokens, sample)
-            found.append(Traced(trajectory, _cut(join_workers(shards, shape), trajectory)))
+            found.append((trajectory, _cut(join_workers(shards, shape), trajectory)))
         await _call(client, "stop")
     finally:
         await client.close()
@@ -229,9 +219,8 @@ def _cut(trace: Trace, trajectory: Trajectory) -> Trace:
     return out
 
 
-def _engine_side(traced: Sequence[Traced]) -> ActivationTrace:
-    trace = {site: torch.cat([t.trace[site] for t in traced]) for site in traced[0].trace}
-    trajectories = [t.trajectory for t in traced]
+def _engine_side(trajectories: Sequence[Trajectory], traces: Sequence[Trace]) -> ActivationTrace:
+    trace = {site: torch.cat([t[site] for t in traces]) for site in traces[0]}
     logp = np.concatenate([t.behaviour for t in trajectories])
     return _side("engine", trajectories, trace, torch.from_numpy(logp))
 

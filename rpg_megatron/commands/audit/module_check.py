@@ -4,17 +4,18 @@ Trainer and engine diverge after the first wrong value, so comparing the two say
 Here every value of one side is recomputed from *that side's own* earlier values, so that each module is
 checked by itself, without inherited errors. Every step from the embedding to the log-probs is covered: if all
 modules pass, the two sides differ only by rounding.
+
+A possible cause of an error is a copy of the checker with other weights, another model shape or other
+positions (``dataclasses.replace``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
-from rpg_megatron.commands.audit.expert_block import run_experts, undecided
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.activation_sites import (
@@ -52,10 +52,23 @@ CHANNEL_TOLERANCE = {"float32": 5e-5, "bfloat16": 6e-3, "float16": 7.5e-4}
 are equal. Without averaging, two roundings to bfloat16, as in Hugging Face's norm, are 3.9e-3 at most.
 """
 
+_FROM = {
+    "input_norm": "input",
+    "query": "input_norm",
+    "key": "input_norm",
+    "value": "input_norm",
+    "query_norm": "query",
+    "key_norm": "key",
+    "attention_output": "attention",
+    "mlp_norm": "middle",
+    "mlp_output": "activation",
+    FINAL_NORM: FINAL_INPUT,
+    LOGITS: FINAL_NORM,
+}
+"""Modules with a parameter, and the site that each computes from."""
 _TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, points of the first grid
 _TEMPERATURE_TOLERANCE = 0.05
 """Relative error of a temperature fitted to rounded log-probs that may be due to chance."""
-_CPU = torch.device("cpu")
 Weights = Callable[[str], Tensor]
 """HF name -> the full tensor, in the checkpoint's dtype."""
 
@@ -64,26 +77,17 @@ class StoredWeights:
     """The tensors of a Hugging Face checkpoint, read on demand."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
         self._stored = list_checkpoint(folder)
-        self._stack = ExitStack()
-        self._files: dict[Path, Any] = {}
-        self.read = lru_cache(maxsize=32)(self._read)
+        self._read_cached = lru_cache(maxsize=32)(self._read)
 
     def __call__(self, name: str) -> Tensor:
         """One tensor. Raises KeyError if there is no such name."""
-        return self.read(name)
+        return self._read_cached(name)
 
     def _read(self, name: str) -> Tensor:
-        file = self._stored[name].file
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        tensor: Tensor = self._files[file].get_tensor(name)
+        with safe_open(self._stored[name].file, framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
-
-    def close(self) -> None:
-        """Close the files."""
-        self._stack.close()
 
 
 @dataclass
@@ -111,129 +115,104 @@ class ActivationTrace:
         return torch.cat([torch.arange(n) for n in self.lengths])
 
 
+@dataclass
 class ModuleChecker:
     """Compares each value of one side with the value expected from the side's own earlier values."""
 
-    def __init__(
-        self,
-        side: ActivationTrace,
-        shape: ModelShape,
-        weights: Weights,
-        temperature: float,
-        device: torch.device = _CPU,
-    ):
-        """device: where to compute; values and weights are moved there on demand."""
-        self.side, self.shape, self.weights, self.temperature = side, shape, weights, temperature
-        self._device = device
-        # Exact enough that only the side's own rounding remains.
-        self._wide = torch.float64 if side.dtype == "float32" else torch.float32
+    side: ActivationTrace
+    shape: ModelShape
+    weights: Weights
+    """The expected weights."""
+    temperature: float
+    device: torch.device = field(default=torch.device("cpu"))
+    """Where to compute; values and weights are moved there on demand."""
+    starts: Sequence[int] | None = None
+    """The position at which each sequence starts; None: 0."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic: exact enough that only the side's own rounding remains."""
+        return torch.float64 if self.side.dtype == "float32" else torch.float32
 
     def sites(self) -> list[str]:
         """Sites that the side has values for, in the order of computation."""
         return [s for s in all_sites(self.shape) if s in self.side.trace]
 
     def found(self, site: str) -> Tensor:
-        """The side's values in the wide dtype; recomputed if the trace has none."""
+        """The side's values; recomputed if the trace has none."""
         if site in self.side.trace:
-            return self.side.trace[site].to(self._device, self._wide)
+            return self._local(self.side.trace[site])
         return self.expected(site)
 
-    def expected(
-        self,
-        site: str,
-        *,
-        weights: Weights | None = None,
-        like: str | None = None,
-        theta: float | None = None,
-        positions: Tensor | None = None,
-        routing: ExpertShape | None = None,
-    ) -> Tensor:
-        """The values of a site expected from earlier ones: [t, width]; logits only at sampled positions.
-
-        Optional hypotheses: other ``weights``, the parameter of another site (``like``), another RoPE base,
-        other positions, or another ``routing`` from the same logits.
-        """
+    def expected(self, site: str) -> Tensor:
+        """The values of a site expected from earlier ones: [t, width]; logits only at sampled positions."""
         layer, part = split_site(site)
 
         def before(name: str) -> Tensor:
             return self.found(layer_site(layer, name) if layer is not None else name)
 
-        name = parameter_of(like or site, self.shape.tied_embeddings)
-        source = weights or self.weights
-
-        def stored(hf_name: str) -> Tensor:
-            return source(hf_name).to(self._device, self._wide)
-
-        weight = None if name is None else stored(name)
+        name = parameter_of(site, self.shape.tied_embeddings)
+        weight = None if name is None else self._local(self.weights(name))
         if part == "input" and weight is not None:
-            return weight[self._on_device(self.side.tokens)]
+            return weight[self.side.tokens.to(self.device)]
         if part == "input":
             assert layer is not None
             return self._after_layer(layer - 1)
         if part == FINAL_INPUT:
             return self._after_layer(self.shape.num_layers - 1)
-        if part in NORMS:
-            from_part = {
-                "input_norm": "input",
-                "query_norm": "query",
-                "key_norm": "key",
-                "mlp_norm": "middle",
-                FINAL_NORM: FINAL_INPUT,
-            }
-            assert weight is not None
-            return self._rms(before(from_part[part]), weight)
-        if part in ("query", "key", "value"):
-            assert weight is not None
-            out = before("input_norm") @ weight.t()
-            if self.shape.qkv_bias and name is not None:
-                out = out + stored(name.replace(".weight", ".bias"))
-            return out
         if part in ("query_rope", "key_rope"):
             plain = part.removesuffix("_rope")
-            turned = before(f"{plain}_norm") if self.shape.qk_norm else before(plain)
-            return self.rotate(turned, theta, positions)
+            return self._rotate(before(f"{plain}_norm") if self.shape.qk_norm else before(plain))
         if part == "attention":
             return self._attend(before("query_rope"), before("key_rope"), before("value"))
         if part == "middle":
             return before("input") + before("attention_output")
         if part == "experts":
-            of, routing = split_site(like or site)[0], routing or self.shape.experts
-            assert of is not None
-            assert routing is not None
-            out = torch.zeros_like(before("mlp_norm"))
-            for _, tokens, added in run_experts(
-                before("mlp_norm"), before("router"), routing, lambda e: self.matrices(of, e, source)
-            ):
-                out[tokens] += added
-            return out
+            assert layer is not None
+            return self._run_experts(layer)
         if part == "activation":
             return F.silu(before("gate")) * before("up")
-        from_part = {"attention_output": "attention", "mlp_output": "activation"}
         assert weight is not None
+        x = before(_FROM.get(part, "mlp_norm"))  # of router, gate and up
+        if part in NORMS:
+            return self._rms(x, weight)
         if part == LOGITS:
-            return self.found(FINAL_NORM)[self._on_device(self.side.predicts)] @ weight.t()
-        return before(from_part.get(part, "mlp_norm")) @ weight.t()  # router, gate, up
+            x = x[self.side.predicts.to(self.device)]
+        out = x @ weight.t()
+        if self.shape.qkv_bias and part in ("query", "key", "value") and name is not None:
+            out = out + self._local(self.weights(name.replace(".weight", ".bias")))
+        return out
 
     def _after_layer(self, layer: int) -> Tensor:
         return self.found(layer_site(layer, "middle")) + self.found(block_output(self.shape, layer))
 
-    def matrices(self, layer: int, expert: int, weights: Weights | None = None) -> list[Tensor]:
-        """The matrices of an expert, in the order of ``EXPERT_MATRICES`` and in the wide dtype."""
-        source = weights or self.weights
-        names = [expert_parameter(layer, expert, matrix) for matrix in EXPERT_MATRICES]
-        return [source(name).to(self._device, self._wide) for name in names]
+    def _run_experts(self, layer: int) -> Tensor:
+        """The output of a layer's experts, from the router's logits: [t, hidden]."""
+        experts = self.shape.experts
+        assert experts is not None
+        x = self.found(layer_site(layer, "mlp_norm"))
+        weights = routing_weights(self.found(layer_site(layer, "router")), experts)
+        out = torch.zeros_like(x)
+        for e in range(experts.count):
+            tokens = weights[:, e].nonzero()[:, 0]
+            if tokens.numel():
+                names = (expert_parameter(layer, e, matrix) for matrix in EXPERT_MATRICES)
+                gate, up, down = (self._local(self.weights(name)) for name in names)
+                hidden = F.silu(x[tokens] @ gate.t()) * (x[tokens] @ up.t())
+                out[tokens] += weights[tokens, e, None] * (hidden @ down.t())
+        return out
 
-    def rotate(self, x: Tensor, theta: float | None = None, positions: Tensor | None = None) -> Tensor:
+    def _rotate(self, x: Tensor) -> Tensor:
         """Rotary embedding of heads [t, heads * d], in Hugging Face's half-rotation convention."""
-        shape = self.shape
-        base = theta or shape.rope_theta
-        d = shape.head_dim
+        shape, d = self.shape, self.shape.head_dim
         if shape.rope_scaling is not None:
-            frequencies = llama3_frequencies(d, base, shape.rope_scaling)
+            frequencies = llama3_frequencies(d, shape.rope_theta, shape.rope_scaling)
         else:
-            frequencies = base ** (-torch.arange(0, d, 2, dtype=self._wide) / d)
-        positions = self.side.positions if positions is None else positions
-        angles = self._on_device(positions)[:, None, None] * self._on_device(frequencies).to(self._wide)
+            frequencies = shape.rope_theta ** (-torch.arange(0, d, 2, dtype=self.dtype) / d)
+        lengths = self.side.lengths
+        starts = torch.tensor(self.starts or [0] * len(lengths))
+        positions = self.side.positions + starts.repeat_interleave(torch.tensor(lengths))
+        angles = positions.to(self.device)[:, None, None] * self._local(frequencies)
         a, b = x.unflatten(1, (-1, d)).chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).flatten(1)
@@ -244,7 +223,7 @@ class ModuleChecker:
         padding: number of additional columns with logit 0 in the softmax.
         """
         logits = self.logits / (temperature or self.temperature)
-        picked = logits.gather(1, self._on_device(self.side.sampled)[:, None])[:, 0]
+        picked = logits.gather(1, self.side.sampled.to(self.device)[:, None])[:, 0]
         total = logits.logsumexp(1)
         if padding > 0:
             total = torch.logaddexp(total, torch.full_like(total, math.log(padding)))
@@ -269,7 +248,7 @@ class ModuleChecker:
 
     def logp(self) -> Tensor:
         """The log-probs that the side reports: float64 [n]."""
-        return self._on_device(self.side.logp).double()
+        return self.side.logp.to(self.device).double()
 
     def error(self, site: str, expected: Tensor | None = None) -> float:
         """Distance of a site's values from the expected ones, see ``distance``. NaN counts as infinite."""
@@ -283,7 +262,7 @@ class ModuleChecker:
             expected = torch.where(ambiguous[:, None], found, expected)
         worst = distance(found, expected)
         if part in NORMS:
-            off = (self.channel_ratios(site, expected) - 1).abs().max().item()
+            off = (self._channel_ratios(site, expected) - 1).abs().max().item()
             # Scaled so that the channel tolerance equals the tolerance.
             worst = max(worst, off * TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype])
         return worst if math.isfinite(worst) else math.inf
@@ -319,7 +298,7 @@ class ModuleChecker:
                 tolerance += torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * total
         return tolerance
 
-    def channel_ratios(self, site: str, expected: Tensor) -> Tensor:
+    def _channel_ratios(self, site: str, expected: Tensor) -> Tensor:
         """[width] least-squares factor from expected to found values of each channel of a norm.
 
         Heads share a norm's weight and are fitted together.
@@ -329,8 +308,8 @@ class ModuleChecker:
         f, e = self.found(site).reshape(-1, width), expected.reshape(-1, width)
         return (f * e).sum(0) / e.square().sum(0).clamp(min=1e-30)
 
-    def _on_device(self, values: Tensor) -> Tensor:
-        return values.to(self._device)
+    def _local(self, values: Tensor) -> Tensor:
+        return values.to(self.device, self.dtype)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         x = x.unflatten(1, (-1, weight.numel()))
@@ -366,22 +345,33 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def minimise(error: Callable[[float], float], low: float, high: float, steps: int) -> tuple[float, float]:
     """The positive number between ``low`` and ``high`` with the smallest error, and that error.
 
-    A logarithmic grid, then a golden-section search around its best point.
+    A logarithmic grid of ``steps`` points, then ever finer ones around the best point.
     """
-    grid = torch.linspace(math.log(low), math.log(high), steps, dtype=torch.float64).tolist()
-    best = min(range(steps), key=lambda i: error(math.exp(grid[i])))
-    a, b = grid[max(best - 1, 0)], grid[min(best + 1, steps - 1)]
-    ratio = (math.sqrt(5) - 1) / 2
-    c, d = b - ratio * (b - a), a + ratio * (b - a)
-    at_c, at_d = error(math.exp(c)), error(math.exp(d))
-    for _ in range(48):
-        if at_c < at_d:
-            b, d, at_d = d, c, at_c
-            c = b - ratio * (b - a)
-            at_c = error(math.exp(c))
-        else:
-            a, c, at_c = c, d, at_d
-            d = a + ratio * (b - a)
-            at_d = error(math.exp(d))
-    value = math.exp((a + b) / 2)
-    return value, error(value)
+    low, high = math.log(low), math.log(high)
+    while True:
+        grid = torch.linspace(low, high, steps, dtype=torch.float64).tolist()
+        errors = [error(math.exp(point)) for point in grid]
+        best = min(range(steps), key=errors.__getitem__)
+        if high - low < 1e-9:
+            return math.exp(grid[best]), errors[best]
+        low, high, steps = grid[max(best - 1, 0)], grid[min(best + 1, steps - 1)], 7
+
+
+def routing_weights(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """Weight of each expert for each token: [t, experts], 0 for experts that are not chosen."""
+    top, chosen = logits.topk(experts.per_token, dim=1)
+    among = top if experts.normalised else logits
+    weights = (top - among.logsumexp(1, keepdim=True)).exp()
+    return torch.zeros_like(logits).scatter_(1, chosen, weights)
+
+
+def undecided(logits: Tensor, experts: ExpertShape) -> Tensor:
+    """Tokens whose logits do not determine the choice of experts: bool [t].
+
+    The logits of the last chosen expert and the next one are equal, as is common in bfloat16, or so close
+    that the rounding of a softmax decides.
+    """
+    if experts.per_token == experts.count:
+        return torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
+    top = logits.topk(experts.per_token + 1, dim=1).values
+    return top[:, -2] - top[:, -1] <= 1e-6 * (1 + logits.abs().amax(1))

@@ -9,13 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from rpg_megatron.commands.audit.diagnose_ops import LOGPROBS, explain_ops
-from rpg_megatron.commands.audit.diagnose_weights import explain_weights
-from rpg_megatron.commands.audit.expert_block import route_counts
-from rpg_megatron.commands.audit.finding import Finding
+from rpg_megatron.commands.audit.causes import LOGPROBS, Finding, explain
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, Weights, distance
 from rpg_megatron.config import ModelShape
-from rpg_megatron.models.activation_sites import FINAL_NORM, LOGITS, all_sites, layer_site, parameters_of
+from rpg_megatron.models.activation_sites import FINAL_NORM, LOGITS, all_sites, layer_site
 
 
 @dataclass
@@ -78,23 +75,21 @@ def diagnose(
     device: where to compute. replayed: whether the run replays the engine's choice of experts; the traces are
     without replay.
     """
-    checkers = {
+    sides = {
         side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
     }
     apart = ModuleChecker(alone, shape, weights, temperature, device)
-    links = {name: _links(checker) for name, checker in checkers.items()}
-    findings = [f for side in (engine, trainer) for f in _dtype(side, dtype)]
-    for name, checker in checkers.items():
-        broken = [s for s, error in links[name].items() if error > _tolerance(checker, s)]
-        weighty = [s for s in broken if s != LOGPROBS and parameters_of(s, shape)]
-        findings += explain_weights(checker, weighty, others)
-        rest = [s for s in broken if s not in weighty]
-        findings += explain_ops(checker, rest, apart if name == "trainer" else None)
+    links = {name: _links(checker) for name, checker in sides.items()}
+    broken = _broken(sides, links)
+    findings = [_dtype(side, dtype) for side in (engine, trainer) if side.dtype != dtype]
+    for name, checker in sides.items():
+        sites = [b["site"] for b in broken if b["side"] == name]
+        findings += explain(checker, sites, others, apart if name == "trainer" else None)
     gap = (engine.logp.double() - trainer.logp.double()).abs()
     logprobs = {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": float(gap.numel())}
     drift = {
         site: distance(engine.trace[site], trainer.trace[site])
-        for site in checkers["engine"].sites()
+        for site in sides["engine"].sites()
         if site in trainer.trace
     }
     routes = _routes(engine, trainer, shape)
@@ -103,15 +98,26 @@ def diagnose(
     # Written so that NaN counts as out of bounds.
     if comparable and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
         findings.append(_rounding(drift, logprobs, bounds, dtype, routes))
-    return AuditVerdict(findings, _broken(checkers, links), links, drift, logprobs, routes)
+    return AuditVerdict(findings, broken, links, drift, logprobs, routes)
 
 
 def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape) -> dict[str, int]:
-    if shape.experts is None:
+    """The counts of ``AuditVerdict.routes``."""
+    experts = shape.experts
+    if experts is None:
         return {}
-    sites = [layer_site(layer, "router") for layer in shape.experts.layers]
-    counts = [route_counts(engine.trace[s], trainer.trace[s], shape.experts) for s in sites]
-    return {key: sum(c[key] for c in counts) for key in counts[0]}
+    counts = {"choices": 0, "changed": 0, "experts": 0, "unused": 0}
+    for layer in experts.layers:
+        logits = [side.trace[layer_site(layer, "router")] for side in (engine, trainer)]
+        chosen, others = (
+            torch.zeros(x.shape, dtype=torch.bool).scatter_(1, x.topk(experts.per_token).indices, True)
+            for x in logits
+        )
+        counts["choices"] += len(chosen)
+        counts["changed"] += int((chosen != others).any(1).sum())
+        counts["experts"] += experts.count
+        counts["unused"] += int((~chosen.any(0)).sum())
+    return counts
 
 
 def _links(checker: ModuleChecker) -> dict[str, float]:
@@ -119,34 +125,24 @@ def _links(checker: ModuleChecker) -> dict[str, float]:
     return {site: checker.error(site) for site in checker.sites()} | {LOGPROBS: checker.logprob_error()}
 
 
-def _tolerance(checker: ModuleChecker, site: str) -> float:
-    return checker.tolerance(LOGITS if site == LOGPROBS else site)
-
-
 def _broken(
-    checkers: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
+    sides: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
-    order = [*all_sites(checkers["engine"].shape), LOGPROBS]
-    found = [
-        {"side": name, "site": site, "error": error, "tolerance": _tolerance(checkers[name], site)}
-        for name, errors in links.items()
-        for site, error in errors.items()
-        if error > _tolerance(checkers[name], site)
-    ]
+    """The sites whose error exceeds rounding, see ``AuditVerdict.broken``."""
+    order = [*all_sites(sides["engine"].shape), LOGPROBS]
+    found: list[dict[str, Any]] = []
+    for name, errors in links.items():
+        for site, error in errors.items():
+            tolerance = sides[name].tolerance(LOGITS if site == LOGPROBS else site)
+            if error > tolerance:
+                found.append({"side": name, "site": site, "error": error, "tolerance": tolerance})
     return sorted(found, key=lambda f: order.index(str(f["site"])))
 
 
-def _dtype(side: ActivationTrace, dtype: str) -> list[Finding]:
-    if side.dtype == dtype:
-        return []
-    return [
-        Finding(
-            "precision",
-            side.name,
-            f"the {side.name} computes in {side.dtype}, precision.dtype is {dtype}",
-            f"start it in {dtype}; look for a --dtype in engine.arguments",
-        )
-    ]
+def _dtype(side: ActivationTrace, dtype: str) -> Finding:
+    text = f"the {side.name} computes in {side.dtype}, precision.dtype is {dtype}"
+    advice = f"start it in {dtype}; look for a --dtype in engine.arguments"
+    return Finding("precision", side.name, text, advice)
 
 
 def _rounding(
@@ -156,20 +152,15 @@ def _rounding(
     dtype: str,
     routes: Mapping[str, int],
 ) -> Finding:
-    sites = list(drift)
-    chosen, advice = (
-        "",
-        "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction",
-    )
-    if routes.get("changed"):
-        chosen = f"; rounding changes {routes['changed']} of {routes['choices']} choices of experts"
-        advice = f"set training.router_replay=rollout; or {advice}"
-    return Finding(
-        "precision",
-        "engine",
+    first, *_ = drift.values()
+    text = (
         f"every module alone is correct, but rounding in {dtype} accumulates: engine and trainer differ by "
-        f"{drift[sites[0]]:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, "
-        f"the log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most "
-        f"(bounds {bounds[1]:.0e}, {bounds[0]:.0e}){chosen}",
-        advice,
+        f"{first:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, the log-probs by "
+        f"{logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most (bounds {bounds[1]:.0e}, "
+        f"{bounds[0]:.0e})"
     )
+    advice = "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction"
+    if routes.get("changed"):
+        text += f"; rounding changes {routes['changed']} of {routes['choices']} choices of experts"
+        advice = f"set training.router_replay=rollout; or {advice}"
+    return Finding("precision", "engine", text, advice)

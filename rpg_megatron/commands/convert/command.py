@@ -1,16 +1,15 @@
 """Conversion of checkpoints between Hugging Face and Megatron: checks, processes, verification.
 
-One process per rank (``rank.py``) does the work, connected by gloo; this process needs no torch. The result
+One process per rank (``rank.py``) does the work, connected by gloo; this process imports no torch. The result
 is written beside the target folder, and renamed when it is complete and, on request, verified.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +25,18 @@ from rpg_megatron.checkpoints.megatron_folder import (
     read_manifest,
     write_manifest,
 )
-from rpg_megatron.commands.convert.processes import (
-    ConversionFailed,
-    ConvertProgress,
-    Job,
-    Ranks,
-    StagingDir,
-    start_converter,
-)
+from rpg_megatron.commands.convert.processes import ConvertProcesses, Job, StagingDir
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+from rpg_megatron.launcher.supervisor import RunFailed, StopSignals
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import check_layout, mapping_for
-from rpg_megatron.system.child import end_children, tail_of
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
+RANK = "rpg_megatron.commands.convert.rank"
 HF_LOGITS = "rpg_megatron.commands.convert.hf_logits"
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest logit or to 1 if that is smaller.
@@ -75,13 +68,10 @@ class Verification:
 class Memory:
     """Memory of a rank's process, bytes."""
 
-    rank: int
     shard: int
     """Its parameters."""
-    baseline: int
-    """After imports, before the model was built."""
     peak: int
-    """Peak, mapped files included."""
+    """Peak above what it had before the model was built, mapped files included."""
 
 
 @dataclass(frozen=True)
@@ -199,47 +189,52 @@ def open_megatron(
     return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, tensor, pipeline)
 
 
-def convert_to_megatron(source: Source, out: Path, *, verify: bool = False) -> Report:
+def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, verify: bool = False) -> Report:
     """Write ``out`` as a Megatron checkpoint, including the files needed to convert it back.
 
-    Raises UserError for user errors; ConversionFailed if a process failed or, with ``verify``, logits differ.
-    In these cases, and if interrupted, no files are left.
+    Raises UserError for user errors; RunFailed if a process failed or, with ``verify``, logits differ;
+    Interrupted after a signal. In these cases, no files are left.
     """
     began = time.monotonic()
-    with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
+    signals.raising = False  # from here on, resources must be cleaned up
+    with StagingDir(out, _bytes(source)) as place, ConvertProcesses(place.work, signals) as processes:
         folder = place.result / RELEASE
         folder.mkdir(parents=True)
         job = _job(source, "hf_to_megatron", folder, place.work, verify=verify)
-        with Ranks(job, progress, watch=place.result) as ranks:
-            memory = [Memory(*m) for m in ranks.wait()]
+        memory = _run_ranks(job, processes)
         (folder / HF).mkdir()
         for name, file in open_copied(source.config, source.root):
             copy_file(file, folder / HF, name)
-        verification = _compare(job, source.config, progress) if verify else None
-        progress.phase("checksums", folder_size(folder))
+        verification = _compare(job, source.config, processes) if verify else None
+        processes.phase("checksums", folder_size(folder))
         metadata = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
-        write_manifest(folder, metadata, progress.advance)
+        write_manifest(folder, metadata, processes.count)
         atomic_write_text(place.result / LATEST, RELEASE)
         place.keep()
     return Report(out, time.monotonic() - began, memory, verification)
 
 
 def convert_to_hf(
-    source: Source, out: Path, *, verify: bool = False, max_shard_bytes: int = 5 * 1024**3
+    source: Source,
+    out: Path,
+    signals: StopSignals,
+    *,
+    verify: bool = False,
+    max_shard_bytes: int = 5 * 1024**3,
 ) -> Report:
     """Write ``out`` as an HF checkpoint, in files of at most ``max_shard_bytes``.
 
     Raises as ``convert_to_megatron`` does. Checks every file against the manifest first, if there is one.
     """
     began = time.monotonic()
-    with StagingDir(out, _bytes(source)) as place, ConvertProgress() as progress:
+    signals.raising = False  # from here on, resources must be cleaned up
+    with StagingDir(out, _bytes(source)) as place, ConvertProcesses(place.work, signals) as processes:
         if source.files:
-            progress.phase("checking", sum(f["bytes"] for f in source.files.values()))
-            _refuse_damage(source.whole, source.files, progress.advance)
+            processes.phase("checking", sum(f["bytes"] for f in source.files.values()))
+            _refuse_damage(source.whole, source.files, processes.count)
         job = _job(source, "megatron_to_hf", place.result, place.work, verify=verify, bound=max_shard_bytes)
-        with Ranks(job, progress, watch=place.work) as ranks:
-            memory = [Memory(*m) for m in ranks.wait()]
-        verification = _compare(job, place.result, progress) if verify else None
+        memory = _run_ranks(job, processes)
+        verification = _compare(job, place.result, processes) if verify else None
         place.keep()
     return Report(out, time.monotonic() - began, memory, verification)
 
@@ -327,22 +322,20 @@ def _sequences(shape: ModelShape) -> list[list[int]]:
     return sequences
 
 
-def _compare(job: Job, hf: Path, progress: ConvertProgress) -> Verification:
+def _run_ranks(job: Job, processes: ConvertProcesses) -> list[Memory]:
+    world = job.tensor * job.pipeline
+    processes.phase(f"starting {world} process{'es' if world > 1 else ''}")
+    return [Memory(**report) for report in processes.run(RANK, "rank", asdict(job), world)]
+
+
+def _compare(job: Job, hf: Path, processes: ConvertProcesses) -> Verification:
     """Compare the logits that the ranks saved with those of transformers for ``hf``."""
-    progress.phase("verifying: transformers", 0)
-    request = json.dumps({"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences})
-    child = start_converter(HF_LOGITS, Path(job.work) / "transformers.log", 1)
-    try:
-        child.pipes[0].write(f"{request}\n".encode())
-        answer = child.pipes[1].read()
-        if child.process.wait() != 0:
-            raise ConversionFailed(f"transformers could not compute logits of {hf}\n{tail_of(child.log)}")
-    finally:
-        end_children([child])
-    tokens = sum(map(len, job.sequences))
-    found = Verification(**json.loads(answer), tokens=tokens)
+    processes.phase("verifying: transformers")
+    request = {"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences}
+    (report,) = processes.run(HF_LOGITS, "transformers", request, 1)
+    found = Verification(**report, tokens=sum(map(len, job.sequences)))
     if not found.difference <= found.tolerance:
-        raise ConversionFailed(
+        raise RunFailed(
             f"logits differ by up to {found.difference:.2e} ({found.worst}), beyond the "
             f"tolerance of {found.tolerance:.1e} for float32 rounding: Megatron and transformers disagree; "
             "nothing was written"

@@ -6,12 +6,17 @@ every rank for the full tensors. So a rank needs memory for its shard and the da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,16 +24,19 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.megatron import load_weights, save_weights, stored_dtype
 from rpg_megatron.checkpoints.megatron_folder import find_short_files, read_contents
-from rpg_megatron.commands.convert.megatron_logits import raw_logits
 from rpg_megatron.commands.convert.processes import LOGITS, Job
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.files import folder_size
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it allows its classes in checkpoints
+from rpg_megatron.policy.microbatch import pack_lengths
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
+
+_REPORT_SECONDS = 0.5
 
 
 class Conversion:
@@ -46,11 +54,15 @@ class Conversion:
             sequence=expert_tensor > 1,  # required with experts
         )
         self._mesh = start_mesh(self._parallel)
-        self._baseline = memory()[0]
+        self._baseline = _memory("VmRSS")
+        self._read = 0
+        self._report_phase: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         """Convert, then save logits if the job asks for them."""
         job = self._job
+        if self._mesh.rank == 0:
+            threading.Thread(target=self._watch, daemon=True).start()
         if job.direction == "hf_to_megatron":
             checkpoint = Path(job.out)
             self._import(checkpoint)
@@ -58,15 +70,14 @@ class Conversion:
             checkpoint = Path(job.source)
             self._export(checkpoint)
         if job.sequences:
-            self._phase("verifying: Megatron", 0, "")
+            self._phase("verifying: Megatron")
             self._save_logits(checkpoint)
 
     def _import(self, out: Path) -> None:
         job = self._job
-        dtype = torch_dtype(job.dtype)
-        model = self._build(dtype)
+        model = self._build(torch_dtype(job.dtype))
         parameters = list(named_parameters([model]))
-        self._phase("reading", self._total_bytes(parameters), "reported")
+        self._phase("reading", _bytes(parameters), lambda: self._read)
         load_hf_weights(
             Path(job.source),
             self._counted(parameters),
@@ -76,8 +87,7 @@ class Conversion:
             vocab_multiple=1,
             experts=self._mesh.experts,
         )
-        barrier()
-        self._phase("writing", self._model_bytes(dtype), "files")
+        self._begin_writing(torch_dtype(job.dtype))
         save_weights(out, [model])
         self._report_memory(parameters)
 
@@ -86,9 +96,10 @@ class Conversion:
         dtype = run_together(lambda: _check_files(checkpoint))
         model = self._build(dtype)
         parameters = list(named_parameters([model]))
-        self._phase("reading", self._total_bytes(parameters), "read")
+        before = _bytes_read()
+        self._phase("reading", _bytes(parameters), lambda: _bytes_read() - before)
         load_weights(checkpoint, [model], self._shape.vocab_size)
-        self._phase("writing", self._model_bytes(dtype), "files")
+        self._begin_writing(dtype)
         export_hf(
             Path(job.out),
             Path(job.config),
@@ -108,7 +119,7 @@ class Conversion:
         """
         model = self._build(torch.float32)
         load_weights(checkpoint, [model], self._shape.vocab_size)
-        logits = raw_logits(model, self._job.sequences, self._shape.vocab_size)
+        logits = _raw_logits(model, self._job.sequences, self._shape.vocab_size)
         if self._mesh.reports:
             save_file({str(i): x for i, x in enumerate(logits)}, Path(self._job.work) / LOGITS)
 
@@ -123,31 +134,40 @@ class Conversion:
 
     # -- reports -------------------------------------------------------------------------------------------
 
-    def _phase(self, name: str, total: int, measure: str) -> None:
-        """Report the next phase to the parent: name, bytes, and how the parent can measure them."""
+    def _phase(self, name: str, total: int = 0, done: Callable[[], int] = lambda: 0) -> None:
+        """Begin a phase of ``total`` bytes, 0 if unknown; ``done`` returns those that are done.
+
+        Rank 0 reports its own for all.
+        """
+        self._report_phase = lambda: self._report(phase=name, done=done(), total=total)
         if self._mesh.rank == 0:
-            self._report("phase", name, total, measure)
+            self._report_phase()
+
+    def _watch(self) -> None:
+        """Report the progress until the process ends. Run by a thread: most phases are one call."""
+        while True:
+            time.sleep(_REPORT_SECONDS)
+            self._report_phase()
+
+    def _begin_writing(self, dtype: torch.dtype) -> None:
+        """The model has about the same size in either format."""
+        total = dtype.itemsize * sum(torch.Size(s).numel() for s in self._layout.hf_tensors().values())
+        folder = Path(self._job.out).parent
+        barrier()  # no rank writes while rank 0 still reads
+        self._phase("writing", total, lambda: folder_size(folder))
 
     def _counted(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters, and report their bytes to the parent."""
+        """Yield the parameters, and count the bytes of those that are filled."""
         for name, parameter in parameters:
             yield name, parameter
-            self._report("bytes", parameter.nbytes)
-
-    def _total_bytes(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
-        """Bytes of the parameters on all ranks."""
-        total = torch.tensor(sum(p.nbytes for _, p in parameters))
-        dist.all_reduce(total)
-        return int(total)
-
-    def _model_bytes(self, dtype: torch.dtype) -> int:
-        """Approximate bytes of the model on disk, in either format."""
-        return dtype.itemsize * sum(torch.Size(s).numel() for s in self._layout.hf_tensors().values())
+            self._read += parameter.nbytes
 
     def _report_memory(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._report(
-            "memory", self._mesh.rank, sum(p.nbytes for _, p in parameters), self._baseline, memory()[1]
-        )
+        self._report(shard=_bytes(parameters), peak=_memory("VmHWM") - self._baseline)
+
+
+def _bytes(parameters: Iterable[tuple[str, Tensor]]) -> int:
+    return sum(p.nbytes for _, p in parameters)
 
 
 def _check_files(checkpoint: Path) -> torch.dtype:
@@ -161,7 +181,78 @@ def _check_files(checkpoint: Path) -> torch.dtype:
     return torch_dtype(stored)
 
 
-def memory() -> tuple[int, int]:
-    """Resident bytes of this process, mapped files included: current and peak."""
+def _memory(field: str) -> int:
+    """Resident bytes of this process, mapped files included: now (VmRSS), or at most (VmHWM)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
+    return int(fields[field].split()[0]) * 1024
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read, by the kernel's counter; 0 if it may not be read."""
+    with suppress(OSError):
+        return int(Path("/proc/self/io").read_text().split()[1])
+    return 0
+
+
+# -- logits, to compare two implementations of a model -------------------------------------------------------
+
+
+@torch.no_grad()
+def _raw_logits(model: GPTModel, sequences: Sequence[Sequence[int]], vocab: int) -> list[Tensor]:
+    """Logits after every token of every sequence, without vocabulary padding: [n, vocab] each.
+
+    Collective; the list is empty on ranks before the last stage. vocab: size of the vocabulary without
+    padding. Holds all logits at once. Each sequence is one micro-batch.
+    """
+    config = model.config
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    def step(iterator: Any, module: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
+        sequence = list(next(iterator))
+        length = len(sequence)
+        sequence += [0] * (-length % multiple)  # padding at the end: no token attends to it
+        tokens = torch.tensor([sequence], device=next(module.parameters()).device)
+        output = module(
+            tokens,
+            torch.arange(tokens.size(1), device=tokens.device)[None],
+            None,
+            labels=tokens,
+            packed_seq_params=pack_lengths([tokens.size(1)], tokens.device),
+            output_processor=_logits_head,
+            output_processor_context=vocab,
+        )
+        return output, lambda logits, non_loss_data: logits[:length]
+
+    model.eval()
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(sequences),
+        model=[model],
+        num_microbatches=len(sequences),
+        seq_length=1,  # with the next, ignored: lengths vary
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return list(outputs)
+
+
+def _logits_head(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: int,
+    config: Any,
+    **_: Any,
+) -> Tensor:
+    """Replaces the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
+    weight = output_layer.weight if output_weight is None else output_weight
+    if config.sequence_parallel:
+        hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden_states, group=output_layer.tp_group
+        )
+    local = torch.matmul(hidden_states.squeeze(1), weight.t())
+    whole = tensor_parallel.gather_from_tensor_model_parallel_region(local, group=output_layer.tp_group)
+    logits: Tensor = whole[:, :context].clone()
+    return logits

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.system.terminal import exit_on_interrupt, print_error
+from rpg_megatron.system.terminal import exit_on_interrupt
 
 if TYPE_CHECKING:
     from rpg_megatron.commands.convert.command import Report, Source
+    from rpg_megatron.launcher.supervisor import StopSignals
 
 convert = typer.Typer(
     name="convert",
@@ -43,7 +45,7 @@ def hf_to_megatron(
         from rpg_megatron.commands.convert import command as tool
 
     source = tool.open_hf(hf, tensor, pipeline)
-    _convert(source, out, dry_run, lambda path: tool.convert_to_megatron(source, path, verify=verify))
+    _convert(source, out, dry_run, partial(tool.convert_to_megatron, source, verify=verify))
 
 
 @convert.command()
@@ -72,12 +74,8 @@ def megatron_to_hf(
 
     source = tool.open_megatron(megatron, tensor, pipeline, config)
     limit = int(max_shard_gib * 1024**3)
-    _convert(
-        source,
-        out,
-        dry_run,
-        lambda path: tool.convert_to_hf(source, path, verify=verify, max_shard_bytes=limit),
-    )
+    work = partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit)
+    _convert(source, out, dry_run, work)
 
 
 @convert.command()
@@ -97,11 +95,14 @@ def inspect(
         raise typer.Exit(2)
 
 
-def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Path], Report]) -> None:
+def _convert(
+    source: Source, out: Path | None, dry_run: bool, work: Callable[[Path, StopSignals], Report]
+) -> None:
     with exit_on_interrupt():
         from rpg_megatron.commands.convert.command import mapping
-        from rpg_megatron.commands.convert.processes import ConversionFailed
+        from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
         from rpg_megatron.system.limits import check_files
 
     if dry_run:
@@ -112,22 +113,19 @@ def _convert(source: Source, out: Path | None, dry_run: bool, work: Callable[[Pa
     leave_to_first_node("convert")
     check_files(source.tensor * source.pipeline, 0)
     print(source, file=sys.stderr)
-    try:
-        report = work(out)
-    except ConversionFailed as e:
-        print_error(f"error: {e}")
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("stopped: Ctrl-C; nothing was written", file=sys.stderr)
-        raise typer.Exit(130) from None
+    with StopSignals() as signals, exit_codes():
+        try:
+            report = work(out, signals)
+        except Interrupted as e:
+            e.note = "nothing was written"
+            raise
     if (v := report.verification) is not None:
         typer.echo(
             f"logits: max |difference| from transformers {v.difference:.2e} over {v.tokens} positions, "
             f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})"
         )
-    worst = max(report.memory, key=lambda m: m.peak - m.baseline)
+    worst = max(report.memory, key=lambda m: m.peak)
     typer.echo(
         f"{report.out}: written in {report.seconds:.1f} s; peak memory per process "
-        f"{(worst.peak - worst.baseline) / 1e6:,.1f} MB above its baseline, "
-        f"for {worst.shard / 1e6:,.1f} MB of weights"
+        f"{worst.peak / 1e6:,.1f} MB above its baseline, for {worst.shard / 1e6:,.1f} MB of weights"
     )

@@ -1,8 +1,8 @@
 """One process of a conversion: ``python -m rpg_megatron.commands.convert.rank``, started by ``processes.py``.
 
-Standard input: the job, one line of JSON. Standard output: reports, one JSON list per line. Environment: RANK
-and WORLD_SIZE. Exits with code 0 when its part is done, with 2 and ``error: ...`` as the last line of
-standard error after a user error.
+Standard input: the job, one line of JSON. Standard output: progress and reports, one JSON object per line.
+Environment: RANK, WORLD_SIZE and RPG_RENDEZVOUS. Exits with code 0 when its part is done, with 2 and
+``error: ...`` as the last line of standard error after a user error.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from rpg_megatron.commands.convert.processes import Job
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.policy.device import start_device
-from rpg_megatron.system.collectives import barrier, host_backend
+from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.system.collectives import barrier
 
 
-def report(*what: Any) -> None:
-    """Report to the parent."""
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
+def report(**what: Any) -> None:
+    """Report to the parent. Any thread may call it."""
+    os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def main() -> None:
@@ -34,10 +33,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
-        start_device("cpu")
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        rendezvous = f"file://{job.work}/rendezvous"
-        dist.init_process_group(host_backend(world), init_method=rendezvous, rank=rank, world_size=world)
+        start_process_group(start_device("cpu"))
         # Megatron may be imported only after the device is prepared.
         from rpg_megatron.commands.convert.convert import Conversion
 

@@ -11,7 +11,6 @@ from types import TracebackType
 
 from rpg_megatron.checkpoints.run_folder import MODEL
 from rpg_megatron.commands.convert.command import Source, convert_to_hf
-from rpg_megatron.commands.convert.processes import ConversionFailed
 from rpg_megatron.commands.eval.output_dir import OutputDir
 from rpg_megatron.commands.eval.settings import EvalModel
 from rpg_megatron.config import Settings, UserError
@@ -148,12 +147,5 @@ def _convert(source: Source, out: Path, signals: StopSignals) -> Path:
     if out.is_dir():
         return out
     print(f"{source}\nconverting {display_path(source.folder)}", file=sys.stderr, flush=True)
-    signals.raising = True  # the conversion removes its files
-    try:
-        signals.check()
-        convert_to_hf(source, out)
-    except ConversionFailed as e:
-        raise RunFailed(str(e)) from None
-    finally:
-        signals.raising = False
+    convert_to_hf(source, out, signals)
     return out

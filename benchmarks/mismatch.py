@@ -1,0 +1,301 @@
+"""How far two computations of the same log-probs and gradients differ: precisions, and engine against
+trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import runpy
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from benchmarks.policies import (
+    QWEN3,
+    SHAPES,
+    SMALL_HEADS,
+    batch_of,
+    build,
+    forget,
+    on_ranks,
+    start,
+    trajectory_of,
+    write_checkpoint,
+)
+from benchmarks.setup import QUICKSTART, Report, benchmark, main
+from rpg_megatron.config import ModelShape, Settings, read_model_shape
+from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.dense import FUSED
+from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training.loss import build_aggregator, build_loss
+from tests.support.tiny_models import write_checkpoint as write_weights
+
+RECIPES = ("blockwise", "tensorwise", "delayed", "blockwise+params", "tensorwise+params")
+EMULATED = RECIPES[:3]
+"""Those that a CPU can emulate."""
+SECTIONS = {"training": {"tokens_per_microbatch": 8192}, "optimizer": {"clip_grad": 0.0}}
+"""Settings of a policy whose numbers are compared."""
+
+
+# -- precisions ----------------------------------------------------------------------------------------------
+
+
+@benchmark(device="cpu", shape="tiny", lengths=(40, 30), recipes=("blockwise",))
+def precisions(
+    report: Report,
+    shape: Literal["quickstart", "0.6b", "4b", "29m", "tiny"] = "0.6b",
+    layers: int | None = None,
+    lengths: tuple[int, ...] = (100, 1000, 2000),
+    recipes: tuple[str, ...] | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+) -> None:
+    """Log-probs and gradients of each precision against bfloat16; on a CPU, FP8 is emulated.
+
+    One micro-batch of random sequences through a random checkpoint; ``--shape quickstart``: the quickstart's
+    model, on 256 problems and solutions of its own kind. Log-probs: mean and largest difference in nats, and
+    the norm of the difference over the norm; the latter also for the gradient of all parameters together.
+    float32 is Megatron's own layers, as on a CPU. Delayed scaling comes twice: with the scales of 1 that a
+    run begins with, and with those after one update. Not yet run on a GPU.
+    """
+    place, mesh = start(device)
+    chosen = recipes or (RECIPES if device == "cuda" else EMULATED)
+    with tempfile.TemporaryDirectory() as work:
+        if shape == "quickstart":
+            folder = QUICKSTART / "model"
+            model, batch = read_model_shape(folder), quickstart_problems(256)
+        else:
+            model = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
+            folder, batch = write_checkpoint(Path(work) / "model", model), batch_of(lengths, model.vocab_size)
+
+        def policy_in(precision: str) -> Policy:
+            forget()
+            return build(model, mesh, place, precision, folder, **SECTIONS)
+
+        base = numbers(policy_in("bf16"), batch)
+        columns = (
+            "against bfloat16",
+            "log-probs: mean, nats|.4f",
+            "largest|.3f",
+            "relative|.2%",
+            "gradient|.1%",
+        )
+        table = report.table(*columns, title=shape)
+
+        def row(name: str, logp: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+            gap = logp - base[0]
+            relative = None if gradient is None else ((gradient - base[1]).norm() / base[1].norm()).item()
+            mean, largest = gap.abs().mean().item(), gap.abs().max().item()
+            table.row(name, mean, largest, (gap.norm() / base[0].norm()).item(), relative)
+
+        row("float32", *numbers(policy_in("fp32"), batch))
+        row("transformers in bfloat16", by_transformers(folder, batch, place))
+        for recipe in chosen:
+            policy = policy_in(recipe)
+            found = numbers(policy, batch)
+            if recipe == "delayed":
+                row("delayed, with scales of 1", *found)
+                found = numbers(policy, batch)
+            row(recipe, *found)
+            del policy
+
+
+def quickstart_problems(count: int, seed: int = 0) -> list[Trajectory]:
+    """The quickstart's problems, each with a solution as the model has learnt to write it, right or wrong."""
+    made = runpy.run_path(str(QUICKSTART / "make_quickstart.py"))
+    tokenizer = Tokenizer.from_file(str(QUICKSTART / "model" / "tokenizer.json"))
+    rng, trajectories = random.Random(seed), []
+    for number in range(count):
+        problem = made["draw_problem"](rng)
+        prompt, solution = (
+            tokenizer.encode(text, add_special_tokens=False).ids
+            for text in (made["prompt_of"](problem), made["solution"](problem, rng))
+        )
+        tokens = np.array(prompt + solution, np.int32)
+        trajectories.append(trajectory_of(tokens, len(prompt), number))
+    return trajectories
+
+
+def numbers(policy: Policy, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of all response tokens, and the gradient, by parameter: flat, float32, on the CPU."""
+    pack = policy.pack(batch)
+    (scored,) = policy.logprobs([pack])
+    logp = torch.cat([part for _, part in pack.split(scored[0])]).cpu()
+    for t, part in pack.split(scored[0]):
+        t.old = t.anchor = part.cpu().numpy().copy()
+    loss, aggregator = build_loss(policy.settings), build_aggregator(policy.settings)
+    with policy.updating():
+        policy.update([policy.pack(batch)], loss, aggregator, lr=0.0)
+    grads = {_local_name(name): p.main_grad for name, p in policy.named_parameters()}
+    return logp, torch.cat([grads[name].flatten().float().cpu() for name in sorted(grads)])
+
+
+def _local_name(name: str) -> str:
+    """What Megatron's own layers call a parameter of Transformer Engine's."""
+    for fused, local in FUSED.items():
+        name = name.replace(fused, local)
+    return name
+
+
+def by_transformers(folder: Path, batch: list[Trajectory], device: torch.device) -> torch.Tensor:
+    """Log-probs of all response tokens by transformers in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    logps = []
+    with torch.no_grad():
+        for t in batch:
+            tokens = torch.tensor([*t.prompt.tolist(), *t.response.tolist()], device=device)
+            logits = model(tokens[None]).logits[0, len(t.prompt) - 1 : -1].float()
+            logps.append(logits.log_softmax(-1).gather(1, tokens[len(t.prompt) :, None])[:, 0].cpu())
+    return torch.cat(logps)
+
+
+# -- router replay -------------------------------------------------------------------------------------------
+
+EXPERTS = replace(
+    QWEN3,
+    family="qwen3_moe",
+    num_layers=8,
+    hidden_size=128,
+    ffn_hidden_size=128,
+    vocab_size=256,
+    tied_embeddings=False,
+    max_positions=512,
+    dtype="float32",
+    experts=ExpertShape(32, 4, 64, True, tuple(range(8))),
+    **SMALL_HEADS | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32},
+)
+PROMPTS = (5, 17, 40, 3, 9, 25, 12, 30)
+"""Tokens of each."""
+
+
+class Row(NamedTuple):
+    """One precision."""
+
+    tokens: int
+    """Sampled tokens."""
+    changed: float
+    """Share of choices (one for each token and layer) that differ."""
+    changed_tokens: float
+    """Share of tokens with one that does."""
+    own: tuple[float, float, float]
+    """Mean, 99th percentile, maximum of |old - behaviour| with the trainer's own choice of experts."""
+    replayed: tuple[float, float, float]
+
+
+@benchmark(responses=1)
+def replay(report: Report, responses: int = 16, folder: Path | None = None) -> None:
+    """What replaying the engine's experts does to the mismatch of log-probs (docs/mixture-of-experts.md).
+
+    A mixture of 8 layers with 32 experts each, of which a token takes 4 (random weights); a real engine on a
+    CPU samples 8 x ``responses`` responses in float32 and in bfloat16, and the trainer scores them in the
+    same precision, with its own choice of experts and with the engine's. |old - behaviour| in nats. folder:
+    keeps logs.
+    """
+    columns = ("engine and trainer", "tokens", "choices that differ|.2%", "tokens with one|.1%", "experts")
+    table = report.table(*columns, "mean|.1e", "p99|.1e", "max|.1e")
+    with tempfile.TemporaryDirectory() as scratch:
+        for dtype in ("float32", "bfloat16"):
+            row = measure_replay((folder or Path(scratch)) / dtype, dtype, responses)
+            table.row(dtype, row.tokens, row.changed, row.changed_tokens, "the trainer's", *row.own)
+            table.row(dtype, row.tokens, None, None, "replayed", *row.replayed)
+
+
+def measure_replay(folder: Path, dtype: str, responses: int = 16) -> Row:
+    """Sample and score in one precision."""
+    rng = np.random.default_rng(0)
+    weights = {
+        name: ((len(dims) == 1) + 0.1 * rng.normal(size=dims)).astype(np.float32)
+        for name, dims in mapping_for(EXPERTS).hf_tensors().items()
+    }
+    settings = Settings.model_validate(
+        {
+            "device": "cpu",
+            "model": {"path": str(write_weights(folder / "model", EXPERTS, weights))},
+            "data": {"path": "unused", "max_prompt_tokens": 64},
+            "precision": {"dtype": dtype},
+            "optimizer": {"distributed": False},
+            "training": {"router_replay": "rollout"},
+            "rollout": {"prompts_per_step": 16, "max_response_tokens": 128},
+            "engine": {
+                "max_sequences": 64,
+                "kv_cache_gib": 0.25,
+                "cpu_threads": 1,
+                "arguments": ["--skip-tokenizer-init"],
+            },
+        }
+    )
+    return Row(**on_ranks(1, _score, settings, _sample(settings, folder, EXPERTS, responses)))
+
+
+def _sample(settings: Settings, folder: Path, shape: ModelShape, responses: int) -> list[Trajectory]:
+    """Responses of a real engine with the checkpoint's weights, with routes."""
+    from rpg_megatron.engine.client import (
+        EngineClient,  # not at the top: ``precisions`` needs no engine's packages
+    )
+    from tests.support.engine import running_engines
+
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, shape.vocab_size, n).astype(np.int32) for n in PROMPTS]
+
+    async def ask(socket: Path, token: str) -> list[Any]:
+        client = EngineClient(0, socket, token, timeout=1800, experts=shape.experts)
+        options = {"max_tokens": settings.rollout.max_response_tokens, "temperature": 1.0}
+        requests = [client.generate(p, n=responses, seed=1000 * i, **options) for i, p in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*requests)
+        finally:
+            await client.close()
+
+    with running_engines(folder, [settings], weights="checkpoint") as (engine,):
+        groups = asyncio.run(ask(engine.process.socket, engine.token))
+    trajectories = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for sample in group:
+            t = trajectory_of(np.concatenate([prompt, sample.tokens]), len(prompt), len(trajectories))
+            t.behaviour, t.routes = sample.logprobs, sample.routes
+            trajectories.append(t)
+    return trajectories
+
+
+def _score(device: torch.device, settings: Settings, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """On a trainer rank: the fields of a row."""
+    from rpg_megatron.policy.model import start_mesh
+    from rpg_megatron.policy.router_replay import count_changes
+    from tests.support.rank_policy import checkpoint_policy
+
+    mesh = start_mesh(settings.parallel)
+    policy = checkpoint_policy(settings, mesh, device)
+    assert policy.replayed is not None
+    packs = [policy.pack(trajectories[i : i + 16]) for i in range(0, len(trajectories), 16)]
+    for pack in packs:
+        assert pack.packed.routes is not None
+        pack.packed.routes.start_counting()
+
+    def gaps(packs: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
+        for pack, values in zip(packs, policy.logprobs(packs), strict=True):
+            for t, logp in pack.split(values[0]):
+                yield np.abs(logp.numpy().astype(np.float64) - t.behaviour)
+
+    replayed = np.concatenate(list(gaps(packs)))
+    changes = count_changes(packs, policy.replayed, mesh)
+    own = np.concatenate(list(gaps([pack.without_routes() for pack in packs])))
+    return {
+        "tokens": len(own),
+        "changed": changes["routes/changed"],
+        "changed_tokens": changes["routes/changed_tokens"],
+        "own": (own.mean(), np.quantile(own, 0.99), own.max()),
+        "replayed": (replayed.mean(), np.quantile(replayed, 0.99), replayed.max()),
+    }
+
+
+if __name__ == "__main__":
+    main(__doc__, precisions, replay)

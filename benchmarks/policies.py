@@ -1,0 +1,221 @@
+"""Models of known sizes with random weights, policies and batches for them, and ranks: for several
+benchmarks.
+
+On a GPU no checkpoint is needed for a policy: its weights are Megatron's random ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from safetensors.torch import save_file
+
+from benchmarks.setup import QUICKSTART
+from rpg_megatron.checkpoints.hf_export import group_shards
+from rpg_megatron.checkpoints.hf_files import INDEX
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.config import Settings
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.model import Mesh, start_mesh
+from rpg_megatron.policy.policy import Policy
+from rpg_megatron.system.dtypes import torch_dtype
+from tests.support.ranks import free_port
+from tests.support.tiny_models import config_of
+
+QWEN3 = ModelShape(
+    family="qwen3",
+    num_layers=36,
+    hidden_size=2560,
+    ffn_hidden_size=9728,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    tied_embeddings=True,
+    qk_norm=True,
+    qkv_bias=False,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=40960,
+    dtype="bfloat16",
+)
+SMALL_HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+SHAPES = {
+    "0.6b": replace(QWEN3, num_layers=28, hidden_size=1024, ffn_hidden_size=3072, num_heads=16),
+    "4b": QWEN3,
+    "8b": replace(QWEN3, hidden_size=4096, ffn_hidden_size=12288, tied_embeddings=False),
+    "29m": replace(
+        QWEN3,
+        num_layers=8,
+        hidden_size=512,
+        ffn_hidden_size=1536,
+        vocab_size=4096,
+        tied_embeddings=False,
+        **SMALL_HEADS,
+    ),
+    "tiny": replace(
+        QWEN3,
+        num_layers=2,
+        hidden_size=128,
+        ffn_hidden_size=256,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        vocab_size=512,
+    ),
+}
+"""Qwen3's sizes, by name."""
+
+
+def write_checkpoint(folder: Path, shape: ModelShape, seed: int = 0, *, file_bytes: int = 1 << 40) -> Path:
+    """A Hugging Face checkpoint of a shape with random weights, and the quickstart's tokenizer.
+
+    file_bytes: size of its files, except that a tensor is not divided.
+    """
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(QUICKSTART / "model" / name, folder)
+    eos = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    config = config_of(shape) | {"eos_token_id": eos, "pad_token_id": eos}
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    shapes, dtype = mapping_for(shape).hf_tensors(), torch_dtype(shape.dtype)
+    numbers = {name: number for number, name in enumerate(shapes)}
+    sizes = {name: dtype.itemsize * torch.Size(dims).numel() for name, dims in shapes.items()}
+    weight_map: dict[str, str] = {}
+    with ThreadPoolExecutor(8) as pool:  # torch makes normal numbers on one thread, a minute for 4B of them
+        for names in group_shards(sizes, file_bytes):
+            seeds = [[seed, numbers[name]] for name in names]
+            tensors = pool.map(_random, (shapes[n] for n in names), seeds)
+            file = f"model-{len(set(weight_map.values()))}.safetensors"
+            weights = {name: tensor.to(dtype) for name, tensor in zip(names, tensors, strict=True)}
+            save_file(weights, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def _random(dims: Sequence[int], seed: list[int]) -> torch.Tensor:
+    """Ones for a norm or a bias, else normal numbers."""
+    if len(dims) == 1:
+        return torch.ones(dims)
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(dims, np.float32)).mul_(0.02)
+
+
+def start(device: str) -> tuple[torch.device, Mesh]:
+    """This process as the only rank. Call it once, first."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    place = start_device(device)
+    start_process_group(place)
+    return place, start_mesh(ParallelSettings())
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function(device, *arguments)`` on new processes joined over gloo; returns rank 0's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result"
+        torch.multiprocessing.spawn(_be_rank, (world, free_port(), file, function, arguments), nprocs=world)
+        return pickle.loads(file.read_bytes())
+
+
+def _be_rank(
+    rank: int, world: int, port: int, file: Path, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    device = start_device("cpu")
+    start_process_group(device)
+    result = function(device, *arguments)
+    if rank == 0:
+        file.write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def precision_of(name: str) -> dict[str, Any]:
+    """Settings of a precision by name: fp32, bf16, or an FP8 recipe, with ``+params`` for FP8 parameters."""
+    if name in ("fp32", "bf16"):
+        return {"dtype": {"fp32": "float32", "bf16": "bfloat16"}[name]}
+    recipe, _, params = name.partition("+")
+    return {"dtype": "bfloat16", "fp8": {"recipe": recipe, "parameters": params == "params"}}
+
+
+def build(
+    shape: ModelShape,
+    mesh: Mesh,
+    device: torch.device,
+    precision: str,
+    folder: Path | None = None,
+    **sections: Any,
+) -> Policy:
+    """A policy with the weights of a checkpoint; without one random, the same for each seed and device."""
+    settings = Settings.model_validate(
+        {
+            "model": {"path": str(folder or "-")},
+            "data": {"path": "-"},
+            "device": device.type,
+            "precision": precision_of(precision),
+            "objective": {"clip": None},
+            **sections,
+        }
+    )
+
+    def load(policy: Policy) -> None:
+        if folder:
+            params = policy.loadable_parameters()
+            load_hf_weights(folder, params, mapping_for(shape), tensor=1, tensor_rank=0, vocab_multiple=1)
+
+    return Policy(settings, shape, mesh, device, load)
+
+
+def forget() -> None:
+    """Free the memory of policies that were dropped."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def batch_of(lengths: Sequence[int], vocab: int, prompt: int = 8, seed: int = 0) -> list[Trajectory]:
+    """Random sequences of these lengths in tokens."""
+    rng = np.random.default_rng(seed)
+    sequences = [rng.integers(0, vocab, length).astype(np.int32) for length in lengths]
+    return [trajectory_of(tokens, prompt, number, vocab) for number, tokens in enumerate(sequences)]
+
+
+def trajectory_of(tokens: np.ndarray, prompt: int, number: int = 0, vocab: int = 10_000) -> Trajectory:
+    """A response of length ``len(tokens) - prompt``, each token with the log-prob of a uniform policy."""
+    response = tokens[prompt:]
+    uniform = np.full(len(response), -np.log(vocab), np.float32)
+    return Trajectory(
+        prompt_id=number,
+        sample=0,
+        group=number,
+        prompt=tokens[:prompt],
+        response=response,
+        behaviour=uniform,
+        old=uniform,
+        anchor=uniform,
+        versions=np.zeros(len(response), np.int32),
+        finish="length",
+        text="",
+        advantage=(-1.0) ** number,
+    )

