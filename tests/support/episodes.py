@@ -68,12 +68,18 @@ async def told(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episo
     return Episode(1.0 if found == ("What is 1+1?", "2", {"level": 3}, 64, "amc", "ab") else -1.0)
 
 
+at_work = asyncio.Event()
+"""Set by a test when an engine works on the turns that ``impatient`` gives up."""
+given_up: list[int] = []
+"""Seeds of the samples whose turn was given up."""
+
+
 async def impatient(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
-    """Gives a turn up while an engine works on it, then asks for it again."""
-    given_up = asyncio.ensure_future(generate(task.prompt + BETWEEN))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    given_up.cancel()
-    await asyncio.wait([given_up])
+    """Gives a turn up while an engine works on it, then asks for another."""
+    turn = asyncio.ensure_future(generate(task.prompt + BETWEEN))
+    await at_work.wait()
+    turn.cancel()
+    await asyncio.wait([turn])
+    given_up.append(task.seed)
     await generate(task.prompt)
     return Episode()

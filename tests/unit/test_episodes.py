@@ -26,6 +26,7 @@ from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.custom_code import find_problem
+from tests.support import episodes
 from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer
 
@@ -133,8 +134,22 @@ def test_neither_timing_nor_failures_change_a_response(config_file: Path, tmp_pa
         assert sum(engine.answered for engine in engines) == 9
 
 
+class BusyEngine(Engine):
+    """Works on the turns of three samples until all of them are given up."""
+
+    async def generate(self, prompt: np.ndarray, *, n: int, **request: Any) -> list[Sample]:
+        samples = await super().generate(prompt, n=n, **request)
+        if self.answered == 3:
+            episodes.at_work.set()
+        while len(episodes.given_up) < 3:
+            await asyncio.sleep(0.001)
+        return samples
+
+
 def test_a_turn_that_was_given_up_leaves_nothing(config_file: Path, tmp_path: Path) -> None:
-    engine = Engine(random.Random(1))
+    engine = BusyEngine(random.Random(1))
+    episodes.at_work = asyncio.Event()
+    episodes.given_up.clear()
     settings = make_settings(config_file, "tests.support.episodes:impatient")
     group, _ = sample(settings, [engine], tmp_path)
     assert sum(r["n"] for r in engine.requests) == 2 * 3
