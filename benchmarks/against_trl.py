@@ -21,6 +21,7 @@ grader and no more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -32,6 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
+
+import psutil
 
 from benchmarks.setup import (
     QUICKSTART,
@@ -190,7 +193,8 @@ def watch_processes(pid: int) -> tuple[Watch[float], Watch[int]]:
     def cpu() -> float:
         with lock:
             for process in process_tree(pid):
-                used[process.pid, process.create_time()] = sum(process.cpu_times()[:2])
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    used[process.pid, process.create_time()] = sum(process.cpu_times()[:2])
             return sum(used.values())
 
     def memory() -> int:

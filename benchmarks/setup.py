@@ -37,6 +37,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
 CONFIG = QUICKSTART.with_suffix(".yaml")
@@ -211,10 +213,8 @@ def seconds(
     return statistics.median(taken)
 
 
-def process_tree(pid: int) -> list[Any]:
+def process_tree(pid: int) -> list[psutil.Process]:
     """A process and all that descend from it and live."""
-    import psutil
-
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return []
@@ -222,8 +222,6 @@ def process_tree(pid: int) -> list[Any]:
 
 def cpu_seconds(pid: int, *, tree: bool = True) -> float:
     """User and system time of a process, or of all of its tree, so far."""
-    import psutil
-
     total = 0.0
     for process in process_tree(pid) if tree else [psutil.Process(pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -235,6 +233,10 @@ def memory_of(pid: int, key: str, file: str = "status") -> int:
     """A size in /proc/PID/status, such as VmHWM or RssAnon, in bytes."""
     text = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8")
     return 1024 * int(text.partition(f"\n{key}:")[2].split()[0])
+
+
+_ENDED = (OSError, ValueError, IndexError, psutil.Error, subprocess.SubprocessError)
+"""What reading a process's figures raises if it ends meanwhile: there is one sample less."""
 
 
 class Watch[T]:
@@ -253,7 +255,7 @@ class Watch[T]:
 
     def _run(self) -> None:
         while not self._ended.wait(self._every):
-            with contextlib.suppress(OSError, ValueError):  # a process that ends meanwhile
+            with contextlib.suppress(*_ENDED):
                 self.samples.append((time.time(), self._read()))
 
     def __exit__(self, *_: object) -> None:
