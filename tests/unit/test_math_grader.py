@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_megatron.config.reward import OverlongSettings, RewardSettings
+from rpg_megatron.config.reward import BUILT_IN_REWARDS, OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
-from rpg_megatron.rewards.extraction import WINDOW, find_answer
+from rpg_megatron.rewards.extraction import STYLES, WINDOW, find_answer
 from rpg_megatron.rewards.grader import grade_by_rules
 from rpg_megatron.rewards.normalize import canonical
 from rpg_megatron.rewards.quantity import as_number
@@ -118,6 +118,10 @@ def test_numbers_are_capped_and_plain() -> None:
         assert as_number(text) is None
 
 
+def test_every_style_is_a_built_in_reward() -> None:
+    assert set(BUILT_IN_REWARDS) == set(STYLES)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.text(
@@ -125,7 +129,7 @@ def test_numbers_are_capped_and_plain() -> None:
     )
 )
 def test_no_text_raises(text: str) -> None:
-    for style in ("answer_line", "boxed", "gsm8k", "auto"):
+    for style in STYLES:
         grade_by_rules(find_answer(text, style), text)
         grade_by_rules(find_answer("Answer: " + text, style), text or "x")
     canonical(text)
@@ -151,7 +155,7 @@ def test_a_number_is_the_same_however_it_is_spelt(a: int, b: int) -> None:
 def test_hostile_repetition_is_quick(piece: str) -> None:
     text = piece * 20_000
     start = time.process_time()
-    for style in ("answer_line", "boxed", "gsm8k", "auto"):
+    for style in STYLES:
         grade_by_rules(find_answer("Answer: " + text, style), text[:2000])
     assert time.process_time() - start < 1.0
 
