@@ -238,9 +238,8 @@ def measure_replay(folder: Path, dtype: str, responses: int = 16) -> Row:
 
 def _sample(settings: Settings, folder: Path, shape: ModelShape, responses: int) -> list[Trajectory]:
     """Responses of a real engine with the checkpoint's weights, with routes."""
-    from rpg_megatron.engine.client import (
-        EngineClient,  # not at the top: ``precisions`` needs no engine's packages
-    )
+    # Not at the top: ``precisions`` needs no engine's packages.
+    from rpg_megatron.engine.client import EngineClient
     from tests.support.engine import running_engines
 
     rng = np.random.default_rng(1)
