@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing.process
 import os
@@ -176,6 +177,7 @@ def _be_rank(worker: str, arguments: list[str], environment: dict[str, str], log
     os.environ.update(environment)
     sys.argv = [worker, *arguments]
     torch.set_num_threads(1)
+    gc.freeze()  # a collection would look through, and copy, all that the parent has imported
     runpy.run_module(worker, run_name="__main__", alter_sys=True)
 
 
