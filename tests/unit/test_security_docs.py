@@ -66,7 +66,7 @@ limit: needs GPUs, another kernel or another machine
   TCP at an address of the node that NCCL chooses
   keeps it there | TCP or InfiniBand
   a number from the ranks' store
-  up to 3 on a GPU
+  the same on a GPU
 unit/test_security_docs.py::test_packages_are_pinned
   yes, pinned in `requirements/`
   they are not in the pins
