@@ -66,7 +66,7 @@ limit: needs GPUs, another kernel or another machine
   TCP at an address of the node that NCCL chooses
   keeps it there | TCP or InfiniBand
   a number from the ranks' store
-  up to 3 on a GPU
+  the same on a GPU
 unit/test_security_docs.py::test_packages_are_pinned
   yes, pinned in `requirements/`
   they are not in the pins
@@ -263,9 +263,9 @@ integration/test_slurm.py::test_a_warned_run_is_requeued_and_goes_on_to_its_end
 distributed/test_control_group.py::test_a_rank_alone_listens_on_no_port
   a trainer rank alone | none
 distributed/test_control_group.py::test_ranks_exchange_values_and_read_no_pickles
-  a port for each process group ([below]
+  each process listens at ports ([below]
   connect to gloo's ports on loopback
-  about 23 on a CPU
+  one, for all of its process groups
   What trainer ranks tell each other is msgpack
 distributed/test_weight_fan_out.py::test_links_are_made_at_the_same_time
   one for each link between a rank and an engine worker
