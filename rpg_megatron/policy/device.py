@@ -1,8 +1,8 @@
 """Prepares a process to run Megatron-Core on its device, GPU or CPU, and joins the process group.
 
 Megatron-Core 0.19 calls CUDA in many places. On a machine without a GPU, these entry points are redirected to
-the CPU, once, before anything of Megatron is built; on a GPU they are not. On both, torch's gloo groups share
-their devices. Only this module contains such redirections.
+the CPU, once, before anything of Megatron is built. On a GPU nothing is changed. Only this module contains
+such redirections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.cluster import RENDEZVOUS_VARIABLE
-from rpg_megatron.system.collectives import TIMEOUT, control_group, host_backend
+from rpg_megatron.system.collectives import TIMEOUT, control_group, host_backend, share_gloo_devices
 
 
 class _Redirect(torch.overrides.TorchFunctionMode):
@@ -112,32 +112,10 @@ def start_process_group(device: torch.device) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "nccl" if device.type == "cuda" else host_backend(world)
     if world > 1:
-        _share_gloo_devices()
+        share_gloo_devices()
     store = _open_store(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     control_group()
-
-
-def _share_gloo_devices() -> None:
-    """Let all gloo groups of this process use the same devices, one for each interface.
-
-    Each device has a port and a thread that wakes up 100 times per second. Torch creates devices for every
-    group, and Megatron creates dozens of groups: 60 take a tenth of a core per rank when idle. ``new_group``
-    passes no options to the class, so its constructor is replaced.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    shared = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
-    plain = gloo.__init__
-
-    def init(self: Any, store: dist.Store, rank: int, size: int, *given: Any, **timeout: Any) -> None:
-        if not given and timeout:
-            options = gloo._Options()
-            options._devices, options._threads, options._timeout = shared, 2 * len(shared), timeout["timeout"]
-            given, timeout = (options,), {}
-        plain(self, store, rank, size, *given, **timeout)
-
-    gloo.__init__ = init
 
 
 def _open_store(rank: int) -> dist.Store:

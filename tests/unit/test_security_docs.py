@@ -272,7 +272,7 @@ distributed/test_weight_fan_out.py::test_links_are_made_at_the_same_time
 unit/test_shared_memory_transport.py::test_folder_must_be_private_and_memory_must_suffice
 integration/test_rollout_engine.py::test_every_route_asks_for_the_token_and_errors_name_the_engine
   On a single node they **cannot**
-  13 on a CPU
+  one for all of vLLM's groups
 unit/test_scratch_dirs.py::test_folders_of_dead_runs_go_and_those_of_living_ones_stay
   need a shorter path | 0700; removed at the end
   `/dev/shm/rpg-*` | 0700; removed in the same way

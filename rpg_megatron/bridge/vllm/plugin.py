@@ -50,6 +50,7 @@ from rpg_megatron.bridge.vllm.route_capture import capture_routes
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.system.collectives import share_gloo_devices
 
 BACKEND = "rpg_pull"
 
@@ -353,6 +354,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
     if BRIDGE_VARIABLE in os.environ:
         _use_file_rendezvous()
+        share_gloo_devices()
 
 
 def _use_file_rendezvous() -> None:
