@@ -67,7 +67,7 @@ def share_gloo_devices() -> None:
 
 @cache
 def _gloo_devices(pid: int) -> list[Any]:
-    """The devices that torch would create. pid: this process's, because a fork does not copy their threads."""
+    """The devices that torch would create. pid: this process's; a fork does not copy their threads."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
