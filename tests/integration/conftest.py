@@ -12,7 +12,8 @@ import pytest
 
 from rpg_megatron.config import load_settings
 from tests.support.commands import Command
-from tests.support.engine import FORKED, Service, install_plugin, running_service
+from tests.support.engine import Service, running_service
+from tests.support.forking import forked_starts
 from tests.support.launcher import Launch, living, wait_for
 from tests.support.runs import QUICKSTART, SERVED
 from tests.support.slurm import Slurm, start_slurm
@@ -52,12 +53,10 @@ def launch(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Launch]]
         wait_for(lambda one=one: not living(one.stand_ins()), 20)
 
 
-@pytest.fixture(scope="module")
-def forked_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines that commands of this module start take half the time (``tests/support/engine``)."""
-    folder = install_plugin(tmp_path_factory.mktemp("plugin"), "forked", FORKED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+@pytest.fixture(name="forked_starts", scope="module")
+def _forked_starts() -> Iterator[None]:
+    """Processes that this module starts are forked from one that has imported their packages."""
+    with forked_starts():
         yield
 
 

@@ -36,7 +36,7 @@ from tests.support.audit_faults import (
 from tests.support.engine import Service, running_service
 from tests.support.runs import QUICKSTART
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
+pytestmark = pytest.mark.usefixtures("forked_starts")
 MODEL = QUICKSTART.parent / "quickstart" / "model"
 
 

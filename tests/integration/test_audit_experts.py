@@ -25,7 +25,7 @@ from tests.support.audit_faults import (
 from tests.support.engine import running_service
 from tests.support.runs import QUICKSTART_MOE
 
-pytestmark = [pytest.mark.usefixtures("forked_engines"), pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.long, pytest.mark.timeout(1800)]
 MODEL = QUICKSTART_MOE.parent / "quickstart" / "moe_model"
 BLOCK = "model.layers.2.mlp"
 MATRICES = ("gate_proj", "up_proj", "down_proj")

@@ -13,11 +13,13 @@ import shutil
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Command, wait_for_our_code
+from tests.support.forking import forked_starts
 
 
 def cuda_is_here() -> bool:
@@ -170,16 +172,15 @@ def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
     [
         pytest.param(signal.SIGTERM, 75, "spawned", marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, "spawned", marks=pytest.mark.long),
-        (signal.SIGKILL, -signal.SIGKILL, "forked"),  # three imports of vLLM fewer
+        (signal.SIGKILL, -signal.SIGKILL, "forked"),
     ],
 )
 def test_a_signal_when_the_engine_is_up(
-    command, config_file: Path, request, number: signal.Signals, code: int, start: str
+    command, config_file: Path, number: signal.Signals, code: int, start: str
 ):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
-    if start == "forked":
-        request.getfixturevalue("forked_engines")
-    one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
+    with forked_starts() if start == "forked" else nullcontext():
+        one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
     one.wait_for_output("step 2/100000", 500)
     files = one.shared_memory()
     # vLLM's workers share memory only in its build for AVX-512.

@@ -36,7 +36,6 @@ from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig
 from tests.support.bridge_trainers import state_dict
-from tests.support.engine import FORKED
 from tests.support.megatron_shards import grid, stage_values
 
 MODEL = "qwen2, tied"
@@ -330,7 +329,7 @@ def test_two_engine_workers(tmp_path, tied):
 @pytest.mark.parametrize(("stand_in", "mode"), [(IN_PLACE, "slices"), (WHOLE, "whole")])
 def test_other_ways_into_the_engine(tmp_path, stand_in, mode):
     with (
-        bridge_engines(tmp_path, "qwen3, tied", [1], [FORKED, stand_in]) as (engine,),
+        bridge_engines(tmp_path, "qwen3, tied", [1], [stand_in]) as (engine,),
         running_rig(tmp_path, engine) as rig,
     ):
         check_two_syncs(rig, mode)

@@ -29,7 +29,7 @@ from tests.support.commands import Command, read_proc_file
 from tests.support.run_checkpoints import write_step
 from tests.support.runs import find_core
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
+pytestmark = pytest.mark.usefixtures("forked_starts")
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 N, FEWER = 4, 2
 """Responses per problem of the sets ``a`` and ``sums``."""

@@ -31,12 +31,26 @@ import pytest
 
 from tests.long_results import code_commit, put_row
 from tests.support.ahead_runs import compare_ahead, count_mixed
-from tests.support.engine import FORKED, install_plugin
+from tests.support.engine import install_plugin
 from tests.support.kills import KilledRun, draw
 from tests.support.watched_runs import AHEAD, LAYOUTS, Reference, leave_alone, private_tmp
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
+FORKED = """
+import os
+from vllm.platforms.cpu import CpuPlatform
+
+def register():
+    plain = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls, config):
+        plain(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+"""
+"""A plug-in: on a CPU vLLM spawns its core and workers to bind their threads; ours are not bound."""
 RUNS = [(seed, layout) for layout in LAYOUTS for seed in range(6 if layout == AHEAD else 12)]
 
 

@@ -36,7 +36,7 @@ from rpg_megatron.system import process_groups
 from tests.support.runs import QUICKSTART, STEPS, Run, cores_of, flip, kill, signal_all
 
 # A busy machine takes minutes to start an engine.
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_engines")]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("forked_starts")]
 
 
 @pytest.fixture(scope="module")

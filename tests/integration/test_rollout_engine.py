@@ -90,7 +90,7 @@ def settings(folder: Path, exported: Path) -> Settings:
 @pytest.fixture(scope="module")
 def engine(folder: Path, settings: Settings) -> Iterator[Engine]:
     """Started as users start it, its processes spawned."""
-    with running_engines(folder, [settings], plugins=[], weights="checkpoint") as (engine,):
+    with running_engines(folder, [settings], weights="checkpoint", fresh=True) as (engine,):
         yield engine
 
 
@@ -365,7 +365,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path,
     says = r"^engine 0 ended while starting: \S*SafetensorError: .*; the end of "
     with (
         pytest.raises(UserError, match=says),
-        running_engines(tmp_path, [settings_in(tmp_path, model)], plugins=[], weights="checkpoint"),
+        running_engines(tmp_path, [settings_in(tmp_path, model)], weights="checkpoint", fresh=True),
     ):
         pass
 

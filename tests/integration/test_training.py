@@ -163,7 +163,7 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     assert any((before[k] != v.float()).any() for k, v in model.state_dict().items()), "nothing was learnt"
     settings = load_settings(QUICKSTART, [f"model.path={export}", "engine.kv_cache_gib=0.25"])
     prompt = read_rollouts(run / "rollouts" / "step_000002.parquet")[0].prompt
-    with running_engines(tmp_path, [settings], plugins=[], weights="checkpoint") as (engine,):
+    with running_engines(tmp_path, [settings], weights="checkpoint", fresh=True) as (engine,):
         samples = ask(EngineClient(0, engine.process.socket, engine.token, timeout=120), prompt, 4)
     for sample in samples:
         whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)

@@ -26,7 +26,7 @@ from transformers import (
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings
 from tests.support.bridge_trainers import PublishingRanks, start_trainers, state_dict
-from tests.support.engine import FORKED, Engine, running_engines
+from tests.support.engine import Engine, running_engines
 from tests.support.ranks import run_ranks
 
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
@@ -144,7 +144,7 @@ class Rig:
 
 @contextmanager
 def bridge_engines(
-    folder: Path, name: str, tensors: Sequence[int], plugins: Sequence[str] = (FORKED,)
+    folder: Path, name: str, tensors: Sequence[int], plugins: Sequence[str] = ()
 ) -> Iterator[list[Engine]]:
     """Engines with random weights of their own, one for each number of workers; the model in ``model``."""
     make_model(name, folder / "model")

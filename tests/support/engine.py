@@ -1,10 +1,4 @@
-"""Real vLLM engines for tests: one way to start them, what to ask them by hand, ranks that train against one.
-
-Almost all of an engine's start is Python importing vLLM, twice for one worker and four times for two: vLLM
-spawns its core and workers on a CPU, in order to bind their threads, which ours are not. ``FORKED`` has it
-fork them instead, as it does by default on a GPU: half a start and less. Tests of how an engine starts and
-what it leaves behind do without.
-"""
+"""Real vLLM engines for tests: one way to start them, questions by hand, ranks that train against one."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,21 +26,8 @@ from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from rpg_megatron.system.process_groups import leftover_segments, members
+from tests.support.forking import forked_starts
 from tests.support.ranks import run_to_end
-
-FORKED = """
-import os
-from vllm.platforms.cpu import CpuPlatform
-
-def register():
-    plain = CpuPlatform.check_and_update_config.__func__
-
-    def check(cls, config):
-        plain(cls, config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    CpuPlatform.check_and_update_config = classmethod(check)
-"""
 
 
 def install_plugin(folder: Path, name: str, code: str) -> Path:
@@ -118,11 +99,13 @@ def running_engines(
     folder: Path,
     settings: Sequence[Settings],
     *,
-    plugins: Sequence[str] = (FORKED,),
+    plugins: Sequence[str] = (),
     weights: Literal["dummy", "checkpoint"] = "dummy",
+    fresh: bool = False,
 ) -> Iterator[list[Engine]]:
     """Engines that share a bridge folder and a token, started at the same time; nothing of them is left.
 
+    fresh: start them as the launcher does, not by fork (``tests/support/forking``).
     Logs go to ``folder``; sockets and weights do not, whose paths must be short and whose place is memory.
     """
     token = secrets.token_urlsafe(16)
@@ -147,7 +130,8 @@ def running_engines(
                 weights=weights,
                 extra={"PYTHONPATH": os.pathsep.join(map(str, paths))},
             )
-            process.start()
+            with nullcontext() if fresh else forked_starts():
+                process.start()
             assert process.pid is not None
             reaper.guard_group(process.pid)
             stack.callback(_end, process, process.pid)
@@ -201,7 +185,7 @@ def running_service(folder: Path, settings: Settings) -> Iterator[Service]:
         (folder / "config.yaml").write_text(settings.to_yaml())
         work = engine.process.socket.parent
         command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), str(work)]
-        with (folder / "sampler.log").open("w") as log:
+        with (folder / "sampler.log").open("w") as log, forked_starts():
             sampler = subprocess.Popen(
                 [*command, str(engine.bridge)],
                 env=os.environ | {TOKEN_VARIABLE: engine.token},
