@@ -35,9 +35,14 @@ from rpg_megatron.commands.convert import command
 from rpg_megatron.commands.convert.processes import LOGITS, ConvertProcesses
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from tests.support.forking import fresh_starts
+from tests.support.launcher import wait_for
 from tests.support.megatron_shards import megatron_value
 from tests.support.run_checkpoints import write_step
+from tests.support.runs import signal_all
 from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, WIDE, make_model
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 ROOT = Path(__file__).parents[2]
 MARK = "RPG_TEST_MARK"
@@ -425,23 +430,31 @@ def marked(mark: str) -> list[int]:
 
 @pytest.fixture
 def stopped_at(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
-    """Start a conversion, signal it when standard error says a word; gives exit code and children left."""
+    """Start a conversion, signal it while it starts or while it writes: exit code and children left."""
     mark = uuid.uuid4().hex
 
-    def stop(word: str, number: signal.Signals) -> tuple[int, list[int]]:
+    def stop(while_it_writes: bool, number: signal.Signals) -> tuple[int, list[int]]:
         command = [sys.executable, ROOT / "tools" / "hf_to_megatron.py", "--tp", "2"]
-        process = subprocess.Popen(
-            [*command, "--hf", pair[0], "--out", tmp_path / "out"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {MARK: mark},
-        )
+        with fresh_starts():
+            process = subprocess.Popen(
+                [*command, "--hf", pair[0], "--out", tmp_path / "out"],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {MARK: mark},
+            )
         assert process.stderr is not None
-        while word not in process.stderr.readline():
-            assert process.poll() is None, f"ended before it said {word}"
-        while len(marked(mark)) < 3:
-            assert process.poll() is None, "ended before its ranks were there"
+        while "starting" not in process.stderr.readline():
+            assert process.poll() is None, "ended before it started its ranks"
+        wait_for(lambda: len(marked(mark)) >= 3, 60)  # the ranks import Megatron
+        if while_it_writes:
+            everyone = marked(mark)
+            while not (tmp_path / ".out.incomplete" / "result" / "release").exists():
+                assert process.poll() is None, "ended before it wrote"
+            signal_all(everyone, signal.SIGSTOP)
+            assert not (tmp_path / "out").exists(), "the conversion was over before it was stopped"
         process.send_signal(number)
+        if while_it_writes:
+            signal_all(everyone, signal.SIGCONT)
         process.stderr.read()
         code = process.wait(60)
         deadline = time.monotonic() + 20
@@ -455,14 +468,14 @@ def stopped_at(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("word", "number", "code"),
-    [("reading", signal.SIGINT, 130), ("starting", signal.SIGTERM, 143)],
+    ("while_it_writes", "number", "code"),
+    [(True, signal.SIGINT, 130), (False, signal.SIGTERM, 143)],
     ids=["Ctrl-C", "SIGTERM"],
 )
 def test_an_interrupted_conversion_leaves_nothing(
-    stopped_at: Any, tmp_path: Path, word: str, number: signal.Signals, code: int
+    stopped_at: Any, tmp_path: Path, while_it_writes: bool, number: signal.Signals, code: int
 ) -> None:
-    assert stopped_at(word, number) == (code, [])
+    assert stopped_at(while_it_writes, number) == (code, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -487,7 +500,7 @@ def test_a_signal_waits_until_no_child_is_half_known(pair: tuple[Path, Path], tm
 def test_a_killed_conversion_leaves_one_folder_that_the_next_removes(
     stopped_at: Any, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    assert stopped_at("reading", signal.SIGKILL) == (-9, [])
+    assert stopped_at(True, signal.SIGKILL) == (-9, [])
     assert [f.name for f in tmp_path.iterdir()] == [".out.incomplete"]
     (tmp_path / ".out.incomplete" / "result" / "release" / "stray").write_text(
         "left by the one that was killed"

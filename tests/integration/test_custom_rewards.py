@@ -27,6 +27,8 @@ from rpg_megatron.rewards.reward import Response, Score, Scorer
 from rpg_megatron.rewards.worker_process import NoReward
 from tests.support.judges import StandInJudge, stand_in_judge
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 MODULE = """
 import asyncio, os, time
 from pathlib import Path

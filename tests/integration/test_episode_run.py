@@ -20,6 +20,8 @@ from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from tests.support.commands import Command
 from tests.support.tiny_models import CONFIGS, write_byte_model
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 ENVIRONMENT = """
 from rpg_megatron.rollout.episode import Episode
 

@@ -23,6 +23,8 @@ from tests.support.commands import read_stats
 from tests.support.launcher import wait_for
 from tests.support.report_runs import make_run
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 GOOD = [
     {"response": "Answer: 18", "answer": "18"},
     {"response": "\\boxed{\\sqrt{8}}", "answer": "2\\sqrt{2}"},

@@ -21,6 +21,8 @@ from rpg_megatron.config import UserError
 from rpg_megatron.data.rollout_files import read_rollouts
 from tests.support.report_runs import make_run
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 

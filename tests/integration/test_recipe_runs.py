@@ -20,6 +20,8 @@ import pytest
 from rpg_megatron.config import load_settings
 from tests.support.recipes import EXAMPLES, REHEARSED, shrink
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)

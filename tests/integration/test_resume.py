@@ -79,8 +79,8 @@ def test_a_run_that_meets_with_everything(
     run.wait_in_step(8)
     run.kill()
     run.start().wait_for_output(f"resuming {run.folder} from step ", 60)
-    time.sleep(random.uniform(0, 10))
-    run.warn(signal.SIGUSR1, everyone=True)  # while it starts
+    time.sleep(random.uniform(0, 1))
+    run.warn(signal.SIGUSR1, everyone=True)  # while it starts: forked, in little more than a second
     run.start()
     run.finish()
     # Killed in step 8, early in which the save of step 6 may still be under way, or soon after it.

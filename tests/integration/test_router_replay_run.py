@@ -19,6 +19,8 @@ from rpg_megatron.data.rollout_files import has_routes, read_rollouts, rollouts_
 from tests.support.commands import Command
 from tests.support.tiny_models import CONFIGS, write_byte_model
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SETTINGS = [
     "parallel.pipeline=2",
     "memory.recompute=full",

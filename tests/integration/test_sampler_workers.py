@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,12 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
+from tests.support.forking import fresh_starts
 from tests.support.same_runs import to_row
 from tests.support.sockets import listening_ports
 from tests.support.stand_in_engines import StandIns, stand_in_engines
+
+pytestmark = pytest.mark.usefixtures("forked_starts")
 
 REWARD = """
 def odd(response, answer): return len(response) % 2 == 1
@@ -50,8 +53,9 @@ def sampler(
     workers: int,
     as_bytes: bool = True,
     changes: Sequence[str] = (),
+    fresh: bool = False,
 ) -> Iterator[tuple[Sampling, StandIns]]:
-    """A sampler process over two stand-in engines."""
+    """A sampler process over two stand-in engines. fresh: not forked (``tests/support/forking``)."""
     overrides = [
         f"rollout.workers={workers}",
         "engine.replicas=2",
@@ -69,12 +73,13 @@ def sampler(
         (run / "config.yaml").write_text(settings.to_yaml())
         sockets = [engine_socket(work, i) for i in range(2)]
         with stand_in_engines(sockets, as_bytes=as_bytes) as engines, (run / "log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(run), str(work), str(work)],
-                env=os.environ | {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": f"{Path.cwd()}:{config.parent}"},
-                stdout=log,
-                stderr=log,
-            )
+            with fresh_starts() if fresh else nullcontext():
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(run), str(work), str(work)],
+                    env=os.environ | {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": f"{Path.cwd()}:{config.parent}"},
+                    stdout=log,
+                    stderr=log,
+                )
             try:
                 with SamplerClient(work / SOCKET, TOKEN) as client:
                     source = TrajectoryClient(client.addresses(), TOKEN)
@@ -143,7 +148,7 @@ def test_the_batch_does_not_depend_on_workers_or_route(
     with sampler(config_file, 1, as_bytes=False) as (json, _):
         first, state = json.step(1), json.client.state()
         assert [first, *(json.step(number) for number in (2, 3))] == expected
-    with sampler(config_file, 2) as (two, engines):
+    with sampler(config_file, 2, fresh=True) as (two, engines):
         assert len(two.workers()) == 2
         assert [listening_ports(pid) for pid in (two.pid, *two.workers())] == [[]] * 3
         for pid in (two.pid, *two.workers()):

@@ -30,6 +30,8 @@ from tests.support.engine import Service, running_engines
 from tests.support.metrics_page import missing_from_page
 from tests.support.runs import QUICKSTART, SERVED
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 LAYOUTS = {
     "TP1": [],
     "TP2": ["parallel.tensor=2"],

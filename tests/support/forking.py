@@ -1,11 +1,11 @@
 """Start the product's processes by fork from one that has imported their packages, for tests of whole runs.
 
 Most of a short run's time is Python importing torch, Megatron and vLLM, again in each process. Inside
-``forked_starts``, ``subprocess`` forks what it would start with ``python -m MODULE``, for the modules in
-``MODULES``: the commands that a test starts from a *template* that has imported everything, and their own
+``forked_starts``, ``subprocess`` forks what it would start as ``python -m MODULE``, for ``MODULES``, or from
+``tools/``: the commands that a test starts from a *template* that has imported everything, and their own
 children from themselves. Parents, groups, signals, standard streams, environment and command line, also those
-in /proc, are as after a real start. Not so: modules that this one does not need are imported too, and
-hash seeds and the state of global random generators are those of the template.
+in /proc, are as after a real start. Not so: modules that a process does not need are imported too, and hash
+seeds and the state of global random generators are those of the template.
 
 Tests of how processes start, what they import and how much memory they need do without.
 """
@@ -70,6 +70,17 @@ def forked_starts() -> Iterator[None]:
     """Within the block, ``subprocess`` starts ``MODULES`` by fork. For the main thread."""
     before = subprocess.Popen._execute_child
     _replace(_template().fork)
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = before
+
+
+@contextlib.contextmanager
+def fresh_starts() -> Iterator[None]:
+    """Within the block, which may be one of ``forked_starts``, processes start as always."""
+    before = subprocess.Popen._execute_child
+    subprocess.Popen._execute_child = _execute
     try:
         yield
     finally:
@@ -171,13 +182,16 @@ def _parse(args: Any) -> dict[str, Any] | None:
         line = words
     if Path(words[0]).name == "rpg-megatron" and Path(words[0]).is_relative_to(Path(sys.executable).parent):
         words = [sys.executable, "-P", "-m", "rpg_megatron.cli", *words[1:]]
-    if words[0] != sys.executable or len(words) < 3:
+    if words[0] != sys.executable or len(words) < 2:
         return None
     safe = words[1:2] == ["-P"]
-    option, *rest = words[2 if safe else 1 :]
-    if option != "-m" or not rest or rest[0] not in MODULES:
+    first, *rest = words[2 if safe else 1 :]
+    if first == "-m" and rest and rest[0] in MODULES:
+        module, *arguments = rest
+    elif Path(first).parent == ROOT / "tools":
+        module, arguments = first, rest
+    else:
         return None
-    module, *arguments = rest
     return {"module": module, "arguments": arguments, "line": line, "safe": safe, "death": number}
 
 
@@ -283,10 +297,11 @@ def _prepare(start: dict[str, Any], told: int) -> None:
     subprocess._active.clear()
     logging.getLogger().handlers.clear()
     logging.getLogger().setLevel(logging.WARNING)
-    sys.argv = ["-m", *start["arguments"]]
+    sys.argv = [start["module"], *start["arguments"]]
+    is_file = start["module"].endswith(".py")
     places = [p for p in start["environment"].get("PYTHONPATH", "").split(os.pathsep) if p]
     if not start["safe"] and "PYTHONSAFEPATH" not in start["environment"]:
-        places.insert(0, start["cwd"])
+        places.insert(0, str(Path(start["cwd"], start["module"]).parent) if is_file else start["cwd"])
     sys.path[:] = [*places, *(p for p in sys.path if p not in places)]
     importlib.invalidate_caches()
     gc.freeze()  # a collection would look through, and copy, all that the parent has imported
@@ -323,7 +338,10 @@ def _run(module: str) -> int:
     sys.modules.pop(module, None)
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as e:
         if isinstance(e.code, str):
             print(e.code, file=sys.stderr)
