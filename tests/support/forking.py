@@ -158,7 +158,7 @@ def _replace(fork: Callable[[dict[str, Any]], int]) -> None:
             "streams": [own if own != -1 else i for i, own in enumerate((p2cread, c2pwrite, errwrite))],
             "cwd": os.fspath(cwd or os.getcwd()),
             "environment": dict(os.environ if env is None else env),
-            "umask": umask if umask >= 0 else os.umask(os.umask(0o077)),
+            "umask": umask if umask >= 0 else _own_umask(),
             "session": session,
             "group": group,
         }
@@ -169,6 +169,12 @@ def _replace(fork: Callable[[dict[str, Any]], int]) -> None:
             self._close_pipe_fds(*pipes)
 
     subprocess.Popen._execute_child = execute_child
+
+
+def _own_umask() -> int:
+    own = os.umask(0o077)
+    os.umask(own)
+    return own
 
 
 def _parse(args: Any) -> dict[str, Any] | None:
