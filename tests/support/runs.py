@@ -205,7 +205,10 @@ def cores_of(engine: int) -> list[int]:
 
 def is_asleep(pid: int) -> bool:
     """Whether all threads of a process wait for something else than a core."""
-    states = [psutil.Process(int(t)).status() for t in os.listdir(f"/proc/{pid}/task")]
+    states = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            states.append(psutil.Process(int(thread)).status())
     return psutil.STATUS_RUNNING not in states and psutil.STATUS_DISK_SLEEP not in states
 
 
