@@ -117,7 +117,7 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (LOCK, changed("numpy==2.3.5", "numpy==2.3.4"), "numpy is not what cpu.txt has"),
         (LOCK, lambda text: f"--index-url somewhere\n{text}", "names an index"),
         (TORCH_PART, changed("2.20.2", "2.20.1"), "parts of"),
-        (PROJECT, changed("vllm==0.26.0", "vllm==0.26.1"), "vllm==0.26.1 is wanted"),
+        (PROJECT, changed("vllm==0.32.0", "vllm==0.32.1"), "vllm==0.32.1 is wanted"),
         (PROJECT, changed(">=3.12,<3.13", ">=3.13,<3.14"), "pyproject.toml 3.13"),
         ("README.md", changed("python3.12 -m venv", "python3.13 -m venv"), "README.md has Python"),
         (RECIPE, changed("python3.12-dev", "python3.11-dev"), "slurm/Dockerfile has Python"),
