@@ -61,12 +61,6 @@ RELIED_ON = [
         "plugin.register replaces it, so that workers meet in a private file",
     ),
     (
-        "config/model.py::ModelConfig.maybe_untie_word_embeddings",
-        "self",
-        "06f2aa9dc18b",
-        "plugin.register replaces the function that it asks",
-    ),
-    (
         "v1/executor/uniproc_executor.py::UniProcExecutor._distributed_args",
         "self",
         "b31bd8f29718",

@@ -351,7 +351,6 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
     if BRIDGE_VARIABLE in os.environ:
         _use_file_rendezvous()
-        _tie_as_the_config_says()
         share_gloo_devices()
 
 
@@ -369,12 +368,3 @@ def _use_file_rendezvous() -> None:
     for name in ("utils.network_utils", "v1.executor.multiproc_executor", "v1.executor.uniproc_executor"):
         if (module := sys.modules.get(f"vllm.{name}")) is not None:
             module.get_file_store_init_method = private_file  # type: ignore[attr-defined]
-
-
-def _tie_as_the_config_says() -> None:
-    """Let a model with tied embeddings have one tensor for both, as the trainer has, also if its checkpoint
-    has a second one: vLLM would give it one of its own, which no sync would write.
-    """
-    from vllm.config import model
-
-    model.checkpoint_has_lm_head = lambda *_, **__: False  # type: ignore[attr-defined, assignment]
