@@ -81,15 +81,15 @@ class _SingleRankGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return _copy(outputs, inputs, opts)
 
-    all_gather_single_coalesced = reduce_scatter_single_coalesced = alltoall
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = alltoall
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, *_: Any) -> dist.Work:
+    def alltoall_base(self, output: Tensor, given: Tensor, *_: Any) -> dist.Work:
         return _copy([output], [given])
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         return _copy([output], [given], opts)
 
-    reduce_scatter_single = all_gather_single
+    _reduce_scatter_base = _allgather_base
 
 
 def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
