@@ -15,8 +15,6 @@ import pytest
 
 from tests.support.bridge_rig import bridge_engines, check_matrix
 
-pytestmark = pytest.mark.usefixtures("forked_starts")
-
 WORLDS: dict[int, dict[str, dict[str, int]]] = {
     1: {"TP1": {}},
     2: {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}, "DP2": {"data": 2}},

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.system import process_groups
+from tests.support.forking import fresh_starts
 from tests.support.runs import QUICKSTART, STEPS, Run, cores_of, flip, kill, signal_all
 
 # A busy machine takes minutes to start an engine.
@@ -48,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> Iterator[list[Run]]:
     """Those that were started, the undisturbed one first; the end of the module ends them."""
     started = [Run(folder, "straight")]
-    started[0].start()  # starting an engine takes longest: it does so beside the first test's
+    with fresh_starts():  # the others, which are forked, are compared with it
+        started[0].start()  # starting an engine takes longest: it does so beside the first test's
     yield started
     for run in started:
         if run.now is not None:
