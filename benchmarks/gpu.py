@@ -1,5 +1,4 @@
-"""What a GPU takes: a whole colocated run, updates in FP8 against BF16, and chunked log-probs. Not yet run on
-one.
+"""What a GPU takes: a whole colocated run, updates in FP8 against BF16, and chunked log-probs.
 
 ``update`` and ``logprobs`` with ``--device cpu --shape tiny`` are dry runs; their figures mean nothing.
 """

@@ -148,7 +148,7 @@ def plan_save(
     models: the pipeline chunks of this rank, one without virtual stages. Weights keep their dtype. optimizer:
     the models' optimizer, saved as well: float32 main weights, moments, step. stage: copy what this rank
     writes to host memory, so that weights and moments may change once this returns; otherwise they must not
-    change until ``write`` is done.
+    change until ``write`` is done. On a GPU it is always copied: Megatron's writer takes host memory only.
     """
     state: dict[str, Any] = _describe(models, CONTENT)
     if optimizer is not None:
@@ -157,7 +157,7 @@ def plan_save(
         state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
     # For Megatron-LM: without a version it would assume its oldest order of QKV.
     state |= {"checkpoint_version": 3.0, "iteration": iteration}
-    if stage:
+    if stage or next(models[0].parameters()).is_cuda:
         # Megatron's staging copies GPU tensors, and CPU tensors only if they are part of a larger one: it
         # relies on a forked writer for the rest, and a fork does not copy shared memory.
         apply_factories(state)

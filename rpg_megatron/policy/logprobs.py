@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
+
+FUSE = True
+"""Whether GPUs get compiled kernels: not where their memory is simulated."""
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -53,21 +58,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = weight[: ctx.valid]
         for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            d_logits = _logits(hidden[part], rows, ctx.temperature)
-            d_logits.sub_(top[part, None]).sub_(log_total[part, None])
-            if d_entropy is not None:
-                # d entropy / d logit_j = -p_j (log p_j + entropy)
-                p = d_logits.exp()
-                d_logits.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(d_logp[part, None])
-                d_logits.mul_(p).neg_()
-                del p  # frees memory needed below
-            else:
-                d_logits.exp_().mul_(-d_logp[part, None])
             index, mine = _own(targets[part] - ctx.first, rows)
-            d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~mine, 0.0)[:, None])
-            d_logits.div_(ctx.temperature)
+            gradients = d_logp[part], None if d_entropy is None else d_entropy[part]
             # In the model's precision: float32 matrix products are many times slower on a GPU.
-            d_logits = d_logits.to(weight.dtype)
+            d_logits, d_target = _fused(_logit_gradients, rows)(
+                _logits(hidden[part], rows),
+                ctx.temperature,
+                (top[part], log_total[part], entropy[part]),
+                gradients,
+                index,
+                mine,
+                weight.dtype,
+            )
+            d_logits.scatter_(1, index[:, None], d_target[:, None])
             if d_hidden is not None:
                 torch.matmul(d_logits, rows, out=d_hidden[part])
             if d_weight is not None and weight.dtype == d_weight.dtype:
@@ -92,20 +95,73 @@ def _local_sums(
         _reduce(top, group, dist.ReduceOp.MAX)
         sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
     else:
-        logits = _logits(hidden, weight, temperature)
-        top = logits.amax(-1)
+        logits = _logits(hidden, weight)
+        top = logits.amax(-1).float().div_(temperature)
         _reduce(top, group, dist.ReduceOp.MAX)
-        logits.sub_(top[:, None])
-        place, mine = _own(index, weight)
-        picked = logits.gather(1, place[:, None])[:, 0].masked_fill(~mine, 0.0)
-        mass = logits.exp()
-        sums = torch.stack([mass.sum(-1), mass.mul_(logits).sum(-1), picked])
+        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *_own(index, weight))
     _reduce(sums, group, dist.ReduceOp.SUM)
     return top, sums
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return torch.matmul(hidden, weight.t()).float().div_(temperature)
+def _sums_of_exponentials(
+    logits: Tensor, temperature: float, top: Tensor, index: Tensor, mine: Tensor
+) -> Tensor:
+    """Of one chunk: logits [n, rows], top [n], index [n], mine [n] -> the sums of ``_local_sums`` [3, n]."""
+    z = logits.float().div_(temperature).sub_(top[:, None])
+    picked = z.gather(1, index[:, None])[:, 0].masked_fill(~mine, 0.0)
+    mass = z.exp()
+    return torch.stack([mass.sum(-1), mass.mul_(z).sum(-1), picked])
+
+
+def _logit_gradients(
+    logits: Tensor,
+    temperature: float,
+    saved: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor | None],
+    index: Tensor,
+    mine: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of one chunk's logits [n, rows], as if no row were a target's; and [n] what belongs at
+    ``index``.
+
+    saved: largest logit, log of the sum, entropy of each token. gradients: of log-probs and of entropies.
+    """
+    top, log_total, entropy = saved
+    d_logp, d_entropy = gradients
+    d_logits = logits.float().div_(temperature).sub_(top[:, None]).sub_(log_total[:, None])
+    if d_entropy is not None:
+        # d entropy / d logit_j = -p_j (log p_j + entropy)
+        p = d_logits.exp()
+        d_logits.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_logp[:, None])
+        d_logits.mul_(p).neg_()
+        del p  # frees memory needed below
+    else:
+        d_logits.exp_().mul_(-d_logp[:, None])
+    picked = d_logits.gather(1, index[:, None])[:, 0] + d_logp.masked_fill(~mine, 0.0)
+    return d_logits.div_(temperature).to(dtype), picked.div_(temperature).to(dtype)
+
+
+def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
+    """Not yet in float32 if that is left to a compiled kernel."""
+    logits = torch.matmul(hidden, rows.t())
+    return logits if _compiles(logits) else logits.float()
+
+
+def _compiles(tensor: Tensor) -> bool:
+    return FUSE and tensor.is_cuda
+
+
+def _fused(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """On a GPU, the function as a kernel or two: intermediate results in float32 would be read from and
+    written to memory ten times. Elsewhere the function itself.
+    """
+    return _compiled(function) if _compiles(tensor) else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _own(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

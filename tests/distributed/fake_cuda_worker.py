@@ -147,6 +147,13 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
         (folder / "save").mkdir()
         with report.part("save"):
             policy.plan_save(folder / "save", 1, stage=True)
+        (folder / "save_at_once").mkdir()
+        with report.part("save at once"):
+            save = policy.plan_save(folder / "save_at_once", 1, stage=False)
+        for *_, (_, tensors) in save._strategy.writer.write_buckets:
+            for item, x in tensors:
+                if x.device.type != "cpu":
+                    report.seen.fault(f"Megatron cannot write {item.index.fqn}: on {x.device}")
 
 
 def step(trainer: Trainer, report: Report) -> None:

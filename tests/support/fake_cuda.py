@@ -635,6 +635,9 @@ def _stand_in_for_kernels() -> None:
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.tensor_parallel.random as random
 
+    from rpg_megatron.policy import logprobs
+
+    logprobs.FUSE = False
     clip_grads.l2_norm_impl = lambda *_: (torch.zeros(1, device="cuda"), None)
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     random._set_cuda_rng_state = lambda *_, **__: None

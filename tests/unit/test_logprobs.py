@@ -2,16 +2,22 @@
 
 Numbers are held against float64 within twice the error of plain float32 torch: chunk sizes that do and do not
 divide the tokens, temperatures, a padded vocabulary. Allocations of tensors are watched: two chunks of logits
-at most, and never anything of the size of all tokens' logits.
+at most, and never anything of the size of all tokens' logits. What a GPU compiles is traced here, without
+kernels: no graph break, no shape that is fixed, the same bits. With torch's kernels for a CPU (long),
+numbers as near to float64.
 Not covered: the vocabulary cut over ranks (test_vocab_parallel_logprobs), real sizes (long:
-tests/distributed/test_long_context.py), what a kernel takes and gives back inside one operation.
+tests/distributed/test_long_context.py), what a kernel takes and gives back inside one operation, a GPU's
+kernels (benchmarks/gpu.py logprobs).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from rpg_megatron.policy import logprobs
 from rpg_megatron.policy.logprobs import token_logprobs
 from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
@@ -62,6 +68,50 @@ def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
     torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum().backward()
     for x, y in zip(given, exact, strict=True):
         assert ((x.grad - y.grad).norm() / y.grad.norm()).item() < 2**-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True], ids=["log-prob alone", "with entropy"])
+def test_what_a_gpu_compiles_can_be_traced(
+    dtype: torch.dtype, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[str] = []
+
+    def run() -> list[torch.Tensor]:
+        hidden, weight = (torch.randn(n, 16, generator=noise).to(dtype) for n in (70, 45))
+        given = [x.requires_grad_() for x in (hidden, weight)]
+        found = token_logprobs(
+            *given, torch.arange(70) % 41, temperature=0.7, chunk=32, vocab=41
+        )  # the last chunk is shorter
+        (found[0] + found[1] if entropy else found[0]).sum().backward()
+        return [x.detach() for x in (*found, hidden.grad, weight.grad)]
+
+    def compiled(function: Any, tensor: torch.Tensor) -> Any:
+        traced.append(function.__name__)
+        return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append("graph")
+        return graph
+
+    noise = torch.Generator().manual_seed(5)
+    plain = run()
+    monkeypatch.setattr(logprobs, "_fused", compiled)
+    monkeypatch.setattr(logprobs, "_compiles", lambda tensor: True)
+    torch.compiler.reset()
+    noise.manual_seed(5)
+    assert all(torch.equal(a, b) for a, b in zip(run(), plain, strict=True))
+    assert traced.count("graph") == 2, "one for each function, whatever the chunk's length"
+    assert set(traced) == {"graph", "_sums_of_exponentials", "_logit_gradients"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_compiled_kernels_equal_float64(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_compiles", lambda tensor: True)
+    sizes = {"vocab": 250, "tokens": 37, "width": 48, "padding": 6}
+    assert not measure_errors(**sizes, chunk=8, temperature=temperature)
+    assert not measure_errors(**sizes, chunk=64, temperature=temperature, scale=0.2)
 
 
 @pytest.mark.parametrize("known", [None, (11, 11)])
