@@ -16,7 +16,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import read_text
 
 _OPTION = re.compile(r"--[a-z0-9][\w-]*")
-_SOURCES = ("engine/arg_utils.py", "entrypoints/openai/cli_args.py")
+_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
 _LEAST = 100
 """Fewer options mean that vLLM defines them elsewhere; then nothing is checked."""
 

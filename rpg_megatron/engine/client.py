@@ -61,7 +61,7 @@ class RouteMissing(EngineError):
 
 
 class _TokenLogprob(msgspec.Struct):
-    token: str
+    token_id: int
     logprob: float
 
 
@@ -238,8 +238,7 @@ class EngineClient:
 
     def _logprobs(self, choice: _Choice) -> Floats:
         content = choice.logprobs.content if choice.logprobs else []
-        # Check that each log-prob is that of the sampled token, which the engine names "token_id:17".
-        if [entry.token for entry in content] != [f"token_id:{t}" for t in choice.token_ids]:
+        if [entry.token_id for entry in content] != choice.token_ids:
             raise self._error("returned log-probs of other tokens than it sampled")
         return np.array([entry.logprob for entry in content], np.float32)
 

@@ -141,13 +141,6 @@ def engine_environment(
     if settings.device == "cuda" and settings.precision.dtype == "float32":
         # vLLM's attention for float32 is a Triton kernel, whose matrix products would otherwise use TF32.
         environment["TRITON_F32_DEFAULT"] = "ieee"
-    tempered = settings.precision.dtype == "bfloat16" and settings.rollout.temperature != 1
-    if settings.device == "cuda" and tempered:
-        # vLLM's newer model runner divides by the temperature in bfloat16, the trainer and the older runner
-        # in float32. docs/performance.md has the effect on log-probs.
-        environment.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    if settings.training.router_replay == "rollout":
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the newer one returns no routes
     if settings.device == "cuda":
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(

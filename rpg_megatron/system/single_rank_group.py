@@ -81,15 +81,15 @@ class _SingleRankGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return _copy(outputs, inputs, opts)
 
-    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = alltoall
+    all_gather_single_coalesced = reduce_scatter_single_coalesced = alltoall
 
-    def alltoall_base(self, output: Tensor, given: Tensor, *_: Any) -> dist.Work:
+    def all_to_all_single(self, output: Tensor, given: Tensor, *_: Any) -> dist.Work:
         return _copy([output], [given])
 
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         return _copy([output], [given], opts)
 
-    _reduce_scatter_base = _allgather_base
+    reduce_scatter_single = all_gather_single
 
 
 def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:

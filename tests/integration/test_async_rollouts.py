@@ -57,7 +57,7 @@ def settings_in(folder: Path, model: Path, **changes: Any) -> Settings:
                     "kv_cache_gib": 0.25,
                     "cpu_threads": 1,
                     # Only full blocks are cached; vLLM's default on CPUs is 128 tokens.
-                    "arguments": ["--block-size=16"],
+                    "arguments": ["--block-size=32"],
                 },
             }
         )

@@ -128,7 +128,7 @@ def lose_engine_twice_and_a_rank(run: Run) -> int:
 def test_the_run_that_was_left_alone(straight: Run) -> None:
     assert "held-out accuracy" in straight.told()
     rows = straight.rows()
-    assert 0.15 < rows[0]["eval/heldout/avg@2"] < 0.7
+    assert 0.05 < rows[0]["eval/heldout/avg@2"] < 0.7  # 16 samples, each right with about a third
     assert all(row["mismatch/logp_max"] <= 1e-3 for row in rows[1:])
     assert all(row["sync/bytes"] > 0 for row in rows[1:])
     for part in (

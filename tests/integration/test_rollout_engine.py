@@ -61,6 +61,7 @@ def settings_in(folder: Path, model: Path) -> Settings:
                     "cpu_threads": 1,
                     "start_timeout": 400,
                     "request_timeout": 120,
+                    "arguments": ["--enable-scale-out"],  # for vLLM's own route, to compare with
                 },
                 "evaluation": {"data": {"path": "train.jsonl", "max_prompt_tokens": 64}, "samples": 2},
             }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -80,6 +81,11 @@ def make_model(name: str, folder: Path) -> None:
             if "norm" in key or key.endswith("bias"):
                 p.add_(0.2 * torch.randn_like(p))
     model.save_pretrained(folder)
+    if model.config.tie_word_embeddings:  # some checkpoints have the tied tensor twice
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        again = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(tensors | again, file, metadata={"format": "pt"})
 
 
 def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:

@@ -33,6 +33,8 @@ def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     """The checkpoint's weights, all changed in a way that depends on the seed."""
     g = torch.Generator().manual_seed(seed)
     weights = load_file(folder / "model.safetensors")
+    if read_model_shape(folder).tied_embeddings:
+        weights.pop("lm_head.weight", None)  # the other one again
     return {n: w + 0.05 * torch.randn(w.shape, generator=g) for n, w in weights.items()}
 
 

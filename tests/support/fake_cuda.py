@@ -63,7 +63,7 @@ _NCCL_DTYPES = {
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 }
-"""What ProcessGroupNCCL of torch 2.11 maps to a type of NCCL's."""
+"""What ProcessGroupNCCL of torch 2.13 maps to a type of NCCL's."""
 _NAMES = {
     torch.float32: "Float",
     torch.bfloat16: "BFloat16",
@@ -499,7 +499,7 @@ def _let_autograd_pass() -> None:
     The answer no is put in place of that one entry (hasPrimaryContext) of a copy of their virtual table; the
     number of the entry is that of one version of torch.
     """
-    assert torch.__version__.startswith("2.11."), "look up hasPrimaryContext in CUDAHooks' virtual table anew"
+    assert torch.__version__.startswith("2.13."), "look up hasPrimaryContext in CUDAHooks' virtual table anew"
     slot, entries = 4, 160
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv

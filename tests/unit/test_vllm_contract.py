@@ -16,7 +16,7 @@ from rpg_megatron.launcher.preflight import CPU_HEAD_DIMS
 
 VLLM = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
 
-PINNED = "0.26"
+PINNED = "0.32"
 RELIED_ON = [
     (
         "distributed/weight_transfer/base.py::WeightTransferEngine.__init__",
@@ -55,33 +55,33 @@ RELIED_ON = [
         "plugin.register",
     ),
     (
-        "utils/network_utils.py::get_distributed_init_method",
-        "ip port",
-        "92118facde4e",
+        "utils/network_utils.py::get_file_store_init_method",
+        "",
+        "eeff49146859",
         "plugin.register replaces it, so that workers meet in a private file",
     ),
     (
         "v1/executor/uniproc_executor.py::UniProcExecutor._distributed_args",
         "self",
-        "fc6d0de93de6",
+        "b31bd8f29718",
         "it calls the function that plugin.register replaces",
     ),
     (
         "v1/worker/gpu_worker.py::Worker._start_weight_update",
         "self is_draft",
-        "25af4532716e",
+        "f9099d0f4bab",
         "controller.sync_engine's order of calls; rpg_abort undoes _weight_update_active",
     ),
     (
         "v1/worker/gpu_worker.py::Worker.update_weights",
         "self update_info",
-        "e3af128535c0",
+        "72ff4add21e2",
         "the same",
     ),
     (
         "v1/worker/gpu_worker.py::Worker.finish_weight_update",
         "self",
-        "91fd0ddc359c",
+        "fb7f9b04c8ed",
         "the same",
     ),
     (
@@ -93,7 +93,7 @@ RELIED_ON = [
     (
         "model_executor/model_loader/reload/layerwise.py::_layerwise_process",
         "layer info",
-        "4cfbfa7c923c",
+        "5f70fbb4e21a",
         "_begin_reload and _finish_reload take the same steps",
     ),
     (
@@ -117,13 +117,13 @@ RELIED_ON = [
     (
         "model_executor/model_loader/reload/layerwise.py::finalize_layerwise_processing",
         "model model_config",
-        "424c24b02ffd",
+        "1c85a22f8a63",
         "load_published does what it does at the end (attention, modules called last)",
     ),
     (
         "model_executor/model_loader/reload/meta.py::restore_layer_on_meta",
         "layer info",
-        "66f02dd63a37",
+        "ef4f909ae641",
         "_begin_reload calls it",
     ),
     (
@@ -141,7 +141,7 @@ RELIED_ON = [
     (
         "model_executor/layers/linear.py::UnquantizedLinearMethod.process_weights_after_loading",
         "self layer",
-        "c54ad5ad071b",
+        "e9b4d4a276d6",
         "UNPROCESSED_ON_CUDA: does nothing to weights on a GPU",
     ),
     (
@@ -153,31 +153,31 @@ RELIED_ON = [
     (
         "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod.process_weights_after_loading",
         "self layer",
-        "24820a9e29e3",
+        "c0fc65628ad6",
         "_is_processed: of the backends on a GPU, Triton keeps the layout that loaders expect",
     ),
     (
         "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod._setup_kernel",
         "self layer w13 w2",
-        "b618245152c0",
+        "bcabdd0834aa",
         "likewise; for the others it copies what _finish_reload gives it into the live parameters",
     ),
     (
         "model_executor/layers/fused_moe/oracle/unquantized.py::convert_to_unquantized_kernel_format",
-        "unquantized_backend moe_config w13_weight w2_weight",
-        "daa77ae720e2",
+        "unquantized_backend moe_config w13_weight w2_weight layer",
+        "3e9fe4823708",
         "likewise",
     ),
     (
         "model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm",
         "layer remove_weight",
-        "4da82b879128",
+        "1328e023dd22",
         "_refresh: on a CPU a module keeps a packed copy and has cpu_linear",
     ),
     (
         "entrypoints/serve/dev/rpc/api_router.py::collective_rpc",
         "raw_request",
-        "73abd938dd4f",
+        "189515c28018",
         "controller._results reads its answer",
     ),
     (
@@ -188,8 +188,8 @@ RELIED_ON = [
     ),
     (
         "v1/engine/async_llm.py::AsyncLLM.pause_generation",
-        "self mode wait_for_inflight_requests clear_cache",
-        "a7dfd35eb569",
+        "self mode clear_cache",
+        "16402468852c",
         "sync_route pauses with mode=keep",
     ),
     (
@@ -212,9 +212,21 @@ RELIED_ON = [
     ),
     (
         "v1/engine/async_llm.py::AsyncLLM.finish_weight_update",
-        "self",
-        "bb5b3a00ebb5",
+        "self weight_version",
+        "43d2dde9f54b",
         "sync_route",
+    ),
+    (
+        "v1/engine/core.py::EngineCore._attach_weight_version",
+        "self outputs",
+        "d1dcf004efbf",
+        "generate_route: tokens have the version that finish_weight_update was told last",
+    ),
+    (
+        "v1/engine/output_processor.py::RequestState._weight_version_spans",
+        "self",
+        "0d8ec11cf30a",
+        "generate_route: one span is one version",
     ),
     (
         "v1/engine/async_llm.py::AsyncLLM.resume_generation",
@@ -225,7 +237,7 @@ RELIED_ON = [
     (
         "v1/engine/async_llm.py::AsyncLLM.wake_up",
         "self tags",
-        "f9b4fdb268b5",
+        "45c25a30b1f2",
         "sync_route wakes weights and KV cache apart",
     ),
     (
@@ -247,27 +259,16 @@ RELIED_ON = [
         "the same: calls are answered between two steps, also while requests are running",
     ),
     (
-        "v1/worker/gpu/sample/gumbel.py::_temperature_kernel",
-        "logits_ptr logits_stride expanded_idx_mapping_ptr temperature_ptr vocab_size BLOCK_SIZE",
-        "dca38cfa30be",
-        "engine_environment takes the older runner where this divides bfloat16 logits in place",
-    ),
-    (
         "v1/worker/gpu/sample/sampler.py::Sampler.apply_sampling_params",
-        "self logits expanded_idx_mapping idx_mapping_np pos input_ids expanded_local_pos skip_top_k_top_p",
-        "f1ec4687901f",
-        "the same: logits keep their type",
-    ),
-    (
-        "v1/sample/sampler.py::Sampler.forward",
-        "self logits sampling_metadata predict_bonus_token logprobs_mode_override",
-        "8bac6b58a895",
-        "the same: the older runner divides in float32",
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+        "seq_lens_upper_bound_np skip_top_k_top_p",
+        "6e838394af81",
+        "a GPU divides by the temperature in float32, as the trainer does",
     ),
     (
         "entrypoints/scale_out/token_in_token_out/serving.py::ServingTokens.serve_tokens_full_generator",
         "self request result_generator request_id model_name request_metadata",
-        "61df35c250bd",
+        "15e7160454b1",
         "generate_route replaces it, the rest of the class stays",
     ),
     (
@@ -283,12 +284,6 @@ RELIED_ON = [
         "the same",
     ),
     (
-        "v1/metrics/loggers.py::PrometheusStatLogger.record",
-        "self scheduler_stats iteration_stats mm_cache_stats engine_idx",
-        "d149137ec2b6",
-        "peak_use.PeakUse takes the same value as its gauge",
-    ),
-    (
         "logprobs.py::FlatLogprobs.append_fast",
         "self token_ids logprobs ranks decoded_tokens",
         "b6351e4c424b",
@@ -297,8 +292,33 @@ RELIED_ON = [
 ]
 """File and function, arguments, digest of the code, what of ours follows it (in bridge/, rollout/)."""
 
+ATTRIBUTES = {
+    "config/parallel.py::ParallelConfig": "rank world_size",
+    "config/model.py::ModelConfig": "seed dtype",
+    "outputs.py::CompletionOutput": "index token_ids logprobs finish_reason routed_experts weight_versions",
+    "outputs.py::WeightVersionSpan": "version",
+    "outputs.py::RequestOutput": "outputs",
+    "logprobs.py::FlatLogprobs": "token_ids logprobs",
+    "sampling_params.py::SamplingParams": "n logprobs flat_logprobs routed_experts_prompt_start",
+    "distributed/weight_transfer/base.py::WeightTransferUpdateRequest": "update_info",
+    "distributed/weight_transfer/base.py::WeightTransferEngine": "vllm_config parallel_config device model",
+    "model_executor/model_loader/reload/types.py::LayerReloadingInfo": (
+        "restore_metadata kernel_tensors kernel_non_persistent_buffers"
+    ),
+    "model_executor/layers/fused_moe/oracle/unquantized.py::UnquantizedMoeBackend": "TRITON",
+    "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod": (
+        "unquantized_backend"
+    ),
+    "v1/engine/async_llm.py::AsyncLLM": "logger_manager",
+    "v1/metrics/loggers.py::StatLoggerManager": "stat_loggers",
+    "v1/metrics/stats.py::SchedulerStats": "kv_cache_usage",
+    "v1/worker/gpu_worker.py::Worker": "weight_transfer_engine _weight_update_active",
+    "entrypoints/scale_out/token_in_token_out/protocol.py::GenerateRequest": "sampling_params",
+}
+"""File and class, attributes that ours reads or sets."""
+
 ROUTES = {
-    "entrypoints/serve/dev/rlhf/api_router.py": {
+    "entrypoints/rl/online/api_router.py": {
         "/pause",
         "/resume",
         "/is_paused",
@@ -340,6 +360,19 @@ def digest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return hashlib.sha256("\n".join(map(ast.unparse, body)).encode()).hexdigest()[:12]
 
 
+def attributes(file: str, name: str) -> set[str]:
+    """What a class declares in its body, or its methods set."""
+    path = VLLM / file
+    tree = ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+    found = set()
+    for node in (n for c in tree.body if isinstance(c, ast.ClassDef) and c.name == name for n in ast.walk(c)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    return found
+
+
 def test_what_the_plug_in_relies_on_is_as_it_was():
     changed = []
     for where, arguments, code, follows in RELIED_ON:
@@ -351,6 +384,9 @@ def test_what_the_plug_in_relies_on_is_as_it_was():
             changed.append(f"{where} takes ({now}), not ({arguments}). Ours: {follows}")
         elif digest(function) != code:
             changed.append(f"{where} has other code (digest now {digest(function)}). Ours: {follows}")
+    for where, names in ATTRIBUTES.items():
+        missing = set(names.split()) - attributes(*where.split("::"))
+        changed += [f"{where} has no {name}" for name in sorted(missing)]
     for file, routes in ROUTES.items():
         text = (VLLM / file).read_text(encoding="utf-8") if (VLLM / file).exists() else ""
         changed += [f"route {route} is not in {file}" for route in sorted(routes) if f'"{route}"' not in text]

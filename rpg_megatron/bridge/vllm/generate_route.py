@@ -27,7 +27,9 @@ class SampledBytes(msgspec.Struct, array_like=True):
     logprobs: bytes
     """float32, of the sampled tokens; empty if the request has no ``logprobs``."""
     version: int | None = None
-    """Version of the weights that sampled all tokens; None before the first sync."""
+    """Version of the weights that sampled all tokens; None before the first sync, if they changed during the
+    request, or if there are no tokens.
+    """
     routes: bytes = b""
     """If the engine returns routes and the request has ``logprobs``: the experts chosen in each layer for
     each token but the last, as uint8 or uint16.
@@ -37,11 +39,9 @@ class SampledBytes(msgspec.Struct, array_like=True):
 
 
 class RequestGate:
-    """Coordinates requests and weight updates, so that the tokens of one answer are of one version."""
+    """Ends requests for a weight update, so that the tokens of one answer are of one version."""
 
     def __init__(self) -> None:
-        self.version: int | None = None
-        """Version of the weights that were loaded last; None: those that the engine started with."""
         self.closed = False
         """While it is closed, requests end at once, without tokens."""
         self.running = 0
@@ -55,19 +55,21 @@ def add_route(app: Any, gate: RequestGate) -> None:
     """
     from fastapi import Depends, Request, Response
     from fastapi.responses import JSONResponse
-    from vllm.entrypoints.openai.engine.protocol import ErrorResponse
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
 
     class ServingBytes(ServingTokens):
         async def serve_tokens_full_generator(
-            self, request: Any, result_generator: Any, *_: Any, **__: Any
+            self, request: Any, result_generator: Any, request_id: str, *_: Any, **__: Any
         ) -> Any:
             final = None
             async for result in result_generator:
                 final = result
             assert final is not None
+            for output in final.outputs:
+                self._raise_if_error(output.finish_reason, request_id)
             with_logprobs = request.sampling_params.logprobs is not None
             return [_packed(output, with_logprobs) for output in final.outputs]
 
@@ -76,7 +78,6 @@ def add_route(app: Any, gate: RequestGate) -> None:
         serving = copy.copy(raw_request.app.state.serving_tokens)
         serving.__class__ = ServingBytes
         request.sampling_params.flat_logprobs = True
-        version = gate.version
         if gate.closed:
             result = [SampledBytes(i, "abort", b"", b"") for i in range(request.sampling_params.n)]
         else:
@@ -87,8 +88,6 @@ def add_route(app: Any, gate: RequestGate) -> None:
                 gate.running -= 1
         if isinstance(result, ErrorResponse):
             return JSONResponse(content=result.model_dump(), status_code=result.error.code)
-        for sampled in result:  # None if the weights changed during the request
-            sampled.version = version if gate.version == version else None
         return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
     # FastAPI reads the types from here, since annotations of this module are strings.
@@ -110,7 +109,10 @@ def _packed(output: Any, with_logprobs: bool) -> SampledBytes:
         if not np.array_equal(output.logprobs.token_ids, tokens):
             raise RuntimeError("vLLM returned log-probs of other tokens than it sampled")
         logprobs = np.asarray(output.logprobs.logprobs, np.float32)
-    sampled = SampledBytes(output.index, output.finish_reason or "stop", tokens.tobytes(), logprobs.tobytes())
+    versions = [span.version for span in output.weight_versions or []]
+    version = int(versions[0]) if len(versions) == 1 and versions[0].isdigit() else None
+    finish = output.finish_reason or "stop"
+    sampled = SampledBytes(output.index, finish, tokens.tobytes(), logprobs.tobytes(), version)
     if with_logprobs and output.routed_experts is not None:
         sampled.routes, sampled.routes_shape = output.routed_experts.tobytes(), output.routed_experts.shape
     return sampled

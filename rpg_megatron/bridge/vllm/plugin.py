@@ -46,7 +46,6 @@ from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, Sha
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm import generate_route, peak_use, sync_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
-from rpg_megatron.bridge.vllm.route_capture import capture_routes
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
@@ -100,8 +99,6 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         if self.device.type == "cpu":  # a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
                 layer.register_forward_pre_hook(self._progress.mark)
-            if self.vllm_config.model_config.enable_return_routed_experts:
-                capture_routes(self.model)
         self._readers: dict[str, Reader] = {}
         self.version: int | None = None
         self.unsettled = False
@@ -360,14 +357,14 @@ def register() -> None:
 def _use_file_rendezvous() -> None:
     """Let the workers of an engine connect through a file in the bridge folder.
 
-    vLLM would use torch's TCP store, which has no authentication and listens on every network interface.
+    vLLM's file is in the folder for temporary files, where it stays when an engine is killed.
     """
 
-    def private_file(_ip: str, _port: int) -> str:
-        # vLLM uses the part after the last colon in names of shared memory.
+    def private_file() -> str:
+        # vLLM uses the file's name in names of shared memory.
         return f"file://{Path(os.environ[BRIDGE_VARIABLE]).resolve()}/workers:{secrets.token_hex(8)}"
 
     # The executors import the function by name, before or after this.
     for name in ("utils.network_utils", "v1.executor.multiproc_executor", "v1.executor.uniproc_executor"):
         if (module := sys.modules.get(f"vllm.{name}")) is not None:
-            module.get_distributed_init_method = private_file  # type: ignore[attr-defined]
+            module.get_file_store_init_method = private_file  # type: ignore[attr-defined]

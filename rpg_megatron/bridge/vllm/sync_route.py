@@ -89,8 +89,7 @@ async def run_steps(
                 await engine.update_weights(request=request(update_info={**info, "phase": step}))
                 done.totals = sum_acks(await engine.collective_rpc("rpg_ack", args=(False,)))
             elif step == "finish":
-                await engine.finish_weight_update()
-                gate.version = info["version"]
+                await engine.finish_weight_update(weight_version=str(info["version"]))
             elif step == "wake KV cache":
                 await engine.wake_up(["kv_cache"])
             elif step == "reset":

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.hpc.hpc_module import HpcModule
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -32,9 +31,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
     SKIP_TENSORS,
     materialize_layer,
     restore_layer_on_meta,
+    to_meta_tensor,
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
@@ -48,6 +49,10 @@ Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 UNPROCESSED_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Methods that process weights after loading on a CPU only. Exact types: subclasses may reorder weights."""
+
+
+KEPT_TENSORS = SKIP_TENSORS - SKIP_LOAD_TENSORS
+"""Names of parameters (biases) that vLLM's reload loads into the live tensors."""
 
 
 @dataclass
@@ -104,9 +109,17 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
         name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, dtype, shape in signature
     }
     live = {module: get_layer_params_buffers(module)[0] for module in model.modules()}
+    kept = [
+        (module, name, tensor)
+        for module, tensors in live.items()
+        for name, tensor in tensors.items()
+        if name in KEPT_TENSORS
+    ]
     try:
         with torch.device(device):
-            initialize_layerwise_reload(model)  # moves every parameter to the meta device
+            initialize_layerwise_reload(model)  # moves every other parameter to the meta device
+        for module, name, tensor in kept:
+            module._parameters[name] = to_meta_tensor(tensor)
         targets = {
             (module, name): tensor
             for module in model.modules()
@@ -134,6 +147,9 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
     except NotRecordable as e:
         return ModelPlan(signature, None, reason=str(e))
     finally:
+        for module, name, tensor in kept:
+            module._parameters[name] = tensor
+            _unwrap_loader(tensor)
         restore_layers(model)
 
 
@@ -151,10 +167,8 @@ def load_published(
         _refresh(plan.shared)
         for module in model.modules():
             # These modules derive tensors from other modules' weights; vLLM processes them last as well.
-            if isinstance(module, Attention | MLAAttention):
+            if is_deferred_attention_layer(module):
                 module.process_weights_after_loading(model_config.dtype)
-            elif isinstance(module, HpcModule):
-                module.process_weights_after_loading(model)
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -202,7 +216,7 @@ def _check_complete(
     for module, params in live.items():
         expected = _unprocessed_parameters(module)
         if module not in plans:
-            if expected and not isinstance(module, Attention | MLAAttention):
+            if expected and not is_deferred_attention_layer(module):
                 if not all(id(p) in fed for p in params.values()):
                     raise ShardError(
                         f"{names[module]} ({', '.join(expected)}): no published tensor provides its weights; "
@@ -255,9 +269,12 @@ def _is_processed(layer: torch.nn.Module, device: torch.device) -> bool:
 
 
 def _unprocessed_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters as loaders expect them: meta tensors that vLLM kept from before processing."""
+    """A module's parameters as loaders expect them: meta tensors that vLLM kept from before processing, and
+    the biases.
+    """
     params, _ = get_layerwise_info(module).restore_metadata
-    return {name: tensor for name, tensor in params.items() if name not in SKIP_TENSORS}
+    kept = {name: tensor for name, tensor in module._parameters.items() if name in KEPT_TENSORS}
+    return {name: t for name, t in (params | kept).items() if t is not None and name not in SKIP_LOAD_TENSORS}
 
 
 def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:

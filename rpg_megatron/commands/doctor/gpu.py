@@ -13,7 +13,7 @@ from rpg_megatron.config import UserError
 
 GPU_LINES = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
 OLDEST_DRIVER = 580
-"""The first driver for CUDA 13, which torch 2.11 is built with."""
+"""The first driver for CUDA 13, which torch 2.13 is built with."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SYS_PTRACE = 1 << 19
 
