@@ -163,6 +163,19 @@ lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items())
 PY
 }
 
+# vLLM's and Transformer Engine's extensions load with the torch that they were built for, and no other.
+check_torch() {
+    "$PYTHON" - "$SITE" <<'PY'
+import importlib.metadata, pathlib, re, sys
+for file in pathlib.Path(sys.argv[1]).glob("vllm-*.dist-info/METADATA"):
+    needed = re.search(r"^Requires-Dist: torch==([\d.]+)", file.read_text(errors="replace"), re.M)
+    found = importlib.metadata.version("torch").partition("+")[0]
+    if needed and needed[1] != found:
+        sys.exit(f"{file.parent.name.removesuffix('.dist-info')} in {sys.argv[1]} needs torch {needed[1]}, and Python "
+                 f"has {found}; use archives for it, and a commit whose requirements/gpu.txt has it")
+PY
+}
+
 site() {
     "$PYTHON" - "$FOUND" "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader -i 0 2>/dev/null)" <<'PY'
 import importlib, sys
@@ -333,6 +346,7 @@ run_part() {
 
 unpack >"$RESULTS/unpack.log" 2>&1 || { tail -n 5 "$RESULTS/unpack.log"; fail "the archives in $ARCHIVES are damaged"; }
 cat "$RESULTS/unpack.log"
+check_torch || exit 2
 if [ -n "${RPG_GPU_EARLIER:-}" ]; then
     [ -f "$RPG_GPU_EARLIER" ] || fail "RPG_GPU_EARLIER: there is no file $RPG_GPU_EARLIER"
     read_earlier "$RPG_GPU_EARLIER"

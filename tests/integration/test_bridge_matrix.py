@@ -2,8 +2,8 @@
 
 Real Megatron ranks, changed by random noise between syncs, and real vLLM engines with one and two workers
 that start with weights of their own. What is compared are log-probs of tokens that the engines sampled, also
-of responses that were under way when the weights changed. All of it is long: test_bridge_vllm has the same
-for one family and fewer layouts. Not covered: GPUs, CUDA IPC, NCCL, several machines.
+of responses that were under way when the weights changed. All but one layout of experts is long: test_bridge_vllm has the same for one dense
+family and fewer layouts. Not covered: GPUs, CUDA IPC, NCCL, several machines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {"PP2 x DP2, EP2": {"pipeline": 2, "data": 2, "expert": 2}},
 }
+
+
+def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with bridge_engines(tmp_path, "qwen3-moe", [1, 2]) as engines:
+        check_matrix(tmp_path, engines, "qwen3-moe", {1: EXPERTS[1]}, 1, capsys, tolerance=1e-4)
 
 
 @pytest.mark.long

@@ -7,9 +7,11 @@ covered: the parts themselves, which need a GPU.
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -313,6 +315,16 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
         timeout=120,
     )
     assert found.stdout.strip() == str(SCRIPT.parents[1] / "benchmarks" / "gpu.py"), found.stderr
+    version = importlib.metadata.version("torch").partition("+")[0]
+    fits = site / "vllm-1.0.dist-info"
+    fits.mkdir()
+    for needed, refused in ((version, False), ("2.0.1", True)):
+        (fits / "METADATA").write_text(f"Requires-Dist: torchaudio==1\nRequires-Dist: torch=={needed}\n")
+        code, _, err = check(tmp_path, str(site), "smoke_te", gpu=True, python=sys.executable)
+        assert (code, f"vllm-1.0 in {site} needs torch 2.0.1, and Python has {version};" in err) == (
+            (2, True) if refused else (1, False)
+        ), err
+    shutil.rmtree(fits)
     (archives / "deps.tar.xz").write_bytes(b"half an archive")
     code, out, err = check(tmp_path, str(site), "smoke_te", gpu=True, python=sys.executable)
     assert (code, "are damaged" in err) == (2, True), out

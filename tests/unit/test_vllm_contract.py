@@ -289,6 +289,66 @@ RELIED_ON = [
         "b6351e4c424b",
         "generate_route reads one entry a token, that of the sampled token",
     ),
+    (
+        "config/vllm.py::VllmConfig._verify_aux_output_compatibility",
+        "self",
+        "0792d9aa2e56",
+        "route_capture: a platform of another package may bring a model runner that is not V2",
+    ),
+    (
+        "distributed/aux_output_connector/worker.py::get_aux_output_connector",
+        "model vllm_config kv_cache_config",
+        "a30b307f688e",
+        "route_capture makes it where model runner V2 does",
+    ),
+    (
+        "distributed/aux_output_connector/worker.py::AuxOutputWorkerConnector.begin_step",
+        "self metadata",
+        "b200599b3637",
+        "route_capture calls it before each step, as V2 does",
+    ),
+    (
+        "distributed/aux_output_connector/worker.py::AuxOutputWorkerConnector.prepare_output",
+        "self input_batch",
+        "271a5b077d06",
+        "route_capture: what it reads of a batch",
+    ),
+    (
+        "distributed/aux_output_connector/worker.py::PendingAuxOutput.enqueue_cpu_copy",
+        "self num_sampled num_rejected",
+        "a91584977b52",
+        "route_capture: of each request, how many tokens were sampled and rejected",
+    ),
+    (
+        "v1/core/sched/scheduler.py::Scheduler.update_from_output",
+        "self scheduler_output model_runner_output",
+        "942a49e94a50",
+        "route_capture: takes the routes from aux_output_connector_output",
+    ),
+    (
+        "v1/worker/gpu/async_utils.py::AsyncOutput.get_output",
+        "self",
+        "817b27dd592b",
+        "route_capture: where V2 sets aux_output_connector_output",
+    ),
+    (
+        "v1/worker/gpu_model_runner.py::GPUModelRunner.execute_model",
+        "self scheduler_output intermediate_tensors",
+        "9dd1963478ba",
+        "route_capture: None before sample_tokens, and the batch stays as it is until then",
+    ),
+    (
+        "v1/worker/gpu_model_runner.py::GPUModelRunner.sample_tokens",
+        "self grammar_output",
+        "3d00f7d699f0",
+        "route_capture: sampled_token_ids has an entry for each request of the batch",
+    ),
+    (
+        "v1/worker/gpu_model_runner.py::GPUModelRunner.initialize_kv_cache",
+        "self kv_cache_config is_profiling kv_cache_allocation_context",
+        "fd77ff7eb190",
+        "route_capture makes the connector after it",
+    ),
 ]
 """File and function, arguments, digest of the code, what of ours follows it (in bridge/, rollout/)."""
 

@@ -46,6 +46,7 @@ from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, Sha
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm import generate_route, peak_use, sync_route
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
+from rpg_megatron.bridge.vllm.route_capture import accept_routes_on_cpu, return_routes_on_cpu
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
@@ -99,6 +100,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         if self.device.type == "cpu":  # a step can take minutes
             for layer in getattr(getattr(self.model, "model", None), "layers", ()):
                 layer.register_forward_pre_hook(self._progress.mark)
+            if self.vllm_config.aux_output_config.enabled:
+                return_routes_on_cpu()
         self._readers: dict[str, Reader] = {}
         self.version: int | None = None
         self.unsettled = False
@@ -349,6 +352,7 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``: registers the backend in every vLLM process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
+        accept_routes_on_cpu()
     if BRIDGE_VARIABLE in os.environ:
         _use_file_rendezvous()
         share_gloo_devices()
