@@ -2,8 +2,8 @@
 
 Real Megatron ranks, changed by random noise between syncs, and real vLLM engines with one and two workers
 that start with weights of their own. What is compared are log-probs of tokens that the engines sampled, also
-of responses that were under way when the weights changed. All but one layout of experts is long: test_bridge_vllm has the same for one dense
-family and fewer layouts. Not covered: GPUs, CUDA IPC, NCCL, several machines.
+of responses that were under way when the weights changed. All but one layout of experts is long:
+test_bridge_vllm has the same for one dense family. Not covered: GPUs, CUDA IPC, NCCL, several machines.
 """
 
 from __future__ import annotations

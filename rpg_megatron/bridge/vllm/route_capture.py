@@ -1,7 +1,7 @@
 """Returns the chosen experts on a CPU: vLLM does this in its model runner V2, which needs Triton.
 
-Collecting, storing and handing out is vLLM's own ``AuxOutputWorkerConnector``. Here the model runner V1 for CPUs
-calls it, at the same places as V2.
+vLLM's own ``AuxOutputWorkerConnector`` collects, stores and hands out. Here the model runner V1 for CPUs calls
+it, at the same places as V2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def accept_routes_on_cpu() -> None:
-    """Let vLLM accept ``--enable-return-routed-experts`` on a CPU. In a process that makes its configuration."""
+    """Let vLLM's configuration have ``--enable-return-routed-experts`` on a CPU."""
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
@@ -29,7 +29,7 @@ def accept_routes_on_cpu() -> None:
         finally:
             del platform.is_out_of_tree
 
-    VllmConfig._verify_aux_output_compatibility = verified  # type: ignore[method-assign]
+    VllmConfig._verify_aux_output_compatibility = verified  # type: ignore[assignment, method-assign]
 
 
 def return_routes_on_cpu() -> None:
