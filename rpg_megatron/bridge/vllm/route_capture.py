@@ -1,7 +1,7 @@
 """Returns the chosen experts on a CPU: vLLM does this in its model runner V2, which needs Triton.
 
-vLLM's own ``AuxOutputWorkerConnector`` collects, stores and hands out. Here model runner V1 for CPUs calls it,
-at the same places as V2.
+vLLM's own ``AuxOutputWorkerConnector`` collects, stores and hands out. Here model runner V1 for CPUs calls
+it, at the same places as V2.
 """
 
 from __future__ import annotations
