@@ -371,6 +371,10 @@ def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
     checks = {c.name: c for c in check_health(read_run(rows_of(tmp_path / "run", rows, config)))}
     assert "spike" not in checks["gradient"].text
     assert checks["gradient"].verdict == "good"
+    rows[2]["policy/grad_norm"] = 1e-7
+    rows[2] |= {"reward/std": 0.0, "groups/equal_rewards": 1.0}
+    of_two = {c.name: c for c in check_health(read_run(rows_of(tmp_path / "of two", rows, config)))}
+    assert of_two["gradient"].text == "median norm 1.1, largest 1.2"
     assert checks["signal"].verdict == "warn"
     assert checks["signal"].text == (
         "100% of the last groups had equal rewards; no signal in 7 steps (4, 5, 6, …): all rewards were equal"

@@ -352,8 +352,8 @@ def register() -> None:
     """Entry point of the group ``vllm.general_plugins``: registers the backend in every vLLM process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
-        accept_routes_on_cpu()
     if BRIDGE_VARIABLE in os.environ:
+        accept_routes_on_cpu()
         _use_file_rendezvous()
         share_gloo_devices()
 

@@ -17,17 +17,18 @@ def accept_routes_on_cpu() -> None:
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
-    verify, platform = VllmConfig._verify_aux_output_compatibility, type(current_platform)
     if not current_platform.is_cpu():
         return
+    verify, platform = VllmConfig._verify_aux_output_compatibility, type(current_platform)
 
     def verified(config: Any) -> None:
         # Only platforms of other packages may bring a model runner that is not V2.
+        original = platform.is_out_of_tree
         platform.is_out_of_tree = lambda self: True  # type: ignore[method-assign]
         try:
             verify(config)
         finally:
-            del platform.is_out_of_tree
+            platform.is_out_of_tree = original  # type: ignore[method-assign]
 
     VllmConfig._verify_aux_output_compatibility = verified  # type: ignore[assignment, method-assign]
 

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from pydantic import ValidationError
@@ -191,7 +192,7 @@ def _check_gradient(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
     norms = [(step, value) for step, value in run.series("policy/grad_norm") if step not in silent]
     if not norms:
         return
-    middle = sorted(value for _, value in norms)[len(norms) // 2]
+    middle = median(value for _, value in norms)
     spikes = [(step, value) for step, value in norms if value > _SPIKE * middle]
     text = f"median norm {middle:.3g}, largest {max(norms, key=_value)[1]:.3g}"
     if spikes:
