@@ -187,6 +187,7 @@ def check_matrix(
     names = {n for n, _ in MODELS[name]().named_parameters()}
     total = sum(4 * weights[n].numel() for n in names)
     norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith("mlp.gate.weight"))
+    sizes = [total + (engine.tensor - 1) * norms for engine in engines]
     switched = 0
     for world, layouts in worlds.items():
         case = {
@@ -209,9 +210,9 @@ def check_matrix(
             assert len(result["mismatch"]) == 2 * perturbations
             assert max(result["mismatch"]) < tolerance, layout
             # Each worker gets what it keeps, once: norms and routers are on every worker, all else on one.
-            assert result["bytes"] == [[total, total + norms]] * (2 * perturbations + 2), layout
+            assert result["bytes"] == [sizes] * (2 * perturbations + 2), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
-            assert read == {"shared_memory": [total, total + norms], "process_group": [0, 0]}, layout
+            assert read == {"shared_memory": sizes, "process_group": [0] * len(sizes)}, layout
             assert result["ranks_read"] == list(range(world)), "all replicas send"
             for switch, length, before in result["switched"]:
                 # The new weights' tokens are those from the switch on; all before must be the old ones'.
