@@ -290,6 +290,12 @@ RELIED_ON = [
         "generate_route reads one entry a token, that of the sampled token",
     ),
     (
+        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod._setup_kernel",
+        "self layer w13 w2",
+        "bcabdd0834aa",
+        "weight_loader._process packs experts for a CPU, which it does at the first load only",
+    ),
+    (
         "config/vllm.py::VllmConfig._verify_aux_output_compatibility",
         "self",
         "0792d9aa2e56",

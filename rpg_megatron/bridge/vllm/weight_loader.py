@@ -370,8 +370,9 @@ def _process(layer: Any) -> None:
             delattr(layer, "_already_called_process_weights_after_loading")
         kernel = getattr(method, "moe_kernel", None)
         method.process_weights_after_loading(layer)
-        if kernel is not None and next(layer.parameters()).device.type == "cpu":
-            # vLLM packs experts for a CPU when it makes their kernel, so at the first load only.
+        kept = kernel is getattr(method, "moe_kernel", None)
+        if kernel is not None and kept and next(layer.parameters()).device.type == "cpu":
+            # vLLM packs experts for a CPU only when it makes their kernel.
             kernel.fused_experts.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
