@@ -33,10 +33,10 @@ PARTS='site||25|1 what is unpacked can be imported
 smoke_te|te|40|1 Transformer Engine: BF16 and each FP8 recipe run
 cuda_ipc|te app|45|1 weights in GPU memory, read by another process
 smoke_vllm|deps vllm|90|1 vLLM: BF16 and FP8 generate, sleep frees memory
-run_06b_2k|te app deps vllm|200|3 colocated run, 0.6B shape, 2K responses
+run_06b_2k|te app deps vllm|240|3 colocated run, 0.6B shape, 2K responses
 mismatch_bf16|te app deps vllm|150|2 mismatch with the engine in BF16
-mismatch_fp8|te app deps vllm|150|2 mismatch with trainer and engine in FP8
-numbers|te app|60|2 log-probs and gradients against float32, transformers, BF16
+mismatch_fp8|te app deps vllm|220|2 mismatch with trainer and engine in FP8
+numbers|te app|80|2 log-probs and gradients against float32, transformers, BF16
 tests|te app|110|2 tests/gpu: names, numbers, offloading
 two_gpus|te app|100|1 two ranks: one that waits leaves its GPU idle; weights are read meanwhile
 run_06b_8k|te app deps vllm|180|3 colocated run, 0.6B shape, 8K responses
@@ -47,7 +47,7 @@ logprobs|te app|40|4 chunked log-probs against plain ones, 8K x 151,936
 run_4b_8k|te app deps vllm|400|3 colocated run, 4B shape, 8K responses
 quickstart_bf16|te app deps vllm|115|5 the quickstart in BF16, with Transformer Engine
 quickstart|te app deps vllm|120|5 the quickstart in float32, as on a CPU
-colocated|te app deps vllm|150|3 tests/gpu: a colocated run with checkpoints, traces, sleep'
+colocated|te app deps vllm|165|3 tests/gpu: a colocated run with checkpoints, traces, sleep'
 
 say() { printf '%s\n' "$*"; }
 fail() { say "error: $*" >&2; exit 2; }

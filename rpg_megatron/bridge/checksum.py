@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 MODULUS = 1 << 64
@@ -64,8 +63,10 @@ def _sum_slice(values: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor
     per_word = 8 // values.element_size()
     first_word, lead = divmod(start[1], per_word)
     words = -(-(lead + columns) // per_word)
-    row_weights = _weights(start[0], rows, _ROW_SEED)
-    word_weights = _weights(first_word, words, _WORD_SEED)
+    device = values.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    row_weights = _weights(start[0], rows, _ROW_SEED, device, stream)
+    word_weights = _weights(first_word, words, _WORD_SEED, device, stream)
     aligned = _as_words(values) if lead == 0 and words * per_word == columns else None
     if aligned is not None:
         return _weighted_sum(aligned, row_weights, word_weights)
@@ -93,35 +94,34 @@ def _as_words(values: torch.Tensor) -> torch.Tensor | None:
 
 
 def _weighted_sum(
-    words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
+    words: torch.Tensor, row_weights: torch.Tensor, word_weights: torch.Tensor
 ) -> int | torch.Tensor:
     if words.device.type != "cpu":
         return _weighted_sum_on_device(words, row_weights, word_weights)
     # einsum multiplies and adds in one pass without a temporary; numpy's integers wrap modulo 2**64.
-    return int(np.einsum("ij,j->i", words.numpy().view(np.uint64), word_weights).dot(row_weights))
+    w, by_row, by_word = (x.numpy().view(np.uint64) for x in (words, row_weights, word_weights))
+    return int(np.einsum("ij,j->i", w, by_word).dot(by_row))
 
 
 def _weighted_sum_on_device(
-    words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
+    words: torch.Tensor, row_weights: torch.Tensor, word_weights: torch.Tensor
 ) -> torch.Tensor:
     """The same with torch's signed integers, which wrap equally; temporaries of ``DEVICE_BLOCK_BYTES``."""
-    by_row, by_word = (_copy(w.view(np.int64), words.device) for w in (row_weights, word_weights))
     step = max(1, (DEVICE_BLOCK_BYTES // 8) // words.shape[1])
-    sums = [
-        ((w * by_word).sum(1) * r).sum() for w, r in zip(words.split(step), by_row.split(step), strict=True)
-    ]
-    return torch.stack(sums).sum()
+    parts = zip(words.split(step), row_weights.split(step), strict=True)
+    sums = [((w * word_weights).sum(1) * r).sum() for w, r in parts]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def _copy(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Copy to the device, to a GPU from pinned memory: otherwise the host would wait for all queued work."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+@lru_cache(maxsize=128)
+def _weights(
+    start: int, count: int, seed: int, device: torch.device, stream: torch.cuda.Stream | None
+) -> torch.Tensor:
+    """Odd pseudo-random numbers for the positions ``start .. start + count`` (splitmix64's finaliser), int64.
 
-
-@lru_cache(maxsize=64)
-def _weights(start: int, count: int, seed: int) -> npt.NDArray[np.uint64]:
-    """Odd pseudo-random numbers for the positions ``start .. start + count`` (splitmix64's finaliser)."""
+    They stay on the device: the time of a GPU's checksums is that of the calls per slice, and copying the
+    numbers for each slice was a third of it. stream: the current one of a GPU; only there they have arrived.
+    """
     with np.errstate(over="ignore"):
         z = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(seed)
         z ^= z >> np.uint64(30)
@@ -129,4 +129,6 @@ def _weights(start: int, count: int, seed: int) -> npt.NDArray[np.uint64]:
         z ^= z >> np.uint64(27)
         z *= np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
-    return z | np.uint64(1)
+    weights = torch.from_numpy((z | np.uint64(1)).view(np.int64))
+    # From pinned memory: otherwise the host would wait for all queued work.
+    return weights.pin_memory().to(device, non_blocking=True) if stream is not None else weights.to(device)

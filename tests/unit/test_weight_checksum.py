@@ -28,7 +28,9 @@ def by_definition(t):
         t = t[None]
     size = t.element_size()
     w = 8 // size
-    a, b = _weights(0, t.shape[0], _ROW_SEED).tolist(), _weights(0, t.shape[1], _WORD_SEED).tolist()
+    here = torch.device("cpu"), None
+    a = _weights(0, t.shape[0], _ROW_SEED, *here).tolist()
+    b = _weights(0, t.shape[1], _WORD_SEED, *here).tolist()
     bits = t.view(BITS[size]).tolist()
     return (
         sum(
@@ -124,6 +126,7 @@ def test_the_sum_for_gpus_is_the_same(shape, monkeypatch):
     """Its arithmetic runs anywhere; here on the CPU, in blocks of a few rows."""
     monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 1000)
     words = torch.randint(-(2**63), 2**63 - 1, shape)
-    by_row, by_word = _weights(5, shape[0], _ROW_SEED), _weights(9, shape[1], _WORD_SEED)
+    here = torch.device("cpu"), None
+    by_row, by_word = _weights(5, shape[0], _ROW_SEED, *here), _weights(9, shape[1], _WORD_SEED, *here)
     found = int(_weighted_sum_on_device(words, by_row, by_word)) % MODULUS
     assert found == _weighted_sum(words, by_row, by_word) % MODULUS
