@@ -9,7 +9,9 @@ BIN := .venv/bin
 # One thread per process: the tests and the trainer start several, and OpenMP threads that share a core stall each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help quickstart test test-fast test-long fuzz lint format docs clean
+CUDA := .venv-cuda/.complete
+
+.PHONY: help quickstart test test-fast test-long test-cuda fuzz lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +35,13 @@ fuzz: $(VENV)  ## mutated files of others, many; another seed: RPG_FUZZ_SEED=7 m
 
 test-long: $(VENV)  ## long tests: repetitions, large shapes, all layouts; resumes where it stopped (docs/evidence)
 	@$(BIN)/python -m pytest -m "long and not gpu" -p tests.long_results
+
+$(CUDA): requirements/gpu.txt requirements/te-torch.txt requirements/dev.txt tests/cuda/stubs.c
+	@sh tools/build_cuda_venv.sh
+
+test-cuda: $(CUDA)  ## the CUDA builds of vLLM and Transformer Engine up to the first kernel, without a GPU
+	@LD_LIBRARY_PATH=$(CURDIR)/.venv-cuda/stubs RPG_CUDA_STUBS=1 HF_HUB_OFFLINE=1 \
+		.venv-cuda/bin/python -m pytest tests/cuda
 
 lint: $(VENV)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -1,0 +1,109 @@
+"""What vLLM's CUDA build makes of each example's engine command: the table in docs/performance.md.
+
+Why: on a GPU an engine is another one than on a CPU (model runner, scheduling, graphs, back ends), and vLLM
+decides which, from our command line. A change of it should be seen before a GPU sees it. Not covered: what
+needs a kernel, such as the size of the KV cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.engine.command import engine_command, engine_environment
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TABLE = ROOT / "docs" / "performance.md"
+
+QUICKSTART = EXAMPLES / "quickstart.yaml"
+QWEN3_4B = EXAMPLES / "qwen3_4b_dapo_math_8k.yaml"
+MIXTURE = EXAMPLES / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"
+VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
+    "4B, colocated": (QWEN3_4B, ("engine={colocated: true, kv_cache_gib: 24}",)),
+    "4B, FP8 engines": (QWEN3_4B, ("engine.quantization=fp8",)),
+    "30B-A3B, FP8 engines": (MIXTURE, ("engine.quantization=fp8",)),
+    "30B-A3B, router replay": (MIXTURE, ("training.router_replay=rollout",)),
+}
+"""Of settings that no example has."""
+
+
+def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """All examples that are a run, without the paper's rows, whose engines are these too; and variants."""
+    files = [*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "async").glob("*"), *(EXAMPLES / "moe").glob("*")]
+    named = {f"`{file.relative_to(EXAMPLES)}`": (file, ()) for file in sorted(files)}
+    return named | VARIANTS
+
+
+def settings_of(file: Path, *changes: str) -> Settings:
+    """As on a GPU, with a model folder that has a config.json."""
+    paths = [] if "quickstart" in file.name else [f"data.path={QUICKSTART.parent / 'quickstart/train.jsonl'}"]
+    settings = load_settings(file, [*paths, "device=cuda", *changes])
+    model = EXAMPLES / "models" / settings.model.path.name
+    return (
+        load_settings(file, [*paths, f"model.path={model}", "device=cuda", *changes])
+        if model.is_dir()
+        else settings
+    )
+
+
+def resolve(settings: Settings, folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """The final configuration of engine 0, by vLLM."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for name, value in engine_environment(settings, 0, folder, "token").items():
+        patch.setenv(name, value)
+    command = engine_command(settings, 0, folder / "socket")
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command[command.index("--model") :])
+    validate_parsed_serve_args(arguments)
+    return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+
+
+def described(config: Any) -> tuple[str, ...]:
+    """The cells of a row of the table, after its first."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model, scheduler, compilation = config.model_config, config.scheduler_config, config.compilation_config
+    with set_current_vllm_config(config):
+        attention = get_attn_backend(
+            model.get_head_size(), model.dtype, config.cache_config.cache_dtype
+        ).get_name()
+        if attention == "FLASH_ATTN":
+            attention += f" {get_flash_attn_version()}"
+    return (
+        "V2" if config.use_v2_model_runner else "V1",
+        "asynchronous" if scheduler.async_scheduling else "synchronous",
+        str(scheduler.max_num_batched_tokens) if scheduler.enable_chunked_prefill else "whole",
+        f"{compilation.cudagraph_mode.name}, {compilation.max_cudagraph_capture_size}",
+        attention,
+        model.quantization or "",
+    )
+
+
+def table() -> dict[str, tuple[str, ...]]:
+    """Example or variant -> the cells of its row in the page."""
+    found = {}
+    for line in TABLE.read_text().split("<!-- engines -->")[1].splitlines():
+        names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found |= dict.fromkeys((name.strip() for name in names.split(";")), tuple(cells))
+    return found
+
+
+def test_the_table_has_no_other_rows():
+    assert table().keys() - cases().keys() <= {"", "engine of", "---"}
+
+
+@pytest.mark.parametrize("name", cases())
+def test_engine_of(name, tmp_path, monkeypatch):
+    file, changes = cases()[name]
+    found = described(resolve(settings_of(file, *changes), tmp_path, monkeypatch))
+    assert found == table().get(name), (
+        f"the table in {TABLE.name} differs; {name} is now | {' | '.join(found)} |"
+    )

@@ -1,0 +1,44 @@
+#!/bin/sh
+# Builds .venv-cuda for `make test-cuda` and tools/pack_gpu.py: the GPU packages of requirements/gpu.txt, Transformer
+# Engine's torch extension compiled against them, and stand-ins for the driver's libraries (.venv-cuda/stubs). Needs a
+# C++ compiler, Python's headers and 14 GB, and no GPU. .venv-cuda/.complete is written last.
+set -eu
+
+ENV=.venv-cuda
+say() { printf '%s\n' "$*" >&2; }
+fail() { say "error: $*"; exit 1; }
+
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "the GPU packages are for Linux on x86_64; this is $(uname -sm)"
+command -v c++ >/dev/null || fail "Transformer Engine's torch extension wants a C++ compiler; install g++"
+free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
+[ -e $ENV/.place ] || [ "${free:-99}" -ge 14 ] || fail "$ENV needs 14 GB of disk space and $(pwd) has $free GB free"
+[ "$(cat $ENV/.place 2>/dev/null)" = "$(pwd)" ] || rm -rf $ENV
+if [ ! -e $ENV ]; then
+    python=$(sh tools/find_python.sh)
+    say "building $ENV with $python ..."
+    mkdir $ENV
+    pwd >$ENV/.place
+    "$python" -m venv $ENV
+fi
+rm -f $ENV/.complete
+
+install() {  # install WHAT PIP-ARGUMENTS...
+    say "  $1"
+    shift
+    $ENV/bin/python -m pip install --disable-pip-version-check --no-input --no-deps "$@" >$ENV/build.log 2>&1 || {
+        tail -n 15 $ENV/build.log >&2
+        fail "pip could not finish; its whole output is in $ENV/build.log. Run make again when the cause is fixed."
+    }
+}
+install "the GPU packages (10 minutes)" -r requirements/gpu.txt -r requirements/dev.txt
+export NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0
+MAX_JOBS=${MAX_JOBS:-$(nproc)}
+export MAX_JOBS
+install "Transformer Engine's torch extension (compiled: 40 minutes on one core)" --no-build-isolation \
+    -r requirements/te-torch.txt
+install "rpg-megatron itself" --no-build-isolation --editable .
+mkdir -p $ENV/stubs
+cc -shared -fPIC -w -o $ENV/stubs/libcuda.so.1 tests/cuda/stubs.c
+cc -shared -fPIC -w -DNVML -o $ENV/stubs/libnvidia-ml.so.1 tests/cuda/stubs.c
+touch $ENV/.complete
+say "$ENV is ready"
