@@ -1,0 +1,51 @@
+"""Models of Transformer Engine's real layers on fake CUDA tensors: names, shapes, optimizer, off-loading.
+
+Why: its layers have other names and shapes than Megatron's local ones, which all other tests without a GPU
+use; a parameter that the mapping does not know ends a run at its start. Each layout is built as one of its
+ranks (layers_worker). Not covered: a forward pass, which needs kernels; weights kept in FP8.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+SP = {"tensor": 2, "sequence": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2+SP": {"parallel": SP, "rank": 1},
+    "PP2, last rank": {"parallel": {"pipeline": 2}, "rank": 1},
+    "experts": {"experts": True},
+    "experts, TP2+SP x DP2, EP4": {"parallel": {**SP, "data": 2, "expert": 4}, "rank": 3, "experts": True},
+    "experts, TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}, "rank": 1, "experts": True},
+    **{
+        recipe: {"precision": {"fp8": {"recipe": recipe}}}
+        for recipe in ("blockwise", "tensorwise", "delayed")
+    },
+    "experts, blockwise": {"precision": {"fp8": {"recipe": "blockwise"}}, "experts": True},
+}
+PARTS = {
+    False: [
+        "TELayerNormColumnParallelLinear",
+        "TEDotProductAttention",
+        "MLP",
+        "TELayerNormColumnParallelLinear",
+    ],
+    True: ["TELayerNormColumnParallelLinear", "TEDotProductAttention", "MoELayer", "TEGroupedMLP"],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_of_fused_layers(name: str, tmp_path: Path) -> None:
+    case = {"parallel": {}, "rank": 0, "experts": False, "precision": {}} | LAYOUTS[name]
+    found = run_ranks("tests.cuda.layers_worker", 1, tmp_path, json.dumps(case), fresh=True)
+    assert "error" not in found, found["error"]
+    assert found["problems"] == found["faults"] == []
+    assert found["parts"] == PARTS[case["experts"]]
+    assert found["optimizers"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
+    assert found["parameters"] > 10
