@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rpg_megatron.config.errors import UserError
 
 __all__ = ["Run", "UserError", "load_run", "train"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -48,4 +48,4 @@ def test_a_model_of_fused_layers(name: str, tmp_path: Path) -> None:
     assert found["problems"] == found["faults"] == []
     assert found["parts"] == PARTS[case["experts"]]
     assert found["optimizers"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
-    assert found["parameters"] > 10
+    assert found["parameters"] >= 10
