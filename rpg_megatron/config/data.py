@@ -40,7 +40,7 @@ class SourceSettings(Section):
     """
     answer_key: str | None = None
     """Field that holds the reference answer; null: the preset's, or "answer"."""
-    answer_after: str | None = None
+    answer_after: str | None = Field(None, min_length=1)
     """The answer is the text after the last occurrence of this string in the field (GSM8K: "####")."""
     answer_boxed: bool = False
     """The answer is the content of the last \\boxed{} in the field (MATH's solutions)."""

@@ -237,4 +237,6 @@ def test_presets_can_be_overridden_and_name_what_is_wrong(tmp_path: Path) -> Non
         read_problems(DataSettings(preset="gsmk"))
     with pytest.raises(ValidationError, match="exclude each other"):
         DataSettings(path=file, answer_after="#", answer_boxed=True)
+    with pytest.raises(ValueError, match="at least 1 character"):
+        DataSettings(path=file, answer_after="")
     assert all(find_preset(name) is preset for name, preset in PRESETS.items())
