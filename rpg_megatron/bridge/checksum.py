@@ -120,7 +120,7 @@ def _weights(
     """Odd pseudo-random numbers for the positions ``start .. start + count`` (splitmix64's finaliser), int64.
 
     They stay on the device: the time of a GPU's checksums is that of the calls per slice, and copying the
-    numbers for each slice was a quarter of it. stream: the current one of a GPU; only there they have arrived.
+    numbers for each slice was a quarter of it. stream: the current one of a GPU, on which they arrive.
     """
     with np.errstate(over="ignore"):
         z = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(seed)
