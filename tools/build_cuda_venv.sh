@@ -12,7 +12,8 @@ fail() { say "error: $*"; exit 1; }
 command -v c++ >/dev/null || fail "Transformer Engine's torch extension wants a C++ compiler; install g++"
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
 [ -e $ENV/.place ] || [ "${free:-99}" -ge 14 ] || fail "$ENV needs 14 GB of disk space and $(pwd) has $free GB free"
-[ "$(cat $ENV/.place 2>/dev/null)" = "$(pwd)" ] || rm -rf $ENV
+[ ! -e $ENV ] || [ -e $ENV/.place ] || fail "$ENV exists but was not made by make; move it away and run make again"
+[ "$(cat $ENV/.place 2>/dev/null)" = "$(pwd)" ] || rm -rf $ENV  # copied or moved: its paths are wrong
 if [ ! -e $ENV ]; then
     python=$(sh tools/find_python.sh)
     say "building $ENV with $python ..."
@@ -34,7 +35,7 @@ install "the GPU packages (10 minutes)" -r requirements/gpu.txt -r requirements/
 export NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0
 MAX_JOBS=${MAX_JOBS:-$(nproc)}
 export MAX_JOBS
-install "Transformer Engine's torch extension (compiled: 40 minutes on one core)" --no-build-isolation \
+install "Transformer Engine's torch extension (compiled: up to an hour)" --no-build-isolation \
     -r requirements/te-torch.txt
 install "rpg-megatron itself" --no-build-isolation --editable .
 mkdir -p $ENV/stubs

@@ -145,3 +145,14 @@ def test_refusals(tmp_path: Path):
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pack_that_fails_names_the_library_and_leaves_what_was_there(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ValueError("the fatbin at 16 has an unknown form")
+
+    monkeypatch.setattr(pack_gpu, "keep_architecture", refuse)
+    (tmp_path / "app.tar.xz").write_text("of an earlier call")
+    with pytest.raises(ValueError, match=r"^packaging\S+: the fatbin at 16 has an unknown form"):
+        pack(tmp_path / "app.tar.xz", ["packaging"], 90)
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("app.tar.xz", "of an earlier call")]
