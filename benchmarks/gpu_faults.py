@@ -5,7 +5,8 @@
 
 Each fault is planted in a copy of the repository in FOLDER, and the tests run on it until the first failure.
 Ten faults are written down here: those of a review that the tests of its time did not find. ``DRAWN`` more
-are drawn from all places where a wait, an event, a copy, a device or a check can be removed, moved or weakened.
+are drawn from all places where a wait, an event, a copy, a device or a check can be removed, moved or
+weakened.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED, DRAWN = 20261126, 20
-"""Fixed before the checker of order was written."""
+SEED, DRAWN, COMMIT = 20261126, 20, "fe73f58"
+"""Fixed before the checker of order was written; the draw is from the sources of that commit."""
 PLACES = (
     "rpg_megatron/bridge/transports",
     "rpg_megatron/bridge/vllm",
@@ -102,23 +103,26 @@ def _named() -> list[Fault]:
 def candidates() -> Iterator[Fault]:
     """Every fault that can be drawn, in the order of the files."""
     for place in PLACES:
-        path = ROOT / place
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            source = file.read_text()
-            lines = source.splitlines(keepends=True)
+        for file in _git("ls-tree", "-r", "--name-only", COMMIT, place).split():
+            source = _git("show", f"{COMMIT}:{file}")
             for node in ast.walk(ast.parse(source)):
                 for kind, line, old, new in _changes_of(node, source):
-                    name = f"{file.relative_to(ROOT)}:{line} {kind}"
-                    whole = "".join(lines[:line]), "".join(lines[line:])
-                    yield Fault(
-                        name, str(file.relative_to(ROOT)), source, _replaced(whole, line, old, new, source)
-                    )
+                    yield _in_context(f"{file}:{line} {kind}", file, source, line, old, new)
 
 
-def _replaced(whole: tuple[str, str], line: int, old: str, new: str, source: str) -> str:
-    start = len("".join(source.splitlines(keepends=True)[: line - 1]))
-    at = source.index(old, start)
-    return source[:at] + new + source[at + len(old) :]
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def _in_context(name: str, file: str, source: str, line: int, old: str, new: str) -> Fault:
+    """The change with as many lines around it as make it the only one of the file."""
+    lines = source.splitlines(keepends=True)
+    at = source.index(old, sum(map(len, lines[: line - 1])))
+    first, last = line - 1, source.count("\n", 0, at + len(old))
+    while source.count(whole := "".join(lines[first : last + 1])) > 1:
+        first, last = max(0, first - 1), last + 1
+    at -= sum(map(len, lines[:first]))
+    return Fault(name, file, whole, whole[:at] + new + whole[at + len(old) :])
 
 
 def _changes_of(node: ast.AST, source: str) -> Iterator[tuple[str, int, str, str]]:
@@ -168,17 +172,8 @@ def _called(call: ast.expr) -> str:
 
 
 def faults() -> list[Fault]:
-    """The ten that are written down and those drawn, which all parse."""
-    drawn = [f for f in candidates() if _parses(f.new)]
-    return _named() + random.Random(SEED).sample(drawn, DRAWN)
-
-
-def _parses(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return False
-    return True
+    """The ten that are written down and those drawn."""
+    return _named() + random.Random(SEED).sample(list(candidates()), DRAWN)
 
 
 def plant(fault: Fault, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What an engine worker does on a GPU, as far as it can be decided without one.
 
 Why: where this is wrong everything still works, and one card or one hardware queue carries what all were to
-share. Stand-ins take the place of streams and links; which replica's memory each worker opens is worked out
+share. A stand-in takes the place of links; which replica's memory each worker opens is worked out
 from manifests with made-up GPUs. Not covered: CUDA itself (tests/gpu).
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,38 +31,6 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.encoding import decode, encode
 from tests.support.megatron_shards import stage_values
 from tests.support.tiny_models import TINY, random_state_dict
-
-
-class Stream:
-    made = 0
-
-    def __init__(self, device: Any = None) -> None:
-        Stream.made += 1
-        self.calls: list[str] = []
-
-    def wait_stream(self, other: Any) -> None:
-        self.calls.append("wait")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-
-def test_a_worker_has_one_stream_for_all_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[Stream] = []
-    default = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: default)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(used.append(stream)))
-    monkeypatch.setattr(Stream, "made", 0)
-    try:
-        for _ in range(5):
-            with mapped_reader.own_stream(torch.device("cuda", 0)):
-                assert used[-1].calls.pop() == "wait"
-            assert used[-1].calls.pop() == "synchronize"
-        assert Stream.made == 1
-        assert len(used) == 5
-    finally:
-        mapped_reader._stream.cache_clear()
 
 
 class SlowLink:

@@ -57,6 +57,22 @@ def test_an_optimizer_in_host_memory_has_the_nodes_cores(environments) -> None:
     ]
 
 
+def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(
+    environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for node in range(2):
+        share = NodeAssignment(range(4 * node, 4 * node + 4), range(0))
+        for rank, environment in zip(share.ranks, environments("parallel.data=8", share=share), strict=True):
+            told = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+            assert told == {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_RANK": str(rank % 4)}
+            monkeypatch.setenv("LOCAL_RANK", told["LOCAL_RANK"])
+            assert start_device("cuda") == torch.device("cuda", rank % 4)
+    assert taken == [0, 1, 2, 3] * 2
+
+
 def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: Path) -> None:
     settings = load_settings(config_file)
     start = RankLaunchSpec("run", None, "10.0.0.1", 29500)

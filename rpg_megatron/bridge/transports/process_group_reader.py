@@ -200,7 +200,7 @@ class GroupReader:
                     self._links[shard].plan(buckets)
                 self._links[shard].finish_handshake(manifest.version)
 
-        with ThreadPoolExecutor(_MAX_CONNECTING) as pool:
+        with ThreadPoolExecutor(_MAX_CONNECTING, initializer=self._use_device) as pool:
             connecting = {
                 shard: pool.submit(connect, shard, self._request_handshake(shard, buckets), buckets)
                 for shard, buckets in streams.items()
@@ -212,6 +212,11 @@ class GroupReader:
             except (LinkError, RuntimeError, OSError) as e:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise ShardError(f"{manifest.shards[shard]} does not answer: {e}") from None
+
+    def _use_device(self) -> None:
+        """A thread starts on the first GPU, and on leaving a stream goes back to it: a context there."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _request_handshake(self, shard: int, buckets: list[Bucket]) -> str:
         """Request a handshake from a rank; returns the name of the link."""
