@@ -180,9 +180,9 @@ class TrainCommand(Command):
         """After ``wait_for_sync``: kill rank 1, of which the run ends with one message and nothing left."""
         with (self.run / "logs" / "rank_1.log").open("a") as log:
             log.write("last words of rank 1\n")
-        files = self.shared_memory()
+        files, sampler = self.shared_memory(), self.sampler()
         kill(self.rank(1))
-        os.kill(self.sampler(), signal.SIGCONT)
+        signal_all([sampler], signal.SIGCONT)  # the launcher may have ended it by now
         code, err = self.finish(180)
         assert code == 1, err
         assert "rank_1 was killed (SIGKILL" in err
