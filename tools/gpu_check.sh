@@ -16,8 +16,7 @@
 #                         failed parts' logs (gpu_check_failed.txt) and all logs and metrics (gpu_check.tar.gz)
 #   RPG_GPU_SECONDS       time limit of the call, 570: parts that need more than the rest are not started
 #   RPG_GPU_PART_SECONDS  time limit of a part, 420 (run_4b_*: 540)
-# If the first engine part fails with vLLM's model runner V2, it is retried with V1; if that passes, the other parts use
-# V1 too. If cuda_ipc fails, runs sync weights over process_group. The table says both.
+# If cuda_ipc fails, runs sync weights over process_group; the table says it.
 # Exit code: 0 all parts passed, 1 a part failed or is missing, 2 usage error, 77 no GPU.
 set -u
 
@@ -75,7 +74,7 @@ done
 has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
 # One line per part: name, result, seconds; below it, if needed, one line with the reason.
-# Results: passed, passed with runner V1, FAILED (code), TIMED OUT, skipped: why, not run. A later call reads them.
+# Results: passed, FAILED (code), TIMED OUT, skipped: why, not run. A later call reads them.
 table() {
     [ -s "${RESULTS:-/nowhere}/on" ] && cat "$RESULTS/on"
     printf '%-15s %-22s %7s  %s\n' part result seconds shows
@@ -290,7 +289,6 @@ read_earlier() {
         [ -s "$RESULTS/$name" ] && continue
         say "$result|$(say "$row" | cut -c 39-46 | tr -d ' ')|earlier" >"$RESULTS/$name"
         grep -A 1 "^$name " "$1" | sed -n '2s/^  *why: //p' >"$RESULTS/$name.why"
-        case $result in *'runner V1') say V1 >"$RESULTS/runner" ;; esac
     done
 }
 
@@ -365,7 +363,6 @@ if [ $# -eq 0 ]; then
         [ -s "$RESULTS/$name" ] || set -- "$@" "$name"
     done
 fi
-[ "$(cat "$RESULTS/runner" 2>/dev/null)" = V1 ] && export VLLM_USE_V2_MODEL_RUNNER=0
 for name; do
     needs=$(needs_of "$name")
     left=$((BEGAN + SECONDS_ALL - $(date +%s)))
@@ -383,32 +380,6 @@ for name; do
     began=$(date +%s)
     rm -f "$RESULTS/$name.log" "$RESULTS/$name.why"
     run_part "$name"
-    # Only once: if both runners fail, the runner is not the cause.
-    case $result$(about "$name" 2) in
-        FAILED*vllm)
-            left=$((BEGAN + SECONDS_ALL - $(date +%s)))
-            if [ -z "${VLLM_USE_V2_MODEL_RUNNER:-}" ] && [ ! -s "$RESULTS/runner" ] \
-                && [ "$left" -ge "$(about "$name" 3)" ]; then
-                first=$because
-                wait_for_gpu
-                say "== $name again, with VLLM_USE_V2_MODEL_RUNNER=0"
-                say "---- with model runner V1" >>"$RESULTS/$name.log"
-                export VLLM_USE_V2_MODEL_RUNNER=0
-                run_part "$name"
-                if [ "$code" -eq 0 ]; then
-                    say V1 >"$RESULTS/runner"
-                    result='passed with runner V1' because="with V2: $first"
-                else
-                    say neither >"$RESULTS/runner"
-                    unset VLLM_USE_V2_MODEL_RUNNER
-                    because="$because (with runner V1 too)"
-                fi
-            fi
-            ;;
-        passed*vllm)
-            [ "$(cat "$RESULTS/runner" 2>/dev/null)" = V1 ] && result='passed with runner V1'
-            ;;
-    esac
     case $(transport)$(about "$name" 2) in
         process_group*app*vllm) because="${because:+$because; }weights over process_group, for cuda_ipc failed" ;;
     esac

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -154,15 +156,21 @@ def plan_save(
     if optimizer is not None:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             part.init_state_fn(part.optimizer, part.config)  # creates missing moments
-        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
+        with _gathered_once(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
     # For Megatron-LM: without a version it would assume its oldest order of QKV.
     state |= {"checkpoint_version": 3.0, "iteration": iteration}
     if stage or next(models[0].parameters()).is_cuda:
         # Megatron's staging copies GPU tensors, and CPU tensors only if they are part of a larger one: it
         # relies on a forked writer for the rest, and a fork does not copy shared memory.
         apply_factories(state)
+        copied = _copy_gathered(state.get("optimizer", {}))
         for leaf in nested_values(state):
-            if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
+            if (
+                isinstance(leaf, ShardedTensor)
+                and is_main_replica(leaf.replica_id)
+                and id(leaf) not in copied
+            ):
                 leaf.data = leaf.data.detach().to("cpu", copy=True)
     strategy = _Strategy(thread_count=1)
     with _queue_in_process(), default_group_on_host():
@@ -175,6 +183,42 @@ def plan_save(
             content_metadata=dict(CONTENT),
         )
     return PlannedSave(folder, [name for _, name, _ in strategy.writer.write_buckets], strategy)
+
+
+@contextmanager
+def _gathered_once(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Within the block, the state of distributed optimizers is gathered on the first replica, the writer.
+
+    Megatron gathers it on all replicas: each would need host memory for all of it, on a node of eight ranks
+    eight times. Its switch for that (``distrib_optim_fully_reshardable_mem_efficient``) gathers over gloo.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    for part in distributed:
+        part.get_parameter_state_dp_zero = partial(_gather_state, part)
+    try:
+        yield
+    finally:
+        for part in distributed:
+            del part.get_parameter_state_dp_zero
+
+
+def _copy_gathered(state: dict[str, Any]) -> set[int]:
+    """Copy the parts of the buffers that Megatron gathered, so that each buffer is freed with its last part.
+
+    Otherwise Megatron copies them, with all buffers still there. Returns the ids of the parts.
+    """
+    parts = [leaf for leaf in nested_values(state) if isinstance(leaf, ShardedTensor)]
+    parts = [x for x in parts if x.data.is_cpu and x.data.nbytes < x.data.untyped_storage().nbytes()]
+    parts.sort(key=lambda x: x.data.untyped_storage().data_ptr())
+    for part in parts:
+        part.data = part.data.clone()
+    return set(map(id, parts))
+
+
+def _gather_state(part: DistributedOptimizer, **asked: Any) -> Any:
+    how = asked | {"return_on_all_ranks": False}
+    return DistributedOptimizer.get_parameter_state_dp_zero(part, **how)
 
 
 def save_weights(folder: Path, models: Sequence[GPTModel], iteration: int = 0) -> None:

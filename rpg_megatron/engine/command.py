@@ -21,6 +21,8 @@ SERVED_NAME = "policy"
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable with the number of a GPU's hardware queues that a process uses."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable that chooses vLLM's model runner: 0 is V1; unset, vLLM takes V2 on a GPU."""
 KEEP_ALIVE_SECONDS = 600
 """How long an engine keeps an idle connection. Clients close theirs much sooner, to avoid a race."""
 

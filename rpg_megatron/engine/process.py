@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, read_json, remove
-from rpg_megatron.engine.command import engine_command, engine_environment
+from rpg_megatron.engine.command import RUNNER_VARIABLE, engine_command, engine_environment
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.child import Child, open_log, start_child, tail_of
 from rpg_megatron.system.limits import explain_limits
@@ -143,6 +143,12 @@ def cause_of_death(log: Path, start: int = 0, opened: IO[bytes] | None = None) -
     return None if cause is None or cause.partition(":")[0].endswith("EngineDeadError") else cause
 
 
+def refused_arguments(log: Path, opened: IO[bytes] | None = None) -> str | None:
+    """What vLLM's parser says of the arguments that it refused; None if it took them."""
+    refused = _REFUSED.search(tail_of(log, opened=opened))
+    return refused[1] if refused else None
+
+
 class EngineProcess:
     """Starts, watches and stops one engine. Used by the launcher.
 
@@ -185,6 +191,10 @@ class EngineProcess:
         """Bytes that its log had before its start."""
         self._answered = False
         self._segments: set[Path] = set()
+
+    def use_runner_v1(self) -> None:
+        """From its next start on, it uses vLLM's model runner V1."""
+        self._environment[RUNNER_VARIABLE] = "0"
 
     @property
     def pid(self) -> int | None:
@@ -243,9 +253,9 @@ class EngineProcess:
         self.stop(grace=2.0)
         cause = first_error(self.log, self.log_start, self.opened)
         cause = f": {cause}" if cause else ""
+        if refused := refused_arguments(self.log, self.opened):  # after a page of usage
+            raise UserError(f"engine {self.index}: vLLM refuses engine.arguments: {refused}; correct them")
         tail = tail_of(self.log, opened=self.opened)
-        if refused := _REFUSED.search(tail):  # after a page of usage
-            raise UserError(f"engine {self.index}: vLLM refuses engine.arguments: {refused[1]}; correct them")
         limits = explain_limits(cause + tail)
         raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail}{limits}")
 

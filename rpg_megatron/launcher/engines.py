@@ -5,6 +5,7 @@ Slow operations run on all engines at the same time: there may be hundreds, and 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -12,11 +13,13 @@ from pathlib import Path
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import open_own
+from rpg_megatron.engine.command import RUNNER_VARIABLE
 from rpg_megatron.engine.process import (
     EngineProcess,
     call_all,
     cause_of_death,
     note_segments,
+    refused_arguments,
     stop_engines,
 )
 from rpg_megatron.engine.restarts import (
@@ -71,6 +74,9 @@ class Engines:
         self._deaths: dict[int, tuple[str, int]] = {}
         """How and after which step an engine died last, if its log tells how."""
         self._probed = time.monotonic()
+        self._may_fall_back = settings.device == "cuda" and RUNNER_VARIABLE not in os.environ
+        self._fell_back: set[int] = set()
+        """Engines that use vLLM's model runner V1, because they did not start with V2."""
 
     @property
     def all_up(self) -> bool:
@@ -225,7 +231,7 @@ class Engines:
                 return
         failed = {}
         for engine in starting:
-            if engine not in probed:
+            if engine not in probed and not self._fall_back(engine):
                 if reason := self._failed_start(engine):
                     failed[engine.index] = reason
                 else:
@@ -238,6 +244,26 @@ class Engines:
         if failed:
             self._restart(failed)
         self._probed = time.monotonic()
+
+    def _fall_back(self, engine: EngineProcess | RemoteEngine) -> bool:
+        """Start an engine once more, with vLLM's model runner V1, if it ended before its first answer and no
+        engine is up: V2 is new, and the default on a GPU. Returns whether it was started.
+        """
+        index = engine.index
+        first = not self._healthy and not self._restarts[index] and not has_answered(self._work, index, 0)
+        if not self._may_fall_back or not first or index in self._fell_back or engine.alive():
+            return False
+        if refused_arguments(engine.log, engine.opened):
+            return False
+        self._fell_back.add(index)
+        cause = cause_of_death(engine.log, self._log_starts[index], engine.opened)
+        why = f"ended while starting{f': {cause}' if cause else ''}"
+        how = f"starting it once more with vLLM's model runner V1 ({RUNNER_VARIABLE}=0)"
+        self._progress.status(f"warning: engine {index} {why}; {how}; log: {display_path(engine.log)}")
+        self._stop([engine], 0.0)
+        engine.use_runner_v1()
+        self.start(engine)
+        return True
 
     def _failed_start(self, engine: EngineProcess | RemoteEngine) -> str | None:
         """Why an engine ended or took too long to start; None if it is up now. Raises UserError at its first

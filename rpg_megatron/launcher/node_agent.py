@@ -199,7 +199,7 @@ class NodeAgent:
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         if kind == "start_engine":
-            self._start_engine(message["index"], message["starts"])
+            self._start_engine(message["index"], message["starts"], runner_v1=message["runner_v1"])
         elif kind == "stop_engines":
             stop_engines([self._engines[index] for index in message["indices"]], message["grace"])
         elif kind == "start_ranks":
@@ -215,7 +215,7 @@ class NodeAgent:
         elif kind == "end":
             raise _RunEnded(message["reason"])
 
-    def _start_engine(self, index: int, starts: int) -> None:
+    def _start_engine(self, index: int, starts: int, *, runner_v1: bool) -> None:
         if index not in self._engines:
             self._engines[index] = EngineProcess(
                 self._settings,
@@ -231,6 +231,8 @@ class NodeAgent:
         engine = self._engines[index]
         engine.stop(grace=0)  # ends remaining processes of a dead engine
         self._healthy.discard(index)
+        if runner_v1:
+            engine.use_runner_v1()
         engine.start()
         self._supervisor.adopt(engine)
         self._starts[index] = starts

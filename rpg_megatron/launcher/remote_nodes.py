@@ -191,15 +191,21 @@ class RemoteEngine:
         self.opened: IO[bytes] | None = None
         self._nodes, self.node = nodes, node
         self._starts = 0
+        self._runner_v1 = False
         self._alive = False
         self._started = 0.0
+
+    def use_runner_v1(self) -> None:
+        """See ``EngineProcess.use_runner_v1``."""
+        self._runner_v1 = True
 
     def start(self) -> None:
         """Ask the node to start it; does not wait."""
         self._starts += 1
         self._alive = True
         self._started = time.monotonic()
-        self._nodes.send(self.node, "start_engine", index=self.index, starts=self._starts)
+        facts = {"index": self.index, "starts": self._starts, "runner_v1": self._runner_v1}
+        self._nodes.send(self.node, "start_engine", **facts)
 
     def update(self, starts: int, alive: bool) -> None:
         """Record what the node reported about process number ``starts`` of this engine."""

@@ -12,6 +12,7 @@ import resource
 import socket
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from rpg_megatron.config import UserError
 from rpg_megatron.config.cluster import RENDEZVOUS_VARIABLE
 from rpg_megatron.system.collectives import TIMEOUT, control_group, host_backend, share_gloo_devices
+
+NCCL_TIMEOUT = timedelta(hours=1)
+"""Ranks wait for rollouts and checkpoints in the control group, so in NCCL they wait for each other only."""
 
 
 class _Redirect(torch.overrides.TorchFunctionMode):
@@ -68,6 +72,7 @@ def start_device(device: str) -> torch.device:
             raise UserError("device: cuda, but torch sees no GPU on this machine; use device=cpu")
         index = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(index)
+        bind_to_numa_node(index)
         return torch.device("cuda", index)
     if not torch.cuda.is_available():
         cpu = torch.device("cpu")
@@ -92,6 +97,28 @@ def start_device(device: str) -> torch.device:
     )
 
 
+def bind_to_numa_node(gpu: int, devices: Path = Path("/sys")) -> frozenset[int] | None:
+    """Bind this thread, and the threads and memory that it will make, to a GPU's NUMA node.
+
+    devices: the root of sysfs. Returns the cores, or None where nothing was changed: the node is unknown, or
+    the job has none of its cores.
+    """
+    found: Any = torch.cuda.get_device_properties(gpu)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int((devices / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
+        listed = (devices / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+        ranges = [part.partition("-") for part in listed.split(",")]
+        cores = {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
+    except (AttributeError, OSError, ValueError):  # an older torch; hidden by a virtual machine; -1: no node
+        return None
+    here = frozenset(cores & os.sched_getaffinity(0))
+    if not here:
+        return None
+    os.sched_setaffinity(0, here)
+    return here
+
+
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Replaces ``maybe_move_tensor_to_cpu``: as for a tensor on a GPU. ``tensor`` may be None."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -114,7 +141,8 @@ def start_process_group(device: torch.device) -> None:
     if world > 1:
         share_gloo_devices()
     store = _open_store(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    timeout = NCCL_TIMEOUT if backend == "nccl" else TIMEOUT
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     control_group()
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rpg_megatron.bridge.publisher import published
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.megatron import plan_save
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import mapping_for
@@ -109,6 +110,8 @@ def main() -> None:
     phase("publish")
     micro = trajectories(case["lengths"], shape.vocab_size)
     packs = [policy.pack(micro) for _ in range(case["microbatches"])]
+    for name in ("save", "anchor"):
+        (folder / name).mkdir(exist_ok=True)
     for step in (1, 2):
         old = policy.logprobs(packs)
         if anchor:
@@ -125,6 +128,18 @@ def main() -> None:
         with published(publisher, step):
             pass
         phase(f"publish {step}")
+        if step == 1:  # what is to be written is held during the next step
+            before = resident("VmRSS")
+            saves = [policy.plan_save(folder / "save", step, stage=True)]
+            if anchor:
+                with anchor.swapped_in():
+                    saves.append(plan_save(folder / "anchor", policy.chunks, iteration=step, stage=True))
+            grown = resident("VmRSS") - before
+            phase("save")
+            transient = peaks["save"] + baseline - before
+    buckets = [bucket for save in saves for *_, bucket in save._strategy.writer.write_buckets]
+    staged = sum(tensor.nbytes for _, tensors in buckets for _, tensor in tensors)
+    del saves, buckets
     publisher.close()
     mine = {
         "stage": mesh.pipeline_rank,
@@ -132,6 +147,9 @@ def main() -> None:
         "parameters": sum(p.numel() for _, p in policy.named_parameters()),
         "baseline": baseline,
         "peaks": peaks,
+        "staged": staged,
+        "grown": grown,
+        "transient": transient,
     }
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, mine)

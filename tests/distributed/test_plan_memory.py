@@ -18,7 +18,7 @@ import pytest
 
 from rpg_megatron.commands.plan.activations import head_tensors, saved_tensors
 from rpg_megatron.commands.plan.layout import layers_of
-from rpg_megatron.commands.plan.trainer_memory import IMPORTS, rank_memory, recomputation
+from rpg_megatron.commands.plan.trainer_memory import IMPORTS, SAVE, rank_memory, recomputation
 from rpg_megatron.config import Settings, read_model_shape
 from tests.support.ranks import run_ranks
 
@@ -62,9 +62,10 @@ EXPERT_LAYOUTS = {
     "PP2": {"parallel": {"pipeline": 2}},
     "EP2 full": {"parallel": {"data": 2, "expert": 2}, "memory": {"recompute": "full"}},
 }
+BFLOAT16 = {"precision": {"dtype": "bfloat16"}}
 LAYOUTS = {
     "TP1": {},
-    "TP1 bfloat16": {"precision": {"dtype": "bfloat16"}},
+    "TP1 bfloat16": BFLOAT16,
     "TP2": {"parallel": {"tensor": 2}},
     "TP2+SP": {"parallel": {"tensor": 2, "sequence": True}},
     "PP2": {"parallel": {"pipeline": 2}},
@@ -128,6 +129,10 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
             microbatches=microbatches,
             device="cpu",
         )
+        (save,) = (part.nbytes for part in plan.parts if part.name == SAVE)
+        assert found["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        # The process grows by less where malloc has freed memory.
+        assert 0.8 * save - 4e6 < found["grown"] < 1.1 * save + 4e6
         told.append((plan.peak, max(found["peaks"].values()), found["peaks"]))
         assert found["parameters"] == plan.parameters
         assert abs(found["baseline"] - IMPORTS) < 0.15 * IMPORTS
@@ -226,11 +231,10 @@ def test_activations_of_experts_are_those_that_autograd_saves(tmp_path: Path, ti
 def test_activations_of_two_ranks_are_those_that_autograd_saves(
     tmp_path: Path, tiny: dict[str, Path]
 ) -> None:
-    bfloat16 = {"precision": {"dtype": "bfloat16"}}
     cases = {
         "qwen3 TP2": settings_for(tiny["qwen3"], **LAYOUTS["TP2"]),
-        "qwen3 TP2+SP": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], **bfloat16),
-        "llama TP2": settings_for(tiny["llama"], **LAYOUTS["TP2"], **bfloat16),
+        "qwen3 TP2+SP": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], **BFLOAT16),
+        "llama TP2": settings_for(tiny["llama"], **LAYOUTS["TP2"], **BFLOAT16),
         "llama PP2": settings_for(tiny["llama"], **LAYOUTS["PP2"]),
     }
     check_activations(cases, tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.config import load_settings
+from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.engine.process import EngineProcess
 from rpg_megatron.launcher import engines as module
 from rpg_megatron.launcher.engines import Engines
@@ -94,3 +94,79 @@ def test_an_engine_that_dies_twice_in_the_same_way(
     )
     assert str(error.value).endswith("engine_0.log")
     assert len([text for text in said if "; restart " in text]) == 9
+
+
+BY_RUNNER = """
+case "$VLLM_USE_V2_MODEL_RUNNER" in
+    0) echo "runner V1" ;;
+    *) echo "(EngineCore pid=7) ERROR 01-02 03:04:05 [runner.py:6] NotImplementedError: no kernel" ; exit 1 ;;
+esac
+"""
+REFUSES = 'echo "api_server.py: error: argument --x: no"; exit 2'
+
+
+@pytest.mark.parametrize(
+    ("script", "device", "variable", "another_up", "starts"),
+    [
+        (BY_RUNNER + "sleep 60", "cuda", None, False, 2),
+        (BY_RUNNER + "exit 1", "cuda", None, False, 2),
+        (BY_RUNNER, "cuda", "1", False, 1),  # the user has chosen
+        (BY_RUNNER, "cpu", None, False, 1),
+        (BY_RUNNER, "cuda", None, True, 1),  # so the runner is not the reason
+        (REFUSES, "cuda", None, False, 1),
+    ],
+    ids=["V1 starts", "neither starts", "chosen", "on a CPU", "another is up", "arguments"],
+)
+def test_an_engine_that_does_not_start_is_started_once_with_runner_v1(
+    config_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    device: str,
+    variable: str | None,
+    another_up: bool,
+    starts: int,
+) -> None:
+    monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if variable:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+    settings = load_settings(config_file, [f"device={device}", "engine.replicas=2"])
+    said: list[str] = []
+    shown: Any = SimpleNamespace(
+        status=said.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
+    )
+    engines = Engines(settings, tmp_path, shown, shown, restarts=0)
+    made = []
+    for index in range(2 if another_up else 1):
+        places: Any = {"log": tmp_path / f"{index}.log", "bridge_dir": tmp_path, "token": "secret"}
+        made.append(StandIn(settings, index, socket=tmp_path / f"{index}.sock", **places))
+        made[-1]._command = ["sh", "-c", script if index == 0 else "sleep 60"]
+        engines.start(made[-1])
+    one = made[0]
+    try:
+        if another_up:
+            made[1].up = True
+            engines.check(lambda: False)
+        wait_for(lambda: not one.alive(), 30)
+        if starts == 2:
+            engines.check(lambda: False)
+            (warning,) = [text for text in said if text.startswith("warning")]
+            assert warning.startswith(
+                "warning: engine 0 ended while starting: NotImplementedError: no kernel; starting it once "
+                "more with vLLM's model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0); log: "
+            )
+            wait_for(lambda: "runner V1" in one.log.read_text(), 30)
+        if "sleep" in script:
+            one.up = True
+            engines.check(lambda: False)
+            assert engines.all_up
+        else:
+            wait_for(lambda: not one.alive(), 30)
+            with pytest.raises(UserError, match="arguments" if script is REFUSES else "ended while starting"):
+                engines.check(lambda: False)
+    finally:
+        engines.stop(0.0)
+    assert one.log.read_text().count("no kernel") + one.log.read_text().count("runner V1") == (
+        0 if script is REFUSES else starts
+    )

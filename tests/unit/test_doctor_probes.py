@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_megatron.commands.doctor import command, machine
+from rpg_megatron.commands.doctor import command, gpu, machine
 from rpg_megatron.commands.doctor.gather import JobStep, find_job_step, gather_reports, send_report
 from rpg_megatron.commands.doctor.packages import requirements
 from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
@@ -171,3 +171,40 @@ def test_the_process_for_foreign_input_is_tried(monkeypatch: pytest.MonkeyPatch)
     assert check.found.startswith(
         "the kernel has neither seccomp nor Landlock: hostile files might write files"
     )
+
+
+def test_a_compiler_and_pythons_headers_are_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton, torch.compile and Megatron compile C when a run has begun, an hour after its job was queued."""
+    monkeypatch.delenv("CC", raising=False)
+    fine = gpu._compiler()
+    assert (fine.verdict, fine.found.endswith("with Python.h")) == ("ok", True), fine
+    for compiler, told in {
+        str(tmp_path / "no-such-cc"): "cannot be run",
+        "false": "exit code 1",
+        "gcc -include no-such-header.h": "no-such-header.h",
+    }.items():
+        monkeypatch.setenv("CC", compiler)
+        broken = gpu._compiler()
+        assert (broken.verdict, told in broken.found) == ("failed", True), broken
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = gpu._compiler()
+    assert (missing.verdict, "neither" in missing.found, "gcc" in missing.fix) == ("failed", True, True)
+
+
+def test_infiniband_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "_INFINIBAND", tmp_path / "infiniband")
+    assert gpu._infiniband().verdict == "not applicable"
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+
+    def opens(name: str) -> None:
+        if name == "librdmacm.so.1":
+            raise OSError(name)
+
+    monkeypatch.setattr(gpu.ctypes, "CDLL", opens)
+    found = gpu._infiniband()
+    assert (found.verdict, "librdmacm.so.1" in found.found, "libibverbs.so.1" in found.found) == (
+        *("failed", True, False),
+    )
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: None)
+    assert (gpu._infiniband().verdict, gpu._infiniband().found) == ("ok", "mlx5_0")

@@ -137,11 +137,17 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
 
 def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
     """8,192 sequences of 1,024 + 8,192 tokens, with the sampler and two of four leaders, two ranks each."""
-    sampled, held, moved = [p.nbytes for p in plan_of().host]
+    saved, gathered, sampled, held, moved = [p.nbytes for p in plan_of().host]
+    parameters = plan_of().ranks[0].parameters
+    assert saved == 2 * 14 * parameters  # only the first replica writes
+    # Its buffers are copied one by one; the second replica sends its quarter of a bucket.
+    assert gathered == 2 * 2 * parameters + 2 * 12 * 40_000_000 // 4
     assert sampled == 8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 17
     assert held == (8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 25) // 2
     assert moved == 2 * (2048 * 28 + 2048 * 9216 * 8)
-    alone = plan_of("parallel.tensor=1", "parallel.sequence=false", "parallel.data=8").host
+    alone = plan_of(
+        "parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "checkpoint.every=null"
+    ).host
     assert len(alone) == 2  # leaders broadcast to nobody
     assert alone[1].nbytes == held  # four of eight leaders
     assert broadcast_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8

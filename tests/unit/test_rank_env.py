@@ -22,7 +22,8 @@ from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.engine.command import engine_environment
 from rpg_megatron.launcher.nodes import NodeAssignment, free_port
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
-from rpg_megatron.policy.device import _open_store, start_device
+from rpg_megatron.policy import device
+from rpg_megatron.policy.device import _open_store, bind_to_numa_node, start_device
 from rpg_megatron.training import batch_scatter
 from rpg_megatron.training.weight_sync import open_publisher
 
@@ -63,6 +64,7 @@ def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(device, "bind_to_numa_node", lambda gpu: None)
     for node in range(2):
         share = NodeAssignment(range(4 * node, 4 * node + 4), range(0))
         for rank, environment in zip(share.ranks, environments("parallel.data=8", share=share), strict=True):
@@ -71,6 +73,39 @@ def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(
             monkeypatch.setenv("LOCAL_RANK", told["LOCAL_RANK"])
             assert start_device("cuda") == torch.device("cuda", rank % 4)
     assert taken == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("node", "cpulist", "allowed", "bound"),
+    [
+        ("1", "2-3,6", {0, 1, 2, 6, 7}, {2, 6}),
+        ("1", "8-15", {0, 1}, None),  # the job has none of its cores
+        ("-1", "0-1", {0, 1}, None),
+        (None, "0-1", {0, 1}, None),
+    ],
+)
+def test_a_rank_runs_on_its_gpus_numa_node(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    node: str | None,
+    cpulist: str,
+    allowed: set[int],
+    bound: set[int] | None,
+) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    set_to: list[frozenset[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: set_to.append(cores))
+    for name, text in {
+        "bus/pci/devices/0000:1b:00.0/numa_node": node,
+        f"devices/system/node/node{node}/cpulist": cpulist,
+    }.items():
+        if text is not None and "node-1" not in name:
+            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).write_text(text + "\n")
+    assert bind_to_numa_node(0, tmp_path) == bound
+    assert set_to == ([] if bound is None else [bound])
 
 
 def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: Path) -> None:
@@ -122,6 +157,7 @@ def test_a_rank_takes_the_threads_that_it_is_given(threads: str, monkeypatch: py
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(device, "bind_to_numa_node", lambda gpu: None)
     before = torch.get_num_threads()
     try:
         start_device("cuda")

@@ -441,6 +441,18 @@ def test_what_is_sick_is_called_so(tmp_path: Path, name: str, verdict: str, chan
     assert verdicts(folder)[name] == verdict
 
 
+def test_an_engine_that_fell_back_is_remembered(tmp_path: Path) -> None:
+    folder = rows_of(tmp_path / "run", [{"step": 1, "engine/restarts": 0.0}])
+    (folder / "logs").mkdir()
+    said = "engine 0 is up after 9 s\n"
+    for line, verdict in (
+        ("", "good"),
+        ("warning: engine 0 ... (VLLM_USE_V2_MODEL_RUNNER=0); log: x\n", "warn"),
+    ):
+        (folder / "logs" / "launcher.log").write_text(line + said)
+        assert verdicts(folder)["engines"] == verdict
+
+
 def test_sample_prints_responses_of_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_samples(run, None, None, 3)
     newest = capsys.readouterr().out

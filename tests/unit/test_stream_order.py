@@ -244,6 +244,17 @@ def test_an_anchor_that_takes_the_place_of_the_policy(order: Order, monkeypatch:
     assert order.faults == []
 
 
+def test_an_error_of_cuda_is_taken_off_where_it_was_made(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA keeps it, and torch would report it for the next kernel: one runs at once, on the GPU."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    stream = torch.cuda.current_stream()
+    before = dict(stream.clock)
+    host_tensor((100,), torch.float32, pinned=True)
+    assert stream.clock != before
+
+
 def gpu_tensor() -> torch.Tensor:
     return torch.zeros(100, device=torch.device("cuda", TRAINER_GPU))
 

@@ -1,9 +1,16 @@
-"""Probes of torch and the GPUs: driver, CUDA, NCCL, peer access, permissions for CUDA IPC."""
+"""Probes of torch and the GPUs, and of what a node with GPUs needs: a compiler, InfiniBand's libraries."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
+import shlex
+import shutil
 import subprocess
+import sys
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +18,12 @@ from rpg_megatron.commands.doctor.packages import import_torch
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
 from rpg_megatron.config import UserError
 
-GPU_LINES = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory")
+GPU_LINES = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory", "C compiler", "InfiniBand")
 OLDEST_DRIVER = 580
 """The first driver for CUDA 13, which torch 2.13 is built with."""
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _SYS_PTRACE = 1 << 19
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
 def gpu_memory() -> str | None:
@@ -61,6 +69,8 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
     yield _driver()
     yield _ipc(subject)
     yield _locked_memory()
+    yield _compiler()
+    yield _infiniband()
 
 
 def _driver() -> Check:
@@ -77,7 +87,8 @@ def _driver() -> Check:
     number = version.split(".")[0]
     if number.isdigit() and int(number) < OLDEST_DRIVER:
         found = f"{version}; CUDA 13, which torch is built with, requires {OLDEST_DRIVER} or later"
-        return failed("driver", found, "update the NVIDIA driver")
+        fix = "update the NVIDIA driver, or install cuda-compat of CUDA 13; the row CUDA tells if that works"
+        return warning("driver", found, fix)
     return ok("driver", f"{version}: {len(cards)} x{cards[0].partition(',')[2]}")
 
 
@@ -92,12 +103,68 @@ def _ipc(subject: Subject) -> Check:
         return ok("CUDA IPC", "no ptrace restriction on this kernel")
     if scope == 0 or _capabilities() & _SYS_PTRACE:
         return ok("CUDA IPC", f"ptrace allowed (ptrace_scope {scope})")
-    return failed(
+    # Handles of ordinary allocations need no ptrace; those of newer allocators are passed on by it.
+    return warning(
         "CUDA IPC",
-        f"engines cannot open the trainers' memory (kernel.yama.ptrace_scope is {scope})",
-        "sysctl kernel.yama.ptrace_scope=0, start the container with --cap-add=SYS_PTRACE, or set "
-        "bridge.transport to process_group",
+        f"processes may not ptrace each other (kernel.yama.ptrace_scope is {scope})",
+        "if engines cannot open the trainers' memory: sysctl kernel.yama.ptrace_scope=0, start the container "
+        "with --cap-add=SYS_PTRACE, or set bridge.transport to process_group",
     )
+
+
+def _compiler() -> Check:
+    """Triton compiles a launcher for each kernel; torch.compile and Megatron's fused kernels need it too."""
+    fix = "install gcc and Python's headers (python3.12-dev), or set CC to a compiler"
+    # The same choice as Triton's.
+    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
+    if found is None:
+        return failed("C compiler", "neither CC is set nor is clang or gcc installed", fix)
+    with tempfile.TemporaryDirectory(prefix="rpg-doctor-") as folder:
+        source, library = Path(folder, "probe.c"), Path(folder, "probe.so")
+        source.write_text(
+            "#include <Python.h>\nlong rpg_probe(void) { return PY_VERSION_HEX; }\n", encoding="ascii"
+        )
+        headers = sysconfig.get_paths()["include"]
+        command = [*shlex.split(found), "-shared", "-fPIC", f"-I{headers}", str(source), "-o", str(library)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired) as e:
+            return failed("C compiler", f"{found} cannot be run ({e})", fix)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return failed("C compiler", f"{found} cannot compile against Python.h: {lines[0][:200]}", fix)
+        try:
+            version = ctypes.CDLL(str(library)).rpg_probe()
+        except OSError as e:
+            return failed(
+                "C compiler",
+                f"what {found} compiled cannot be loaded: {e}",
+                "set TMPDIR to a folder on which files may be executed",
+            )
+    if version != sys.hexversion:
+        return failed(
+            "C compiler",
+            f"{headers} has the headers of another Python, {version >> 24}.{version >> 16 & 255}",
+            fix,
+        )
+    return ok("C compiler", f"{found}, with Python.h")
+
+
+def _infiniband() -> Check:
+    """NCCL opens these libraries when it starts; without them nodes talk over TCP, an order slower."""
+    devices = sorted(f.name for f in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    if not devices:
+        return not_applicable("InfiniBand", "this node has none")
+    missing = []
+    for name in ("libibverbs.so.1", "librdmacm.so.1"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            missing.append(name)
+    if missing:
+        fix = "install libibverbs1, librdmacm1 and ibverbs-providers (slurm/Dockerfile does)"
+        return failed("InfiniBand", f"{', '.join(missing)} cannot be opened: NCCL would use TCP", fix)
+    return ok("InfiniBand", f"{', '.join(devices)}")
 
 
 def _capabilities() -> int:
@@ -111,7 +178,7 @@ def _locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "unlimited")
-    if not Path("/sys/class/infiniband").is_dir():
+    if not _INFINIBAND.is_dir():
         return ok("locked memory", f"limited to {soft // 1024} KiB; no InfiniBand on this node")
     return failed(
         "locked memory",

@@ -15,6 +15,7 @@ from rpg_megatron.commands.plan.layout import (
     GPUS_PER_NODE,
     BatchPlan,
     Gpus,
+    RankParameters,
     engines_of_a_replica,
     rank_parameters,
 )
@@ -49,6 +50,10 @@ _SENT_TRAJECTORY = 28
 
 FP8_WEIGHTS = "weights in FP8"
 """Name of a part: rebuilt after engines used the GPU."""
+BUCKET = 40_000_000
+"""Elements of a bucket of Megatron's DDP, if it overlaps and has up to 40 replicas."""
+SAVE = "checkpoint, until it is written"
+"""Name of a part: the copy of weights and optimizer state that a save writes in the background."""
 SERVED = "weights in bfloat16, for engines"
 """Name of a part: copy of parameters stored in FP8."""
 
@@ -157,6 +162,11 @@ def rank_memory(
     parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
     if settings.anchor.type != "old":
         parts.append(MemoryPart("held anchor", round(weights * held.total), "exact", host=on_gpu))
+    if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
+        kept, most = _saved(settings, held, published)
+        parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
+        if on_gpu and most > kept:
+            parts.append(MemoryPart("checkpoint, while it is gathered", most - kept, "estimated", host=True))
 
     recompute, logits, head = recomputation(settings), 0, 0
     if stage == parallel.pipeline - 1:
@@ -180,6 +190,26 @@ def rank_memory(
         tensors = RankMemory(stage, publishes, held.total, tuple(parts)).peak
         parts.append(MemoryPart("malloc, libraries", RUNTIME + round(FREED * tensors), "estimated"))
     return RankMemory(stage, publishes, held.total, tuple(parts))
+
+
+def _saved(settings: Settings, held: RankParameters, published: int) -> tuple[int, int]:
+    """Bytes in host memory of the copy that a save writes, and of the most that a save has at once.
+
+    published: parameters of which this rank has the first replica, which alone is written. Their optimizer
+    state, moments and float32 weights, is gathered there if it is distributed (Megatron's format
+    ``fully_reshardable``). If it is not, float32 weights are the model's.
+    """
+    item, distributed = ITEM_BYTES[settings.precision.dtype], settings.optimizer.distributed
+    state = 12 if item < 4 or distributed else 8
+    kept = (item * (1 if settings.anchor.type == "old" else 2) + state) * published
+    if not distributed:
+        return kept, kept
+    # Gathering: three buffers of 4 bytes, and of one of DDP's buckets every rank's share, what was received
+    # and both together. Then the buffers are copied, one after the other.
+    bucket = min(BUCKET, held.total) if settings.optimizer.overlap else held.total
+    share = round(12 * bucket * held.owned(settings) / held.total)
+    most = max(12 * published + (8 * bucket if published else 0) + share, 16 * published)
+    return kept, max(kept, most)
 
 
 def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[MemoryPart]:

@@ -15,7 +15,10 @@ from typing import Literal
 from pydantic import ValidationError
 
 from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
+from rpg_megatron.config.files import read_text
 from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.engine.command import RUNNER_VARIABLE
+from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 
 _TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED, _SILENT = 0.2, 0.02, 10.0, 0.2, 0.9
 
@@ -51,7 +54,19 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     yield from _check_clipping(run)
     if any("engine/restarts" in row for row in run.rows):
         restarts = int(sum(value for _, value in run.series("engine/restarts")))
-        yield HealthCheck("engines", "warn" if restarts else "good", _times(restarts, "restart"))
+        text, fell_back = _times(restarts, "restart"), _uses_runner_v1(run)
+        if fell_back:
+            text += "; with vLLM's model runner V1, because V2 did not start: see logs/launcher.log"
+        yield HealthCheck("engines", "warn" if restarts or fell_back else "good", text)
+
+
+def _uses_runner_v1(run: RunFiles) -> bool:
+    """Whether an engine was started once more with another model runner (``launcher.engines``)."""
+    try:
+        text = read_text(run.folder / LOGS / LAUNCHER_LOG, run.folder)
+    except (OSError, ValueError):
+        return False
+    return f"({RUNNER_VARIABLE}=0)" in text
 
 
 def _check_end(run: RunFiles) -> HealthCheck:
