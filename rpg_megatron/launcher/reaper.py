@@ -22,14 +22,15 @@ class Reaper:
     """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rpg_megatron.launcher.reaper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # not ended by Ctrl-C on the terminal
-            text=True,
-        )
+        with process_groups.holding_warnings():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rpg_megatron.launcher.reaper"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # not ended by Ctrl-C on the terminal
+                text=True,
+            )
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None

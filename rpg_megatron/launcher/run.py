@@ -32,7 +32,8 @@ from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
 from rpg_megatron.system.child import Child, explain, user_error
-from rpg_megatron.training.preemption import REQUEUE, WARNINGS
+from rpg_megatron.system.process_groups import WARNINGS
+from rpg_megatron.training.preemption import REQUEUE
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""

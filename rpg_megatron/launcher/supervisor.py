@@ -14,7 +14,8 @@ from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.child import Child, ProcessStatus, start_child, user_error
-from rpg_megatron.training.preemption import REQUEUE, WARNINGS
+from rpg_megatron.system.process_groups import WARNINGS
+from rpg_megatron.training.preemption import REQUEUE
 
 _ECHO_SECONDS = 1.0
 

@@ -29,6 +29,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.worker_process import serve, serve_async
 from rpg_megatron.system.import_path import load_function
 from rpg_megatron.system.parent_death import end_with_parent
+from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.system.terminal import protect_streams
 
 
@@ -83,6 +84,7 @@ def main() -> None:
                 code = 1
                 try:
                     control.close()
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # what a reward starts can be ended
                     _run_worker(descriptors[0], run, int(memory), server)
                     code = 0
                 finally:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.failures import FAILURES, FailureKind
+from rpg_megatron.system.process_groups import holding_warnings
 
 if TYPE_CHECKING:
     from rpg_megatron.config.reward import RewardSettings, RewardTerm
@@ -188,13 +189,14 @@ class ForkServer:
             command += [str(memory), str(deadline), str(os.getpid()), str(theirs.fileno())]
             # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
             # ``start_child``: any thread may start it, and it watches the process, not the thread.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
+            with holding_warnings():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,
+                )
         ours.settimeout(_START_SECONDS)
         try:
             reply = json.loads(ours.recv(65536) or b"null")

@@ -32,6 +32,7 @@ import msgspec
 import rpg_megatron
 from rpg_megatron.system import sandbox
 from rpg_megatron.system.parent_death import end_with_parent
+from rpg_megatron.system.process_groups import holding_warnings
 
 _VALUE, _REFUSED, _FAILED, _END = range(4)
 _LARGEST = 64 << 20
@@ -78,25 +79,26 @@ def read_foreign(
         sent = msgspec.msgpack.encode(argument)
     except UnicodeEncodeError as e:  # JSON's escapes can make half a surrogate pair
         raise ForeignInputError(f"it has text that is not Unicode ({e.reason})") from None
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            __spec__.name,
-            reader,
-            str(os.getpid()),
-            str(memory),
-            *map(str, numbers),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=numbers,
-        env=_environment(),
-        cwd="/",
-        start_new_session=True,  # Ctrl-C reaches only this process, which ends the child
-    )
+    with holding_warnings():
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                __spec__.name,
+                reader,
+                str(os.getpid()),
+                str(memory),
+                *map(str, numbers),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=numbers,
+            env=_environment(),
+            cwd="/",
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the child
+        )
     assert process.stdin is not None
     assert process.stdout is not None
     try:

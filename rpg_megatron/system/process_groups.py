@@ -9,10 +9,29 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals by which schedulers announce, often to every process of a job, that it is about to end."""
+
+
+@contextmanager
+def holding_warnings() -> Iterator[None]:
+    """Within the block ``WARNINGS`` wait; programs that are started in it never get them.
+
+    For helpers that their parent ends: a signal that came before such a program ignores it would end it, and
+    its parent would report a fault where it should save and exit.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def boot_id() -> str:

@@ -12,8 +12,8 @@ import signal
 import time
 from types import FrameType
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which schedulers announce that a job is about to end."""
+from rpg_megatron.system.process_groups import WARNINGS
+
 REQUEUE = 75
 """Exit code of a run that saved its state after a stop signal: the same command resumes it. EX_TEMPFAIL of
 sysexits.h.

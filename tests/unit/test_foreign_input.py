@@ -284,6 +284,25 @@ def test_a_reader_gets_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     }
 
 
+def test_a_warning_to_all_processes_does_not_end_a_reader(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler sends it at any moment, also before the reader's first line has run."""
+    start = subprocess.Popen
+
+    def warned(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments, **more)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(process.pid, number)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", warned)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with target.open("rb") as file:
+        assert read("echo", [file], 1) == [1, b"content"]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
 def test_a_reader_ends_with_the_generator() -> None:
     values = read_foreign(f"{READERS}:misbehave", [], "hang", seconds=60.0)
     values.close()  # not started: nothing runs
