@@ -56,6 +56,10 @@ def reward(response, answer):
         return "good"
     if response == "slow":
         time.sleep(1.0)
+    if response == "ends a child":
+        child = subprocess.Popen(["sleep", "1000"])
+        child.terminate()
+        return child.wait() == -15
     if response == "half":
         return 0.5
     if response == "minus":
@@ -256,6 +260,18 @@ def test_a_killed_fork_server_is_started_again(
     pool._server._process[0].wait()
     assert pool.submit(["a", "a"]).result(timeout=300).value is True
     assert "restarting it" in caplog.text
+
+
+def test_a_schedulers_warning_leaves_the_fork_server(
+    start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reaches all processes of a job, while the run finishes its step; rewards can still end their own."""
+    pool = start(workers=1)
+    assert pool._server._process is not None
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(pool._server._process[0].pid, number)
+    assert pool.submit(["ends a child", ""]).result(timeout=300).value is True
+    assert "restarting it" not in caplog.text
 
 
 @pytest.mark.parametrize(
