@@ -88,6 +88,15 @@ def mismatches(files: dict[str, str]) -> list[str]:
     ]
     if -1 in order or order != sorted(order):
         found.append(f"{RECIPE} does not install {LOCK}, {TORCH_PART} and the package, in this order")
+    wanted_by_nodes = (
+        "build-essential",
+        f"python{python[1]}-dev",
+        "libibverbs1",
+        "librdmacm1",
+        "ibverbs-providers",
+    )
+    installed = next((c.split() for c in rest if "apt-get install" in c), [])
+    found += [f"{RECIPE} does not install {name}" for name in wanted_by_nodes if name not in installed]
     for c in rest:
         copied = c.split()[1:-1] if c.startswith("COPY") else []
         found += [f"{RECIPE}: {name} is not there" for name in copied if not (ROOT / name).exists()]
@@ -126,6 +135,7 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (RECIPE, changed("nvidia/cuda", "registry.example/nvidia/cuda"), "not from that place"),
         (RECIPE, changed("requirements/gpu.txt ", "requirements/cpu.txt "), "does not install"),
         (RECIPE, changed("NVTE_WITH_NCCL_EP=0", "NVTE_WITH_NCCL_EP=1"), "compiled in several ways"),
+        (RECIPE, changed(" librdmacm1", ""), "does not install librdmacm1"),
         (RECIPE, changed("COPY pyproject.toml", "COPY setup.cfg"), "setup.cfg is not there"),
     ],
 )
