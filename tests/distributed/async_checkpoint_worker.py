@@ -12,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints import megatron
 from rpg_megatron.checkpoints.megatron import PlannedSave
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, LATEST, find_problems, list_steps
 from rpg_megatron.config import Settings, read_model_shape
@@ -41,6 +43,22 @@ def hold_writes() -> None:
         return write(self)
 
     PlannedSave.write = wait  # type: ignore[method-assign]
+
+
+GATHERED: list[bool] = []
+"""Whether this rank got the state of a distributed optimizer, in each save."""
+
+
+def note_gathers() -> None:
+    """Note in ``GATHERED`` what each gather of a save gives."""
+    gather = megatron._gather_state
+
+    def note(*arguments: Any, **more: Any) -> Any:
+        state = gather(*arguments, **more)
+        GATHERED.append(state is not None)
+        return state
+
+    megatron._gather_state = note
 
 
 def numbers(policy: Policy, *, init: bool = False) -> Iterator[torch.Tensor]:
@@ -88,6 +106,7 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
     anchor.after_step(1, 0.0)
     fill(policy, 1)
     saver = Saver(Path(case["folder"]), policy, anchor, settings.checkpoint)
+    GATHERED.clear()
     GATE.clear()
     saver.start(1, dict)
     fill(policy, -1000)
@@ -104,6 +123,8 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
     saver.start(2, dict)
     fill(policy, -1000)
     assert [o.problem for o in saver.pop_results()] == [None]
+    # Only the first replica holds it all, in host memory; the others would hold it for nothing.
+    assert [mesh.data_rank == 0] * 2 * settings.optimizer.distributed == GATHERED
     dist.barrier()
     if publisher:
         publisher.close()
@@ -249,6 +270,7 @@ def main() -> None:
     device = start_device("cpu")
     start_process_group(device)
     hold_writes()
+    note_gathers()
     cases = json.loads((folder / "cases.json").read_text())
     for case in cases["staged"].values():
         save_while_everything_changes(case, device)
