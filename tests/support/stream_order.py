@@ -36,6 +36,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda._sanitizer import zip_arguments
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -384,7 +385,7 @@ class Pretend(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in ("to", "cpu", "cuda", "pin_memory") and isinstance(args[0], Tensor):
+        if name in ("to", "cpu", "pin_memory") and isinstance(args[0], Tensor):
             with self:
                 return _move(name, *args, **kwargs)
         if name in ("tolist", "numpy"):
@@ -423,35 +424,15 @@ class _Allocating:
 
 
 def _move(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if name == "cpu":
-        args = ("cpu",)
-    elif name == "cuda":
-        args = (torch.device("cuda", ORDER.current_gpu),)
-    elif name == "pin_memory":
-        out = torch.empty_like(x, device="cpu", pin_memory=True)
-        return out.copy_(x)
-    given = [*args, *kwargs.values()]
-    like = next((v for v in given if isinstance(v, Tensor)), None)
-    device = (
-        like.device
-        if like is not None
-        else next(
-            (
-                torch.device(v)
-                for v in given
-                if isinstance(v, torch.device | str | int) and not isinstance(v, bool)
-            ),
-            x.device,
-        )
-    )
-    dtype = (
-        like.dtype if like is not None else next((v for v in given if isinstance(v, torch.dtype)), x.dtype)
-    )
-    if device.type == "cuda" and device.index is None:
+    """``x.to``, ``x.cpu`` and ``x.pin_memory``."""
+    if name == "pin_memory":
+        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
+    device, dtype, later, _ = torch._C._nn._parse_to(*(("cpu",) if name == "cpu" else args), **kwargs)
+    if device is not None and device.type == "cuda" and device.index is None:
         device = torch.device("cuda", ORDER.current_gpu)
-    if device == x.device and dtype == x.dtype and not kwargs.get("copy"):
+    device, dtype = device or x.device, dtype or x.dtype
+    if (device, dtype) == (x.device, x.dtype):
         return x
-    later = bool(kwargs.get("non_blocking", False))
     return torch.empty_like(x, device=device, dtype=dtype).copy_(x, non_blocking=later)
 
 
@@ -466,10 +447,6 @@ class Record(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
         fresh = [x for x in made if x.untyped_storage()._cdata not in known]
         gpu = getattr(ORDER._local, "allocating", None)
-        if gpu is None:
-            gpu = next(
-                (g for x in given if not x.is_meta and x.dim() and (g := ORDER._gpu(x)) is not None), None
-            )
         if gpu is None:
             gpu = next((g for x in given if not x.is_meta and (g := ORDER._gpu(x)) is not None), None)
         for x in fresh:
@@ -486,16 +463,12 @@ class Record(TorchDispatchMode):
         ):
             pass  # no bytes are touched
         else:
-            written = []
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-            written += [
-                v
-                for a in func._schema.arguments
-                if a.alias_info is not None
-                and a.alias_info.is_write
-                and isinstance(v := kwargs.get(a.name), Tensor)
+            written = [
+                x
+                for argument, value in zip_arguments(func._schema, args, kwargs)
+                if argument.alias_info is not None and argument.alias_info.is_write
+                for x in tree_leaves(value)
+                if isinstance(x, Tensor)
             ]
             places = {id(x) for x in written}
             ORDER.launch([x for x in given if id(x) not in places], [*written, *fresh])
