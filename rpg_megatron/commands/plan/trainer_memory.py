@@ -166,7 +166,9 @@ def rank_memory(
         kept, most = _saved(settings, held, published)
         parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
         if on_gpu and most > kept:
-            parts.append(MemoryPart("checkpoint, while it is gathered", most - kept, "estimated", host=True))
+            parts.append(
+                MemoryPart("checkpoint, while it is gathered or loaded", most - kept, "estimated", host=True)
+            )
 
     recompute, logits, head = recomputation(settings), 0, 0
     if stage == parallel.pipeline - 1:
@@ -193,7 +195,7 @@ def rank_memory(
 
 
 def _saved(settings: Settings, held: RankParameters, published: int) -> tuple[int, int]:
-    """Bytes in host memory of the copy that a save writes, and of the most that a save has at once.
+    """Bytes in host memory of the copy that a save writes, and of the most that save or resume has at once.
 
     published: parameters of which this rank has the first replica, which alone is written. Their optimizer
     state, moments and float32 weights, is gathered there if it is distributed (Megatron's format
@@ -205,11 +207,11 @@ def _saved(settings: Settings, held: RankParameters, published: int) -> tuple[in
     if not distributed:
         return kept, kept
     # Gathering: three buffers of 4 bytes, and of one of DDP's buckets every rank's share, what was received
-    # and both together. Then the buffers are copied, one after the other.
+    # and both together. Then the buffers are copied, one after another. To resume, each rank reads all three.
     bucket = min(BUCKET, held.total) if settings.optimizer.overlap else held.total
     share = round(12 * bucket * held.owned(settings) / held.total)
     most = max(12 * published + (8 * bucket if published else 0) + share, 16 * published)
-    return kept, max(kept, most)
+    return kept, max(kept, most, 12 * held.total)
 
 
 def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[MemoryPart]:
