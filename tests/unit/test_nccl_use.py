@@ -4,13 +4,15 @@ Why: a rank that waits in NCCL for another one blocks the stream that its weight
 waits for those. And a GPU stays idle where its rank waits in a kernel. Order on streams: test_stream_order.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from rpg_megatron.policy import device
 from rpg_megatron.system.collectives import control_group
-from rpg_megatron.training.preemption import StopRequest
+from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.weight_sync import WeightSync
 
 
@@ -66,6 +68,21 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
     weight_sync.wake()
     weight_sync.check_stop()
     assert asked.order == [*sent * 3, "all_gather", "all_gather"]
+
+
+class Stopping(Refusing):
+    """A sampler that a stop signal interrupts in its sync."""
+
+    def sync(self, *args: object, **kwargs: object) -> None:
+        raise Stopped
+
+
+def test_a_stop_within_a_sync_stops_every_rank_and_takes_the_weights_back(alone):
+    publisher = Refusing()
+    publisher.publish = lambda version: publisher.order.append("publish") or SimpleNamespace(tensors={})
+    with pytest.raises(Stopped):
+        WeightSync(publisher, Stopping(), StopRequest()).sync(1)
+    assert publisher.order == ["publish", "retract"]
 
 
 def test_the_process_group_is_bound_to_no_device(monkeypatch):

@@ -56,6 +56,16 @@ def test_reader_returns_every_tensor_and_any_box_of_it(folder):
     assert list(folder.iterdir()) == []
 
 
+def test_what_a_closed_publisher_has_left_is_refused(folder):
+    """A reader keeps its map, whose memory the trainer may use for something else from then on."""
+    pub, _, _ = publisher(folder)
+    reader = ShardReader(folder)
+    reader.open(pub.publish(1).place, 1)
+    pub.close()
+    with pytest.raises(ShardError, match="must not be read now"):
+        reader.check_version()
+
+
 def test_publishing_again_reuses_the_file_and_the_readers_map(folder):
     pub, params, sd = publisher(folder, dtype=torch.bfloat16)
     reader = ShardReader(folder)
