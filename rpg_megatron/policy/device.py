@@ -106,8 +106,9 @@ def bind_to_numa_node(gpu: int, devices: Path = Path("/sys")) -> frozenset[int] 
     found: Any = torch.cuda.get_device_properties(gpu)
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        node = int((devices / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
-        listed = (devices / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+        node = int((devices / "bus" / "pci" / "devices" / address / "numa_node").read_text(encoding="ascii"))
+        nodes = devices / "devices" / "system" / "node"
+        listed = (nodes / f"node{node}" / "cpulist").read_text(encoding="ascii").strip()
         ranges = [part.partition("-") for part in listed.split(",")]
         cores = {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
     except (AttributeError, OSError, ValueError):  # an older torch; hidden by a virtual machine; -1: no node

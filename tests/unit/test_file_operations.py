@@ -42,13 +42,14 @@ MAY_CHANGE = {
 MAY_OPEN = {
     "config/files.py": "the module",
     "commands/convert/convert.py": "/proc",
-    "commands/doctor/gpu.py": "/proc",
+    "commands/doctor/gpu.py": "/proc, and a new folder of its own, mode 0700",
     "commands/doctor/packages.py": "files of this package's source tree",
     "commands/init/command.py": "files of this package",
     "commands/plan/gpus.py": "/proc and /sys",
     "commands/report/render.py": "files of this package",
     "data/prompts.py": "in the run's work folder, mode 0700",
     "launcher/environment.py": "/proc, and the user's own code, which runs anyway",
+    "policy/device.py": "/sys",
     "system/process_groups.py": "/proc",
     "system/sandbox.py": "/proc",
 }

@@ -52,7 +52,7 @@ FP8_WEIGHTS = "weights in FP8"
 """Name of a part: rebuilt after engines used the GPU."""
 BUCKET = 40_000_000
 """Elements of a bucket of Megatron's DDP, if it overlaps and has up to 40 replicas."""
-SAVE = "checkpoint, until it is written"
+SAVE = "checkpoint to be written"
 """Name of a part: the copy of weights and optimizer state that a save writes in the background."""
 SERVED = "weights in bfloat16, for engines"
 """Name of a part: copy of parameters stored in FP8."""
@@ -166,9 +166,7 @@ def rank_memory(
         kept, most = _saved(settings, held, published)
         parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
         if on_gpu and most > kept:
-            parts.append(
-                MemoryPart("checkpoint, while it is gathered or loaded", most - kept, "estimated", host=True)
-            )
+            parts.append(MemoryPart("checkpoint gathered or read", most - kept, "estimated", host=True))
 
     recompute, logits, head = recomputation(settings), 0, 0
     if stage == parallel.pipeline - 1:
