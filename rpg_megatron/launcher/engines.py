@@ -231,7 +231,7 @@ class Engines:
                 return
         failed = {}
         for engine in starting:
-            if engine not in probed and not self._fall_back(engine):
+            if engine not in probed and (up or not self._fall_back(engine)):
                 if reason := self._failed_start(engine):
                     failed[engine.index] = reason
                 else:

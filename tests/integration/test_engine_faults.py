@@ -106,16 +106,17 @@ REFUSES = 'echo "api_server.py: error: argument --x: no"; exit 2'
 
 
 @pytest.mark.parametrize(
-    ("script", "device", "variable", "another_up", "starts"),
+    ("script", "device", "variable", "another", "starts"),
     [
-        (BY_RUNNER + "sleep 60", "cuda", None, False, 2),
-        (BY_RUNNER + "exit 1", "cuda", None, False, 2),
-        (BY_RUNNER, "cuda", "1", False, 1),  # the user has chosen
-        (BY_RUNNER, "cpu", None, False, 1),
-        (BY_RUNNER, "cuda", None, True, 1),  # so the runner is not the reason
-        (REFUSES, "cuda", None, False, 1),
+        (BY_RUNNER + "sleep 60", "cuda", None, "", 2),
+        (BY_RUNNER + "exit 1", "cuda", None, "", 2),
+        (BY_RUNNER, "cuda", "1", "", 1),  # the user has chosen
+        (BY_RUNNER, "cpu", None, "", 1),
+        (BY_RUNNER, "cuda", None, "is up", 1),  # so the runner is not the reason
+        (BY_RUNNER, "cuda", None, "comes up meanwhile", 1),
+        (REFUSES, "cuda", None, "", 1),
     ],
-    ids=["V1 starts", "neither starts", "chosen", "on a CPU", "another is up", "arguments"],
+    ids=["V1 starts", "neither starts", "chosen", "on a CPU", "another is up", "meanwhile", "arguments"],
 )
 def test_an_engine_that_does_not_start_is_started_once_with_runner_v1(
     config_file: Path,
@@ -124,7 +125,7 @@ def test_an_engine_that_does_not_start_is_started_once_with_runner_v1(
     script: str,
     device: str,
     variable: str | None,
-    another_up: bool,
+    another: str,
     starts: int,
 ) -> None:
     monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
@@ -138,15 +139,16 @@ def test_an_engine_that_does_not_start_is_started_once_with_runner_v1(
     )
     engines = Engines(settings, tmp_path, shown, shown, restarts=0)
     made = []
-    for index in range(2 if another_up else 1):
+    for index in range(2 if another else 1):
         places: Any = {"log": tmp_path / f"{index}.log", "bridge_dir": tmp_path, "token": "secret"}
         made.append(StandIn(settings, index, socket=tmp_path / f"{index}.sock", **places))
         made[-1]._command = ["sh", "-c", script if index == 0 else "sleep 60"]
         engines.start(made[-1])
     one = made[0]
     try:
-        if another_up:
+        if another:
             made[1].up = True
+        if another == "is up":
             engines.check(lambda: False)
         wait_for(lambda: not one.alive(), 30)
         if starts == 2:
