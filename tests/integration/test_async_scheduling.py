@@ -12,6 +12,7 @@ Not covered: streams and graphs of a real GPU, workers of tensor parallel engine
 import asyncio
 import random
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,12 @@ def rig(request, tmp_path_factory):
     code = Path(toy_engine.__file__).read_text()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-        with running_engines(folder, [Settings.model_validate(settings)], plugins=[code]) as (engine,):
-            with running_rig(folder, engine) as rig:
-                yield rig
+        valid = Settings.model_validate(settings)
+        with (
+            running_engines(folder, [valid], plugins=[code]) as (engine,),
+            running_rig(folder, engine) as rig,
+        ):
+            yield rig
 
 
 @dataclass
@@ -124,7 +128,8 @@ class Asked:
             tokens = sample.tokens.tolist()
             total += len(tokens)
             if not tokens:
-                assert sample.finish == "abort" and sample.version is None
+                assert sample.finish == "abort"
+                assert sample.version is None
                 continue
             assert sample.version in versions
             weights = self.weights[sample.version]
@@ -264,7 +269,7 @@ def test_groups_over_many_syncs(rig, syncs, tmp_path):
             serving.set()
         over = True
         segments = 0
-        for task in sum(await asyncio.gather(*running), []):
+        for task in chain.from_iterable(await asyncio.gather(*running)):
             for t in await worker.fetch([task.ticket] * 4, list(range(4))):
                 segments += check_segments(asked.weights, t)
         worker.close()

@@ -40,8 +40,8 @@ PLUGIN = "plugin_0"
 
 
 def engine_arguments(blocks: int, batch: int) -> list[str]:
-    """Options of the engine. blocks: size of the KV cache, in blocks of BLOCK tokens. batch: maximum tokens of
-    a step, which splits longer prompts.
+    """Options of the engine. blocks: size of the KV cache, in blocks of BLOCK tokens. batch: maximum tokens
+    of a step; longer prompts are split.
     """
     return [
         *("--skip-tokenizer-init", "--async-scheduling", "--enable-chunked-prefill"),
@@ -62,7 +62,7 @@ def weights_hash(weights: Mapping[str, torch.Tensor]) -> int:
 
 
 def sample(seed: int, stored: np.ndarray) -> tuple[int, float]:
-    """Token and log-prob after these entries of the KV cache: int64 [tokens, 3] (token, position, weights)."""
+    """Token and log-prob after these entries of the KV cache: int64 [t, 3] (token, position, weights)."""
     key = seed.to_bytes(8, "little")
     drawn = hashlib.blake2b(np.ascontiguousarray(stored).tobytes(), digest_size=8, key=key).digest()
     token, rest = int.from_bytes(drawn[:4]) % VOCAB, int.from_bytes(drawn[4:])
@@ -338,10 +338,8 @@ def _make_worker() -> type[Any]:
 
             return Output(names, self.toy.queue(run), sampled, routes)
 
-        def _compute(
-            self, weights: int, request: Request, start: int, count: int, blocks: np.ndarray
-        ) -> Any:
-            """On the device: the token after ``count`` more tokens, None within a prompt; and their experts."""
+        def _compute(self, weights: int, request: Request, start: int, count: int, blocks: np.ndarray) -> Any:
+            """On the device: the token after ``count`` more, None within a prompt; and their experts."""
             positions = np.arange(start + count)
             slots = blocks[positions // BLOCK] * BLOCK + positions % BLOCK
             for i in range(start, start + count):
