@@ -219,4 +219,7 @@ def test_replayed_routes_are_in_host_memory() -> None:
     plan = plan_of_mixture()
     assert routes(plan) == 2 * plan.batch.sequences * plan.batch.longest * 48 * 8
     assert routes(plan_of_mixture("training.router_replay=off")) == 0
-    assert routes(plan_of_mixture("rollout.ahead=1")) == routes(plan) * 3 // 2
+    assert (
+        routes(plan_of_mixture("rollout.ahead=1", "rollout.dynamic.oversample=1", "guards.uncorrected=true"))
+        == routes(plan) * 3 // 2
+    )
