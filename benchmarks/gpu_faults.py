@@ -94,8 +94,9 @@ def _named() -> list[Fault]:
         Fault(
             "quantised layers loaded in place",
             f"{vllm}/weight_loader.py",
-            "return type(method) not in UNPROCESSED_ON_CUDA",
-            "return False",
+            "if _is_processed(plan.layer, device):\n        return False\n    expected",
+            # Without the comparison of dtypes and shapes too, which alone would find it.
+            'if getattr(plan.layer, "quant_method", None) is not None:\n        return True\n    expected',
         ),
     ]  # fmt: skip
 

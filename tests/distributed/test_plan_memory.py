@@ -131,6 +131,10 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
         )
         (save,) = (part.nbytes for part in plan.parts if part.name == SAVE)
         assert found["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        print(
+            f"a save: {save / 1e6:.1f} MB planned, {found['staged'] / 1e6:.1f} copied, "
+            f"the process grew by {found['grown'] / 1e6:.1f}"
+        )
         # The process grows by less where malloc has freed memory.
         assert 0.8 * save - 4e6 < found["grown"] < 1.1 * save + 4e6
         told.append((plan.peak, max(found["peaks"].values()), found["peaks"]))

@@ -15,24 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from tests.support.layouts import (
-    FULL,
-    OBJECTIVES,
-    SELECTIVE,
-    SP,
-    check,
-    gradient_error,
-    make_batch,
-    reference_logprobs,
-    reference_update,
-    run_layouts,
-    score_batch,
-)
-from tests.support.mixtures import EXPERTS, LAYERS, SIZES, TOPK, forced
-from tests.support.tiny_models import make_model, use_float64
+from tests.support.layouts import FULL, SELECTIVE, SP, check, gradient_error, run_layouts
+from tests.support.mixtures import REPLAYED, make_replayed
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "one rank": (1, {}, 5, {}),
@@ -63,29 +49,8 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 def test_replayed_experts_in_every_layout(
     tmp_path: Path, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    random = np.random.default_rng(3)
-    batch = make_batch()
-    for t in batch:
-        shape = t.length - 1, LAYERS, EXPERTS
-        t.routes = random.random(shape).argsort(-1)[..., :TOPK].astype(np.uint8)
-    with use_float64():
-        model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
-        with forced(model, batch) as counts:
-            rows = score_batch(model, batch)
-        with torch.no_grad():
-            unforced = [logp.numpy() for logp, _ in reference_logprobs(model, batch)]
-        with forced(model, batch):
-            wanted = reference_update(model, batch, "rpg")
-    assert 0.2 < counts["routes/changed"] < counts["routes/changed_tokens"] <= 1
-    assert min(np.abs(a - b).max() for (a, _), b in zip(rows, unforced, strict=True) if len(b) > 9) > 1e-2
-    training = {
-        "minibatches": 1,
-        "tokens_per_microbatch": 100,
-        "logprob_chunk": 17,
-        "router_replay": "rollout",
-    }
-    settings = OBJECTIVES["rpg"] | {"training": training}
-    found = run_layouts(tmp_path, layouts, batch, settings, lr=0.0, after=False, timeout=600)
+    batch, rows, wanted, counts = make_replayed(tmp_path / "model")
+    found = run_layouts(tmp_path, layouts, batch, REPLAYED, lr=0.0, after=False, timeout=600)
     told = []
     one = load_file(tmp_path / "gradients" / "one rank" / "model.safetensors")
     for name, result in found.items():

@@ -214,10 +214,11 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
     shift = tmp_path / "shift"
     shift.mkdir()
     (shift / "sitecustomize.py").write_text(SHIFTED_CLOCK)
-    quick = tmp_path / "quick.py"  # the real command; it imports no torch and waits less for the silent one
+    quick = tmp_path / "quick.py"  # the real command; it imports no torch, waits less for the silent one
     quick.write_text(
         "from rpg_megatron.commands.doctor import command, gather\n"
-        "command.PROBES[:] = [p for p in command.PROBES if p[0] != 'torch import']\n"
+        "left = ('torch import', 'between nodes')\n"
+        "command.PROBES[:] = [p for p in command.PROBES if p[0] not in left]\n"
         "gather.gather_reports.__kwdefaults__['wait'] = 10.0\n"
         "from rpg_megatron import cli; cli.main()\n"
     )
@@ -249,3 +250,30 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
     assert "no report within 10 s" in words
     assert "clock between nodes" in words
     assert list((tmp_path / "runs").glob(".doctor*")) + list(tmp_path.glob(".doctor*")) == []
+
+
+def test_the_tasks_of_a_step_try_their_network(tmp_path: Path) -> None:
+    probe = (
+        "from rpg_megatron.commands.doctor import network, probe\n"
+        "print(*network.probe_network(probe.Subject(None, None)), sep='\\n')"
+    )
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+    def start(task: int, *command: str) -> subprocess.Popen[str]:
+        own = environment_of(**step, SLURM_PROCID=str(task), SLURMD_NODENAME="localhost")
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=own,
+        )
+
+    both = [start(task, "-c", probe) for task in range(2)]
+    for out, err in [task.communicate(timeout=150) for task in both]:
+        assert err == ""
+        assert re.search(r"name='between nodes', verdict='ok', .*2 tasks, gloo: \d+\.\d GB/s", out), out
+    wrong = start(0, "-m", "rpg_megatron.commands.doctor.network", str(tmp_path), "cpu", "nowhere")
+    out, err = wrong.communicate(timeout=100)
+    assert "no interface 'nowhere'" in json.loads(out)["error"], err

@@ -253,7 +253,8 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
     lame.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && ulimit -n 256\n{command}\n')
     lame.chmod(0o755)
     environment = slurm.environment | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    step = ["srun", "--nodes=2", "--ntasks-per-node=1", lame, config_file]
+    spread = ["parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"]
+    step = ["srun", "--nodes=2", "--ntasks-per-node=1", lame, config_file, *spread]
 
     def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -262,7 +263,9 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
 
     done = run(*step)
     assert done.returncode == 1
-    assert re.search(r"n2 +open files +FAILED +limited to 256.*\n +fix: raise the hard limit", done.stdout)
+    assert re.search(
+        r"n2 +open files +FAILED +open files are limited to 256.*\n +fix: raise the hard limit", done.stdout
+    )
     assert "1 failed" in done.stdout
     told = json.loads(run(*step, "--json").stdout)
     found = {
@@ -270,6 +273,9 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
         for node in told["nodes"]
     }
     assert found == {"n1": set(), "n2": {"open files"}}
+    reduced = [c["found"] for node in told["nodes"] for c in node["checks"] if c["name"] == "between nodes"]
+    assert len(reduced) == 2
+    assert all(re.fullmatch(r"all-reduce over 2 tasks, gloo: \d+\.\d GB/s each", text) for text in reduced)
     # Within an allocation, but not by srun: this machine alone, and the job's time.
     alone = run("salloc", "--nodes=2", "--time=30", lame, config_file, "--json")
     assert alone.returncode == 0, alone.stdout

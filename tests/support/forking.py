@@ -31,6 +31,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import process as multiprocessing_process
 from pathlib import Path
@@ -301,6 +302,7 @@ def _prepare(start: dict[str, Any], told: int) -> None:
 
     multiprocessing_process._children.clear()
     subprocess._active.clear()
+    weakref.finalize._registry.clear()  # the starter's temporary folders are not this process's to remove
     logging.getLogger().handlers.clear()
     logging.getLogger().setLevel(logging.WARNING)
     sys.argv = [start["module"], *start["arguments"]]

@@ -240,12 +240,14 @@ def run_layouts(
     *,
     others: Mapping[str, list[Trajectory]] = MappingProxyType({}),
     timeout: float = 240,
+    worker: str = "tests.distributed.layout_worker",
     **how: Any,
 ) -> dict[str, Any]:
     """Run each layout on the batch with the model in ``folder``; layouts of one size share their processes.
 
     layouts: name -> (ranks, parallel settings, micro-batches), and perhaps sections that replace those of
-    ``settings``. others: name of a layout -> its batch, if it gets another one. how: of ``make_case``.
+    ``settings``. others: name of a layout -> its batch, if it gets another one. worker: another than the
+    usual one gets interpreters of its own. how: of ``make_case``.
     """
     (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
     results: dict[str, Any] = {}
@@ -259,7 +261,8 @@ def run_layouts(
             cases[name]["batch"] = f"other_{number}.pkl"
             (folder / cases[name]["batch"]).write_bytes(pickle.dumps(others[name]))
         (folder / "cases.json").write_text(json.dumps(cases))
-        results |= run_ranks("tests.distributed.layout_worker", world, folder, timeout=timeout)
+        fresh = worker != "tests.distributed.layout_worker"
+        results |= run_ranks(worker, world, folder, timeout=timeout, fresh=fresh)
     assert set(results) == set(layouts)
     return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,14 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from rpg_megatron.data.trajectory import Trajectory
-from tests.support.layouts import reference_logprobs
+from tests.support.layouts import (
+    OBJECTIVES,
+    make_batch,
+    reference_logprobs,
+    reference_update,
+    score_batch,
+)
+from tests.support.tiny_models import make_model, use_float64
 
 SIZES = {
     "vocab_size": 251,
@@ -29,6 +37,38 @@ SIZES = {
 """Of a mixture whose second layer is dense; EP of 2 and 4 divides its experts."""
 LAYERS, EXPERTS, TOPK = 3, 8, 2
 """Layers with experts, experts of each, experts a token."""
+
+REPLAYED: dict[str, Any] = OBJECTIVES["rpg"] | {
+    "training": {
+        "minibatches": 1,
+        "tokens_per_microbatch": 100,
+        "logprob_chunk": 17,
+        "router_replay": "rollout",
+    }
+}
+"""Settings of a replay."""
+
+
+def make_replayed(folder: Path) -> tuple[list[Trajectory], list[Any], dict[str, Any], dict[str, float]]:
+    """A mixture, and a batch whose routes are random; with its scores, its update and the shares of
+    ``forced``, by transformers in float64 that uses these routes.
+    """
+    random = np.random.default_rng(3)
+    batch = make_batch()
+    for t in batch:
+        shape = t.length - 1, LAYERS, EXPERTS
+        t.routes = random.random(shape).argsort(-1)[..., :TOPK].astype(np.uint8)
+    with use_float64():
+        model = make_model(folder, "qwen3_moe", noise=0.15, **SIZES)
+        with forced(model, batch) as counts:
+            rows = score_batch(model, batch)
+        with torch.no_grad():
+            unforced = [logp.numpy() for logp, _ in reference_logprobs(model, batch)]
+        with forced(model, batch):
+            wanted = reference_update(model, batch, "rpg")
+    assert 0.2 < counts["routes/changed"] < counts["routes/changed_tokens"] <= 1
+    assert min(np.abs(a - b).max() for (a, _), b in zip(rows, unforced, strict=True) if len(b) > 9) > 1e-2
+    return batch, rows, wanted, counts
 
 
 @contextmanager

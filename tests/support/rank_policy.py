@@ -22,7 +22,7 @@ def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> P
     def load(policy: Policy) -> None:
         load_hf_weights(
             settings.model.path,
-            policy.named_parameters(),
+            policy.loadable_parameters(),
             mapping_for(shape),
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,

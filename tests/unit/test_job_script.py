@@ -8,7 +8,9 @@ which is not in this environment, and a real Slurm (tests/integration/test_nemo_
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,25 @@ def test_without_nemo_run_one_line_says_how_to_get_it(
     assert told.startswith("error: NeMo-Run cannot be imported")
     assert "requirements/launch.txt" in told
     assert told.count("\n") == 1
+
+
+LOADED = """
+import importlib.metadata, sys
+import rpg_megatron.commands.launch.job_script, rpg_megatron.cli
+packages = importlib.metadata.packages_distributions()
+print(*{d for name in list(sys.modules) for d in packages.get(name.partition(".")[0], ())}, sep="\\n")
+"""
+
+
+def test_its_environment_has_what_the_command_imports() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    file = Path(__file__).parents[2] / "requirements" / "launch.txt"
+    listed = {line.partition("==")[0] for line in file.read_text().splitlines()}
+    loaded = {name for name in done.stdout.split() if name not in ("rpg-megatron", "setuptools")}
+    assert {"typer", "msgspec"} <= loaded
+    assert {re.sub("[-_.]+", "-", name).lower() for name in loaded} <= {
+        re.sub("[-_.]+", "-", name).lower() for name in listed
+    }
 
 
 # -- when the launcher ends ----------------------------------------------------------------------------------

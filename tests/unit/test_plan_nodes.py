@@ -204,3 +204,22 @@ def test_trajectories_take_what_is_planned() -> None:
     tracemalloc.stop()
     assert len(kept) == number
     assert batch_bytes(number, number * prompt, number * response) == pytest.approx(measured, rel=0.02)
+
+
+def test_replayed_routes_are_in_host_memory() -> None:
+    """48 layers of 8 experts a token, one byte each; all eight leaders are on the sampler's node."""
+
+    def plan_of_mixture(*overrides: str) -> Plan:
+        file = EXAMPLES / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"
+        return make_plan(load_settings(file, list(overrides)), "h100-80")
+
+    def routes(plan: Plan) -> int:
+        return sum(part.nbytes for part in plan.host if part.name.startswith("routes"))
+
+    plan = plan_of_mixture()
+    assert routes(plan) == 2 * plan.batch.sequences * plan.batch.longest * 48 * 8
+    assert routes(plan_of_mixture("training.router_replay=off")) == 0
+    assert (
+        routes(plan_of_mixture("rollout.ahead=1", "rollout.dynamic.oversample=1", "guards.uncorrected=true"))
+        == routes(plan) * 3 // 2
+    )

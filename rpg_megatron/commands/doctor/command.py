@@ -8,7 +8,7 @@ from functools import partial
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
-from rpg_megatron.commands.doctor import gpu, machine, packages, run_inputs
+from rpg_megatron.commands.doctor import gpu, machine, network, packages, run_inputs
 from rpg_megatron.commands.doctor.gather import (
     NodeReport,
     find_job_step,
@@ -31,6 +31,7 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("foreign input", 30, machine.probe_foreign_input),
     ("temporary files", 10, machine.probe_temporary),
     ("clock", 20, machine.probe_clock),
+    (network.NAME, network.SECONDS, network.probe_network),
     *((check.name, check.seconds, partial(run_inputs.probe_check, check)) for check in CHECKS),
     ("run folder", 30, run_inputs.probe_run_folder),
     ("secrets", 10, run_inputs.probe_secrets),

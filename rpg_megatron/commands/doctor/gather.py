@@ -67,7 +67,7 @@ def send_report(step: JobStep, folder: Path, checks: list[Check]) -> bool:
     """Write this node's report for the first node; returns whether that worked."""
     report = {"node": node_name(), "time": time.time(), "checks": [asdict(c) for c in checks]}
     try:
-        reports_dir = _report_dir(step, folder)
+        reports_dir = report_dir(step, folder)
         reports_dir.mkdir(mode=0o700, exist_ok=True)
         atomic_write_text(reports_dir / f"task-{step.task}.json", json.dumps(report), private=True)
     except OSError:
@@ -84,7 +84,7 @@ def gather_reports(
     a time stamp outside that interval means that the clocks differ.
     """
     reports = {0: NodeReport(node_name(), tuple(checks))}
-    reports_dir = _report_dir(step, folder)
+    reports_dir = report_dir(step, folder)
     end = time.monotonic() + wait
     while len(reports) < step.tasks and time.monotonic() < end:
         for task in set(range(step.tasks)) - set(reports):
@@ -115,5 +115,6 @@ def _skew(stamp: float, earliest: float, latest: float) -> list[Check]:
     return [failed("clock between nodes", f"at least {off:.0f} s off the first node's", fix)]
 
 
-def _report_dir(step: JobStep, folder: Path) -> Path:
+def report_dir(step: JobStep, folder: Path) -> Path:
+    """The folder in that of the runs through which the tasks of a step exchange files."""
     return folder / f".doctor-{step.id}"

@@ -199,7 +199,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         ranks=ranks,
         engine=engine,
         gpus=gpus,
-        host=host_memory(settings, batch, ranks, gpus, on_gpu=on_gpu),
+        host=host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu),
         shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpu else None,
         activations={kind: activations.saved(kind) for kind in _RECOMPUTE},
         routed_to_one=activations.worst_routes(recomputation(settings)),

@@ -247,8 +247,21 @@ def broadcast_bytes(trajectories: int, tokens: int, data: int) -> int:
     return -(-trajectories // data) * _SENT_TRAJECTORY + -(-tokens // data) * _SENT_TOKEN
 
 
+def route_bytes(settings: Settings, shape: ModelShape) -> int:
+    """Bytes of a token's routes, which are replayed; 0 if none are."""
+    if shape.experts is None or settings.training.router_replay == "off":
+        return 0
+    return len(shape.experts.layers) * shape.experts.per_token * (1 if shape.experts.count <= 256 else 2)
+
+
 def host_memory(
-    settings: Settings, batch: BatchPlan, ranks: Sequence[RankMemory], gpus: Gpus, *, on_gpu: bool
+    settings: Settings,
+    shape: ModelShape,
+    batch: BatchPlan,
+    ranks: Sequence[RankMemory],
+    gpus: Gpus,
+    *,
+    on_gpu: bool,
 ) -> tuple[MemoryPart, ...]:
     """Host memory of rank 0's node: what its ranks keep there, if they are on GPUs, and the step.
 
@@ -278,7 +291,9 @@ def host_memory(
     held = batch_bytes(sequences, *tokens) * leaders // parallel.data
     nbytes[f"{steps} steps, in the sampler" if steps > 1 else "the step, in the sampler"] = sampled
     nbytes[f"shares of it, {leaders} of {parallel.data} leaders"] = held
+    if routes := route_bytes(settings, shape) * sum(tokens):
+        nbytes["routes, in the sampler and the leaders"] = steps * routes + routes * leaders // parallel.data
     if parallel.world > parallel.data:
-        sent = broadcast_bytes(sequences, sequences * batch.longest, parallel.data)
+        sent = broadcast_bytes(sequences, sequences * batch.longest, parallel.data) + routes // parallel.data
         nbytes["shares in transfer to other ranks"] = leaders * sent
     return tuple(MemoryPart(name, size, "estimated", host=True) for name, size in nbytes.items())

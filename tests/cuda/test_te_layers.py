@@ -1,0 +1,173 @@
+"""Transformer Engine's real modules give transformers' numbers, with stand-ins for its kernels.
+
+Why: a GPU's policy is made of these modules, and no test without a GPU ran one: a wrong mask, scale, layout,
+sequence length or saved tensor would show on a cluster only. Forward, backward and update of whole policies,
+in float32 on the CPU (te_worker, te_kernels), against transformers in float64: log-probs, entropies, the loss
+and every gradient, with recomputation, context parallelism, experts in grouped products and replayed routes.
+FP8 is compared with the emulation for CPUs, and weights that are kept in FP8 with those that are not.
+Not covered: the kernels; FP8 over several ranks and in grouped products.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.layouts import (
+    FULL,
+    OBJECTIVES,
+    SELECTIVE,
+    SP,
+    check,
+    gradient_error,
+    make_batch,
+    make_layout_model,
+    reference_update,
+    run_layouts,
+    score_batch,
+)
+from tests.support.mixtures import REPLAYED, SIZES, make_replayed
+from tests.support.tiny_models import make_model, use_float64
+
+WORKER = "tests.cuda.te_worker"
+LOCAL = {"path": "local layers"}
+"""Of the data: the worker's sign for Megatron's local layers."""
+DENSE: dict[str, Any] = {
+    "one rank": (1, {}, 3),
+    "one rank, selective recompute": (1, {}, 3, SELECTIVE),
+    "one rank, full recompute": (1, {}, 3, FULL),
+    "DP2": (2, {"data": 2}, 7),
+    "TP2+SP": (2, SP, 3),
+    "PP2": (2, {"pipeline": 2}, 7),
+    "CP2": (2, {"context": 2}, 3),
+}
+EXPERTS: dict[str, Any] = {
+    "one rank": (1, {}, 3),
+    "one rank, experts recomputed": (1, {}, 2, SELECTIVE),
+    "DP2, EP2": (2, {"data": 2, "expert": 2}, 7),
+    "TP2+SP, ETP2": (2, {**SP, "expert_tensor": 2}, 3),
+    "TP2+SP, EP2, full recompute": (2, {**SP, "expert": 2}, 3, FULL),
+}
+KERNELS = {"generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd", "fused_rope_forward", "fused_rope_backward"}
+KERNELS |= {"fused_attn_fwd", "fused_attn_bwd", "get_fused_attn_backend"}
+KERNELS |= {"multi_tensor_adam", "multi_tensor_l2norm"}
+GROUPED = {"te_general_grouped_gemm"}
+RING = {"thd_grad_correction", "thd_out_correction", "thd_read_half_tensor", "thd_read_second_half_lse"}
+RING |= {"thd_second_half_lse_correction"}
+"""Of context parallelism."""
+CLIPPING = {"multi_tensor_scale", "multi_tensor_scale_tensor"}
+"""One or the other, by the kind of optimizer."""
+
+
+def check_all(folder: Path, layouts: dict[str, Any], batch: Any, settings: Any, *wanted: Any) -> set[str]:
+    """Compare with the reference; the kernels that ran."""
+    results = run_layouts(folder, layouts, batch, settings, lr=0.0, after=False, worker=WORKER)
+    for name, result in results.items():
+        check(folder, name, result, batch, *wanted)
+    ran = set((folder / "kernels.txt").read_text().split())
+    assert ran & CLIPPING
+    return ran - CLIPPING
+
+
+def test_dense(tmp_path: Path) -> None:
+    model = make_layout_model(tmp_path / "model", tied=False)
+    batch = make_batch()
+    rows = score_batch(model, batch)
+    wanted = reference_update(model, batch, "rpg")
+    assert check_all(tmp_path, DENSE, batch, OBJECTIVES["rpg"], rows, wanted) == KERNELS | RING
+
+
+def test_experts(tmp_path: Path) -> None:
+    with use_float64():
+        model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
+        batch = make_batch()
+        rows = score_batch(model, batch)
+        wanted = reference_update(model, batch, "rpg")
+    assert check_all(tmp_path, EXPERTS, batch, OBJECTIVES["rpg"], rows, wanted) == KERNELS | GROUPED
+
+
+def test_replayed_experts(tmp_path: Path) -> None:
+    batch, rows, wanted, _ = make_replayed(tmp_path / "model")
+    assert check_all(tmp_path, EXPERTS, batch, REPLAYED, rows, wanted) == KERNELS | GROUPED
+
+
+RECIPES = ("blockwise", "tensorwise", "delayed")
+FP8_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 251,
+}
+"""128 and its multiples."""
+
+
+def test_fp8(tmp_path: Path) -> None:
+    """Against the emulation for CPUs: both round the same numbers, and delayed scales follow the same passes.
+
+    In float32, so log-probs are equal but where a number lies between two of FP8 and falls to the other side;
+    that changes what follows, of this token and of later ones.
+    """
+    make_model(tmp_path / "model", noise=0.08, **FP8_SIZES)
+    batch = make_batch()
+    for t in batch:
+        t.old = t.anchor = t.behaviour = np.full(len(t.response), -5.5, np.float32)
+    layouts: dict[str, Any] = {"unrounded": (1, {}, 1, {"data": LOCAL})}
+    for recipe in RECIPES:
+        fp8 = {"precision": {"dtype": "bfloat16", "fp8": {"recipe": recipe}}}
+        for count in (1, 3):
+            layouts[f"{recipe} {count}"] = (1, {}, count, fp8)
+            layouts[f"{recipe} {count}, emulated"] = (1, {}, count, fp8 | {"data": LOCAL})
+    found = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, worker=WORKER)
+    scales = json.loads((tmp_path / "scales.json").read_text())
+
+    def scores(name: str) -> np.ndarray:
+        return np.concatenate([dict(parts)["logp"] for _, parts in sorted(found[name]["scored"].items())])
+
+    def gradients(name: str) -> dict[str, Any]:
+        return load_file(tmp_path / "gradients" / name / "model.safetensors")
+
+    for recipe in RECIPES:
+        for name in (f"{recipe} 1", f"{recipe} 3"):
+            rounding = np.abs(scores(name) - scores("unrounded"))
+            gap = np.abs(scores(name) - scores(f"{name}, emulated"))
+            error, key = gradient_error(gradients(name), gradients(f"{name}, emulated"))
+            print(f"{name}: {(gap < 1e-5).mean():.3f} of log-probs equal, gradients {error:.1e} ({key})")
+            assert (rounding > 1e-3).mean() > 0.9, "nothing was rounded"
+            assert (gap < 1e-5).mean() > 0.5
+            assert name != f"{recipe} 1" or error < 0.02
+    one, other = scales["delayed 3"], scales["delayed 3, emulated"]
+    assert one.keys() == other.keys()
+    assert len(one) == 8
+    for layer, values in one.items():
+        assert values[:2] == pytest.approx(other[layer][:2], rel=1e-3), layer
+        assert values[2] == pytest.approx(other[layer][2], rel=0.2), layer
+        assert all(value != 1 for value in values), layer
+
+
+def test_fp8_parameters(tmp_path: Path) -> None:
+    """Weights that are kept in FP8 give the log-probs of those that are rounded in each pass."""
+    make_model(tmp_path / "model", noise=0.08, **FP8_SIZES)
+    batch = make_batch()
+    for t in batch:
+        t.old = t.anchor = t.behaviour = np.full(len(t.response), -5.5, np.float32)
+    layouts: dict[str, Any] = {}
+    for recipe in RECIPES:
+        for kept in (True, False):
+            precision = {"dtype": "bfloat16", "fp8": {"recipe": recipe, "parameters": kept}}
+            more = {"device": "cuda", "precision": precision, "optimizer": {"distributed": True}}
+            more["anchor"] = {"type": "old"}
+            layouts[f"{recipe}{', kept' * kept}"] = (1, {}, 1, more)
+    found = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, worker=WORKER)
+    for recipe in RECIPES:
+        assert found[f"{recipe}, kept"]["scored"] == found[recipe]["scored"]
+    after, before = found["blockwise, kept"]["after"], found["blockwise, kept"]["scored"]
+    for t, again in zip(batch, after, strict=True):  # an update at a learning rate of zero
+        assert again == dict(before[str(t.prompt_id)])["logp"]
