@@ -166,34 +166,9 @@ def fp8_block_scaling_partial_cast(
     out.view(form).copy_(_cast(x.float().view(-1) * scale[row, column], form))
 
 
-def split_quantize(x: Tensor, sizes: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
-    return [quantize(part, q) for part, q in zip(x.split(list(sizes)), quantizers, strict=True)]
-
-
-def dequantize(x: Any, dtype: Any) -> Tensor:
-    return _values(x, False).to(_dtype(dtype, torch.float32)).view(x.size())
-
-
 def fp8_transpose(x: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     turned = x.reshape(-1, x.shape[-1]).t().contiguous().view(x.shape[-1], *x.shape[:-1])
     return turned if out is None else out.copy_(turned)
-
-
-def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    return gradient.float().reshape(-1, gradient.shape[-1]).sum(0).to(gradient.dtype), quantize(
-        gradient, quantizer
-    )
-
-
-def fused_multi_row_padding(x: Tensor, out: Tensor, rows: Sequence[int], padded: Sequence[int]) -> None:
-    out.zero_()
-    for part, target in zip(x.split(list(rows)), out.split(list(padded)), strict=True):
-        target[: len(part)] = part
-
-
-def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: Sequence[int], rows: Sequence[int]) -> None:
-    for part, target in zip(x.split(list(padded)), out.split(list(rows)), strict=True):
-        target.copy_(part[: len(target)])
 
 
 def _dtype(te: Any, otherwise: torch.dtype) -> torch.dtype:
