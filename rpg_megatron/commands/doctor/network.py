@@ -38,7 +38,8 @@ def probe_network(subject: Subject) -> Iterator[Check]:
         yield not_applicable(NAME, "a single task; srun with a task on each node tries it")
         return
     interface = subject.settings.cluster.interface if subject.settings else None
-    command = [sys.executable, "-m", __name__, str(runs_folder(subject)), subject.device, interface or ""]
+    place = str(runs_folder(subject))
+    command = [sys.executable, "-P", "-m", __name__, place, subject.device, interface or ""]
     try:
         done = subprocess.run(
             command,
