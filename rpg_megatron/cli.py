@@ -456,6 +456,8 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as e:
         print_error(f"error: {e}")
         sys.exit(2)
+    except KeyboardInterrupt:  # before the command itself
+        sys.exit(130)
     except OSError as e:
         if e.errno == errno.ENAMETOOLONG:
             print_error(f"error: {shorten(str(e.filename))}: {e.strerror}; give a shorter path")

@@ -26,7 +26,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import copy_file, open_own, parse_json, remove, rename
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
-from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.collectives import control_group, gather_objects, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
 
 
@@ -110,7 +110,11 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 def _assemble_round(
     plan: _Plan, first: int, world: int, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Exchange the slices of the next ``world`` files; returns this rank's file as CPU tensors."""
+    """Exchange the slices of the next ``world`` files; returns this rank's file as CPU tensors.
+
+    Slices are sent through host memory: NCCL would keep buffers for each pair of ranks, gigabytes on a GPU.
+    """
+    group = control_group() if world > 1 else None
     shards = plan.shards[first : first + world]
     out: dict[str, torch.Tensor] = {}
     # In lock step, one tensor per file: a rank has the slices of one tensor in flight at most.
@@ -132,10 +136,10 @@ def _assemble_round(
                     if assembler == rank:
                         out[name][piece.hf.slices()].copy_(values)
                     else:
-                        ops.append(dist.P2POp(dist.isend, values.contiguous(), assembler, tag=tag))
+                        ops.append(dist.P2POp(dist.isend, values.contiguous().cpu(), assembler, group, tag))
                 else:
-                    buffer = torch.empty(piece.hf.extent, dtype=dtype, device=_device(params))
-                    ops.append(dist.P2POp(dist.irecv, buffer, owner.rank, tag=tag))
+                    buffer = torch.empty(piece.hf.extent, dtype=dtype)
+                    ops.append(dist.P2POp(dist.irecv, buffer, owner.rank, group, tag))
                     landing.append((out[name][piece.hf.slices()], buffer))
         if ops:
             for work in dist.batch_isend_irecv(ops):
@@ -143,10 +147,6 @@ def _assemble_round(
         for target, buffer in landing:
             target.copy_(buffer)
     return out
-
-
-def _device(params: Mapping[str, torch.Tensor]) -> torch.device:
-    return next((p.device for p in params.values()), torch.device("cpu"))
 
 
 def _file_names(count: int) -> list[str]:

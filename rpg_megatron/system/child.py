@@ -168,7 +168,9 @@ def user_error(child: ProcessStatus) -> str | None:
         return None
     lines = tail_of(child.log, 200, child.opened).splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-    return "\n".join(lines[starts[-1] :]).removeprefix("error: ") if starts else None
+    # Another thread's traceback may stand before it in its line.
+    starts = starts or [i for i, line in enumerate(lines) if "error: " in line]
+    return "\n".join(lines[starts[-1] :]).partition("error: ")[2] if starts else None
 
 
 def explain(child: ProcessStatus) -> str:

@@ -33,6 +33,9 @@ MEGATRONS = [
 ]
 """Files of Megatron's in which the host waits in an update."""
 
+POINT_TO_POINT = {"send", "recv_", "alltoall_base_"}
+"""Operations for which NCCL connects each pair of ranks."""
+
 HEADS = {"num_heads": 8, "num_kv_heads": 4}
 SP = {"tensor": 2, "sequence": True}
 DEEP = {"tensor": 2, "sequence": True, "pipeline": 2, "context": 2}
@@ -161,6 +164,8 @@ def check(case: dict[str, Any], folder: Path) -> None:
     found = problems(result)
     assert not found, "\n".join(found)
     assert any(name.startswith("longer update") for name in result["waits"])  # it came so far
+    used = [[size, bool(POINT_TO_POINT & set(ops))] for size, ops in result["communicators"] if size > 1]
+    assert sorted(used) == sorted(result["planned"]), result["communicators"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

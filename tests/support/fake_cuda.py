@@ -84,6 +84,8 @@ class Seen:
         self.waits: Counter[tuple[str, str]] = Counter()
         """(whose line it is: rpg_megatron or another package, what and where) -> how often."""
         self.messages: Counter[str] = Counter()
+        self.communicators: dict[str, tuple[int, set[str]]] = {}
+        """Size of each NCCL group and its operations, by its name."""
 
     def fault(self, message: str) -> None:
         text = f"{place()[1]}: {message}"
@@ -271,9 +273,12 @@ def _check_message(func: Any, args: Any) -> None:
     group = next(
         (x for x in flat if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())), None
     )
-    backend = backend_of(dist.ProcessGroup.unbox(group) if group is not None else None)
+    group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
+    backend = backend_of(group)
     name = func.overloadpacket.__name__
     SEEN.messages[f"{name} over {backend}"] += 1
+    if backend == "nccl":
+        SEEN.communicators.setdefault(group.group_name, (group.size(), set()))[1].add(name)
     if name == "barrier":
         return  # its tensor is torch's own
     for x in tensors:

@@ -277,9 +277,8 @@ def _make_worker() -> type[Any]:
         def execute_model(self, scheduled: Any) -> Any:
             if self.connector is not None:
                 self.connector.begin_step(scheduled.aux_output_connector_metadata)
-            gone = scheduled.preempted_req_ids or set()
-            self.preempted += len(gone)
-            for name in scheduled.finished_req_ids | gone:
+            self.preempted += len(scheduled.preempted_req_ids or ())
+            for name in scheduled.finished_req_ids:
                 self.requests.pop(name, None)
             for new in scheduled.scheduled_new_reqs:
                 tokens = new.prefill_token_ids or new.prompt_token_ids
@@ -290,8 +289,7 @@ def _make_worker() -> type[Any]:
             known = scheduled.scheduled_cached_reqs
             for i, name in enumerate(known.req_ids):
                 request, blocks = self.requests[name], known.new_block_ids[i]
-                if name in known.resumed_req_ids:  # only model runner V1's data has these
-                    self.preempted += 1
+                if name in known.resumed_req_ids:  # only model runner V1's data has these; V2's has them as new
                     tokens = known.all_token_ids[name]
                     self.requests[name] = request = Request(tokens, 0, [], request.seed)
                 request.computed = known.num_computed_tokens[i]

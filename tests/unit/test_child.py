@@ -94,6 +94,9 @@ def test_the_end_of_a_child_is_explained(start: Callable[..., Child]) -> None:
     told = start("echo working; echo 'error: the path is wrong;'; echo 'mend it'; exit 2")
     assert wait_for_end(told) == 2
     assert user_error(told) == "the path is wrong;\nmend it"
+    torn = start("printf '    self.write(data)error: disk full\\n'; echo 'mend it'; exit 2")  # by two threads
+    assert wait_for_end(torn) == 2
+    assert user_error(torn) == "disk full\nmend it"
     crashed = start("echo 'error: not this'; exit 3")
     wait_for_end(crashed)
     assert user_error(crashed) is None

@@ -167,6 +167,17 @@ def test_wrong_usage_is_explained(arguments: tuple[str, ...]):
     assert "Traceback" not in done.stderr
 
 
+def test_ctrl_c_before_a_command_begins_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys):
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **how: object) -> None:
         raise ZeroDivisionError("ours")

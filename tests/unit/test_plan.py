@@ -22,8 +22,9 @@ from rpg_megatron.commands.plan.activations import expert_rows, in_flight
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import plan_batch
-from rpg_megatron.commands.plan.plan import Target, plan_for, smallest, sweep
-from rpg_megatron.commands.plan.trainer_memory import RESERVE, rank_memory, state_bytes
+from rpg_megatron.commands.plan.nccl_memory import Communicator, trainer_communicators
+from rpg_megatron.commands.plan.plan import Plan, Target, plan_for, smallest, sweep
+from rpg_megatron.commands.plan.trainer_memory import NCCL, RESERVE, rank_memory, state_bytes
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.packing import plan_batches
@@ -126,10 +127,37 @@ def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Pat
     assert more.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
 
 
+def nccl_of(plan: Plan) -> int:
+    """Of the largest rank."""
+    return sum(part.nbytes for part in plan.largest.parts if part.name == NCCL)
+
+
+PUBLISHED = {
+    # github.com/NVIDIA/nccl/issues/1685: 3.28 GB more after the first all-to-all; 32 channels to each of 7 peers
+    # with allocations of 10,485,760 and 2,097,152 bytes.
+    "all-to-all in a node": (Communicator(8, 8, collectives=False, peers=7), 230 + 7 * 32 * 12),
+    # Logs of NCCL: 268,435,456 bytes for NVLS with 8 ranks.
+    "large all-reduces in a node": (Communicator(8, 8, large_all_reduce=True), 230 + 24 * 12 + 256),
+    "all-reduces in a node": (Communicator(8, 8), 230 + 24 * 12),
+    "two ranks of a node send": (Communicator(2, 2, collectives=False, peers=1), 230 + 32 * 12),
+    "two nodes send": (Communicator(2, 1, collectives=False, peers=1), 28 + 16),
+    "all-to-all of 8 nodes": (Communicator(64, 8, collectives=False, peers=63), 134 + 7 * 2 * 12 + 288),
+    "one rank a node": (Communicator(8, 1), 28 + 4 * 20 + 4 * 60),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_communicator_has_the_buffers_that_nccl_allocates(name: str) -> None:
+    communicator, mib = PUBLISHED[name]
+    assert communicator.nbytes == mib * 1024**2
+
+
 def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> None:
     grouped = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
     plain, more = plan_of(write(LLAMA_8B)), plan_of(write(LLAMA_8B, **grouped))
-    assert more.engine.total - plain.engine.total == 512 * 1024**2
+    link = 6 * 32 + 34 + 4 + 10 * 32  # MiB: one rank sends to one worker of the same node
+    assert more.engine.total - plain.engine.total == (512 + link) * 1024**2
+    assert nccl_of(more) == (6 * 32 + 34 + 4 + 2 * 32) * 1024**2
     full = {"engine": {"arguments": ["--gpu-memory-utilization", "1.0"]}}
     assert any("lower --gpu-memory-util" in p for p in plan_of(write(LLAMA_8B, **grouped, **full)).problems)
 
@@ -144,7 +172,9 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     assert plan.shared_gpu is not None
     assert apart.shared_gpu is None
     rest = plan.engine.running + RESERVE
-    assert plan.shared_gpu.total("rollout") == 2 * weights + 20 * GIB + rest
+    nccl = 3 * (6 * 32 + 34 + 4 + 24 * 12) * 1024**2  # all ranks, twice, and data x context
+    assert nccl_of(plan) == nccl
+    assert plan.shared_gpu.total("rollout") == 2 * weights + 20 * GIB + rest + nccl
     assert plan.shared_gpu.total("update") == apart.largest.peak + GRAPHS + RESERVE
     # A worker reads the replica on its own card: where that is two cards, the other's worker reads here too.
     cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **ipc), "b200-180")
@@ -425,6 +455,16 @@ QWEN3_30B_A3B = QWEN3_8B | {
 }
 EXPERTS = 48 * 128 * 3 * 2048 * 768
 OTHERS = 30_532_122_624 - EXPERTS
+
+
+def test_experts_on_a_whole_node_need_gigabytes_of_buffers(write: Callable[..., Path]) -> None:
+    """And fewer if their all-to-all goes over two nodes, where NCCL uses fewer channels to a rank."""
+    settings = load_settings(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}))
+    shape = read_model_shape(settings.model.path)
+    within = trainer_communicators(settings, shape, 0, fused=True, ranks_per_node=8)
+    across = trainer_communicators(settings, shape, 0, fused=True, ranks_per_node=4)
+    sizes = [dict(found)["experts: all-to-all"].nbytes for found in (within, across)]
+    assert sizes[0] > 2.8 * GIB > 4 * sizes[1]
 
 
 def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(

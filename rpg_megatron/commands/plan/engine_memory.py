@@ -10,7 +10,8 @@ from typing import Literal, get_args
 
 from rpg_megatron.commands.plan.activations import Device
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
-from rpg_megatron.commands.plan.trainer_memory import RESERVE, SERVED, MemoryPart, RankMemory
+from rpg_megatron.commands.plan.nccl_memory import engine_nccl
+from rpg_megatron.commands.plan.trainer_memory import NCCL, RESERVE, SERVED, MemoryPart, RankMemory
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.models.registry import mapping_for
@@ -40,11 +41,11 @@ class EngineMemory:
     weights: int
     """Exact, except for weights that kernels re-pack."""
     running: int
-    """Estimated: the largest batch's activations and logits, context and graphs."""
+    """Estimated: the largest batch's activations and logits, context, graphs, NCCL."""
     kv_cache: int
     """Bytes for keys and values."""
     buckets: int
-    """Receive buffers of weights, from the first sync on; not counted by vLLM."""
+    """Receive buffers of weights and NCCL's links, from the first sync on; not counted by vLLM."""
     kv_bytes_per_token: int
     """Exact."""
     sequence_tokens: int
@@ -69,9 +70,10 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int
+    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int, links: int = 0
 ) -> EngineMemory:
-    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
+    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU; links: bytes of
+    NCCL for receiving weights.
 
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
@@ -85,7 +87,8 @@ def engine_memory(
         # The server's processes are counted with the machine: ``SERVER``.
         return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-    running = GRAPHS + batched * item * _activations(shape, engine.tensor)
+    buckets += links
+    running = GRAPHS + engine_nccl(engine.tensor) + batched * item * _activations(shape, engine.tensor)
     # Float32 logits, and a sorted or exponentiated copy.
     running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
     if engine.colocated:
@@ -170,6 +173,8 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     graphs. Starting needs no more: the engines start alone, and the ranks when the engines sleep.
     """
     weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED))
+    nccl = sum(part.nbytes for part in rank.parts if part.name == NCCL)
+    asleep = GRAPHS + engine_nccl(settings.engine.tensor)
     # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to, on the same node.
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
@@ -177,13 +182,14 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     parts = [
         MemoryPart("engine: weights", engine.weights, "exact", "rollout"),
         MemoryPart("engine: KV cache", engine.kv_cache, "exact", "rollout"),
-        MemoryPart("engine: largest batch, context, graphs", engine.running, "estimated", "rollout"),
+        MemoryPart("engine: batch, context, graphs, NCCL", engine.running, "estimated", "rollout"),
         MemoryPart("rank: parameters", weights, "exact", "rollout"),
+        MemoryPart("rank: NCCL buffers", nccl, "estimated", "rollout"),
         MemoryPart("rank: peak", rank.peak, "estimated", "update"),
-        MemoryPart("engine asleep: context, graphs", GRAPHS, "estimated", "update"),
+        MemoryPart("engine asleep: context, graphs, NCCL", asleep, "estimated", "update"),
     ]
     for turn in get_args(Turn):
-        parts.append(MemoryPart("rank: CUDA context, NCCL, reserve", RESERVE, "estimated", turn))
+        parts.append(MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated", turn))
         if readers:
             parts.append(MemoryPart("contexts of engines that read here", readers, "estimated", turn))
     return SharedGpu(tuple(sorted(parts, key=lambda part: get_args(Turn).index(part.phase))))

@@ -183,7 +183,7 @@ def _of_rank(plan: Plan) -> tuple[list[Row], list[Row]]:
         )
         for part in rank.parts
     ]
-    name, nbytes = ("CUDA context, NCCL, reserve", RESERVE) if plan.on_gpu else ("imports", IMPORTS)
+    name, nbytes = ("CUDA context, reserve", RESERVE) if plan.on_gpu else ("imports", IMPORTS)
     parts.append((name, gib(nbytes), "estimated", "always"))
     phase = max(rank.phases, key=lambda name: rank.phases[name])
     peak = _styled("bold", "peak", gib(plan.rank_total), _of_target(plan, plan.rank_total), phase)
@@ -201,10 +201,10 @@ def _of_engine(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     parts: list[Row] = [("weights", gib(engine.weights), "exact", "always")]
     kv_basis = "engine.kv_cache_gib"
     if plan.on_gpu:
-        parts.append(("largest batch, context, graphs", gib(engine.running), "estimated", "rollout"))
+        parts.append(("batch, context, graphs, NCCL", gib(engine.running), "estimated", "rollout"))
         kv_basis = "as set" if engine.utilisation is None else f"fills {engine.utilisation:.0%}"
     if engine.buckets:
-        parts.append(("bridge: buckets", gib(engine.buckets), "exact", "sync"))
+        parts.append(("bridge: buckets, NCCL", gib(engine.buckets), "estimated", "sync"))
     parts.append(("KV cache", gib(max(0, engine.kv_cache)), kv_basis, "rollout"))
     tokens, each = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each"
     sums = [

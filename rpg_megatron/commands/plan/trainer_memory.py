@@ -26,7 +26,7 @@ Phase = Literal["always", "update", "log-probs", "rollout"]
 Basis = Literal["exact", "estimated"]
 
 RESERVE = 3 * 1024**3
-"""On a GPU: CUDA context, NCCL buffers, workspaces, fragmentation. Not measured; a rule of thumb."""
+"""On a GPU: CUDA context, workspaces, fragmentation. Not measured; a rule of thumb."""
 IMPORTS = 712_000_000
 """On a CPU: memory of a rank after importing torch, Megatron and transformers; measured."""
 RUNTIME = 50_000_000
@@ -54,6 +54,8 @@ BUCKET = 40_000_000
 """Elements of a bucket of Megatron's DDP, if it overlaps and has up to 40 replicas."""
 SAVE = "checkpoint to be written"
 """Name of a part: the copy of weights and optimizer state that a save writes in the background."""
+NCCL = "NCCL buffers"
+"""Name of a part: see ``nccl_memory.py``."""
 SERVED = "weights in bfloat16, for engines"
 """Name of a part: copy of parameters stored in FP8."""
 
@@ -131,8 +133,11 @@ def rank_memory(
     tokens: int,
     microbatches: int,
     device: Device,
+    nccl: int = 0,
 ) -> RankMemory:
-    """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update."""
+    """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update; nccl:
+    bytes of NCCL's buffers.
+    """
     parallel, on_gpu = settings.parallel, device == "cuda"
     activations = StageActivations(settings, shape, stage, tokens, microbatches, device)
     held = rank_parameters(settings, shape, stage)
@@ -167,6 +172,9 @@ def rank_memory(
         parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
         if on_gpu and most > kept:
             parts.append(MemoryPart("checkpoint gathered or read", most - kept, "estimated", host=True))
+
+    if nccl:
+        parts.append(MemoryPart(NCCL, nccl, "estimated"))
 
     recompute, logits, head = recomputation(settings), 0, 0
     if stage == parallel.pipeline - 1:
