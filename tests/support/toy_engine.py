@@ -289,7 +289,7 @@ def _make_worker() -> type[Any]:
             known = scheduled.scheduled_cached_reqs
             for i, name in enumerate(known.req_ids):
                 request, blocks = self.requests[name], known.new_block_ids[i]
-                if name in known.resumed_req_ids:  # only model runner V1's data has these; V2's has them as new
+                if name in known.resumed_req_ids:  # by runner V1's data; V2's has them as new
                     tokens = known.all_token_ids[name]
                     self.requests[name] = request = Request(tokens, 0, [], request.seed)
                 request.computed = known.num_computed_tokens[i]

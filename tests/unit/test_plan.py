@@ -133,8 +133,8 @@ def nccl_of(plan: Plan) -> int:
 
 
 PUBLISHED = {
-    # github.com/NVIDIA/nccl/issues/1685: 3.28 GB more after the first all-to-all; 32 channels to each of 7 peers
-    # with allocations of 10,485,760 and 2,097,152 bytes.
+    # github.com/NVIDIA/nccl/issues/1685: 3.28 GB more after the first all-to-all; 32 channels to each of 7
+    # peers, with allocations of 10,485,760 and 2,097,152 bytes.
     "all-to-all in a node": (Communicator(8, 8, collectives=False, peers=7), 230 + 7 * 32 * 12),
     # Logs of NCCL: 268,435,456 bytes for NVLS with 8 ranks.
     "large all-reduces in a node": (Communicator(8, 8, large_all_reduce=True), 230 + 24 * 12 + 256),
