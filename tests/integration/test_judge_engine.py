@@ -1,8 +1,8 @@
 """A judge on a second, real vLLM server, which is slow, hangs and dies while a real run trains.
 
 Why: the judge is the one part of a run that others operate. Its failures must cost scores, be
-counted response by response, and never end the run; its key must be in no file. Not covered: what a judge's
-scores are good for, servers that answer garbage (test_custom_rewards).
+counted response by response, and with ``guards.reward_failures: warn`` never end the run; its key must be in
+no file. Not covered: what a judge's scores are good for, servers that answer garbage (test_custom_rewards).
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def test_a_run_goes_on_whatever_its_judge_does(
     )
     run = tmp_path / "runs" / "judged-001"
     changes = [f"training.steps={STEPS}", f"runs={run.parent}", "name=judged", f"reward.terms={terms}"]
+    changes.append("guards.reward_failures=warn")
     train = TrainCommand(tmp_path, run, *SERVED, *changes, "export.enabled=false")
 
     def row(step: int) -> dict[str, float]:
