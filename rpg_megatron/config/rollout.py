@@ -258,7 +258,8 @@ class BridgeSettings(Section):
     """Weight sync from trainer ranks to engines."""
 
     transport: Literal["shared_memory", "cuda_ipc", "process_group"] = "shared_memory"
-    """shared_memory: engines on the trainers' node read the weights from /dev/shm (with GPUs: a copy).
+    """The default with device cuda is cuda_ipc.
+    shared_memory: engines on the trainers' node read the weights from /dev/shm (with GPUs: a copy).
     cuda_ipc: engines read the trainers' GPU memory. process_group: trainers send to engines on any
     node, over NCCL between GPUs and gloo on a CPU; to colocated engines over gloo, through host memory. With
     several nodes, the first two need colocated engines, and the ranks of each node must hold the whole model.

@@ -127,6 +127,17 @@ class Settings(Section):
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb and mlflow, or of sections such as
     {type: wandb, project: math}; your own by import path; docs/trackers.md. []: none."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_weights_on_the_gpu(cls, given: Any) -> Any:
+        """The default of bridge.transport depends on the device."""
+        if not isinstance(given, dict) or given.get("device", "cuda") != "cuda":
+            return given
+        bridge = given.get("bridge", {})
+        if not isinstance(bridge, dict) or "transport" in bridge:
+            return given
+        return given | {"bridge": bridge | {"transport": "cuda_ipc"}}
+
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
         prompts, parts = self.rollout.prompts_per_step, self.training.minibatches

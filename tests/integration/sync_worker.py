@@ -143,7 +143,8 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         )
         for kind in ("shared_memory", "process_group")
     }
-    out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": []}
+    # odd: position and log-probs (engine, old weights, new ones) of tokens that are of neither.
+    out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": [], "odd": []}
     version = case["version"]
 
     def bring(kind: str, asked: Any = None) -> None:
@@ -185,6 +186,9 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
                 np.cumprod(is_new[::-1]).sum()
             )  # from here on all are the new weights'
             before = np.abs(engine - was)[:switch]
+            values = zip(engine.tolist(), was.tolist(), now.tolist(), strict=True)
+            odd = [(i, *v) for i, v in enumerate(values) if i < switch and before[i] >= 1e-4]
+            out["odd"] += odd[:20]
             out["switched"].append([switch, len(is_new), float(before.max()) if switch else 0.0])
     for publisher in publishers.values():
         publisher.close()

@@ -216,7 +216,7 @@ def check_matrix(
             assert result["ranks_read"] == list(range(world)), "all replicas send"
             for switch, length, before in result["switched"]:
                 # The new weights' tokens are those from the switch on; all before must be the old ones'.
-                assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights"
+                assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights: {result['odd']}"
                 switched += 0 < switch < length
             with capsys.disabled():
                 worst = max(result["mismatch"])

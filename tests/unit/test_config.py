@@ -54,6 +54,20 @@ def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: st
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
+        (["device=cpu"], "shared_memory"),
+        (["device=cuda"], "cuda_ipc"),
+        (["device=cuda", "bridge={}"], "cuda_ipc"),
+        (["device=cuda", "bridge.transport=shared_memory"], "shared_memory"),
+        (["device=cpu", "bridge={transport: process_group, timeout: 9}"], "process_group"),
+    ],
+)
+def test_how_weights_reach_engines_goes_by_the_device(config_file: Path, overrides: list[str], wanted: str):
+    assert load_settings(config_file, overrides).bridge.transport == wanted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
         (["training.tokens_per_microbatch=4096"], "none"),
         (["training.tokens_per_microbatch=8192"], "selective"),
         (["training.tokens_per_microbatch=16384"], "full"),
