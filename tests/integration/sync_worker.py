@@ -143,7 +143,8 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         )
         for kind in ("shared_memory", "process_group")
     }
-    # odd: position and log-probs (engine, old weights, new ones) of tokens that are of neither.
+    # odd: position and log-probs (engine, old weights, new ones) of tokens before a switch that the
+    # old weights do not explain.
     out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": [], "odd": []}
     version = case["version"]
 

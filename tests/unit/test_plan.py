@@ -132,7 +132,7 @@ def nccl_of(plan: Plan) -> int:
     return sum(part.nbytes for part in plan.largest.parts if part.name == NCCL)
 
 
-PUBLISHED = {
+COMMUNICATORS = {
     # github.com/NVIDIA/nccl/issues/1685: 3.28 GB more after the first all-to-all; 32 channels to each of 7
     # peers, with allocations of 10,485,760 and 2,097,152 bytes.
     "all-to-all in a node": (Communicator(8, 8, collectives=False, peers=7), 230 + 7 * 32 * 12),
@@ -146,9 +146,9 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", COMMUNICATORS)
 def test_a_communicator_has_the_buffers_that_nccl_allocates(name: str) -> None:
-    communicator, mib = PUBLISHED[name]
+    communicator, mib = COMMUNICATORS[name]
     assert communicator.nbytes == mib * 1024**2
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rpg_megatron.commands.plan.layout import Gpus, engines_of_a_replica, expert_replicas
 from rpg_megatron.config import ModelShape, Settings
@@ -71,9 +72,9 @@ def trainer_communicators(
     replicas = parallel.data * parallel.context
     of_stage = parallel.tensor * replicas
 
-    def group(size: int, stride: int, **use: int) -> Communicator:
+    def group(size: int, stride: int, **use: Any) -> Communicator:
         here = max(1, min(size, ranks_per_node // stride))
-        return Communicator(size, here, **{"peers": 0} | use)  # type: ignore[arg-type]
+        return Communicator(size, here, **use)
 
     def neighbours(size: int) -> int:
         return min(2, size - 1)
