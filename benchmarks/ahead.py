@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.setup import Report, TrainRun, benchmark, main, train
 from rpg_megatron.config.rollout import RolloutSettings
+from rpg_megatron.rollout.admission import Admission
 from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
 from rpg_megatron.rollout.producer import RolloutProducer
@@ -34,7 +35,14 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "drain": ("1 ahead, drain", ["rollout.ahead=1", "rollout.inflight=drain"]),
     "2": ("2 ahead", ["rollout.ahead=2"]),
     "4": ("4 ahead", ["rollout.ahead=4"]),
+    "1-early": ("1 ahead, admitted early", ["rollout.ahead=1"]),
+    "2-early": ("2 ahead, admitted early", ["rollout.ahead=2"]),
+    "4-early": ("4 ahead, admitted early", ["rollout.ahead=4"]),
 }
+_EARLY = "RPG_BENCHMARK_ADMITS_EARLY"
+"""Environment variable of a run: its groups are admitted as soon as the bound allows."""
+if os.environ.get(_EARLY):
+    Admission.due = lambda self, now: 1 << 30  # type: ignore[method-assign]
 
 
 async def response_of_length(
@@ -56,7 +64,9 @@ async def response_of_length(
 @benchmark(cases=("0", "1"), repetitions=1, steps=4, edge=1, prompts=4, mean=8.0, limit=32, minibatches=1)
 def speed(
     report: Report,
-    cases: tuple[Literal["both", "ranks", "0", "1", "drain", "2", "4"], ...] = (
+    cases: tuple[
+        Literal["both", "ranks", "0", "1", "drain", "2", "4", "1-early", "2-early", "4-early"], ...
+    ] = (
         "both",
         "ranks",
         "0",
@@ -80,9 +90,9 @@ def speed(
     Each case is a run with the quickstart's model and prompts. ``both`` and ``ranks`` are synchronous, with
     two threads for the engine, and one or two trainer ranks; in the others engine and trainer have a thread
     each: ``0`` synchronous, ``1``, ``2``, ``4`` so many steps ahead, ``drain`` with ``rollout.inflight:
-    drain``. A repetition of all takes about a quarter of an hour; the machine should do nothing else. Cases
-    alternate, so that a ratio compares runs made soon after each other; medians of these, and (lowest to
-    highest).
+    drain``, and ``1-early``, ``2-early``, ``4-early`` without late admission. A repetition of all takes about
+    a quarter of an hour; the machine should do nothing else. Cases alternate, so that a ratio compares runs
+    made soon after each other; medians of these, and (lowest to highest).
 
     Lengths of responses are log-normal and follow from their seeds: ``mean``, ``sigma`` and ``limit``, 8 to a
     prompt, ``slots`` at once. The first and last ``edge`` steps, in which the stream fills and ends, are left
@@ -107,8 +117,10 @@ def speed(
                 *settings,
             ]
             with tempfile.TemporaryDirectory(prefix="rpg-bench-") as place:
-                threads = {} if case in ("both", "ranks") else {"OMP_NUM_THREADS": "1"}
-                run = train(Path(place), *overrides, environment=threads)
+                environment = {} if case in ("both", "ranks") else {"OMP_NUM_THREADS": "1"}
+                if case.endswith("-early"):
+                    environment[_EARLY] = "1"
+                run = train(Path(place), *overrides, environment=environment)
                 first, last = len(run.ends) - steps + edge - 1, len(run.ends) - edge - 1
                 idle = _engine_idle(run.folder, run.ends[first], run.ends[last])
             rate = (last - first) / (run.ends[last] - run.ends[first])

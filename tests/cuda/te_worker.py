@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,12 @@ class Nothing:
         return lambda *_, **__: self
 
 
+@contextmanager
+def one_by_one(*_: Any, **__: Any) -> Iterator[Nothing]:
+    """Collectives that NCCL joins into one; gloo, which cannot, has done each when its call returns."""
+    yield Nothing()
+
+
 class Once:
     """A message of gloo's, for which one can wait only once; it is waited for twice, as NCCL allows."""
 
@@ -58,6 +65,7 @@ def pretend_gpu() -> None:
     torch._dynamo.config.disable = True
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[misc]
+    torch.distributed._coalescing_manager = one_by_one
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: H100

@@ -107,6 +107,7 @@ FP8_SIZES = {
     "vocab_size": 251,
 }
 """128 and its multiples."""
+FP8_LAYOUTS: dict[str, Any] = {"TP2+SP": (2, SP, 1), "DP2": (2, {"data": 2}, 2)}
 
 
 def test_fp8(tmp_path: Path) -> None:
@@ -122,9 +123,9 @@ def test_fp8(tmp_path: Path) -> None:
     layouts: dict[str, Any] = {"unrounded": (1, {}, 1, {"data": LOCAL})}
     for recipe in RECIPES:
         fp8 = {"precision": {"dtype": "bfloat16", "fp8": {"recipe": recipe}}}
-        for count in (1, 3):
-            layouts[f"{recipe} {count}"] = (1, {}, count, fp8)
-            layouts[f"{recipe} {count}, emulated"] = (1, {}, count, fp8 | {"data": LOCAL})
+        for name, (ranks, parallel, count) in FP8_LAYOUTS.items():
+            layouts[f"{recipe} {name}"] = (ranks, parallel, count, fp8)
+            layouts[f"{recipe} {name}, emulated"] = (ranks, parallel, count, fp8 | {"data": LOCAL})
     found = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, worker=WORKER)
     scales = json.loads((tmp_path / "scales.json").read_text())
 
@@ -135,7 +136,7 @@ def test_fp8(tmp_path: Path) -> None:
         return load_file(tmp_path / "gradients" / name / "model.safetensors")
 
     for recipe in RECIPES:
-        for name in (f"{recipe} 1", f"{recipe} 3"):
+        for name in (f"{recipe} {layout}" for layout in FP8_LAYOUTS):
             rounding = np.abs(scores(name) - scores("unrounded"))
             gap = np.abs(scores(name) - scores(f"{name}, emulated"))
             error, key = gradient_error(gradients(name), gradients(f"{name}, emulated"))
