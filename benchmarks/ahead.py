@@ -140,7 +140,7 @@ def speed(
     )
     table = report.table(*columns, title=title)
     baseline = [rate for _, rate, _ in results[cases[0]]]
-    for case, runs in results.items():
+    for name, runs in results.items():
         rates = [rate for _, rate, _ in runs]
         ratios = [rate / base for rate, base in zip(rates, baseline, strict=True)]
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
@@ -148,7 +148,7 @@ def speed(
         engine = statistics.median(idle for *_, idle in runs)
         lag = statistics.median(run.mean("async/lag_mean") for run, *_ in runs)
         ratio = f"{statistics.median(ratios):.2f}{spread}"
-        table.row(CASES[case][0], statistics.median(rates), ratio, trainer, engine, lag)
+        table.row(CASES[name][0], statistics.median(rates), ratio, trainer, engine, lag)
 
 
 def _engine_idle(folder: Path, begin: float, end: float) -> float:
