@@ -175,7 +175,7 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
 def _check_colocated(settings: Settings, count: int, ranks: int, engines: int) -> None:
     """Check that each node's engines fit onto the GPUs of its trainer ranks, and receive their weights.
 
-    each, some: ranks and engines per node. Raises UserError.
+    ranks, engines: numbers per node. Raises UserError.
     """
     parallel, engine, transport = settings.parallel, settings.engine, settings.bridge.transport
     for key in ("trainer_nodes", "engine_nodes"):

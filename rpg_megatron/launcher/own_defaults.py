@@ -98,13 +98,10 @@ def _arguments(node: ast.stmt) -> Iterator[Argument]:
             return
         function = next((each for each in node.body if getattr(each, "name", "") == "__init__"), node)
     if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and not function.decorator_list:
-        signature = function.args
-        ordered = [*signature.posonlyargs, *signature.args]
-        defaults = [*[None] * (len(ordered) - len(signature.defaults)), *signature.defaults]
-        pairs = [
-            *zip(ordered, defaults, strict=True),
-            *zip(signature.kwonlyargs, signature.kw_defaults, strict=True),
-        ]
+        args = function.args
+        ordered = [*args.posonlyargs, *args.args]
+        defaults = [*[None] * (len(ordered) - len(args.defaults)), *args.defaults]
+        pairs = [*zip(ordered, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
         for argument, default in pairs[function is not node :]:  # without self
             yield argument.arg, argument.annotation, default
 

@@ -60,7 +60,7 @@ def gather_places(part: Tensor, places: Tensor, *, summed: bool) -> Tensor:
 
     places: as from ``zigzag_places``. summed: the ranks use the result for different computations, so
     gradients are summed over ranks; otherwise all ranks compute the same, and each takes its part of its own
-    gradient. Collective over the context group; with one rank returns ``mine``.
+    gradient. Collective over the context group; with one rank returns ``part``.
     """
     if places.size(0) == 1:
         return part

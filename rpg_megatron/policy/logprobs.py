@@ -106,7 +106,7 @@ def _local_sums(
 def _sums_of_exponentials(
     logits: Tensor, temperature: float, top: Tensor, index: Tensor, in_shard: Tensor
 ) -> Tensor:
-    """Of one chunk: logits [n, rows], top [n], index [n], mine [n] -> the sums of ``_local_sums`` [3, n]."""
+    """Of one chunk: logits [n, rows], top [n], index, in_shard [n] -> sums of ``_local_sums`` [3, n]."""
     z = logits.float().div_(temperature).sub_(top[:, None])
     picked = z.gather(1, index[:, None])[:, 0].masked_fill(~in_shard, 0.0)
     mass = z.exp()

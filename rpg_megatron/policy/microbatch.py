@@ -255,7 +255,7 @@ def _pack_routes(
     experts: ExpertShape,
     device: torch.device,
 ) -> MicroBatchRoutes:
-    """The routes at the positions ``mine`` of a row of sequences of these lengths, padding included."""
+    """The routes at the positions ``places`` of a row of sequences of these lengths, padding included."""
     size, topk = sum(lengths), experts.per_token
     # Padding may use any experts, as long as those of one token differ. These spread the work evenly.
     spread = (np.arange(size)[:, None] * topk + np.arange(topk)) % experts.count
