@@ -233,11 +233,11 @@ async def _run_phase(
     totals = (await call.run([phase], report, info)).totals
     if totals is None:
         raise _CallFailed(f"no results of {phase}")
-    given = {int(ack.get("rank", -1)): ack for ack in totals.workers}
+    by_rank = {int(ack.get("rank", -1)): ack for ack in totals.workers}
     expected = info["session"], phase
     acks = []
     for rank in range(workers):
-        ack = given.get(rank, {})
+        ack = by_rank.get(rank, {})
         if (ack.get("session"), ack.get("phase")) != expected:
             ack = {"rank": rank, "ok": False, "error": f"did not run {phase}"}
         acks.append(ack)

@@ -91,7 +91,9 @@ def open_step(path: Path, name: str) -> Step:
     if kind_of(path, name) == "run":
         newest = next(iter(list_steps(path).values()), None)
         if newest is None:
-            unfinished = f"; {len(found)} are incomplete" if (found := list_folders(path)) else " yet"
+            unfinished = (
+                f"; {len(incomplete)} are incomplete" if (incomplete := list_folders(path)) else " yet"
+            )
             raise UserError(
                 f"{name}: the run {path} has no complete checkpoint in {CHECKPOINTS}/{unfinished}"
             )

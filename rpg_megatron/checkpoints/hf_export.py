@@ -76,12 +76,12 @@ def export_hf(
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
     try:
         for first in range(0, len(plan.shards), world):
-            mine = first + rank
+            shard = first + rank
             tensors = _assemble_round(plan, first, world, rank, params, dtype)
 
-            def write(mine: int = mine, tensors: dict[str, torch.Tensor] = tensors) -> None:
-                if mine < len(plan.shards):
-                    _save(tensors, part / names[mine])
+            def write(shard: int = shard, tensors: dict[str, torch.Tensor] = tensors) -> None:
+                if shard < len(plan.shards):
+                    _save(tensors, part / names[shard])
 
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled

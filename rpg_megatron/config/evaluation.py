@@ -129,12 +129,17 @@ class EvaluationSettings(Section):
         )
 
     def _make_set(
-        self, name: str, data: DataSettings, where: str, seeds: str, own: EvaluationSettings | HeldOutSettings
+        self,
+        name: str,
+        data: DataSettings,
+        where: str,
+        seeds: str,
+        source: EvaluationSettings | HeldOutSettings,
     ) -> HeldOutSet:
-        values = {key: getattr(own, key) for key in OWN_SAMPLING}
+        values = {key: getattr(source, key) for key in OWN_SAMPLING}
         sampling = {key: getattr(self, key) if value is None else value for key, value in values.items()}
         section = "rollout" if self.max_response_tokens is None else "evaluation"
-        section = section if own is self or own.max_response_tokens is None else where
+        section = section if source is self or source.max_response_tokens is None else where
         return HeldOutSet(name, data, where, seeds, **sampling, limited_by=f"{section}.max_response_tokens")
 
     def metric_names(self) -> list[str]:

@@ -53,8 +53,8 @@ def _read(file: Path, settings: type[BaseModel], above: tuple[Path, ...], sizes:
     except yaml.YAMLError as e:
         mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None)
         line = f":{mark.line + 1}" if mark else ""
-        told = shorten(problem or " ".join(str(e).split()), 500)
-        raise UserError(f"{file}{line}: not valid YAML: {told}") from None
+        description = shorten(problem or " ".join(str(e).split()), 500)
+        raise UserError(f"{file}{line}: not valid YAML: {description}") from None
     if len(sizes) > _MAX_FILES or sum(sizes) > MAX_YAML:
         raise UserError(
             f"{file}: extends leads to more than {_MAX_FILES} files or {MAX_YAML:,} bytes, and a file counts "

@@ -195,10 +195,10 @@ class RewardSettings(Section):
 
         def term(where: str, part: RewardSettings | RewardTermSettings, weight: float) -> RewardTerm:
             failed = part.wrong if part.failed is None else part.failed
-            own, reserved = dict(part.model_extra or {}), tuple(RewardTermSettings.model_fields)
+            arguments, reserved = dict(part.model_extra or {}), tuple(RewardTermSettings.model_fields)
             if isinstance(part, RewardSettings):
                 reserved = tuple(RewardSettings.model_fields)
-            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, own, reserved)
+            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, arguments, reserved)
 
         if not self.terms:
             return {"correctness": term("reward", self, 1.0)}

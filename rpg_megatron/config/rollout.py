@@ -47,7 +47,7 @@ class DynamicSamplingSettings(Section):
     @field_validator("type")
     @classmethod
     def _known(cls, value: str) -> str:
-        built_in = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
+        built_in = [name for name, member in vars(filters).items() if isfunction(member) and name[0] != "_"]
         if value not in built_in and not re.fullmatch(IMPORT_PATH, value):
             raise ValueError(f"must be {' or '.join(built_in)}, or an import path module:function")
         return value
@@ -246,8 +246,8 @@ class EngineSettings(Section):
     def problems_of_routes(self) -> Iterator[str]:
         """Conflicts of ``arguments`` with training.router_replay: the engine would return no routes."""
         names = [argument.partition("=")[0] for argument in self.arguments]
-        for found, why in _WITHOUT_ROUTES.items():
-            for name in found.intersection(names):
+        for excluded, why in _WITHOUT_ROUTES.items():
+            for name in excluded.intersection(names):
                 yield (
                     f"engine.arguments: {name} excludes training.router_replay: vLLM returns no routes "
                     f"{why}; remove it, or set training.router_replay to off"
@@ -322,9 +322,9 @@ class RolloutFilesSettings(Section):
         """Bytes to keep; None if ``keep`` is a number of steps, or null."""
         if not isinstance(self.keep, str):
             return None
-        found = _SIZE.fullmatch(self.keep.strip())
-        assert found is not None
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " "))
+        match = _SIZE.fullmatch(self.keep.strip())
+        assert match is not None
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
 
 
 class CheckpointSettings(Section):

@@ -129,14 +129,14 @@ class Settings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_weights_on_the_gpu(cls, given: Any) -> Any:
+    def _read_weights_on_the_gpu(cls, raw: Any) -> Any:
         """The default of bridge.transport depends on the device."""
-        if not isinstance(given, dict) or given.get("device", "cuda") != "cuda":
-            return given
-        bridge = given.get("bridge", {})
+        if not isinstance(raw, dict) or raw.get("device", "cuda") != "cuda":
+            return raw
+        bridge = raw.get("bridge", {})
         if not isinstance(bridge, dict) or "transport" in bridge:
-            return given
-        return given | {"bridge": bridge | {"transport": "cuda_ipc"}}
+            return raw
+        return raw | {"bridge": bridge | {"transport": "cuda_ipc"}}
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Settings:
@@ -288,17 +288,17 @@ class Settings(Section):
             yield "memory.offload_optimizer excludes precision.fp8.parameters; remove one of them"
 
     def _what_needs_transformer_engine(self) -> Iterator[str]:
-        fp8, wanted = self.precision.fp8, self.model.implementation
+        fp8, implementation = self.precision.fp8, self.model.implementation
         if self.device == "cpu" and fp8 is not None and fp8.parameters:
             yield "precision.fp8.parameters needs device cuda: a CPU only emulates products; set it to false"
-        if self.device == "cpu" and wanted == "transformer_engine":
+        if self.device == "cpu" and implementation == "transformer_engine":
             yield "model.implementation transformer_engine needs device cuda; use auto or local"
-        if self.precision.dtype == "float32" and wanted == "transformer_engine":
+        if self.precision.dtype == "float32" and implementation == "transformer_engine":
             yield (
                 "model.implementation transformer_engine needs precision.dtype bfloat16: its attention does "
                 "not support float32; use auto or local"
             )
-        if self.device == "cuda" and fp8 is not None and wanted == "local":
+        if self.device == "cuda" and fp8 is not None and implementation == "local":
             yield "precision.fp8 needs Transformer Engine's layers; set model.implementation to auto"
         if fp8 is not None and fp8.parameters and not self.optimizer.distributed:
             yield "precision.fp8.parameters needs optimizer.distributed: it keeps the float32 master weights"
@@ -332,8 +332,8 @@ class Settings(Section):
     def compares_within_groups(self) -> bool:
         """Whether a group of equal rewards has no learning signal."""
         advantage = self.advantage
-        own = isinstance(advantage, ImportedSettings) or advantage.across_groups
-        return not own and self.rollout.samples_per_prompt > 1
+        across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
+        return not across_groups and self.rollout.samples_per_prompt > 1
 
     @property
     def compares_engines(self) -> bool:

@@ -146,37 +146,37 @@ def _exchange(shares: list[list[_WithCost]], load: list[float]) -> bool:
     that have it, so repeated calls terminate.
     """
     high = max(range(len(load)), key=lambda rank: load[rank])
-    best, found = load[high] * (1 - 1e-9), -1
-    mine = sorted(cost for cost, _ in shares[high])
+    best, partner = load[high] * (1 - 1e-9), -1
+    own_costs = sorted(cost for cost, _ in shares[high])
     for low in range(len(load)):
         if low != high:
             others = sorted(cost for cost, _ in shares[low])
-            if (reached := _best_swap(mine, others, load[high], load[low])) < best:
-                best, found = reached, low
-    if found < 0:
+            if (reached := _best_swap(own_costs, others, load[high], load[low])) < best:
+                best, partner = reached, low
+    if partner < 0:
         return False
     # The first pair of micro-batches that leads to this cost.
     for i, (cost, _) in enumerate(shares[high]):
-        for j, (other, _) in enumerate(shares[found]):
+        for j, (other, _) in enumerate(shares[partner]):
             step = cost - other
-            if max(load[high] - step, load[found] + step) == best:
-                shares[high][i], shares[found][j] = shares[found][j], shares[high][i]
+            if max(load[high] - step, load[partner] + step) == best:
+                shares[high][i], shares[partner][j] = shares[partner][j], shares[high][i]
                 load[high] -= step
-                load[found] += step
+                load[partner] += step
                 return True
     raise AssertionError("unreachable: the best swap exists")
 
 
-def _best_swap(mine: Sequence[float], others: Sequence[float], high: float, low: float) -> float:
+def _best_swap(own: Sequence[float], others: Sequence[float], high: float, low: float) -> float:
     """The smallest cost, of the costlier of two ranks, that swapping one micro-batch leads to; infinity if
     none lowers ``high``.
 
-    mine, others: costs of the ranks' micro-batches, ascending; high >= low: the ranks' costs. The larger cost
+    own, others: costs of the ranks' micro-batches, ascending; high >= low: the ranks' costs. The larger cost
     falls with the step between the two micro-batches until the ranks change places, and rises from there. So
-    each of ``mine`` needs only the two of ``others`` around that point, which moves up with it.
+    each of ``own`` needs only the two of ``others`` around that point, which moves up with it.
     """
     best, point = math.inf, 0
-    for cost in mine:
+    for cost in own:
         while point < len(others) and high - (cost - others[point]) < low + (cost - others[point]):
             point += 1
         if point > 0:  # the ranks change places

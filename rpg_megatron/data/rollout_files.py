@@ -84,8 +84,8 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory], *, routes: bo
     if routes and any(len(t.routes) for t in trajectories):
         schema = _with_routes(pa.from_numpy_dtype(trajectories[0].routes.dtype))
     with atomic_write(file) as sink, pq.ParquetWriter(sink, schema, **encoding) as writer:
-        for some in batched(trajectories, _ROWS):
-            writer.write_batch(to_batch(some, schema))
+        for chunk in batched(trajectories, _ROWS):
+            writer.write_batch(to_batch(chunk, schema))
 
 
 class RolloutWriter:
@@ -139,8 +139,8 @@ def files_of(file: Path) -> list[Path]:
 
 def damaged(file: Path, error: Exception) -> UserError:
     """The message about rollouts that cannot be read."""
-    what = str(error).partition("\n")[0]
-    return UserError(f"{file}: damaged ({what}); choose another step, or restore the file")
+    reason = str(error).partition("\n")[0]
+    return UserError(f"{file}: damaged ({reason}); choose another step, or restore the file")
 
 
 def iter_files(
@@ -161,10 +161,10 @@ def has_routes(file: Path) -> bool:
     parts = _expected_parts(file) if file.is_dir() else [file]
     try:
         # A leader without trajectories has no routes to write.
-        found = [pq.read_schema(p).names for p in parts if pq.read_metadata(p).num_rows]
+        columns = [pq.read_schema(p).names for p in parts if pq.read_metadata(p).num_rows]
     except (pa.ArrowException, OSError) as e:
         raise damaged(file, e) from None
-    return all("routes" in names for names in found)
+    return all("routes" in names for names in columns)
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
@@ -203,8 +203,8 @@ def remove_rollouts(file: Path) -> None:
 
 def list_rollouts(run: Path) -> list[Path]:
     """The complete rollouts of a run, in the order of the steps."""
-    found = (run / "rollouts").glob("step_*.parquet")
-    steps = {step_of(file) for file in found if file.name[5:11].isdecimal()}
+    paths = (run / "rollouts").glob("step_*.parquet")
+    steps = {step_of(file) for file in paths if file.name[5:11].isdecimal()}
     files = (rollouts_file(run, step) for step in sorted(steps))
     return [file for file in files if rollouts_complete(file)]
 

@@ -89,8 +89,8 @@ def keep_problems(
     whole = len(paths) == len(settings.sources) and not _is_short(settings)
     folders = cache_folders(paths[0]) if whole else []
     name, digest = _cache_name(settings, paths, rows), cache(lambda: content_digest(paths))
-    if found := find_cached(folders, name, digest, _marks(paths)):
-        file, description, place = found
+    if cached := find_cached(folders, name, digest, _marks(paths)):
+        file, description, place = cached
         with suppress(ValueError, KeyError, TypeError):
             return _of_store(RowStore(file, description, _decode, place))
     for folder in [*folders, None]:
@@ -121,8 +121,8 @@ def keep_problems(
                 ) from None
             logger.info("%s: not used (%s)", folder, e)
             continue
-        if found := find_cached([folder], name, digest, marks):
-            file, description, place = found
+        if cached := find_cached([folder], name, digest, marks):
+            file, description, place = cached
             return _of_store(RowStore(file, description, _decode, place))
     raise AssertionError("not reached")
 

@@ -93,18 +93,18 @@ class StreamedPrompts:
                 "the checkpoint was written with data.streaming false; set it to that, or start a new run "
                 "from the exported model"
             )
-        wanted = _Position(state["drawn"], state["digest"])
+        position = _Position(state["drawn"], state["digest"])
         self._begin()
-        logger.info("%s: asking again for the %d rows before the checkpoint", self._name, wanted.drawn)
-        while self._read_to.drawn < wanted.drawn and (problem := next(self._problems, None)):
+        logger.info("%s: asking again for the %d rows before the checkpoint", self._name, position.drawn)
+        while self._read_to.drawn < position.drawn and (problem := next(self._problems, None)):
             self._read_to = self._read_to.after(problem)
-        if self._read_to != wanted:
+        if self._read_to != position:
             raise UserError(
                 f"{self._name} does not give the rows again that the run took before the checkpoint "
-                f"({wanted.drawn:,}, with the columns that are used); restore its code and settings, or "
+                f"({position.drawn:,}, with the columns that are used); restore its code and settings, or "
                 "start a new run from the exported model"
             )
-        self._position = wanted
+        self._position = position
 
     @property
     def _name(self) -> str:

@@ -187,10 +187,10 @@ class EngineClient:
         logprobs: whether they were requested. before: number of prompt tokens with routes; None: routes were
         not requested.
         """
-        found: list[tuple[Tokens, str, Floats, int | None, Routes | None]]
+        responses: list[tuple[Tokens, str, Floats, int | None, Routes | None]]
         if self._as_bytes:
             packed = sorted(_BYTES_DECODER.decode(answer), key=lambda c: c.index)
-            found = [
+            responses = [
                 (
                     _array(c.tokens, np.int32),
                     c.finish,
@@ -202,7 +202,7 @@ class EngineClient:
             ]
         else:
             choices = sorted(_JSON_DECODER.decode(answer).choices, key=lambda c: c.index)
-            found = [
+            responses = [
                 (
                     np.array(c.token_ids, np.int32),
                     c.finish_reason,
@@ -213,7 +213,7 @@ class EngineClient:
                 for c in choices
             ]
         samples = []
-        for tokens, finish, values, version, routes in found:
+        for tokens, finish, values, version, routes in responses:
             if len(values) != (len(tokens) if logprobs else 0):
                 raise self._error(f"returned {len(values)} log-probs of {len(tokens)} tokens")
             self._check_finish_reason(finish, len(tokens), interruptible)

@@ -53,12 +53,12 @@ def take_request(work: Path, index: int, incarnation: int) -> str | None:
     """Launcher: take the request to restart this incarnation; returns its reason, None if there is none."""
     path = work / f"engine-{index}.restart"
     try:
-        asked, reason = read_json(path)
+        requested, reason = read_json(path)
     except FileNotFoundError:
         return None
     remove(path)
     # The launcher may have noticed the failure first: the request is then for an earlier incarnation.
-    return str(reason) if asked == incarnation else None
+    return str(reason) if requested == incarnation else None
 
 
 def set_gpu_owner(work: Path, *, trainers: bool) -> None:

@@ -189,13 +189,13 @@ class Progress:
         if int(row["step"]) <= self.step:
             return
         self.step, self.steps = int(row["step"]), steps
-        found = [
+        scores = [
             f"{key.removeprefix('eval/')} {value:.1%}"
             for key, value in row.items()
             if key.startswith("eval/") and "/avg@" in key and isinstance(value, int | float)
         ]
-        if found:
-            self._evaluation = "  ".join(found)
+        if scores:
+            self._evaluation = "  ".join(scores)
             self._print_line(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
         if self.step > 0:
             self.started_training = True

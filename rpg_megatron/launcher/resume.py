@@ -293,8 +293,8 @@ def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
 def _changes(settings: Settings, file: Path) -> tuple[list[str], list[str]]:
     """Lines for settings that differ from those in a file: those that affect the training, and all."""
-    found = _read_settings(file)
-    plain = [yaml.safe_load(resolved_yaml(each)) for each in (found, settings)]
+    recorded = _read_settings(file)
+    plain = [yaml.safe_load(resolved_yaml(each)) for each in (recorded, settings)]
     lines = list_changes(plain[0], plain[1])
     bad = [
         line

@@ -58,7 +58,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = weight[: ctx.valid]
         for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            index, mine = _own(targets[part] - ctx.first, rows)
+            index, in_shard = _own(targets[part] - ctx.first, rows)
             gradients = d_logp[part], None if d_entropy is None else d_entropy[part]
             # In the model's precision: float32 matrix products are many times slower on a GPU.
             d_logits, d_target = _fused(_logit_gradients, rows)(
@@ -67,7 +67,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 (top[part], log_total[part], entropy[part]),
                 gradients,
                 index,
-                mine,
+                in_shard,
                 weight.dtype,
             )
             d_logits.scatter_(1, index[:, None], d_target[:, None])
@@ -104,11 +104,11 @@ def _local_sums(
 
 
 def _sums_of_exponentials(
-    logits: Tensor, temperature: float, top: Tensor, index: Tensor, mine: Tensor
+    logits: Tensor, temperature: float, top: Tensor, index: Tensor, in_shard: Tensor
 ) -> Tensor:
-    """Of one chunk: logits [n, rows], top [n], index [n], mine [n] -> the sums of ``_local_sums`` [3, n]."""
+    """Of one chunk: logits [n, rows], top [n], index, in_shard [n] -> sums of ``_local_sums`` [3, n]."""
     z = logits.float().div_(temperature).sub_(top[:, None])
-    picked = z.gather(1, index[:, None])[:, 0].masked_fill(~mine, 0.0)
+    picked = z.gather(1, index[:, None])[:, 0].masked_fill(~in_shard, 0.0)
     mass = z.exp()
     return torch.stack([mass.sum(-1), mass.mul_(z).sum(-1), picked])
 
@@ -119,7 +119,7 @@ def _logit_gradients(
     saved: tuple[Tensor, Tensor, Tensor],
     gradients: tuple[Tensor, Tensor | None],
     index: Tensor,
-    mine: Tensor,
+    in_shard: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of one chunk's logits [n, rows], as if no row were a target's; and [n] what belongs at
@@ -138,7 +138,7 @@ def _logit_gradients(
         del p  # frees memory needed below
     else:
         d_logits.exp_().mul_(-d_logp[:, None])
-    picked = d_logits.gather(1, index[:, None])[:, 0] + d_logp.masked_fill(~mine, 0.0)
+    picked = d_logits.gather(1, index[:, None])[:, 0] + d_logp.masked_fill(~in_shard, 0.0)
     return d_logits.div_(temperature).to(dtype), picked.div_(temperature).to(dtype)
 
 
@@ -166,8 +166,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _own(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """A valid row for each target, and whether the target is in this rank's rows at all."""
-    mine = (index >= 0) & (index < len(weight))
-    return index.clamp(0, len(weight) - 1), mine
+    in_shard = (index >= 0) & (index < len(weight))
+    return index.clamp(0, len(weight) - 1), in_shard
 
 
 def _reduce(x: Tensor, group: Any, op: Any) -> None:

@@ -315,9 +315,9 @@ def build_model(
     for number in range(virtual or 1):
         stage = number if virtual else None
         first = get_transformer_layer_offset(config, vp_stage=stage)
-        own = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
+        own_layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
         block = TransformerBlockSubmodules(
-            layer_specs=[layers[shape.has_experts(layer)] for layer in own], layer_norm=_norm(fused)
+            layer_specs=[layers[shape.has_experts(layer)] for layer in own_layers], layer_norm=_norm(fused)
         )
         gpt = GPTModel(
             config=config,

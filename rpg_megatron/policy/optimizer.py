@@ -108,7 +108,7 @@ def _building_with(kind: str) -> Iterator[None]:
 
     For AdamW that is the one Megatron found (Transformer Engine's or apex's), or CpuAdam if it found neither.
     """
-    found = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    original = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
     if kind == "schedule_free_adamw":
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = ScheduleFreeAdamW, False
     elif kind == "offloading":
@@ -124,7 +124,7 @@ def _building_with(kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = found
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = original
 
 
 def wrap_data_parallel(

@@ -40,16 +40,16 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _OPERATORS = re.compile(r"\\(?:sum|prod|int|lim)")
 
 
-def compare(expected: str, found: str, algebra: Algebra | None = None) -> bool | None:
+def compare(expected: str, answer: str, algebra: Algebra | None = None) -> bool | None:
     """Whether an answer agrees with the reference; both are verbatim texts."""
-    return _any(_agree(a, b, algebra) for a in read_answer(expected) for b in read_answer(found))
+    return _any(_agree(a, b, algebra) for a in read_answer(expected) for b in read_answer(answer))
 
 
-def _compare_texts(expected: str, found: str, algebra: Algebra | None) -> bool | None:
+def _compare_texts(expected: str, answer: str, algebra: Algebra | None) -> bool | None:
     """``compare`` for two texts in normal spelling."""
-    if expected == found:
+    if expected == answer:
         return True
-    return _any(_agree(a, b, algebra) for a in read_expression(expected) for b in read_expression(found))
+    return _any(_agree(a, b, algebra) for a in read_expression(expected) for b in read_expression(answer))
 
 
 def _any(verdicts: Iterable[bool | None]) -> bool | None:

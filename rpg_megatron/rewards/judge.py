@@ -245,13 +245,13 @@ class Judge:
 
     def _text(self, answer: bytes, counts: dict[str, float]) -> str:
         try:
-            found = json.loads(answer)
-            text = found["choices"][0]["message"]["content"]
+            reply = json.loads(answer)
+            text = reply["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, LookupError, TypeError, RecursionError):
             raise _NoAnswer("garbage", "the answer is no chat completion") from None
-        usage = found.get("usage")
+        usage = reply.get("usage")
         used = usage if isinstance(usage, dict) else {}
         read, written = (_count(used.get(key)) for key in ("prompt_tokens", "completion_tokens"))
         counts["tokens"] += read + written

@@ -164,22 +164,22 @@ class Conversation:
         if tokens is self._prompt and not self.pieces:
             return np.zeros(0, np.int32)
         try:
-            given = np.asarray(tokens)
+            ids = np.asarray(tokens)
         except ValueError:  # lists of different lengths
-            given = np.zeros(1)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            ids = np.zeros(1)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError("generate is called with something that is no list of token ids")
         known = self.context
-        same = min(len(given), len(known))
-        different = np.flatnonzero(given[:same] != known[:same])
-        if len(different) or len(given) < len(known):
-            place = int(different[0]) if len(different) else len(given)
+        same = min(len(ids), len(known))
+        different = np.flatnonzero(ids[:same] != known[:same])
+        if len(different) or len(ids) < len(known):
+            place = int(different[0]) if len(different) else len(ids)
             raise ValueError(
                 f"generate is called with tokens that do not begin with the {len(known)} tokens of the "
                 f"conversation so far (they differ at token {place}); append to turn.context, and do not "
                 "encode its text again"
             )
-        added = given[same:]
+        added = ids[same:]
         if len(added) and not 0 <= added.min() <= added.max() < self._vocab:
             wrong = int(added[(added < 0) | (added >= self._vocab)][0])
             raise ValueError(f"generate is called with token {wrong}; the model has {self._vocab} tokens")

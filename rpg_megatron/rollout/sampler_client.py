@@ -163,15 +163,18 @@ class TrajectoryClient:
 
     def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
         """See ``TrajectorySource``."""
-        found: dict[int, Trajectory] = {}
+        by_row: dict[int, Trajectory] = {}
         for number in sorted(set(worker)):
             rows = [i for i, w in enumerate(worker) if w == number]
-            for some in batched(rows, _FETCH_SIZE):
+            for chunk in batched(rows, _FETCH_SIZE):
                 answer = self._client(number).call(
-                    "fetch", list[Trajectory], [int(ticket[i]) for i in some], [int(sample[i]) for i in some]
+                    "fetch",
+                    list[Trajectory],
+                    [int(ticket[i]) for i in chunk],
+                    [int(sample[i]) for i in chunk],
                 )
-                found |= dict(zip(some, answer, strict=True))
-        return [found[i] for i in range(len(worker))]
+                by_row |= dict(zip(chunk, answer, strict=True))
+        return [by_row[i] for i in range(len(worker))]
 
     def close(self) -> None:
         """Disconnect."""

@@ -41,11 +41,11 @@ class StepWarnings:
             f"{row.get('async/probe_tokens', 0):.0f}; raise guards.probe_prompts or guards.probe_tokens"
         )
 
-    def _tell(self, kind: str, step: int, found: dict[str, str], *, always: bool = False) -> None:
-        for what, text in found.items():
-            if always or what not in self._before.get(kind, ()):
+    def _tell(self, kind: str, step: int, messages: dict[str, str], *, always: bool = False) -> None:
+        for key, text in messages.items():
+            if always or key not in self._before.get(kind, ()):
                 self._warn(f"step {step}: {text}")
-        self._before[kind] = set(found)
+        self._before[kind] = set(messages)
 
     def _of_batch(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit = self._settings.rollout.max_response_tokens

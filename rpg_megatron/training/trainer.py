@@ -79,7 +79,7 @@ class Batch:
 
 
 class TooManySkippedUpdates(UserError):
-    """``guards.skipped_updates`` is reached; raised on all ranks alike."""
+    """``guards.skipped_updates`` is reached; raised on every rank."""
 
 
 class Trainer:
@@ -160,8 +160,8 @@ class Trainer:
         if index is not None:
             advantages = self._advantages(index.reward, index.group, index.sampled)
         plan = self._plan(index, self.settings.training.minibatches)
-        minibatches, mine = self._scatter.scatter(plan, index, advantages, source)
-        return Batch(minibatches, mine, index)
+        minibatches, trajectories = self._scatter.scatter(plan, index, advantages, source)
+        return Batch(minibatches, trajectories, index)
 
     def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
         """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
@@ -231,16 +231,16 @@ class Trainer:
 
         ``reward`` of the trajectories stays the grader's.
         """
-        mine = [
+        divergences = [
             (t.group, t.sample, response_kl(t.old[t.mask], t.anchor[t.mask], settings.estimator))
             for t in batch.mine
         ]
-        everyone = gather_on_first(mine, list[tuple[int, int, float]])
-        found = {(group, sample): kl for part in everyone for group, sample, kl in part}
+        everyone = gather_on_first(divergences, list[tuple[int, int, float]])
+        kl_of = {(group, sample): kl for part in everyone for group, sample, kl in part}
         advantages: dict[tuple[int, int], float] = {}
         if batch.index is not None:
             places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
-            kl = np.array([found[place] for place in places])
+            kl = np.array([kl_of[place] for place in places])
             penalty = settings.coefficient * kl
             new = self._advantages(batch.index.reward - penalty, batch.index.group, batch.index.sampled)
             advantages = dict(zip(places, new.tolist(), strict=True))
@@ -257,8 +257,8 @@ class Trainer:
         """
         sums = torch.zeros(3, dtype=torch.float64)
         largest = torch.zeros(2, dtype=torch.float64)
-        own = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
-        for micro, row in zip(micro_batches, _logps_to_host(own) if own else [], strict=True):
+        unreplayed = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
+        for micro, row in zip(micro_batches, _logps_to_host(unreplayed) if unreplayed else [], strict=True):
             for t, logp in micro.split(row) if self.mesh.reports else ():
                 pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])[:, t.mask]
                 gaps = torch.from_numpy(pair).double().abs()
@@ -283,9 +283,12 @@ class Trainer:
         """
         if len(minibatches) == 1:
             return minibatches[0]
-        mine = list(iter_trajectories(minibatches))
+        trajectories = list(iter_trajectories(minibatches))
         budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
-        rows = [[mine[i] for i in row] for row in pack_rows([t.length for t in mine], budget, context)]
+        rows = [
+            [trajectories[i] for i in row]
+            for row in pack_rows([t.length for t in trajectories], budget, context)
+        ]
         most = torch.tensor(len(rows))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control_group())
         return rows + [[] for _ in range(int(most) - len(rows))]

@@ -192,8 +192,8 @@ class ShardReader:
                 self._on_progress()
                 yield part, where.start
 
-        found = checksums(slices())
-        for (name, part, _), number in zip(parts, found, strict=True):
+        numbers = checksums(slices())
+        for (name, part, _), number in zip(parts, numbers, strict=True):
             total, nbytes = sums[name]
             sums[name] = (total + number) % MODULUS, nbytes + part.nbytes
         self.check_version()
@@ -277,12 +277,12 @@ class ShardReader:
         except OSError as e:
             raise ShardError(f"{path} (trainer rank {info.rank}): cannot be opened ({e.strerror})") from None
         with file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise ShardError(f"{path}: not a private file of this user, so not a trainer's")
-            if found.st_size != info.size:
-                raise ShardError(f"{path}: has {found.st_size} bytes, its manifest says {info.size}")
-            inode = (found.st_dev, found.st_ino, found.st_size)
+            if status.st_size != info.size:
+                raise ShardError(f"{path}: has {status.st_size} bytes, its manifest says {info.size}")
+            inode = (status.st_dev, status.st_ino, status.st_size)
             kept = self._maps.get(path)
             if kept is None or kept.inode != inode:
                 self._forget(path)

@@ -118,22 +118,22 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     # The audit sends one request at a time: nothing is sampled ahead.
     rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
     guards = settings.guards.model_copy(update={"uncorrected": False})
-    own = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
-    return settings.model_copy(update=own), request
+    update = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
+    return settings.model_copy(update=update), request
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
     """Check that the engine's checkpoint has the trainer's sizes; the audit finds other differences."""
-    ours = read_model_shape(settings.model.path)
+    policy_shape = read_model_shape(settings.model.path)
     try:
-        theirs = read_model_shape(path)
+        engine_shape = read_model_shape(path)
     except UserError as e:
         raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
-    alike = replace(theirs, **{name: getattr(ours, name) for name in _MAY_DIFFER})
-    if alike != ours:
-        a, b = asdict(ours), asdict(alike)
+    alike = replace(engine_shape, **{name: getattr(policy_shape, name) for name in _MAY_DIFFER})
+    if alike != policy_shape:
+        a, b = asdict(policy_shape), asdict(alike)
         listed = ", ".join(
-            f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(ours) if a[f.name] != b[f.name]
+            f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(policy_shape) if a[f.name] != b[f.name]
         )
         raise UserError(f"--engine-model: {path} is a different model than model.path ({listed})")
 

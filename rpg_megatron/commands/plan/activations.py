@@ -36,8 +36,8 @@ def uses_fused_layers(settings: Settings, device: str) -> bool:
 
     The same rule as ``policy.precision.uses_transformer_engine``, assuming that the package is installed.
     """
-    wanted, dtype = settings.model.implementation, settings.precision.dtype
-    return device == "cuda" and dtype == "bfloat16" and wanted != "local"
+    implementation, dtype = settings.model.implementation, settings.precision.dtype
+    return device == "cuda" and dtype == "bfloat16" and implementation != "local"
 
 
 def expert_rows(shape: ModelShape, parallel: ParallelSettings, routes: Routes = "even") -> float:

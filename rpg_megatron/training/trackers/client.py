@@ -95,8 +95,8 @@ class TrackerClient:
         self._thread.join(1.0)
         lost = self._given - self._delivered
         if lost or late:
-            what = f"{lost} of {self._given} rows were" if lost else "the end of the run was"
-            self._warn(f"trackers: {what} not delivered to {self.kind}; metrics.jsonl has all rows")
+            subject = f"{lost} of {self._given} rows were" if lost else "the end of the run was"
+            self._warn(f"trackers: {subject} not delivered to {self.kind}; metrics.jsonl has all rows")
 
     # -- the thread ------------------------------------------------------------------------------------------
 

@@ -59,18 +59,18 @@ class MLflowTracker:
 
     def _experiment(self, name: str, uri: str) -> str:
         """Id of the experiment; creates it if it does not exist."""
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             file = urlsplit(uri).path.removeprefix("/") if uri.startswith("sqlite:") else ""
             # With a database file, artifacts would by default go to the working directory.
             artifacts = (Path(file).absolute().parent / "mlartifacts").as_uri() if file else None
             try:
                 return str(self._client.create_experiment(name, artifact_location=artifacts))
             except MlflowException:  # another run has just created it
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def log(self, step: int, metrics: dict[str, float], responses: list[dict[str, Any]]) -> None:
         """See ``Tracker``; a step's table is the artifact ``responses/step_NNNNNN.json``."""

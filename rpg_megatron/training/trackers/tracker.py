@@ -34,10 +34,10 @@ class TrackedRun:
     def known_id(self, where: str = "") -> str | None:
         """The id that an earlier start of this run saved for ``where``; None: this is the first start."""
         try:
-            found = json.loads(read_text(self._file)).get(where)
+            known = json.loads(read_text(self._file)).get(where)
         except (OSError, ValueError, AttributeError):
             return None
-        return None if found is None else str(found)
+        return None if known is None else str(known)
 
     def keep_id(self, number: str, where: str = "") -> None:
         """Save the tracker's id of this run, for ``known_id`` in later starts. Raises OSError.
