@@ -225,7 +225,8 @@ class Run:
                 continue
             prompts.setdefault(t.group, t.prompt.tolist())
             groups.append(t.group)
-            row = {"step": step, "prompt_id": t.prompt_id, "group": t.group, "sample": t.sample, "prompt": ""}
+            row = {"step": step, "prompt_id": t.prompt_id, "group": t.group, "sample": t.sample}
+            row |= {"branch": t.branch, "prompt": ""}
             row |= {"text": t.text, "reward": t.reward, "correct": t.correct, "answer": t.answer}
             row |= {"extracted": t.extracted, "reason": t.reason, "advantage": t.advantage}
             row |= {"tokens": t.sampled, "finish": t.finish}

@@ -49,7 +49,8 @@ def print_samples(folder: Path, step: int | None, prompt: str | None, count: int
             group = t.group
             print(f"step {step_of(file)}, prompt {t.prompt_id}, answer {one_line(t.answer)}")
             print(textwrap.indent(printable(texts[group].rstrip("\n")), "  "))
-        print(f"-- response {t.sample}: {_describe(t)}")
+        branch = f", branch {t.branch}" if t.branch else ""
+        print(f"-- response {t.sample}{branch}: {_describe(t)}")
         print(textwrap.indent(printable(t.text), "  "))
     if not matching:
         raise UserError(f"{file}: no prompt contains {prompt!r}; give another text, or another --step")

@@ -24,27 +24,30 @@ def plan_batches(
     budget: int,
     context: int = 1,
     attention_length: float = math.inf,
+    starts: Sequence[int] | None = None,
 ) -> Plan:
     """Assign every trajectory to one data rank, mini-batch and micro-batch.
 
-    ``lengths`` (tokens) are in the order of the step's prompts; mini-batches are consecutive slices of equal
-    size. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the
+    ``lengths`` (tokens) are in the order of the step's prompts. ``starts``: the first trajectory of each
+    response; None: each response has one. Mini-batches are consecutive slices with equal numbers of
+    responses. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the
     padding for ``context`` ranks; a trajectory longer than the budget gets a micro-batch of its own. All data
     ranks get the same number of micro-batches, so that their collectives match: the costliest micro-batches
     are split in two until there are enough. If none can be split, some ranks get empty ones.
 
     The cost of a sequence of n tokens is n + n^2 / ``attention_length``. The ranks' costs are balanced per
     micro-batch and in total; costly micro-batches come first.
-    Raises ValueError if the number of trajectories is not a multiple of ``minibatches``.
+    Raises ValueError if the number of responses is not a multiple of ``minibatches``.
     """
-    if len(lengths) % minibatches:
-        raise ValueError(f"{len(lengths)} trajectories do not divide into {minibatches} mini-batches")
-    size = len(lengths) // minibatches
+    bounds = [*(range(len(lengths)) if starts is None else starts), len(lengths)]
+    size, rest = divmod(len(bounds) - 1, minibatches)
+    if rest:
+        raise ValueError(f"{len(bounds) - 1} responses do not divide into {minibatches} mini-batches")
     padded = [padded_length(n, context) for n in lengths]
     costs = [n + n * n / attention_length for n in lengths]
     plan: Plan = [[] for _ in range(data)]
     for m in range(minibatches):
-        micro_batches = _pack(range(m * size, (m + 1) * size), padded, budget)
+        micro_batches = _pack(range(bounds[m * size], bounds[(m + 1) * size]), padded, budget)
         _split_to_multiple(micro_batches, costs, data)
         for rank, share in enumerate(_distribute(micro_batches, costs, data)):
             plan[rank].append([sorted(micro) for micro in share])

@@ -3,7 +3,7 @@
 A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
 the same time, ``step_N.parquet`` is a folder with one file per leader, such as
 ``part_00000_of_00004.parquet``; Parquet readers treat it as one data set. Files without the columns
-``ticket``, which is then 0, and ``mask``, which is then set, can be read too.
+``ticket`` and ``branch``, which are then 0, and ``mask``, which is then set, can be read too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _SCHEMA = pa.schema(
         "prompt_id": pa.int64(),
         "group": pa.int64(),
         "sample": pa.int64(),
+        "branch": pa.int64(),
         "seed": pa.int64(),
         "finish": pa.string(),
         "reward": pa.float64(),
@@ -153,7 +154,7 @@ def iter_files(
     """
     rows = max(1, _ROWS // len(files))
     parts = [_iter_part(file, name, rows, confined) for file, name in zip(files, names, strict=True)]
-    return heapq.merge(*parts, key=lambda t: (t.group, t.sample)) if len(parts) > 1 else parts[0]
+    return heapq.merge(*parts, key=lambda t: (t.group, t.sample, t.branch)) if len(parts) > 1 else parts[0]
 
 
 def has_routes(file: Path) -> bool:
@@ -296,8 +297,9 @@ def _to_lists(values: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
 
 
 def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
-    if "ticket" not in batch.schema.names:
-        batch = batch.append_column("ticket", pa.repeat(0, batch.num_rows))
+    for name in ("ticket", "branch"):
+        if name not in batch.schema.names:
+            batch = batch.append_column(name, pa.repeat(0, batch.num_rows))
     if "mask" not in batch.schema.names:
         batch = batch.append_column("mask", pa.nulls(batch.num_rows, _SCHEMA.field("mask").type))
     columns: dict[str, Any] = {name: batch.column(name) for name in _SCHEMA.names}

@@ -94,11 +94,16 @@ class TokenLimit(Exception):
 class Generate(Protocol):
     """Samples one turn."""
 
-    async def __call__(self, tokens: Sequence[int], max_tokens: int | None = None) -> Turn:
+    async def __call__(
+        self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
+    ) -> Turn:
         """Let the policy continue ``tokens``, which must begin with the prompt and all turns so far.
 
-        What follows them is yours, and not in the loss. max_tokens: limit of this turn. Raises TokenLimit.
-        A weight update or a failed engine in between is not seen here.
+        What follows them is yours, and not in the loss. max_tokens: limit of this turn. branch: if the tokens
+        do not begin so, because the history was rewritten or shortened, start a new row of the batch with
+        them. Only what is sampled in a row is in its loss, so a turn that several rows share is trained once;
+        all rows have the response's reward and advantage. Later turns continue the row that they begin with.
+        Raises TokenLimit. A weight update or a failed engine in between is not seen here.
         """
         ...
 

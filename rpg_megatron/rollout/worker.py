@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,7 @@ from rpg_megatron.rollout.groups import (
     GroupScores,
     GroupTask,
     GroupWorker,
+    by_response,
     scores_of,
 )
 from rpg_megatron.rollout.running_group import RunningGroup
@@ -97,10 +99,10 @@ class Worker:
             first, turns = due[0], [conversation.turn for conversation in due]
             try:
                 samples = await self._engines[engine].generate(
-                    first.context,
+                    first.row.context,
                     n=len(due),
                     max_tokens=first.room,
-                    seed=segment_seed(task.seed + first.number, first.length),
+                    seed=segment_seed(task.seed + first.number, first.place),
                     stop_token_ids=self._stops,
                     temperature=task.temperature,
                     top_p=task.top_p,
@@ -109,7 +111,7 @@ class Worker:
                     stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
-                    routes_from=first.computed,
+                    routes_from=first.row.computed,
                 )
                 if incarnation_of(self._work, engine) != incarnation:
                     raise EngineUnavailable("")  # the answer may be from a restarted engine, without weights
@@ -158,15 +160,16 @@ class Worker:
 
     async def answers(self, ticket: int) -> GroupAnswers:
         """See ``GroupWorker``."""
-        group = await self._graded(ticket)
-        correct, extracted = [t.correct for t in group], [t.extracted for t in group]
+        responses = by_response(await self._graded(ticket))
+        last = [rows[-1] for rows in responses]
+        correct, extracted = [t.correct for t in last], [t.extracted for t in last]
         return GroupAnswers(
-            responses=[t.text for t in group],
+            responses=[t.text for t in last],
             correct=correct,
             extracted=extracted,
             classes=await classify_answers(extracted, correct, self._comparer),
-            lengths=[t.sampled for t in group],
-            finishes=[t.finish for t in group],
+            lengths=[sum(t.sampled for t in rows) for rows in responses],
+            finishes=[t.finish for t in last],
         )
 
     async def drop(self, tickets: list[int]) -> None:
@@ -199,9 +202,9 @@ class Worker:
         self._arrived.set()
         return [scores_of(trajectories) for trajectories in by_ticket.values()]
 
-    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
+    async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
         """See ``GroupWorker``."""
-        return [(await self._graded(ticket))[sample] for ticket, sample in zip(tickets, samples, strict=True)]
+        return [(await self._graded(ticket))[row] for ticket, row in zip(tickets, rows, strict=True)]
 
     async def counts(self) -> dict[str, float]:
         """See ``GroupWorker``."""
@@ -256,7 +259,8 @@ class Worker:
         if task.graded:
             group.failures = self._count_failures(task, scores)
         each = zip(group.conversations, responses, scores, strict=True)
-        return [conversation.trajectory(response, score) for conversation, response, score in each]
+        rows = (conversation.trajectories(response, score) for conversation, response, score in each)
+        return list(chain.from_iterable(rows))
 
     def _count_failures(self, task: GroupTask, scores: list[Score]) -> FailureCount:
         """Count the failures of a group; the first of each kind is logged at once."""
@@ -279,7 +283,7 @@ def _task_of(ticket: int, group: list[Trajectory]) -> GroupTask:
         first.prompt_id,
         first.prompt,
         first.answer,
-        len(group),
+        len(by_response(group)),
         first.seed,
         max_tokens=0,
         version=int(first.versions.max(initial=0)),

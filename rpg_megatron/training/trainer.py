@@ -5,6 +5,7 @@ Methods are collective unless they say otherwise: every rank calls them in the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
@@ -158,7 +160,7 @@ class Trainer:
         """
         advantages = np.zeros(0)
         if index is not None:
-            advantages = self._advantages(index.reward, index.group, index.sampled)
+            advantages = self._advantages_of(index)
         plan = self._plan(index, self.settings.training.minibatches)
         minibatches, trajectories = self._scatter.scatter(plan, index, advantages, source)
         return Batch(minibatches, trajectories, index)
@@ -173,12 +175,24 @@ class Trainer:
         advantages = np.zeros(0 if index is None else len(index))
         batch.probes, batch.my_probes = self._scatter.scatter(self._plan(index, 1), index, advantages, source)
 
+    def _advantages_of(self, index: BatchIndex, penalty: NDArray[np.float64] | None = None) -> NDArray[Any]:
+        """Advantage of each trajectory, [N]: of its response, which may have several.
+
+        penalty: to be subtracted from the reward of each response.
+        """
+        starts = index.starts
+        rows = np.diff(np.append(starts, len(index)))
+        rewards = index.reward[starts] - (0.0 if penalty is None else penalty)
+        sampled = np.add.reduceat(index.sampled, starts) if len(starts) else index.sampled
+        return np.repeat(self._advantages(rewards, index.group[starts], sampled), rows)
+
     def _plan(self, index: BatchIndex | None, minibatches: int) -> Plan:
         if index is None:
             return []
         return plan_batches(
             (index.prompt_length + index.response_length).tolist(),
             minibatches=minibatches,
+            starts=index.starts.tolist(),
             data=self.mesh.data,
             budget=self.settings.training.tokens_per_microbatch,
             context=self.mesh.context,
@@ -236,15 +250,20 @@ class Trainer:
             for t in batch.mine
         ]
         everyone = gather_on_first(divergences, list[tuple[int, int, float]])
-        kl_of = {(group, sample): kl for part in everyone for group, sample, kl in part}
+        kl_of = Counter[tuple[int, int]]()
+        for group, sample, kl in chain.from_iterable(everyone):
+            kl_of[group, sample] += kl
         advantages: dict[tuple[int, int], float] = {}
         if batch.index is not None:
             places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
-            kl = np.array([kl_of[place] for place in places])
-            penalty = settings.coefficient * kl
-            new = self._advantages(batch.index.reward - penalty, batch.index.group, batch.index.sampled)
+            kl_of_responses = np.array([kl_of[places[start]] for start in batch.index.starts])
+            penalty = settings.coefficient * kl_of_responses
+            new = self._advantages_of(batch.index, penalty)
             advantages = dict(zip(places, new.tolist(), strict=True))
-            batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
+            batch.metrics |= {
+                "kl/response": float(kl_of_responses.mean()),
+                "reward/kl": float(-penalty.mean()),
+            }
         advantages = broadcast_object(advantages, dict[tuple[int, int], float])
         for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]

@@ -171,6 +171,11 @@ def fp8_transpose(x: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor
     return turned if out is None else out.copy_(turned)
 
 
+def swap_first_dims(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    swapped = x.transpose(0, 1).contiguous()
+    return swapped if out is None else out.copy_(swapped)
+
+
 def _dtype(te: Any, otherwise: torch.dtype) -> torch.dtype:
     return otherwise if te is None else DTYPES[int(te)]
 

@@ -83,3 +83,13 @@ async def impatient(task: EpisodeTask, generate: Generate, score: ScoreText) -> 
     given_up.append(task.seed)
     await generate(task.prompt)
     return Episode()
+
+
+async def branching(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Five turns in three rows; the third turn continues the first one, the fifth the second one."""
+    first = await generate(task.prompt, 5)
+    second = await generate((*task.prompt, *BETWEEN), 5, branch=True)
+    await generate(first.context + BETWEEN, 5, branch=True)
+    await generate(task.encode("another prompt"), 5, branch=True)
+    await generate(second.context + BETWEEN, 5)
+    return Episode()

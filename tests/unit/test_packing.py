@@ -202,5 +202,5 @@ def test_only_sampled_tokens_are_in_the_loss() -> None:
 
 
 def test_uneven_minibatches_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 trajectories do not divide into 2"):
+    with pytest.raises(ValueError, match="5 responses do not divide into 2"):
         plan_batches([1] * 5, minibatches=2, data=1, budget=10)

@@ -168,20 +168,21 @@ def test_tokens_of_others_are_in_no_comparison(version: int) -> None:
 def test_scores_count_what_the_policy_sampled() -> None:
     plain = trajectory([0.0] * 5, [6, 6, 7, 7, 7])
     group = [plain, with_others(plain, [0, 0, 1, 2, 4, 5, 5]), with_others(plain, [3])]
+    group = [replace(t, sample=number) for number, t in enumerate(group)]
     scores = scores_of(group)
     assert scores.lengths == [5, 5, 5]
-    assert scores.totals == [5, 12, 6]
+    assert scores.rows == [(0, 0, 2, 5, 5), (1, 0, 2, 12, 5), (2, 0, 2, 6, 5)]
     assert scores.versions == {6: 6, 7: 9}
     assert (scores.segments, scores.mixed) == (6, 3)
     # The prompt, and what stands before the first token of the second version.
     assert scores.recomputed == 3 * 2 + 2 + 6 + 2
-    assert scores_of([plain]).totals == []
+    assert scores_of([plain]).rows == []
     none = scores_of([replace(plain, mask=np.zeros(5, bool))])
-    assert (none.lengths, none.totals, none.versions) == ([0], [5], {})
+    assert (none.lengths, none.rows, none.versions) == ([0], [(1, 0, 2, 5, 0)], {})
 
     groups = [
         Group(GroupTask(number, 0, plain.prompt, "", 3, 0, 1, 7), scores)
-        for number, scores in enumerate((scores, scores_of([plain] * 3)))
+        for number, scores in enumerate((scores, scores_of([replace(plain, sample=i) for i in range(3)])))
     ]
     row = batch_metrics(groups)
     assert (row["response/length_mean"], row["response/length_max"]) == (5, 5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,17 +75,17 @@ class SavedRollouts:
         self.saved: list[Trajectory] = []
         """The trajectories of the last ``fetch``, with everything that the run saved."""
 
-    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
         """See ``TrajectorySource``; tickets are those of ``index_of``.
 
         Raises UserError as ``iter_rollouts`` does.
         """
-        places = {numbers: place for place, numbers in enumerate(zip(ticket, sample, strict=True))}
-        by_place = {
-            place: t
-            for t in iter_rollouts(self._file)
-            if (place := places.get((t.group, t.sample))) is not None
-        }
+        places = {numbers: place for place, numbers in enumerate(zip(ticket, row, strict=True))}
+        by_place, sizes = {}, Counter[int]()
+        for t in iter_rollouts(self._file):
+            if (place := places.get((t.group, sizes[t.group]))) is not None:
+                by_place[place] = t
+            sizes[t.group] += 1
         self.saved = [by_place[place] for place in range(len(places))]
         return [_unscored(t) for t in self.saved]
 
