@@ -20,6 +20,13 @@ async def three_turns(task: EpisodeTask, generate: Generate, score: ScoreText, l
     return Episode()
 
 
+async def until_the_limit(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Turns until no token is left."""
+    context = task.prompt
+    while True:
+        context = (await generate(context)).context
+
+
 async def scored(task: EpisodeTask, generate: Generate, score: ScoreText, kind: str = "number") -> Episode:
     """One turn; its reward is a number, what ``score`` returns, or either."""
     turn = await generate(task.prompt)
