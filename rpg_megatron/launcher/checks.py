@@ -1,9 +1,9 @@
 """The table of checks: everything that must hold before a run, and what each check needs.
 
 ``train`` runs all of them and stops at the first error; ``doctor`` shows each as a row; ``plan``, ``launch``,
-``replay``, ``eval`` and ``audit`` run those that need nothing but what these commands have. A check is a
-function that raises UserError (what is wrong, where, and how to fix it) and may return warnings. No command
-calls one past this table (``tests/unit/test_checks.py``). Imports neither torch nor vLLM.
+``replay``, ``eval`` and ``audit`` run those whose needs they meet. A check is a function that raises
+UserError (what is wrong, where, and how to fix it) and may return warnings. No command calls a check directly
+(``tests/unit/test_checks.py``). Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ ALL: frozenset[Need] = frozenset(get_args(Need))
 LAYOUT: frozenset[Need] = frozenset({"trainer", "engines", "model"})
 """What a layout needs: its checks read no file but config.json, so that many layouts can be compared."""
 _SILENT_SECONDS = 3.0
-"""A message is printed if the checks take longer: then it is the data."""
+"""A message is printed if the checks take longer, usually because of large data."""
 
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What is checked, and what the command that checks it has."""
+    """The run to check, and the needs (``Need``) that the command meets."""
 
     settings: Settings
     has: frozenset[Need] = ALL
@@ -174,10 +174,7 @@ CHECKS = (
 
 
 def run_checks(run: CheckedRun) -> list[str]:
-    """Run the checks that need nothing but what the command has; returns their warnings.
-
-    Raises UserError at the first that fails.
-    """
+    """Run the checks whose needs the command meets; returns warnings. Raises UserError at the first error."""
     warnings: list[str] = []
     for check in CHECKS:
         if not run.has.issuperset(check.needs):

@@ -307,7 +307,7 @@ def build_model(
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
     make_layer = _fused_layer if fused else _local_layer
-    layers = {experts: make_layer(shape, experts) for experts in _kinds_of_layers(shape)}
+    layers = {experts: make_layer(shape, experts) for experts in _layer_kinds(shape)}
     if mixture := layers.get(True):
         mixture.submodules.mlp.keywords["submodules"].router = Router
     virtual = config.virtual_pipeline_model_parallel_size
@@ -347,7 +347,7 @@ def build_model(
     return chunks
 
 
-def _kinds_of_layers(shape: ModelShape) -> set[bool]:
+def _layer_kinds(shape: ModelShape) -> set[bool]:
     """The kinds of layers of a model: True with experts, False dense."""
     return {shape.has_experts(layer) for layer in range(shape.num_layers)}
 

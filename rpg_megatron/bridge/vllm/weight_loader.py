@@ -132,7 +132,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
         current = ["(none)"]
         try:
             with recorder:
-                model.load_weights(_noting(sources, current))
+                model.load_weights(_track_names(sources, current))
         except Exception as e:
             shape = list(sources[current[0]].shape) if current[0] in sources else []
             raise ShardError(
@@ -183,7 +183,7 @@ def restore_layers(model: torch.nn.Module) -> None:
             info.reset()
 
 
-def _noting(sources: dict[str, torch.Tensor], current: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _track_names(sources: dict[str, torch.Tensor], current: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors for a loader; ``current[0]`` is the name being loaded."""
     for name, tensor in sources.items():
         current[0] = name
