@@ -69,11 +69,6 @@ class SyncReport:
     workers: tuple[dict[str, Any], ...] = ()
     """Each worker's acknowledgement of *apply*, without its checksums."""
 
-    @property
-    def total_seconds(self) -> float:
-        """Wall time of the whole sync."""
-        return sum(self.seconds.values())
-
 
 async def sync_engine(
     post: Post,

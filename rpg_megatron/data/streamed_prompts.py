@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -114,13 +113,10 @@ class StreamedPrompts:
     def _begin(self) -> None:
         """Start the source anew."""
         self._left_out, self._too_long, self._reported, self._unused = LeftOut(), 0, 0, 0
-        self._problems = self._read(self._left_out)
+        self._problems = iterate_problems(self._settings, self._key, self._keep_rows, self._left_out)
         self._next: deque[tuple[Prompt, _Position]] = deque()
         """Prompts that come next, and the position after each."""
         self._position = self._read_to = _START
-
-    def _read(self, left_out: LeftOut) -> Iterator[Problem]:
-        return iterate_problems(self._settings, self._key, self._keep_rows, left_out)
 
     def _fill(self, n: int) -> None:
         """Read problems until there are at least ``n`` prompts."""
