@@ -87,7 +87,7 @@ def find_nodes(
         return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
     if "SLURM_STEP_ID" not in environment or _in_interactive_shell(environment):
         return Nodes()
-    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
+    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{unit}", "1")) for unit in ("NODES", "TASKS"))
     if tasks != count:
         raise UserError(
             f"srun started {tasks} launchers on {count} nodes, but needs one per node; "
