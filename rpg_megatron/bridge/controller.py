@@ -267,11 +267,11 @@ async def _find_mismatch(call: _Caller, manifest: Manifest, totals: Totals) -> s
 
 
 async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
-    named = []
+    problems = []
     for name, why in list(wrong.items())[:5]:
-        named.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
+        problems.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
     more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
-    return "; ".join(named) + more
+    return "; ".join(problems) + more
 
 
 def _locate_damage(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:

@@ -51,9 +51,9 @@ class SourceSettings(Section):
 
     @model_validator(mode="after")
     def _check_source(self) -> SourceSettings:
-        given = [name for name in ("path", "hub", "source") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} exclude each other; keep one of them")
+        places = [name for name in ("path", "hub", "source") if getattr(self, name) is not None]
+        if len(places) > 1:
+            raise ValueError(f"{places[0]} and {places[1]} exclude each other; keep one of them")
         if self.path is not None and (self.subset is not None or self.split is not None):
             raise ValueError("subset and split have no effect on a file; remove them")
         if self.source is not None and (self.subset is not None or self.split is not None):

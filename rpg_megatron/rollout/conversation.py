@@ -97,14 +97,14 @@ class Conversation:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate is called with max_tokens {max_tokens}; at least 1 is needed")
         added = self._added(tokens)
-        left = self.task.max_tokens - self.length - len(added)
-        if left < 1:
+        remaining = self.task.max_tokens - self.length - len(added)
+        if remaining < 1:
             self.truncated = True
             raise TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens")
         self.truncated, before = False, (len(self.pieces), self.length)
         if len(added):
             self._append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
-        self._start, self._end = self.length, self.length + min(left, max_tokens or left)
+        self._start, self._end = self.length, self.length + min(remaining, max_tokens or remaining)
         self.turn = asyncio.get_running_loop().create_future()
         self._on_request()
         try:
