@@ -101,11 +101,11 @@ class RunCheck(NamedTuple):
     """Time limit in ``doctor``."""
 
 
-def _of_settings(check: Callable[[Settings], Sequence[str] | None]) -> Run:
+def _settings_check(check: Callable[[Settings], Sequence[str] | None]) -> Run:
     return lambda run: check(run.settings)
 
 
-def _of_shape(check: Callable[[Settings, ModelShape], Sequence[str] | None]) -> Run:
+def _shape_check(check: Callable[[Settings, ModelShape], Sequence[str] | None]) -> Run:
     return lambda run: check(run.settings, run.shape)
 
 
@@ -144,31 +144,31 @@ def _check_reward(run: CheckedRun) -> list[str]:
 
 
 CHECKS = (
-    RunCheck("settings", ("trainer", "engines"), _of_settings(_check_settings)),
+    RunCheck("settings", ("trainer", "engines"), _settings_check(_check_settings)),
     RunCheck("address space", ("machine",), lambda _: check_address_space()),
     RunCheck("open files", ("machine",), _check_open_files),
-    RunCheck("packages", ("machine",), _of_settings(check_packages)),
-    RunCheck("engine options", ("engines",), _of_settings(check_engine_arguments)),
+    RunCheck("packages", ("machine",), _settings_check(check_packages)),
+    RunCheck("engine options", ("engines",), _settings_check(check_engine_arguments)),
     RunCheck("placement", ("trainer", "engines"), _check_placement),
-    RunCheck("model", ("weights",), _of_settings(_check_weights)),
-    RunCheck("layout", ("model", "trainer"), _of_shape(check_parallel)),
-    RunCheck("engine layout", ("model", "engines"), _of_shape(check_engine_layout)),
-    RunCheck("routers", ("model", "trainer"), _of_shape(check_routers)),
-    RunCheck("head size", ("model", "engines"), _of_shape(check_head_dim)),
-    RunCheck("expert columns", ("model", "engines"), _of_shape(check_expert_columns)),
-    RunCheck("precision", ("model", "trainer"), _of_shape(check_precision)),
-    RunCheck("batch", ("model", "trainer"), _of_shape(check_batch)),
-    RunCheck("KV cache", ("model", "engines"), _of_shape(check_kv_cache)),
+    RunCheck("model", ("weights",), _settings_check(_check_weights)),
+    RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
+    RunCheck("engine layout", ("model", "engines"), _shape_check(check_engine_layout)),
+    RunCheck("routers", ("model", "trainer"), _shape_check(check_routers)),
+    RunCheck("head size", ("model", "engines"), _shape_check(check_head_dim)),
+    RunCheck("expert columns", ("model", "engines"), _shape_check(check_expert_columns)),
+    RunCheck("precision", ("model", "trainer"), _shape_check(check_precision)),
+    RunCheck("batch", ("model", "trainer"), _shape_check(check_batch)),
+    RunCheck("KV cache", ("model", "engines"), _shape_check(check_kv_cache)),
     RunCheck("GPUs", ("machine",), _check_gpus),
-    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _of_shape(check_shared_memory)),
-    RunCheck("rendezvous port", ("machine", "trainer"), _of_settings(check_port)),
-    RunCheck("bridge address", ("machine", "trainer", "engines"), _of_settings(check_bridge_address)),
-    RunCheck("disk space", ("machine", "model", "trainer", "engines"), _of_shape(check_disk)),
-    RunCheck("odd settings", ("trainer", "engines"), _of_settings(warn_of_settings)),
+    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _shape_check(check_shared_memory)),
+    RunCheck("rendezvous port", ("machine", "trainer"), _settings_check(check_port)),
+    RunCheck("bridge address", ("machine", "trainer", "engines"), _settings_check(check_bridge_address)),
+    RunCheck("disk space", ("machine", "model", "trainer", "engines"), _shape_check(check_disk)),
+    RunCheck("odd settings", ("trainer", "engines"), _settings_check(warn_of_settings)),
     RunCheck("data", ("data",), _check_data, 60.0),
-    RunCheck("trackers", ("machine", "trainer", "engines"), _of_settings(check_trackers)),
+    RunCheck("trackers", ("machine", "trainer", "engines"), _settings_check(check_trackers)),
     RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
-    RunCheck("own code", ("code", "trainer"), _of_settings(check_custom_code), 330.0),
+    RunCheck("own code", ("code", "trainer"), _settings_check(check_custom_code), 330.0),
 )
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 
