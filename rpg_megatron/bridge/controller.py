@@ -69,11 +69,6 @@ class SyncReport:
     workers: tuple[dict[str, Any], ...] = ()
     """Each worker's acknowledgement of *apply*, without its checksums."""
 
-    @property
-    def total_seconds(self) -> float:
-        """Wall time of the whole sync."""
-        return sum(self.seconds.values())
-
 
 async def sync_engine(
     post: Post,
@@ -272,11 +267,11 @@ async def _find_mismatch(call: _Caller, manifest: Manifest, totals: Totals) -> s
 
 
 async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
-    named = []
+    problems = []
     for name, why in list(wrong.items())[:5]:
-        named.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
+        problems.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
     more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
-    return "; ".join(named) + more
+    return "; ".join(problems) + more
 
 
 def _locate_damage(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:

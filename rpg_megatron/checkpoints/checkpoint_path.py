@@ -121,15 +121,15 @@ def find_model_files(step: Step) -> tuple[Path, Path]:
     """
     file = step.folder / CONFIG
     try:
-        named = Path(read_yaml(file, real_path(step.root))["model"]["path"])
+        model = Path(read_yaml(file, real_path(step.root))["model"]["path"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as e:
         raise UserError(f"{file}: has no model.path ({shorten(str(e), 200)}); {_GIVE_CONFIG}") from None
-    if named.is_absolute() and (named / hf_files.CONFIG).is_file():
-        return named, named
+    if model.is_absolute() and (model / hf_files.CONFIG).is_file():
+        return model, model
     if exports := list_exports(step.run):
         return exports[-1], step.run
     raise UserError(
-        f"{file}: model.path is {shorten(str(named), 200)}, which has no {hf_files.CONFIG} here; "
+        f"{file}: model.path is {shorten(str(model), 200)}, which has no {hf_files.CONFIG} here; "
         f"{_GIVE_CONFIG}"
     )
 

@@ -217,8 +217,8 @@ class _Slice:
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        data = self.read_at(self._at, left if count is None or count < 0 else min(count, left))
+        remaining = max(0, self.size - self._at)
+        data = self.read_at(self._at, remaining if count is None or count < 0 else min(count, remaining))
         self._at += len(data)
         return data
 

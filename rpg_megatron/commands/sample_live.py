@@ -84,8 +84,8 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     name = f"step_{step:06d}"
     folders = [folder for kind in (EXPORTS, CHECKPOINTS) if (folder := run / kind / name).is_dir()]
     if not folders:
-        kept = sorted({f.name for kind in (EXPORTS, CHECKPOINTS) for f in (run / kind).glob("step_*")})
-        raise UserError(f"{run}: has no checkpoint of step {step}; there are: {', '.join(kept) or 'none'}")
+        steps = sorted({f.name for kind in (EXPORTS, CHECKPOINTS) for f in (run / kind).glob("step_*")})
+        raise UserError(f"{run}: has no checkpoint of step {step}; there are: {', '.join(steps) or 'none'}")
     return folders[0]
 
 

@@ -81,7 +81,7 @@ class EvaluationSettings(Section):
     """Steps between evaluations."""
 
     @model_validator(mode="after")
-    def _sets_have_names(self) -> EvaluationSettings:
+    def _check_set_names(self) -> EvaluationSettings:
         if (self.data is None) == (not self.sets):
             raise ValueError("needs either data (one held-out set) or sets (a list of them)")
         if self.sets and self.name != type(self).model_fields["name"].default:
@@ -97,7 +97,7 @@ class EvaluationSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _sets_have_an_end(self) -> EvaluationSettings:
+    def _check_not_streaming(self) -> EvaluationSettings:
         for part in self.heldout:
             if part.data.streaming:
                 raise ValueError(
@@ -106,7 +106,7 @@ class EvaluationSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _engines_can_sample_that(self) -> EvaluationSettings:
+    def _check_sampling(self) -> EvaluationSettings:
         for i, part in enumerate(self.heldout):
             which = f"sets[{i}] ({part.name}): " if self.sets else ""
             if part.temperature == 0 and part.samples > 1:

@@ -46,7 +46,7 @@ class DynamicSamplingSettings(Section):
 
     @field_validator("type")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_filter(cls, value: str) -> str:
         built_in = [name for name, member in vars(filters).items() if isfunction(member) and name[0] != "_"]
         if value not in built_in and not re.fullmatch(IMPORT_PATH, value):
             raise ValueError(f"must be {' or '.join(built_in)}, or an import path module:function")
@@ -127,12 +127,12 @@ class RolloutSettings(Section):
 
     @field_validator("episode", mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _parse_path(cls, value: Any) -> Any:
         return {"type": value} if isinstance(value, str) else value
 
     @field_validator("journal_routes")
     @classmethod
-    def _steps_start_at_one(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    def _check_journal_steps(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
         if min(value, default=1) < 1 if isinstance(value, tuple) else value < 0:
             raise ValueError("steps start at 1")
         return value
@@ -165,7 +165,7 @@ class RolloutSettings(Section):
         return -math.log(self.top_p)
 
     @model_validator(mode="after")
-    def _stops_are_seen(self) -> RolloutSettings:
+    def _check_stop(self) -> RolloutSettings:
         if any(not text for text in self.stop):
             raise ValueError("stop: a string is empty; remove it")
         if self.stop and self.ahead and self.inflight == "continue":
@@ -176,13 +176,13 @@ class RolloutSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_can_be_mixed(self) -> RolloutSettings:
+    def _check_dynamic(self) -> RolloutSettings:
         if self.dynamic is not None and self.samples_per_prompt == 1:
             raise ValueError("dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed")
         return self
 
     @model_validator(mode="after")
-    def _can_be_sampled_ahead(self) -> RolloutSettings:
+    def _check_async(self) -> RolloutSettings:
         if self.inflight == "drain" and self.ahead != 1:
             raise ValueError(
                 f"inflight drain needs ahead 1 (it is {self.ahead}): groups that have started are finished "
@@ -311,7 +311,7 @@ class RolloutFilesSettings(Section):
 
     @field_validator("keep", mode="before")
     @classmethod
-    def _is_number_or_size(cls, value: Any) -> Any:
+    def _check_keep(cls, value: Any) -> Any:
         steps = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not (value is None or steps or (isinstance(value, str) and _SIZE.fullmatch(value.strip()))):
             raise ValueError("must be a number of steps of at least 1, or a size such as 50GB or 100GiB")

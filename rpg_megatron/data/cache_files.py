@@ -124,10 +124,10 @@ def _description(file: BinaryIO) -> dict[str, Any]:
     if rest < 0:
         raise ValueError("too short")
     length, expected, mark = _END.unpack(os.pread(file.fileno(), _END.size, rest))
-    checksum, left = 0, rest
-    while left and (chunk := file.read(min(left, _CHUNK))):
-        checksum, left = zlib.crc32(chunk, checksum), left - len(chunk)
-    if mark != _MARK or left or checksum != expected or length > rest:
+    checksum, remaining = 0, rest
+    while remaining and (chunk := file.read(min(remaining, _CHUNK))):
+        checksum, remaining = zlib.crc32(chunk, checksum), remaining - len(chunk)
+    if mark != _MARK or remaining or checksum != expected or length > rest:
         raise ValueError("damaged")
     described = json.loads(os.pread(file.fileno(), length, rest - length))
     if not isinstance(described, dict):

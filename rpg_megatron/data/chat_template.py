@@ -43,18 +43,18 @@ def render_chats(
     """
     argument = [template, variables, chats, _STARTED.isoformat()]
     limit = sum(_LONGEST + _EXPANSION * len(m["content"]) for chat in chats for m in chat)
-    count, left = math.ceil(len(chats) / _AT_ONCE), len(chats)
+    count, remaining = math.ceil(len(chats) / _AT_ONCE), len(chats)
     for chunk in read_foreign(
         _READER, [], argument, list[Rendered], memory=_MEMORY, seconds=_SECONDS, values=count
     ):
         limit -= sum(len(text) for text, _ in chunk)
-        left -= len(chunk)
+        remaining -= len(chunk)
         if limit < 0:
             raise ForeignInputError("its texts are far longer than the messages")
-        if left < 0:
+        if remaining < 0:
             break
         yield from chunk
-    if left:
+    if remaining:
         raise ForeignInputError("its texts are not as many as the chats")
 
 

@@ -99,17 +99,17 @@ def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], d
     """Split the costliest micro-batches in two, in place, until their number is a multiple of ``data``."""
     if len(micro_batches) % data == 0:
         return
-    kept = dict(enumerate(micro_batches))
+    by_number = dict(enumerate(micro_batches))
     # The costliest first; if several are equal, the first in the list. Halves are appended to it.
-    divisible = [(-_cost(micro, costs), n) for n, micro in kept.items() if len(micro) > 1]
+    divisible = [(-_cost(micro, costs), n) for n, micro in by_number.items() if len(micro) > 1]
     heapq.heapify(divisible)
-    last = len(kept)
-    while len(kept) % data:
+    last = len(by_number)
+    while len(by_number) % data:
         if not divisible:
-            kept[last] = []
+            by_number[last] = []
             last += 1
             continue
-        costliest = kept.pop(heapq.heappop(divisible)[1])
+        costliest = by_number.pop(heapq.heappop(divisible)[1])
         halves: list[list[int]] = [[], []]
         halves_cost = [0.0, 0.0]
         for i in sorted(costliest, key=lambda i: (-costs[i], i)):
@@ -117,11 +117,11 @@ def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], d
             halves[half].append(i)
             halves_cost[half] = _cost(halves[half], costs)
         for micro, cost in zip(halves, halves_cost, strict=True):
-            kept[last] = micro
+            by_number[last] = micro
             if len(micro) > 1:
                 heapq.heappush(divisible, (-cost, last))
             last += 1
-    micro_batches[:] = kept.values()
+    micro_batches[:] = by_number.values()
 
 
 def _distribute(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> list[list[list[int]]]:

@@ -1,6 +1,6 @@
 """The names of vLLM's server options, read from its source: importing its parser takes many seconds.
 
-A typing error in ``engine.arguments`` is then told before anything starts.
+A typing error in ``engine.arguments`` is thus reported before anything starts.
 """
 
 from __future__ import annotations

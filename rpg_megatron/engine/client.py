@@ -319,8 +319,8 @@ class EngineClient:
             self._http = aiohttp.ClientSession(base, connector=connector, headers=self._headers)
         return self._http
 
-    def _error(self, what: str) -> EngineError:
-        return EngineError(f"engine {self.index} {what}")
+    def _error(self, problem: str) -> EngineError:
+        return EngineError(f"engine {self.index} {problem}")
 
 
 def _array(values: bytes, dtype: type[Any]) -> Any:

@@ -62,7 +62,7 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
                 f"{where}.chat: {model} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        for at, part in _on_this_machine(where, data) if offline else [(where, data)]:
+        for at, part in _local_sources(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
             problems, *_ = read_problems_with_counts(part, at, rows=settings.needs_rows, first=1)
             if tokenized:
@@ -76,7 +76,7 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
     return [*dict.fromkeys(warnings)]
 
 
-def _on_this_machine(where: str, data: DataSettings) -> Iterator[tuple[str, DataSettings]]:
+def _local_sources(where: str, data: DataSettings) -> Iterator[tuple[str, DataSettings]]:
     """Key and settings of the sources that need no hub: all at once or, of a mixture with others, each."""
     if not any(source.on_hub for source in data.sources):
         yield where, data
@@ -107,7 +107,7 @@ def check_prompts(
     measured = problems[:: math.ceil(len(problems) / _MAX_MEASURED)]
     try:
         vocab = read_model_shape(model).vocab_size
-    except UserError:  # check_model tells
+    except UserError:  # check_model reports it
         vocab = None
     _, too_long = fit_prompts(measured, data, tokenizer, where, vocab=vocab)
     warnings = []

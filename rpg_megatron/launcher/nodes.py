@@ -85,9 +85,9 @@ def find_nodes(
                 "no dot or dash first"
             )
         return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
-    if "SLURM_STEP_ID" not in environment or _in_a_shell(environment):
+    if "SLURM_STEP_ID" not in environment or _in_interactive_shell(environment):
         return Nodes()
-    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
+    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{unit}", "1")) for unit in ("NODES", "TASKS"))
     if tasks != count:
         raise UserError(
             f"srun started {tasks} launchers on {count} nodes, but needs one per node; "
@@ -114,7 +114,7 @@ def leave_to_first_node(command: str) -> None:
         sys.exit(0)
 
 
-def _in_a_shell(environment: Mapping[str, str]) -> bool:
+def _in_interactive_shell(environment: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in environment and os.isatty(0)
 
 

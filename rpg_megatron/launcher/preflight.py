@@ -199,10 +199,10 @@ def check_kv_cache(settings: Settings, shape: ModelShape) -> None:
         return
     if any(argument.startswith(("--kv-cache-", "--kv_cache_")) for argument in engine.arguments):
         return
-    held = int(engine.kv_cache_gib * 1024**3) // kv_bytes_per_token(settings, shape)
-    if held < tokens:
+    room = int(engine.kv_cache_gib * 1024**3) // kv_bytes_per_token(settings, shape)
+    if room < tokens:
         raise UserError(
-            f"engine.kv_cache_gib ({engine.kv_cache_gib:g}) holds {held:,} tokens, and one sequence may have "
+            f"engine.kv_cache_gib ({engine.kv_cache_gib:g}) holds {room:,} tokens, and one sequence may have "
             f"{tokens:,}; raise it"
         )
 

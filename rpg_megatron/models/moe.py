@@ -131,13 +131,13 @@ class MoEMapping:
             number, which = int(grouped[2]), grouped[1]
         else:
             raise MappingError(f"{param_name}: layer {layer} of this {self.shape.family} model has experts")
-        held = self._count // experts.parallel
-        if number >= held:
+        share = self._count // experts.parallel
+        if number >= share:
             raise MappingError(
-                f"{param_name}: an expert-parallel rank holds {held} of the {self._count} experts, numbered "
+                f"{param_name}: an expert-parallel rank holds {share} of the {self._count} experts, numbered "
                 "from 0"
             )
-        return layer, self._part(which, experts.rank * held + number)
+        return layer, self._part(which, experts.rank * share + number)
 
     def _part(self, which: str, expert: int) -> ParameterMapping:
         return GatedMLPMapping(expert) if which == "linear_fc1" else ExpertOutputMapping(expert)

@@ -131,8 +131,8 @@ def _ranks_without_experts(shape: ModelShape, parallel: ParallelSettings) -> lis
     stages = parallel.pipeline * parallel.virtual
     if stages > shape.num_layers:
         return []
-    held, first = [False] * parallel.pipeline, 0
+    has_experts, first = [False] * parallel.pipeline, 0
     for stage, count in enumerate(shape.stage_layers(stages)):
-        held[stage % parallel.pipeline] |= any(map(shape.has_experts, range(first, first + count)))
+        has_experts[stage % parallel.pipeline] |= any(map(shape.has_experts, range(first, first + count)))
         first += count
-    return [rank for rank, has_experts in enumerate(held) if not has_experts]
+    return [rank for rank, value in enumerate(has_experts) if not value]

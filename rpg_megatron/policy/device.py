@@ -113,11 +113,11 @@ def bind_to_numa_node(gpu: int, devices: Path = Path("/sys")) -> frozenset[int] 
         cores = {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
     except (AttributeError, OSError, ValueError):  # an older torch; hidden by a virtual machine; -1: no node
         return None
-    here = frozenset(cores & os.sched_getaffinity(0))
-    if not here:
+    allowed = frozenset(cores & os.sched_getaffinity(0))
+    if not allowed:
         return None
-    os.sched_setaffinity(0, here)
-    return here
+    os.sched_setaffinity(0, allowed)
+    return allowed
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

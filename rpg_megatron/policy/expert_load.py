@@ -58,9 +58,9 @@ def counts_matrix(counts: Counts, shape: ModelShape) -> NDArray[np.float64]:
     e = shape.experts
     assert e is not None
     matrix = np.zeros((len(e.layers), e.count))
-    here = [row for row, layer in enumerate(e.layers) if layer in counts]
-    if here:  # one copy from the device, not one per layer
-        matrix[here] = torch.stack([counts[e.layers[row]] for row in here]).cpu().numpy()
+    local_rows = [row for row, layer in enumerate(e.layers) if layer in counts]
+    if local_rows:  # one copy from the device, not one per layer
+        matrix[local_rows] = torch.stack([counts[e.layers[row]] for row in local_rows]).cpu().numpy()
     return matrix
 
 

@@ -58,7 +58,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = weight[: ctx.valid]
         for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            index, in_shard = _own(targets[part] - ctx.first, rows)
+            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
             gradients = d_logp[part], None if d_entropy is None else d_entropy[part]
             # In the model's precision: float32 matrix products are many times slower on a GPU.
             d_logits, d_target = _fused(_logit_gradients, rows)(
@@ -98,7 +98,7 @@ def _local_sums(
         logits = _logits(hidden, weight)
         top = logits.amax(-1).float().div_(temperature)
         _reduce(top, group, dist.ReduceOp.MAX)
-        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *_own(index, weight))
+        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *_local_rows(index, weight))
     _reduce(sums, group, dist.ReduceOp.SUM)
     return top, sums
 
@@ -122,8 +122,7 @@ def _logit_gradients(
     in_shard: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of one chunk's logits [n, rows], as if no row were a target's; and [n] what belongs at
-    ``index``.
+    """Gradient of one chunk's logits [n, rows] without the targets' own terms; with them, at ``index``, [n].
 
     saved: largest logit, log of the sum, entropy of each token. gradients: of log-probs and of entropies.
     """
@@ -143,7 +142,7 @@ def _logit_gradients(
 
 
 def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Not yet in float32 if that is left to a compiled kernel."""
+    """Logits in float32, or in the dtype of ``hidden`` if a compiled kernel converts them."""
     logits = torch.matmul(hidden, rows.t())
     return logits if _compiles(logits) else logits.float()
 
@@ -153,8 +152,8 @@ def _compiles(tensor: Tensor) -> bool:
 
 
 def _fused(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """On a GPU, the function as a kernel or two: intermediate results in float32 would be read from and
-    written to memory ten times. Elsewhere the function itself.
+    """On a GPU, the function compiled to one or two kernels, which do not write float32 intermediate results
+    to memory. Elsewhere the function itself.
     """
     return _compiled(function) if _compiles(tensor) else function
 
@@ -164,8 +163,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _own(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A valid row for each target, and whether the target is in this rank's rows at all."""
+def _local_rows(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A valid row index for each target, and whether this rank has the target's row."""
     in_shard = (index >= 0) & (index < len(weight))
     return index.clamp(0, len(weight) - 1), in_shard
 

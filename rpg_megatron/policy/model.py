@@ -307,7 +307,8 @@ def build_model(
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
     make_layer = _fused_layer if fused else _local_layer
-    layers = {experts: make_layer(shape, experts) for experts in _kinds_of_layers(shape)}
+    kinds = {shape.has_experts(layer) for layer in range(shape.num_layers)}
+    layers = {experts: make_layer(shape, experts) for experts in kinds}
     if mixture := layers.get(True):
         mixture.submodules.mlp.keywords["submodules"].router = Router
     virtual = config.virtual_pipeline_model_parallel_size
@@ -345,11 +346,6 @@ def build_model(
                 parameter.allreduce = False
         chunks.append(gpt)
     return chunks
-
-
-def _kinds_of_layers(shape: ModelShape) -> set[bool]:
-    """The kinds of layers of a model: True with experts, False dense."""
-    return {shape.has_experts(layer) for layer in range(shape.num_layers)}
 
 
 def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:

@@ -36,14 +36,14 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
             "(Hopper) or later; set precision.fp8=null"
         )
     suits = settings.precision.dtype == "bfloat16" and implementation != "local"
-    here = suits and importlib.util.find_spec("transformer_engine") is not None
-    if not here and (fp8 is not None or implementation == "transformer_engine"):
+    available = suits and importlib.util.find_spec("transformer_engine") is not None
+    if not available and (fp8 is not None or implementation == "transformer_engine"):
         key, other = ("precision.fp8", "null") if fp8 is not None else ("model.implementation", "local")
         raise UserError(
             f"{key}: the package transformer_engine is not installed; install requirements/gpu.txt and "
             f"requirements/te-torch.txt (README.md, On a cluster), or set {key}={other}"
         )
-    return here
+    return available
 
 
 def fused_weight_gradients(device: torch.device) -> bool:

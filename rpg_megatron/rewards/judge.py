@@ -87,14 +87,14 @@ class JudgeSettings(BaseModel):
 
     @field_validator("question")
     @classmethod
-    def _shows_the_response(cls, value: str) -> str:
+    def _check_template(cls, value: str) -> str:
         if "{response}" not in value:
             raise ValueError("must hold {response}, the place of the text that is judged")
         return value
 
     @field_validator("pattern")
     @classmethod
-    def _has_a_group(cls, value: str) -> str:
+    def _check_pattern(cls, value: str) -> str:
         try:
             groups = re.compile(value).groups
         except re.error as e:
@@ -104,7 +104,7 @@ class JudgeSettings(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> JudgeSettings:
+    def _check_range(self) -> JudgeSettings:
         if self.highest <= self.lowest:
             raise ValueError("highest must be above lowest")
         return self

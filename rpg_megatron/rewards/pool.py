@@ -182,10 +182,10 @@ class ForkServer:
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         path, _, memory, deadline, custom = self._function
         where = custom[0] if custom else "reward"
-        named = json.dumps(path if custom is None else [where, path, *custom[1:]])
+        function = json.dumps(path if custom is None else [where, path, *custom[1:]])
         parent_end, child_end = socket.socketpair()
         with child_end:
-            command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", named]
+            command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", function]
             command += [str(memory), str(deadline), str(os.getpid()), str(child_end.fileno())]
             # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
             # ``start_child``: any thread may start it, and it watches the process, not the thread.

@@ -133,9 +133,9 @@ class Conversation:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate is called with max_tokens {max_tokens}; at least 1 is needed")
         row, added = self._row_of(tokens, branch)
-        used = len(row.prompt) - len(self.task.prompt) + row.length + len(added)
-        left = self.task.max_tokens - used
-        if left < 1:
+        limit = len(self.task.prompt) + self.task.max_tokens
+        remaining = limit - len(row.prompt) - row.length - len(added)
+        if remaining < 1:
             self.truncated = True
             raise TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens")
         before = self.row, len(row.pieces)
@@ -144,7 +144,7 @@ class Conversation:
             self.rows.append(row)
         if len(added):
             row.append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
-        self._start, self._end = row.length, row.length + min(left, max_tokens or left)
+        self._start, self._end = row.length, row.length + min(remaining, max_tokens or remaining)
         self.turn = asyncio.get_running_loop().create_future()
         self._on_request()
         try:

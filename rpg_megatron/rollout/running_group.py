@@ -1,4 +1,4 @@
-"""A group in a sampler worker: its conversations, and the episodes that lead them."""
+"""A group in a sampler worker: its conversations, and the episodes that run them."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Worker:
                         "needs; start it with the vLLM plug-in of this package, or set rollout.ahead to 0"
                     )
                 halted = halted or sample.finish == "abort"
-                if conversation.turn is turn:  # else the episode gave it up
+                if conversation.turn is turn:  # else the episode has cancelled it
                     conversation.add(sample)
 
         limit = min(self._max_sequences, max(1, _TOKENS_PER_REQUEST // task.max_tokens))

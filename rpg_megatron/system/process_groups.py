@@ -90,27 +90,27 @@ def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = Tru
 
 def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
     """Wait until the groups have no running member. Returns those that still have one after ``seconds``."""
-    left, end = set(leaders), time.monotonic() + seconds
+    remaining, end = set(leaders), time.monotonic() + seconds
     while True:
-        left = {leader for _, leader in _members_of(left)}
-        if not left or time.monotonic() >= end:
-            return left
+        remaining = {leader for _, leader in _members_of(remaining)}
+        if not remaining or time.monotonic() >= end:
+            return remaining
         time.sleep(0.05)
 
 
 def end_groups(leaders: Iterable[int], grace: float) -> None:
     """Send SIGTERM, wait up to ``grace`` seconds, then send SIGKILL to the remaining members."""
-    left = set(leaders)
+    remaining = set(leaders)
     if grace > 0:
-        send(left, signal.SIGTERM)
-        left = wait_empty(left, grace)
-    if left:
-        send(left, signal.SIGKILL, trackers=False)
-        left = wait_empty(left, 3.0)
+        send(remaining, signal.SIGTERM)
+        remaining = wait_empty(remaining, grace)
+    if remaining:
+        send(remaining, signal.SIGKILL, trackers=False)
+        remaining = wait_empty(remaining, 3.0)
     end = time.monotonic() + 10.0
-    while left and time.monotonic() < end:
-        send(left, signal.SIGKILL)
-        left = wait_empty(left, 0.5)
+    while remaining and time.monotonic() < end:
+        send(remaining, signal.SIGKILL)
+        remaining = wait_empty(remaining, 0.5)
 
 
 def _is_tracker(pid: int) -> bool:

@@ -76,7 +76,7 @@ class SaveResult:
 
     @property
     def warning(self) -> str:
-        """What to tell the user of a failed save."""
+        """Message for the user about a failed save."""
         free = _free_space(self.folder.parents[1])
         return (
             f"step {self.step}: no checkpoint, {self.folder} cannot be written ({self.problem}); {free}"

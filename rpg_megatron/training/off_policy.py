@@ -27,7 +27,7 @@ def off_policy_metrics(trajectories: Sequence[Trajectory], settings: Settings) -
     trajectories: this leader's, with ``old``; empty on the other ranks. Truncated responses are excluded if
     ``training.mask_truncated`` is set. No metrics without any tokens.
     """
-    tokens = _tokens_learnt(trajectories, settings)
+    tokens = _loss_tokens(trajectories, settings)
     log_r, _ = clamp_log_ratio(tokens.old.double() - tokens.behaviour.double())
     responses = torch.zeros(tokens.sequence_count or 0, dtype=torch.float64)
     hits = torch.zeros_like(responses)
@@ -68,8 +68,8 @@ def correction_by_lag(
     exclude truncated responses if ``training.mask_truncated`` is set.
     """
     assert settings.correction is not None
-    metrics = build_correction(settings.correction)(_tokens_learnt(trajectories, settings)).metrics
-    lags = version - _join((t.versions[t.mask] for t in _learnt(trajectories, settings)), torch.int32)
+    metrics = build_correction(settings.correction)(_loss_tokens(trajectories, settings)).metrics
+    lags = version - _join((t.versions[t.mask] for t in _in_loss(trajectories, settings)), torch.int32)
     most = settings.rollout.ahead
     known = lags <= most  # groups kept from before ``ahead`` was set may be older
     columns = torch.ones(len(lags)), metrics["correction_ratio"], metrics["correction_hit"]
@@ -83,21 +83,21 @@ def correction_by_lag(
     return row
 
 
-def _learnt(trajectories: Sequence[Trajectory], settings: Settings) -> list[Trajectory]:
+def _in_loss(trajectories: Sequence[Trajectory], settings: Settings) -> list[Trajectory]:
     cut = settings.training.mask_truncated
     return [t for t in trajectories if t.sampled and not (cut and t.finish == "length")]
 
 
-def _tokens_learnt(trajectories: Sequence[Trajectory], settings: Settings) -> ResponseTokens:
+def _loss_tokens(trajectories: Sequence[Trajectory], settings: Settings) -> ResponseTokens:
     """The tokens that are in the loss; ``anchor`` and ``advantages`` are empty."""
-    learnt = _learnt(trajectories, settings)
+    kept = _in_loss(trajectories, settings)
     return ResponseTokens(
-        old=_join((t.old[t.mask] for t in learnt), torch.float32),
+        old=_join((t.old[t.mask] for t in kept), torch.float32),
         anchor=torch.zeros(0),
-        behaviour=_join((t.behaviour[t.mask] for t in learnt), torch.float32),
+        behaviour=_join((t.behaviour[t.mask] for t in kept), torch.float32),
         advantages=torch.zeros(0),
-        sequences=_join((np.full(t.sampled, i) for i, t in enumerate(learnt)), torch.int64),
-        sequence_count=len(learnt),
+        sequences=_join((np.full(t.sampled, i) for i, t in enumerate(kept)), torch.int64),
+        sequence_count=len(kept),
     )
 
 

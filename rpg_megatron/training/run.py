@@ -47,7 +47,7 @@ _ENGINES_END_SECONDS = 60.0
 class RankRun:
     """Trainer, weight sync, checkpoints and metrics of one rank.
 
-    A method whose docstring says "may stop" raises Stopped, on all ranks alike, after a stop signal.
+    A method whose docstring says "may stop" raises Stopped, on every rank, after a stop signal.
     """
 
     def __init__(

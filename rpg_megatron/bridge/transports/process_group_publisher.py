@@ -73,8 +73,8 @@ class GroupPublisher:
             )
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "", str)
-        known = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
-        place = gather_objects(hosted.place | known if hosted else None, dict[str, Any] | None)[0]
+        layout = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
+        place = gather_objects(hosted.place | layout if hosted else None, dict[str, Any] | None)[0]
         self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
         self._rendezvous.place = place
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}

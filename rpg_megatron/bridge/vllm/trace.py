@@ -102,9 +102,9 @@ class WorkerTrace:
 
     def take(self, file: Path) -> None:
         """Write the values since the last ``take``, concatenated over calls, and discard them."""
-        kept = {name: torch.cat(values) for name, values in self._kept.items()}
+        outputs = {name: torch.cat(values) for name, values in self._kept.items()}
         self._kept.clear()
-        save_file(kept, file)
+        save_file(outputs, file)
 
     def close(self) -> None:
         """Remove the hooks."""

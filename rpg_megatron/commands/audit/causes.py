@@ -127,7 +127,7 @@ class _Causes:
                 findings.append(self._unknown(rest))
         return findings + ([self._unknown(unknown)] if unknown else [])
 
-    def _of_weights(self, fault: str, sites: Sequence[str], kind: str = "", **values: float) -> Finding:
+    def _weights_finding(self, fault: str, sites: Sequence[str], kind: str = "", **values: float) -> Finding:
         """fault: end of a message that begins with the layers or, if there are few sites, the parameters."""
         layers = layers_of(sites)
         whole = len(sites) > _FEW * max(len(layers), 1)
@@ -146,7 +146,7 @@ class _Causes:
         """Other weights, or another use of the experts, that explain all of the sites."""
         for kind, fault, reference in self._references(layers_of(sites)):
             if self._explains(sites, reference):
-                return self._of_weights(fault, sites, kind)
+                return self._weights_finding(fault, sites, kind)
         return None
 
     def _references(self, layers: Sequence[int]) -> Iterator[tuple[str, str, ModuleChecker]]:
@@ -159,7 +159,7 @@ class _Causes:
             yield "", f"stale: the weights are those of {label}", replace(checker, weights=weights)
         for other in range(shape.num_layers) if len(layers) == 1 else ():
             if other != layers[0] and shape.has_experts(other) == shape.has_experts(layers[0]):
-                moved = replace(checker, weights=_of_layer(original, layers[0], other))
+                moved = replace(checker, weights=_swapped_layer(original, layers[0], other))
                 yield "", f"misplaced: the weights are those of layer {other}", moved
         if (experts := shape.experts) is not None:
             changed = replace(experts, normalised=not experts.normalised)
@@ -178,7 +178,7 @@ class _Causes:
         if not all_matrices or any(parts[s] in NORMS for s in sites) or max(errors) > _QUANTISED:
             return None
         fault = f"off by {min(errors):.1%} to {max(errors):.1%} in all matrices but no norm, as if quantised"
-        return self._of_weights(fault, sites, "precision")
+        return self._weights_finding(fault, sites, "precision")
 
     def _scaled(self, site: str) -> Finding | None:
         """A constant factor."""
@@ -188,7 +188,7 @@ class _Causes:
         if not checker.error(site, factor * expected) <= min(checker.tolerance(site), error / 2):
             return None
         fault = f"{abs(factor - 1):.1%} too {'large' if factor > 1 else 'small'}"
-        return self._of_weights(fault, [site], factor=factor)
+        return self._weights_finding(fault, [site], factor=factor)
 
     def _unknown(self, sites: Sequence[str]) -> Finding:
         error = max(self._checker.error(s) for s in sites)
@@ -198,7 +198,7 @@ class _Causes:
             fault = f"the output is off by {error:.1%}"
             if sites[0].endswith(".experts") and (experts := self._wrong_experts(sites[0])):
                 fault += f", for every token with a large weight of expert {ranges(experts)}"
-        return self._of_weights(f"wrong: {fault}", sites, error=error)
+        return self._weights_finding(f"wrong: {fault}", sites, error=error)
 
     def _wrong_experts(self, site: str) -> list[int]:
         """Experts such that all tokens that give them at least an average weight have a wrong output.
@@ -326,7 +326,7 @@ class _Causes:
         return self._finding("other", text, advice, sites)
 
 
-def _of_layer(weights: Weights, layer: int, other: int) -> Weights:
+def _swapped_layer(weights: Weights, layer: int, other: int) -> Weights:
     """The weights with those of another layer in place of a layer's own."""
     return lambda name: weights(name.replace(f"model.layers.{layer}.", f"model.layers.{other}."))
 

@@ -101,8 +101,8 @@ def audit_engine(
 ) -> tuple[AuditVerdict | None, int]:
     """Compare one engine with the trainer. Collective; rank 0 returns the verdict and the number of tokens.
 
-    given: on rank 0, the tokens of each sequence that the engine continues. weights: folder of the trainer's
-    weights as a Hugging Face checkpoint.
+    sequences: on rank 0, tokens that the engine continues. weights: folder of the trainer's weights as a
+    Hugging Face checkpoint.
     """
     settings = run.settings
     shape = read_model_shape(settings.model.path)
@@ -234,7 +234,7 @@ def trainer_side(
 ) -> ActivationTrace:
     """The trainer's trace of packs that together hold the trajectories in order; padding is removed.
 
-    found: the result of ``trace_policy``.
+    traced: the result of ``trace_policy``.
     """
     used = [p.real_positions() for p in packs]
     sites = traced[0][0]

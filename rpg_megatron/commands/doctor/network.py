@@ -65,7 +65,7 @@ def probe_network(subject: Subject) -> Iterator[Check]:
     yield ok(NAME, f"all-reduce over {step.tasks} tasks, {result['backend']}: {rate:.1f} GB/s each")
 
 
-def _meet(step: JobStep, folder: Path, interface: str | None) -> tuple[str, int]:
+def _rendezvous(step: JobStep, folder: Path, interface: str | None) -> tuple[str, int]:
     """Address and port at which the first task listens. Raises UserError."""
     place = report_dir(step, folder)
     file = place / "address.json"
@@ -119,7 +119,7 @@ def main() -> None:
     folder, device, interface = sys.argv[1:]
     step = find_job_step()
     try:
-        seconds = _reduce(step, device, *_meet(step, Path(folder), interface or None))
+        seconds = _reduce(step, device, *_rendezvous(step, Path(folder), interface or None))
         print(json.dumps({"seconds": seconds, "backend": "NCCL" if device == "cuda" else "gloo"}))
     except (UserError, RuntimeError, OSError) as e:
         print(json.dumps({"error": str(e).splitlines()[0][:300]}))

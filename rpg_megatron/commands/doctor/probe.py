@@ -91,16 +91,16 @@ def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> 
         threading.Thread(target=_run, args=(number, name, probe, subject, results), daemon=True).start()
     by_probe: dict[int, list[Check]] = {}
     while len(by_probe) < len(probes):
-        left = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in by_probe}
-        for number in [n for n, seconds in left.items() if seconds <= 0]:
+        due = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in by_probe}
+        for number in [n for n, seconds in due.items() if seconds <= 0]:
             name, limit, _ = probes[number]
             fix = "check for a hanging file system or tool, or data that take longer to read"
             by_probe[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
-            del left[number]
-        if not left:
+            del due[number]
+        if not due:
             continue
         try:
-            number, checks = results.get(timeout=max(0.01, min(left.values())))
+            number, checks = results.get(timeout=max(0.01, min(due.values())))
         except queue.Empty:
             continue
         by_probe.setdefault(number, checks)  # a late answer is ignored

@@ -71,10 +71,10 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         return
     yield from (of_warning(check.name, text) for text in warnings)
     if not warnings:
-        yield ok(check.name, _found(check, run))
+        yield ok(check.name, _checked(check, run))
 
 
-def _found(check: RunCheck, run: CheckedRun) -> str:
+def _checked(check: RunCheck, run: CheckedRun) -> str:
     """What a check that passed has looked at."""
     settings, transport = run.settings, run.settings.bridge.transport
     match check.name:

@@ -294,10 +294,10 @@ def _padded(items: list[Any], most: int = _PROBLEMS) -> list[Any]:
 
 
 def _shorten(item: Item, longest: int) -> Item:
-    kept = {key: value for key, value in item.items() if key != "whole"}
-    if "prompt" in kept:
-        kept["prompt"] = kept["prompt"].tolist()
-    return kept | {"text": _cut(str(item["text"]), longest)}
+    shown = {key: value for key, value in item.items() if key != "whole"}
+    if "prompt" in shown:
+        shown["prompt"] = shown["prompt"].tolist()
+    return shown | {"text": _cut(str(item["text"]), longest)}
 
 
 def _cut(text: str, longest: int) -> str:

@@ -36,12 +36,12 @@ class MLflowTracker:
         self._client = mlflow.MlflowClient()
         experiment = self._experiment(settings.experiment, uri)
         where = f"{uri} {settings.experiment}"
-        known = run.known_id(where)
+        run_id = run.known_id(where)
         # The fluent API, only because it logs system metrics; all other calls pass the run's id.
         started = mlflow.start_run(
-            run_id=known,
-            experiment_id=None if known else experiment,
-            run_name=None if known else run.name,
+            run_id=run_id,
+            experiment_id=None if run_id else experiment,
+            run_name=None if run_id else run.name,
             tags=settings.tags or None,
             log_system_metrics=settings.system,
         )
