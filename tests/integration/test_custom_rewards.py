@@ -256,7 +256,7 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
         "reward/errors": 8.0,
         "failures": 8.0,
         "skipped": 0.0,
-        "requests": float(sum(judge.asked.values())),
+        "requests": float(sum(judge.requests.values())),
         "timeouts": 2.0,
         "errors": 2.0 + 1 + 2 + 2 + 1,
         "garbage": 2.0,
@@ -264,7 +264,7 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
         "tokens": 6 * 110.0,
         "cost": pytest.approx(6 * (200 + 100) / 1e6),
     }
-    assert {question: judge.asked[question] for question in bad[:-1]} == dict(
+    assert {question: judge.requests[question] for question in bad[:-1]} == dict(
         slow=2, broken=2, refused=1, garbage=2, dies=2, vague=1, half=2
     )
     assert judge.keys == {"bearer s3cret"}
@@ -299,7 +299,7 @@ def test_a_judge_that_is_down_is_left_alone(judge: StandInJudge, scores: Callabl
     reward = judged(judge, rest_after=2, retries=0) | {"concurrency": 1}
     found, counts = scores(reward, ["broken 0", "fine", *(f"broken {n}" for n in range(1, 10))])
     assert [s.reward for s in found] == [-0.5, 0.04, *[-0.5] * 9]
-    assert list(judge.asked) == ["broken 0", "fine", "broken 1", "broken 2"], "two failures in a row"
+    assert list(judge.requests) == ["broken 0", "fine", "broken 1", "broken 2"], "two failures in a row"
     assert counts["reward/correctness/skipped"] == 7
 
 
@@ -329,7 +329,7 @@ def test_a_judge_is_asked_again_after_waits_that_grow(
         assert len(found := asyncio.run(waits_of("busy"))) == 3
         assert max(found) <= (30.0 if "9" in judge.retry_after else 6.0)
     assert asyncio.run(waits_of("moved")) == []
-    assert judge.asked["moved"] == 1, "the key is for the server of the settings only"
+    assert judge.requests["moved"] == 1, "the key is for the server of the settings only"
 
 
 def test_of_a_judges_answer_4_mib_are_read(judge: StandInJudge) -> None:

@@ -33,7 +33,7 @@ def pair(tmp_path: Path, config_file: Path) -> Iterator:
         for launcher in one.launchers:
             launcher.kill()
             launcher.wait()
-        wait_for(lambda one=one: not one.living(), 20, one.told)
+        wait_for(lambda one=one: not one.living(), 20, one.logs)
 
 
 WELL = "import sys; open(sys.argv[1] + '/summary.json', 'w').write('{}'); os._exit(0)"
@@ -43,9 +43,9 @@ def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
     one = pair(rank_0=WELL, rank_1=WELL)
     one.begin()
     assert sorted(one.acted()) == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
-    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
+    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.logs)
     one.go()
-    assert one.finish() == [0, 0], one.told()
+    assert one.finish() == [0, 0], one.logs()
     assert (one.err(0), one.err(1)) == ("", "")
 
 
@@ -57,14 +57,14 @@ def test_colocated_ranks_start_when_all_engines_sleep(pair) -> None:
     assert sorted(one.acted()[3:5]) == ["sleep_0", "sleep_1"]
     assert sorted(one.acted()[5:]) == ["rank_0", "rank_1"]
     one.go()
-    assert one.finish() == [0, 0], one.told()
+    assert one.finish() == [0, 0], one.logs()
 
 
 def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> None:
     one = pair()
     (tmp_path / "refuses").touch()
     one.begin("engine.colocated=true", acts=5)
-    assert one.finish() == [1, 1], one.told()
+    assert one.finish() == [1, 1], one.logs()
     assert one.err(0).startswith("error: engine 0 did not go to sleep: /sleep answered 500")
     assert not any(name.startswith("rank") for name in one.acted())
 
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_on_the_other_node_ends_both_and_is_named(pair) -> None
     )
     one.begin()
     one.go()
-    assert one.finish() == [1, 1], one.told()
+    assert one.finish() == [1, 1], one.logs()
     assert one.err(0).startswith("error: rank_1 on node 1 (")
     assert "was killed (SIGKILL" in one.err(0)
     assert "last words" in one.err(0)
@@ -89,7 +89,7 @@ def test_a_user_error_of_a_rank_there_is_one_message_here(pair, tmp_path: Path) 
     one = pair(rank_1="print('error: the tokenizer is broken; mend it', flush=True); os._exit(2)")
     one.begin()
     one.go()
-    assert one.finish() == [2, 1], one.told()
+    assert one.finish() == [2, 1], one.logs()
     assert one.err(0) == "error: the tokenizer is broken; mend it\n"
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -121,7 +121,7 @@ def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
     one = pair()
     one.begin()
     one.launchers[rank].send_signal(signal.SIGINT)
-    assert one.finish() == [130, 1], one.told()
+    assert one.finish() == [130, 1], one.logs()
     assert one.err(0).startswith("stopped: Ctrl-C")
     assert one.err(1).startswith("error: stopped by node 0: Ctrl-C")
 
@@ -133,10 +133,10 @@ def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...])
     one = pair(rank_0=saves, rank_1=saves)
     one.begin()
     one.go()
-    wait_for(lambda: all((one.folder / f"rank_{rank}").exists() for rank in (0, 1)), 30, one.told)
+    wait_for(lambda: all((one.folder / f"rank_{rank}").exists() for rank in (0, 1)), 30, one.logs)
     for rank in warned:
         one.launchers[rank].send_signal(signal.SIGUSR1)
-    assert one.finish() == [75, 0], one.told()
+    assert one.finish() == [75, 0], one.logs()
     assert one.err(0).startswith("stopped: SIGUSR1")
     assert one.err(1) == ""
 
@@ -144,11 +144,11 @@ def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...])
 def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
     one = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
     one.begin()
-    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
+    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.logs)
     one.go()
-    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
+    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.logs)
     assert "warning: engine 1 died; restart 1 of 3" in one.out(0)
-    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
+    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.logs)
     one.launchers[0].send_signal(signal.SIGINT)
     assert one.finish() == [130, 1]
 
@@ -157,14 +157,14 @@ def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
     """The sampler, a stand-in here, reports it; a stopped process is deaf to anything but SIGKILL."""
     one = pair(engine_1="(here / 'go').unlink(); os.kill(os.getpid(), signal.SIGSTOP)")
     one.begin()
-    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
+    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.logs)
     work = next(f for f in one.folders() if (f / "engines.json").exists())
     one.go()
-    wait_for(lambda: not (one.folder / "go").exists(), 30, one.told)
+    wait_for(lambda: not (one.folder / "go").exists(), 30, one.logs)
     ask_restart(work, 1, 0, "engine 1 hangs")
-    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
+    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.logs)
     assert "warning: engine 1 hangs; restart 1 of 3" in one.out(0)
-    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
+    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.logs)
     one.launchers[0].send_signal(signal.SIGINT)
     assert one.finish() == [130, 1]
 
@@ -175,12 +175,12 @@ def test_a_colocated_engine_is_restarted_when_the_ranks_have_left_its_gpu(pair) 
     one.begin("engine.colocated=true", acts=7)
     (turn,) = [file for folder in one.folders() for file in folder.glob("trainers-turn")]
     one.go()
-    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in one.out(0), 30, one.told)
+    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in one.out(0), 30, one.logs)
     time.sleep(2.0)
     assert one.acted().count("engine_1") == 1
     turn.unlink()
-    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
-    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
+    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.logs)
+    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.logs)
     one.launchers[0].send_signal(signal.SIGINT)
     assert one.finish() == [130, 1]
 
@@ -189,7 +189,7 @@ def test_nodes_with_other_settings_are_refused(pair) -> None:
     one = pair()
     one.start(0)
     one.start(1, "optimizer.lr=0.5")
-    assert one.finish() == [2, 1], one.told()
+    assert one.finish() == [2, 1], one.logs()
     assert "was started with other settings: optimizer.lr is 0.5 there and 1e-06 here" in one.err(0)
 
 
@@ -207,7 +207,7 @@ def test_what_is_wrong_on_the_other_node_is_said_on_the_first(pair, tmp_path: Pa
     (tmp_path / "driver.py").unlink()
     (tmp_path / "driver_1.py").rename(tmp_path / "driver.py")
     one.start(1)
-    assert one.finish() == [2, 2], one.told()
+    assert one.finish() == [2, 2], one.logs()
     assert one.err(0).endswith("): no GPU is visible; mend it\n")
     assert one.err(1) == "error: no GPU is visible; mend it\n"
 

@@ -86,7 +86,9 @@ def test_a_run_that_meets_with_everything(
     run.start()
     run.finish()
     # Killed in step 8, early in which the save of step 6 may still be under way, or soon after it.
-    assert any(f"resuming {run.folder} from step {step};" in run.told() for step in range(5, 10)), run.told()
+    assert any(f"resuming {run.folder} from step {step};" in run.output() for step in range(5, 10)), (
+        run.output()
+    )
     run.assert_like(request.getfixturevalue("straight"), lost_sync=step)
     rows = run.rows()
     # The second is lost in the sync that ends the step, and may be up again before the step has its row.
@@ -126,7 +128,7 @@ def lose_engine_twice_and_a_rank(run: Run) -> int:
 
 
 def test_the_run_that_was_left_alone(straight: Run) -> None:
-    assert "held-out accuracy" in straight.told()
+    assert "held-out accuracy" in straight.output()
     rows = straight.rows()
     assert 0.05 < rows[0]["eval/heldout/avg@2"] < 0.7  # 16 samples, each right with about a third
     assert all(row["mismatch/logp_max"] <= 1e-3 for row in rows[1:])

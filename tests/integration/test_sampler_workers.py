@@ -164,7 +164,7 @@ def test_the_batch_does_not_depend_on_workers_or_route(
         assert asked_file(config_file, 2).read_text() == asked, "a judge is not asked again"
         two.client.release()
         # One dies while it waits for engines.
-        engines.delay, engines.asked = 0.5, 0
+        engines.delay, engines.requests = 0.5, 0
         killed = threading.Thread(target=kill_when_asked, args=(two.workers()[0], engines))
         killed.start()
         assert two.step(3) == expected[2]
@@ -210,7 +210,7 @@ def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
 
 
 def kill_when_asked(pid: int, engines: StandIns) -> None:
-    while not engines.asked:
+    while not engines.requests:
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
 

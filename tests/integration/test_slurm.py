@@ -52,9 +52,9 @@ def test_one_node(slurm: Slurm, tmp_path: Path) -> None:
     words = (quickstart(tmp_path), *SMALL, "parallel.tensor=1")
     job = Job(slurm, tmp_path, "train_single_node", *words, launcher=with_the_repository_read_only(tmp_path))
     facts = job.wait_for_end()
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.logs()
     assert [row["step"] for row in job.rows()] == [0, 1, 2]
-    assert "step 2/2" in job.said
+    assert "step 2/2" in job.output
     job.assert_no_secret_shows()
     assert files_of_the_repository() == before
 
@@ -69,7 +69,7 @@ def test_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     (url,) = engine_urls(slurm)
     assert_every_route_is_guarded(url, next(iter(job.tokens - {""})))
     facts = job.wait_for_end()
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.logs()
     rows = job.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["mismatch/logp_max"] < 1e-3 for row in rows[1:])  # both engines have the trainers' weights
@@ -87,9 +87,9 @@ def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path:
     job.wait_for("saved; requeued")
     job.wait_for_restart()
     facts = job.wait_for_end()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.told()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.logs()
     assert [row["step"] for row in job.rows()] == list(range(7))  # each once: nothing lost, nothing twice
-    assert "resuming" in job.said
+    assert "resuming" in job.output
     job.assert_no_secret_shows(starts=2)
 
 
@@ -102,8 +102,8 @@ def test_a_node_that_fails_in_a_step_ends_the_run(slurm: Slurm, tmp_path: Path) 
     slurm.fail_node("n2")
     try:
         facts = job.wait_for_end()
-        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.told()
-        assert "error: node 1 (n2) is lost: " in job.said, job.told()
+        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.logs()
+        assert "error: node 1 (n2) is lost: " in job.output, job.logs()
     finally:
         slurm.start_node("n2")
         slurm.wait(lambda: slurm.states() == {"idle"}, 120)

@@ -62,10 +62,10 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     job.wait_for("saved; requeued")
     job.wait_for_restart()
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.logs()
     given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
     told = ("srun:", "slurmstepd", "User defined signal")
-    said = [line for line in job.said.splitlines() if not line.startswith(told)]
+    said = [line for line in job.output.splitlines() if not line.startswith(told)]
     assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
 
 
@@ -100,7 +100,7 @@ def test_a_cancelled_job_is_not_requeued(slurm: Slurm, tmp_path: Path, echo: Pat
     job.wait_for("waiting")
     slurm.run("scancel", job.number)
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.told()
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.logs()
 
 
 @needs_slurm
@@ -109,7 +109,7 @@ def test_a_failure_is_the_jobs(slurm: Slurm, tmp_path: Path, echo: Path) -> None
     job = Job(slurm, tmp_path, "train_single_node", "c.yaml", launcher=echo)
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
-    assert "error: no such thing" in job.said
+    assert "error: no such thing" in job.output
 
 
 @needs_slurm
@@ -117,7 +117,7 @@ def test_conversions_get_their_words(slurm: Slurm, tmp_path: Path, echo: Path) -
     words = ("hf-to-megatron", "--hf", "a model", "--out", "b c")
     job = Job(slurm, tmp_path, "convert", *words, launcher=echo)
     assert job.wait_for_end(120)["JobState"] == "COMPLETED"
-    assert [w for w in job.said.splitlines() if w[0] == "<"] == [
+    assert [w for w in job.output.splitlines() if w[0] == "<"] == [
         "<convert>",
         *(f"<{word}>" for word in words),
     ]
@@ -135,9 +135,9 @@ def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
     job.wait_for("requeued")
     job.wait_for_restart()
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.logs()
     given = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
-    assert [line for line in job.said.splitlines() if line[0] == "<"] == 2 * given
+    assert [line for line in job.output.splitlines() if line[0] == "<"] == 2 * given
 
 
 # -- two launchers -------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_trainer_nodes_and_engine_nodes(
     assert slurm.sockets_open_to_others() == []
     (tmp_path / "go").touch()
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.logs()
     job.assert_no_secret_shows()
 
 
@@ -203,9 +203,9 @@ def test_a_node_that_fails_ends_the_job_with_the_reason(
     slurm.fail_node("n2")
     try:
         facts = job.wait_for_end(240)
-        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.told()
-        assert "error: node 1 (n2) is lost: " in job.said, job.told()
-        assert "requeued" not in job.said
+        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.logs()
+        assert "error: node 1 (n2) is lost: " in job.output, job.logs()
+        assert "requeued" not in job.output
     finally:
         slurm.start_node("n2")
         slurm.wait(lambda: slurm.states() == {"idle"}, 120)

@@ -260,14 +260,14 @@ def make_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    wanted = CONFIGS[family] | {"eos_token_id": None, "pad_token_id": None} | changes
-    kind = wanted.pop("model_type")
+    config = CONFIGS[family] | {"eos_token_id": None, "pad_token_id": None} | changes
+    kind = config.pop("model_type")
     if "rope_parameters" in changes:
-        del wanted["rope_theta"]
-    dtype = getattr(torch, wanted.pop("dtype"))
+        del config["rope_theta"]
+    dtype = getattr(torch, config.pop("dtype"))
     if not family.startswith("qwen3") and "head_dim" not in changes:
-        wanted.pop("head_dim", None)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **wanted))
+        config.pop("head_dim", None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
