@@ -105,18 +105,18 @@ def test_tokens_are_those_of_the_version_that_they_name(
     assert {0, 1, 2} <= versions
     assert max(len(set(t.versions.tolist())) for t in trajectories) >= 3  # two updates within a response
     assert {v for t in probes for v in t.versions.tolist()} == {0, 1, 2, 3}
-    found = [*trajectories, *probes]
+    sampled = [*trajectories, *probes]
     for version in range(4):
         folder = weights.exported(version, tmp_path / f"version-{version}")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for t in found:
-            own = t.versions == version
-            if own.any():
+        for t in sampled:
+            of_version = t.versions == version
+            if of_version.any():
                 expected = reference(model, t)
-                np.testing.assert_allclose(t.behaviour[own], expected[own], atol=1e-4, rtol=0)
-                other = t.versions != version  # the versions do differ
-                if other.sum() > 20:
-                    assert np.abs(t.behaviour - expected)[other].max() > 1e-2
+                np.testing.assert_allclose(t.behaviour[of_version], expected[of_version], atol=1e-4, rtol=0)
+                of_others = t.versions != version  # the versions do differ
+                if of_others.sum() > 20:
+                    assert np.abs(t.behaviour - expected)[of_others].max() > 1e-2
 
 
 def test_a_sync_forgets_cached_prefixes(
@@ -135,8 +135,8 @@ def test_a_sync_forgets_cached_prefixes(
         """Largest difference of an answer's log-probs to the model's; prompt tokens from the cache."""
         before = cache_hits(engine)
         tokens, logps = answer(engine, prompt)
-        own = reference_of(model, prompt, tokens)
-        return float(np.abs(logps - own).max()), cache_hits(engine) - before
+        expected = reference_of(model, prompt, tokens)
+        return float(np.abs(logps - expected).max()), cache_hits(engine) - before
 
     first = sync(10)
     assert error(first)[0] < 1e-4

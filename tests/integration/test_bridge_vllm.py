@@ -132,7 +132,7 @@ def check_two_syncs(rig, mode):
     assert sum(report.bytes_per_worker) == expected, "each worker reads its slices and no more"
 
 
-def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
+def test_a_flipped_bit_is_named_and_old_weights_are_served(rig):
     rig.publish(seed=4, version=10)
     rig.engine.sync(10)
     rig.publish(seed=5, version=11)
@@ -179,16 +179,16 @@ def test_another_model_is_refused_by_the_check(rig):
     ):
         raw = json.loads(file.read_text())
         change(raw["tensors"])
-        other = rig.engine.bridge / "other.json"
-        other.write_text(json.dumps(raw))
+        changed = rig.engine.bridge / "other.json"
+        changed.write_text(json.dumps(raw))
         with pytest.raises(CheckFailed, match=says):
-            rig.engine.sync(26, read_manifest(other))
+            rig.engine.sync(26, read_manifest(changed))
         assert rig.error(6) < TOLERANCE
     rig.engine.sync(26)
     assert rig.error(7) < TOLERANCE
 
 
-def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig):
+def test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig):
     rig.publish(seed=7, version=30)
     rig.engine.sync(30)
     rig.publish(seed=8, version=31)
@@ -311,8 +311,8 @@ def test_transformers_loads_an_export(tmp_path):
     verify_hf_checkpoint(tmp_path / "out", layout)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
-    found = model.state_dict()
-    assert all(torch.equal(found[n], w.bfloat16()) for n, w in weights.items())
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[n], w.bfloat16()) for n, w in weights.items())
 
 
 @pytest.mark.long
@@ -321,8 +321,8 @@ def test_two_engine_workers(tmp_path, tied):
     name = "qwen3, tied" if tied else "qwen3"
     with bridge_engines(tmp_path, name, [2]) as (engine,), running_rig(tmp_path, engine) as rig:
         check_two_syncs(rig, mode="slices")
-        test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)
-        test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig)
+        test_a_flipped_bit_is_named_and_old_weights_are_served(rig)
+        test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig)
 
 
 @pytest.mark.long
@@ -333,7 +333,7 @@ def test_other_ways_into_the_engine(tmp_path, stand_in, mode):
         running_rig(tmp_path, engine) as rig,
     ):
         check_two_syncs(rig, mode)
-        test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)
+        test_a_flipped_bit_is_named_and_old_weights_are_served(rig)
         stats = engine.rpc("rpg_ack")
         if mode == "slices":
             assert stats[0]["layers_processed"] == 0

@@ -57,8 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
     """A random model of awkward sizes in several files, with stand-ins for a tokenizer and its template."""
-    name, own = FAMILIES[family]
-    make_model(folder, name, max_shard_size="200KB", **AWKWARD | own | changes)
+    name, family_changes = FAMILIES[family]
+    make_model(folder, name, max_shard_size="200KB", **AWKWARD | family_changes | changes)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -98,12 +98,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def check_same(source: Path, back: Path) -> None:
     """Every tensor bit by bit, and whatever else belongs to the checkpoint."""
-    ours, theirs = tensors(source), tensors(back)
-    assert set(ours) == set(theirs)
-    for name, t in ours.items():
-        assert theirs[name].dtype == t.dtype, name
+    expected, actual = tensors(source), tensors(back)
+    assert set(expected) == set(actual)
+    for name, t in expected.items():
+        assert actual[name].dtype == t.dtype, name
         bits = torch.int16 if t.itemsize == 2 else torch.int32
-        assert torch.equal(theirs[name].view(bits), t.view(bits)), f"{name} is not what it was"
+        assert torch.equal(actual[name].view(bits), t.view(bits)), f"{name} is not what it was"
     for name in ("config.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == json.loads((source / name).read_text())
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
@@ -121,9 +121,9 @@ def there_and_back(
     if read is not None:
         back = (*back, "--tp", read[0], "--pp", read[1])
     for tool, arguments in (("hf_to_megatron", there), ("megatron_to_hf", back)):
-        wanted = verify in (tool, "both")
-        output = succeed(tool, *map(str, arguments), *(["--verify"] if wanted else []))
-        if wanted:
+        verified = verify in (tool, "both")
+        output = succeed(tool, *map(str, arguments), *(["--verify"] if verified else []))
+        if verified:
             assert difference(output) <= 1e-5
     check_same(source, folder / "back")
 
@@ -223,11 +223,11 @@ def test_a_stock_vllm_serves_an_exported_mixture(tmp_path: Path) -> None:
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    for ids, found in zip(prompts, json.loads(lines[0].removeprefix("FOUND ")), strict=True):
+    for ids, logprobs in zip(prompts, json.loads(lines[0].removeprefix("FOUND ")), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1].double()
-        wanted = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        gap = (torch.tensor(found, dtype=torch.float64) - wanted).abs().max().item()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        gap = (torch.tensor(logprobs, dtype=torch.float64) - expected).abs().max().item()
         print(f"vLLM against transformers: {gap:.1e}")
         assert gap <= 1e-4
 
@@ -250,8 +250,8 @@ def test_the_checkpoint_holds_megatrons_tensors(pair: tuple[Path, Path]) -> None
     shape, weights = read_model_shape(source), tensors(source)
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
     reader = torch_checkpoint.FileSystemReader(megatron / "release")
-    found = reader.read_metadata().state_dict_metadata
-    state = {n: torch.empty(m.size) for n, m in found.items() if hasattr(m, "size")}
+    metadata = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(m.size) for n, m in metadata.items() if hasattr(m, "size")}
     torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
     names = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -259,12 +259,12 @@ def test_the_checkpoint_holds_megatrons_tensors(pair: tuple[Path, Path]) -> None
     }
     for key, value in state.items():
         name = next((key.replace(a, b) for a, b in names.items() if a in key), key)
-        wanted = megatron_value(name, weights, shape, tensor=1, tensor_rank=0, vocab_multiple=1)
-        if value.size(0) > wanted.size(0):
+        expected = megatron_value(name, weights, shape, tensor=1, tensor_rank=0, vocab_multiple=1)
+        if value.size(0) > expected.size(0):
             assert value.shape[0] == 252
             assert not value[251:].any()
             value = value[:251]
-        assert torch.equal(value, wanted), key
+        assert torch.equal(value, expected), key
     assert len(state) == 3 + 7 * shape.num_layers
 
 
@@ -278,9 +278,9 @@ def test_a_checkpoint_of_megatron_lm_needs_a_config(pair: tuple[Path, Path], tmp
     assert succeed("megatron_to_hf", *arguments, "--config", source)
     check_same(source, tmp_path / "back")
 
-    other = write_model(tmp_path / "other", "qwen2-tied", intermediate_size=104)
+    other_model = write_model(tmp_path / "other", "qwen2-tied", intermediate_size=104)
     shutil.rmtree(tmp_path / "back")
-    error = fail("megatron_to_hf", *arguments, "--config", other)
+    error = fail("megatron_to_hf", *arguments, "--config", other_model)
     assert "unexpected: output_layer.weight" in error
     assert "wrong shape: decoder.layers.4.mlp.linear_fc2.weight is [48, 100], not [48, 104]" in error
     assert not list(tmp_path.glob("*back*"))
@@ -418,14 +418,14 @@ def test_wrong_logits_are_noticed(pair: tuple[Path, Path], tmp_path: Path) -> No
 
 def marked(mark: str) -> list[int]:
     """Living processes that descend from a command started with this mark in its environment."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 @pytest.fixture
@@ -447,20 +447,20 @@ def stopped_at(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
             assert process.poll() is None, "ended before it started its ranks"
         wait_for(lambda: len(marked(mark)) >= 3, 60)  # the ranks import Megatron
         if while_it_writes:
-            everyone = marked(mark)
+            pids = marked(mark)
             while not (tmp_path / ".out.incomplete" / "result" / "release").exists():
                 assert process.poll() is None, "ended before it wrote"
-            signal_all(everyone, signal.SIGSTOP)
+            signal_all(pids, signal.SIGSTOP)
             assert not (tmp_path / "out").exists(), "the conversion was over before it was stopped"
         process.send_signal(number)
         if while_it_writes:
-            signal_all(everyone, signal.SIGCONT)
+            signal_all(pids, signal.SIGCONT)
         process.stderr.read()
         code = process.wait(60)
         deadline = time.monotonic() + 20
-        while (left := marked(mark)) and time.monotonic() < deadline:
+        while (remaining := marked(mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return code, left
+        return code, remaining
 
     yield stop
     for pid in marked(mark):
@@ -497,7 +497,7 @@ def test_a_signal_waits_until_no_child_is_half_known(pair: tuple[Path, Path], tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_conversion_leaves_one_folder_that_the_next_removes(
+def test_a_killed_conversions_folder_is_removed_by_the_next(
     stopped_at: Any, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     assert stopped_at(True, signal.SIGKILL) == (-9, [])

@@ -97,13 +97,13 @@ def test_a_disk_that_is_full_at_the_end_is_no_success(
         finally:
             process.kill()
             process.wait()
-    told = log.read_text()
-    assert "Traceback" not in told
+    output = log.read_text()
+    assert "Traceback" not in output
     if code == 74:
-        assert "last checkpoint  NOT WRITTEN: " in told
+        assert "last checkpoint  NOT WRITTEN: " in output
         assert sum(row.get("checkpoint/failed", 0) for row in read_rows(run)) == 1
     else:
-        assert "cannot be written ([Errno 28] No space left on device" in told
+        assert "cannot be written ([Errno 28] No space left on device" in output
         assert not list((run / "hf").glob(".*"))
     (disk / "ballast").unlink()
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
@@ -125,9 +125,9 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
-    def wait_for(what: Callable[[], bool]) -> None:
+    def wait_for(condition: Callable[[], bool]) -> None:
         end = time.monotonic() + TIMEOUT
-        while not what():
+        while not condition():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
@@ -151,9 +151,9 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     finally:
         process.kill()
         process.wait()
-    told = log.read_text()
-    assert "Traceback" not in told, told
-    assert "cannot be written ([Errno 28] No space left on device" in told
+    output = log.read_text()
+    assert "Traceback" not in output, output
+    assert "cannot be written ([Errno 28] No space left on device" in output
     assert words_of_processes() == []
     assert not any(place.exists() for place in shared)
     steps = list_steps(run)

@@ -94,8 +94,14 @@ def test_killed_five_times(
 
     def record(row: dict[str, Any]) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-        own = {"layout": layout, "seed": seed, **row, "commit": commit + "+changes" * changed, "date": now}
-        put_row(FILE, "layout", "seed", "kill", row=own)
+        full_row = {
+            "layout": layout,
+            "seed": seed,
+            **row,
+            "commit": commit + "+changes" * changed,
+            "date": now,
+        }
+        put_row(FILE, "layout", "seed", "kill", row=full_row)
 
     reference = undisturbed(layout)
     if seed % 5 < 4:

@@ -41,9 +41,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 def git(folder: Path, *command: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.invalid"]
     return subprocess.run(
-        ["git", *who, *command], cwd=folder, check=True, capture_output=True, text=True
+        ["git", *author, *command], cwd=folder, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 

@@ -99,31 +99,31 @@ def test_a_run_that_meets_with_everything(
 
 def lose_engine_twice_and_a_rank(run: Run) -> int:
     """The step in which the engine is lost first; the run ends two steps later."""
-    one = run.start()
-    one.wait_for_engine()
-    one.wait_for_first_rollout()  # or the evaluation before it: now the engine is complete
-    engine = one.engine()
-    step = one.hold_rollout(engine)
+    command = run.start()
+    command.wait_for_engine()
+    command.wait_for_first_rollout()  # or the evaluation before it: now the engine is complete
+    engine = command.engine()
+    step = command.hold_rollout(engine)
     kill(engine)
-    one.wait_for_restart(1)
-    engine = one.wait_for_engine()
-    one.wait(lambda: bool(cores_of(engine)))
+    command.wait_for_restart(1)
+    engine = command.wait_for_engine()
+    command.wait(lambda: bool(cores_of(engine)))
     stopped = [engine, *cores_of(engine)]  # the search may take as long as the update
-    one.wait_for_rollouts(step)
+    command.wait_for_rollouts(step)
     signal_all(stopped, signal.SIGSTOP)
-    one.wait(lambda: one.published() == step)
+    command.wait(lambda: command.published() == step)
     time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
     kill(engine)
-    one.wait_for_restart(2)
+    command.wait_for_restart(2)
     # With the distributed optimizer shared memory holds a copy, so a second publication mends it.
-    one.wait_for_sync(step + 1)
-    flip(one.bridge / "shard-00001.bin")
-    os.kill(one.sampler(), signal.SIGCONT)
-    one.wait_for_sync(step + 3)
-    said = (one.run / "logs" / "rank_0.log").read_text()
-    assert f"publishing again: engine 0: version {step + 1} refused" in said
-    assert "damaged: shard-00001.bin of trainer rank 1" in said
-    one.lose_rank_in_a_sync()
+    command.wait_for_sync(step + 1)
+    flip(command.bridge / "shard-00001.bin")
+    os.kill(command.sampler(), signal.SIGCONT)
+    command.wait_for_sync(step + 3)
+    log = (command.run / "logs" / "rank_0.log").read_text()
+    assert f"publishing again: engine 0: version {step + 1} refused" in log
+    assert "damaged: shard-00001.bin of trainer rank 1" in log
+    command.lose_rank_in_a_sync()
     return step
 
 

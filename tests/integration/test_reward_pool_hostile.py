@@ -102,10 +102,10 @@ def resident(pid: int | str = "self") -> int:
 def descendants() -> set[int]:
     """Processes of ours that are alive."""
     parents = {pid: int(stat[1]) for pid, stat in read_stats().items()}
-    found = {os.getpid()}
-    while more := {p for p, parent in parents.items() if parent in found and p not in found}:
-        found |= more
-    return found - {os.getpid()}
+    pids = {os.getpid()}
+    while more := {p for p, parent in parents.items() if parent in pids and p not in pids}:
+        pids |= more
+    return pids - {os.getpid()}
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,11 @@ def test_logprobs_are_those_of_the_sampled_tokens(
     engine: Engine, checkpoint: Path, temperature: float
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    found = ask(
+    answers = ask(
         engine, *[request(p, temperature=temperature, n=4, seed=1000 * i) for i, p in enumerate(PROMPTS)]
     )
     ends = []
-    for prompt, samples in zip(PROMPTS, found, strict=True):
+    for prompt, samples in zip(PROMPTS, answers, strict=True):
         assert len(samples) == 4
         for sample in samples:
             assert len(sample.logprobs) == len(sample.tokens) >= 1
@@ -159,14 +159,14 @@ def test_what_top_p_does_to_logprobs(engine: Engine, checkpoint: Path, restricti
             logits = model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].double() / 0.7
         p = logits.softmax(-1)
         ranked, order = p.sort(descending=True)
-        kept = torch.ones_like(ranked, dtype=torch.bool)
+        keep = torch.ones_like(ranked, dtype=torch.bool)
         if rollout.top_p < 1:
-            kept = ranked.cumsum(-1) - ranked < rollout.top_p
+            keep = ranked.cumsum(-1) - ranked < rollout.top_p
         elif rollout.top_k:
-            kept[:, rollout.top_k :] = False
+            keep[:, rollout.top_k :] = False
         else:
-            kept = ranked >= rollout.min_p * ranked[:, :1]
-        p = torch.zeros_like(p).scatter(1, order, ranked * kept)
+            keep = ranked >= rollout.min_p * ranked[:, :1]
+        p = torch.zeros_like(p).scatter(1, order, ranked * keep)
         chosen = torch.as_tensor(sample.tokens, dtype=torch.long)[:, None]
         np.testing.assert_allclose(
             sample.logprobs, (p / p.sum(-1, keepdim=True)).gather(1, chosen)[:, 0].log(), atol=1e-4, rtol=0
@@ -205,12 +205,12 @@ def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:
     alone = ask(engine, request(prompt))[0]
     crowd = ask(engine, *[request(p, seed=77) for p in PROMPTS], request(prompt))[-1]
     first = ask(engine, request(prompt, n=1))[0]
-    rest = ask(engine, request(prompt, n=3, seed=12))[0]  # sample i is drawn with seed + i
-    other = ask(engine, request(prompt, seed=999))[0]
+    others = ask(engine, request(prompt, n=3, seed=12))[0]  # sample i is drawn with seed + i
+    other_seed = ask(engine, request(prompt, seed=999))[0]
     tokens = [s.tokens.tolist() for s in alone]
     assert [s.tokens.tolist() for s in crowd] == tokens
-    assert [s.tokens.tolist() for s in first + rest] == tokens
-    assert [s.tokens.tolist() for s in other] != tokens
+    assert [s.tokens.tolist() for s in first + others] == tokens
+    assert [s.tokens.tolist() for s in other_seed] != tokens
     assert len({tuple(t) for t in tokens}) == 4
     for a, b in zip(alone, crowd, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
@@ -222,9 +222,9 @@ def test_bytes_are_what_json_says(engine: Engine) -> None:
     """
     for changes in ({}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": False}):
         for n, tolerance in ((1, 0.0), (4, 1e-5)):
-            wanted = request(PROMPTS[0], n=n, max_tokens=24, **changes)
-            ask(engine, wanted)  # the prompt is in the prefix cache for both that are compared
-            packed, plain = (ask(engine, wanted, as_bytes=b)[0] for b in (True, False))
+            sampling = request(PROMPTS[0], n=n, max_tokens=24, **changes)
+            ask(engine, sampling)  # the prompt is in the prefix cache for both that are compared
+            packed, plain = (ask(engine, sampling, as_bytes=b)[0] for b in (True, False))
             for a, b in zip(packed, plain, strict=True):
                 assert a.tokens.tolist() == b.tokens.tolist()
                 assert a.finish == b.finish
@@ -245,8 +245,8 @@ def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engin
     with pytest.raises(EngineError, match=r"engine 0 answered .* status 4"):
         ask(engine, request([1] * 500))  # longer than the context
     assert oct(engine.process.socket.stat().st_mode & 0o777) == "0o700"
-    found = engine.listens_at()  # gloo; vLLM's own store would listen everywhere
-    assert found == ["127.0.0.1"], "docs/security.md says how many"
+    addresses = engine.listens_at()  # gloo; vLLM's own store would listen everywhere
+    assert addresses == ["127.0.0.1"], "docs/security.md says how many"
 
 
 def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
@@ -255,8 +255,8 @@ def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
         try:
             before = await client.metrics(60.0)
             assert before.keys() == {KV_USE, KV_PEAK, RUNNING, WAITING, PREEMPTIONS, TOKENS}
-            asked = {"max_tokens": 5, "temperature": 0.0, "seed": 1, "logprobs": False}
-            (sample,) = await client.generate([1, 2, 3], **asked)
+            sampling = {"max_tokens": 5, "temperature": 0.0, "seed": 1, "logprobs": False}
+            (sample,) = await client.generate([1, 2, 3], **sampling)
             after = await client.metrics(60.0)
             later = await client.metrics(60.0)
         finally:
@@ -274,12 +274,12 @@ def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
 def test_sampler_process(
     engine: Engine, folder: Path, settings: Settings, checkpoint: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(checkpoint, other)
+    other_model = tmp_path / "other"
+    shutil.copytree(checkpoint, other_model)
     weights = load_file(checkpoint / "model.safetensors")
     save_file(
         {n: (1.1 * w.flip(0)).contiguous() for n, w in weights.items()},
-        other / "model.safetensors",
+        other_model / "model.safetensors",
         {"format": "pt"},
     )
     log = (folder / "sampler.log").open("wb")
@@ -293,16 +293,16 @@ def test_sampler_process(
             source = TrajectoryClient(sampler.addresses(), token)
 
             def rollout(step: int, version: int) -> tuple[RolloutBatch, list[Trajectory]]:
-                found = sampler.rollout(step, version)
-                assert isinstance(found, RolloutBatch)
-                index = found.index
+                result = sampler.rollout(step, version)
+                assert isinstance(result, RolloutBatch)
+                index = result.index
                 trajectories = source.fetch(
                     index.worker.tolist(), index.ticket.tolist(), index.sample.tolist()
                 )
                 sampler.release()
                 for t, group in zip(trajectories, index.group.tolist(), strict=True):
                     t.group = group
-                return found, trajectories
+                return result, trajectories
 
             before = sampler.state()
             batch, sampled = rollout(step=1, version=3)
@@ -313,7 +313,7 @@ def test_sampler_process(
                 sampler.restore({"stream": before["stream"] | {"prompts": "other"}})
             process.send_signal(signal.SIGINT)
             assert sampler.state() != before
-            with published(engine.bridge, other, alone_params(other), 7) as manifest:
+            with published(engine.bridge, other_model, alone_params(other_model), 7) as manifest:
                 reports = sampler.sync(manifest, version=7).reports
             _, moved = rollout(step=2, version=7)
             source.close()
@@ -339,7 +339,7 @@ def test_sampler_process(
             np.testing.assert_allclose(t.behaviour, expected, atol=1e-4, rtol=0)
 
     check(sampled, checkpoint)
-    check(moved, other)
+    check(moved, other_model)
     assert [r.version for r in reports] == [7]
     assert set(moved[0].versions.tolist()) == {7}
     for t, u in zip(sampled, again, strict=True):

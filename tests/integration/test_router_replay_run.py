@@ -81,6 +81,6 @@ def test_replay_removes_what_other_experts_cause(tmp_path: Path, dtype: str) -> 
         assert row.replayed[2] < 1e-4
     else:
         assert 0 < row.changed < row.changed_tokens < 0.5
-        for own, replayed in zip(row.own, row.replayed, strict=True):
-            assert replayed < own
+        for routed, replayed in zip(row.own, row.replayed, strict=True):
+            assert replayed < routed
         assert row.replayed[2] < 0.5 * row.own[2]

@@ -40,11 +40,11 @@ def files_of_the_repository() -> set[str]:
         ".mypy_cache",
         ".hypothesis",
     }
-    found: set[str] = set()
+    paths: set[str] = set()
     for folder, inner, files in os.walk(ROOT):
         inner[:] = [name for name in inner if name not in skipped]
-        found |= {os.path.join(folder, name) for name in files}
-    return found
+        paths |= {os.path.join(folder, name) for name in files}
+    return paths
 
 
 def test_one_node(slurm: Slurm, tmp_path: Path) -> None:
@@ -144,15 +144,15 @@ def engine_urls(slurm: Slurm) -> list[str]:
         for p in slurm.processes()
         if "vllm.entrypoints.openai.api_server" in p.info["cmdline"]
     ]
-    found = [line for line in lines if "--port" in line]
-    return sorted({f"http://{x[x.index('--host') + 1]}:{x[x.index('--port') + 1]}" for x in found})
+    remote = [line for line in lines if "--port" in line]
+    return sorted({f"http://{x[x.index('--host') + 1]}:{x[x.index('--port') + 1]}" for x in remote})
 
 
 def assert_every_route_is_guarded(url: str, token: str) -> None:
     """From the same host too: no token and a wrong one get 401, whatever the route."""
-    right = {"Authorization": f"Bearer {token}"}
+    authorized = {"Authorization": f"Bearer {token}"}
     with httpx.Client(base_url=url, timeout=60) as client:
-        paths = client.get("/openapi.json", headers=right).json()["paths"]
+        paths = client.get("/openapi.json", headers=authorized).json()["paths"]
         assert {"/pause", "/update_weights", "/collective_rpc", "/health", "/inference/v1/generate"} <= set(
             paths
         )

@@ -63,10 +63,10 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     job.wait_for_restart()
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.logs()
-    given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
-    told = ("srun:", "slurmstepd", "User defined signal")
-    said = [line for line in job.output.splitlines() if not line.startswith(told)]
-    assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
+    echoed = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
+    noise = ("srun:", "slurmstepd", "User defined signal")
+    lines = [line for line in job.output.splitlines() if not line.startswith(noise)]
+    assert lines == [*echoed, "waiting", "saved", "saved; requeued", *echoed, "done"]
 
 
 @pytest.mark.long
@@ -136,8 +136,8 @@ def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
     job.wait_for_restart()
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.logs()
-    given = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
-    assert [line for line in job.output.splitlines() if line[0] == "<"] == 2 * given
+    echoed = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
+    assert [line for line in job.output.splitlines() if line[0] == "<"] == 2 * echoed
 
 
 # -- two launchers -------------------------------------------------------------------------------------------
@@ -267,13 +267,13 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
         r"n2 +open files +FAILED +open files are limited to 256.*\n +fix: raise the hard limit", done.stdout
     )
     assert "1 failed" in done.stdout
-    told = json.loads(run(*step, "--json").stdout)
-    found = {
+    report = json.loads(run(*step, "--json").stdout)
+    failed = {
         node["node"]: {c["name"] for c in node["checks"] if c["verdict"] == "failed"}
-        for node in told["nodes"]
+        for node in report["nodes"]
     }
-    assert found == {"n1": set(), "n2": {"open files"}}
-    reduced = [c["found"] for node in told["nodes"] for c in node["checks"] if c["name"] == "between nodes"]
+    assert failed == {"n1": set(), "n2": {"open files"}}
+    reduced = [c["found"] for node in report["nodes"] for c in node["checks"] if c["name"] == "between nodes"]
     assert len(reduced) == 2
     assert all(re.fullmatch(r"all-reduce over 2 tasks, gloo: \d+\.\d GB/s each", text) for text in reduced)
     # Within an allocation, but not by srun: this machine alone, and the job's time.
@@ -291,13 +291,13 @@ def test_in_an_interactive_allocation_a_run_is_one_node(
 ) -> None:
     words = ["salloc", "--nodes=2", stand_ins, "train", config_file, "parallel.data=2", "runs=runs"]
     environment = slurm.environment | {"SLURMD_NODENAME": "none"}  # which the stand-ins write down
-    said = tmp_path / "said"
-    with said.open("w") as out:
+    output = tmp_path / "said"
+    with output.open("w") as out:
         process = subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=out, stderr=out)
     # The ranks end when they may; the engine's stand-in may need longer than they to start.
     slurm.wait(lambda: len(places(tmp_path)) == 4 or process.poll() is not None, 120)
     (tmp_path / "go").touch()
-    assert process.wait(120) == 0, said.read_text()
-    assert "waiting for" not in said.read_text()
+    assert process.wait(120) == 0, output.read_text()
+    assert "waiting for" not in output.read_text()
     assert set(places(tmp_path)) == {"rank_0", "rank_1", "sampler", "engine_0"}
     assert (tmp_path / "runs" / "tiny-001" / "report.html").exists()

@@ -153,8 +153,8 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     timeline = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
     phases = [(r["step"], r["phase"]) for r in timeline if "phase" in r]
     for step in (1, 2):
-        mine = [phase for number, phase in phases if number == step]
-        assert mine[:5] == ["collect", "logprobs", "update", "sync", "step"]
+        of_step = [phase for number, phase in phases if number == step]
+        assert of_step[:5] == ["collect", "logprobs", "update", "sync", "step"]
     assert (0, "evaluation") in phases
     assert any(row["running"][0] for row in timeline if "running" in row)
 
@@ -171,8 +171,8 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
         whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)
         with torch.no_grad():
             logits = model(whole[None, :-1]).logits[0, len(prompt) - 1 :]
-        wanted = torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None])[:, 0]
-        np.testing.assert_allclose(sample.logprobs, wanted.numpy(), atol=1e-4)
+        expected = torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None])[:, 0]
+        np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
 
 
 def ask(client: EngineClient, prompt: np.ndarray, count: int) -> list[Sample]:
