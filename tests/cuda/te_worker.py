@@ -134,10 +134,10 @@ def main() -> None:
 
     held_anchor = layout_worker.HeldAnchor
 
-    def anchor(params: Any, given: Any) -> Any:
+    def anchor(params: Any, settings: Any) -> Any:
         """No anchor for FP8 parameters, which the product rejects."""
         quantised = any(is_float8tensor(p) for p in params)
-        return Nothing(swapped_in=nullcontext) if quantised else held_anchor(params, given)
+        return Nothing(swapped_in=nullcontext) if quantised else held_anchor(params, settings)
 
     layout_worker.HeldAnchor = anchor
     layout_worker.checkpoint_policy = checkpoint_policy

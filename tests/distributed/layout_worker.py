@@ -68,9 +68,11 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     policy._optimizer.step = watched
     anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
     before = [packs[: case["before"]]] if "before" in case else []
-    for given in [*before, *[packs] * case["updates"]]:
+    for update_packs in [*before, *[packs] * case["updates"]]:
         with policy.updating():
-            update = policy.update(given, build_loss(settings), build_aggregator(settings), lr=case["lr"])
+            update = policy.update(
+                update_packs, build_loss(settings), build_aggregator(settings), lr=case["lr"]
+            )
 
     def logprobs() -> list[list[float]]:
         """Every rank scores every trajectory, so that one rank's result suffices."""

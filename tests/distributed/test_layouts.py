@@ -153,7 +153,7 @@ def test_only_sampled_tokens_have_a_gradient(
                 f"{case_name}, {layout}": changed_batch for case_name, changed_batch in changed.items()
             }
         cases |= {f"{case_name}, {layout}": case for case_name, case in layout_cases.items()}
-    results = run_layouts(tmp_path, cases, batch, {}, others=batches, lr=0.0, after=False)
+    results = run_layouts(tmp_path, cases, batch, {}, batches=batches, lr=0.0, after=False)
 
     for kind, layouts in kinds.items():
         for layout in layouts:

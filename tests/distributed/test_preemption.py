@@ -206,8 +206,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, config_file: Path) -> I
 @pytest.mark.long
 def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
     stopped, straight = pair
-    other = threading.Thread(target=straight.go)
-    other.start()
+    thread = threading.Thread(target=straight.go)
+    thread.start()
     assert stopped.go(("rollout", 1)) == [-signal.SIGTERM] * WORLD
     assert not list_steps(stopped.run)
 
@@ -233,7 +233,7 @@ def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
     assert "eval/heldout/avg@1" in saved["row"]
 
     assert stopped.go() == [0] * WORLD, stopped.log()
-    other.join(300)
+    thread.join(300)
     assert (straight.run / "summary.json").exists(), straight.log()
     assert [row["step"] for row in stopped.rows()] == list(range(STEPS + 1))
     assert stopped.rows() == straight.rows()
@@ -241,8 +241,8 @@ def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
     weights, expected = load_file(stopped.run / name), load_file(straight.run / name)
     assert all(torch.equal(weight, expected[key]) for key, weight in weights.items())
     for step in range(1, STEPS + 1):
-        written, other = (read_rollouts(rollouts_file(ranks.run, step)) for ranks in (stopped, straight))
-        assert [to_row(t) for t in written] == [to_row(t) for t in other]
+        batch, expected_batch = (read_rollouts(rollouts_file(r.run, step)) for r in (stopped, straight))
+        assert [to_row(t) for t in batch] == [to_row(t) for t in expected_batch]
     check_replay(straight)
 
 

@@ -1,7 +1,7 @@
 """Weight updates within responses: a real engine, the product's sampler, and weights that differ much.
 
 Why: the log-prob that the engine reports must be that of the weights which the trajectory names for the
-token; otherwise the importance ratios of asynchronous training are wrong without a sign. The reference is
+token; otherwise the importance ratios of asynchronous training are silently wrong. The reference is
 transformers on each version's weights. Not covered: the trainer (test_training), tensor parallelism.
 """
 
@@ -122,7 +122,7 @@ def test_tokens_are_those_of_the_version_that_they_name(
 def test_a_sync_forgets_cached_prefixes(
     engine: Engine, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt before and after updates; without the reset, what is cached of old weights shows."""
+    """The same prompt before and after updates; without the reset, blocks cached with old weights show."""
     weights, prompt = Weights(checkpoint), [1 + i % 200 for i in range(70)]
 
     def sync(version: int) -> torch.nn.Module:
@@ -157,7 +157,8 @@ def test_a_sync_forgets_cached_prefixes(
         return await post(self, path, {**body, "steps": steps}, timeout)
 
     monkeypatch.setattr(Engine, "post", incomplete)
-    assert error(sync(12)) == (pytest.approx(0, abs=1e-4), 0)  # vLLM's pause forgets too, but is not needed
+    # vLLM's pause resets the cache too, but is not needed.
+    assert error(sync(12)) == (pytest.approx(0, abs=1e-4), 0)
     left_out.add("reset")
     off, hits = error(sync(13))
     assert hits == 64

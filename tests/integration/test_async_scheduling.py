@@ -1,4 +1,4 @@
-"""vLLM's scheduler for GPUs, on a CPU: what an engine does while the steps of a GPU run behind it.
+"""vLLM's scheduler for GPUs, on a CPU: what an engine does while steps still run on the GPU.
 
 With async scheduling an engine queues the next step before it knows the tokens of the last one. So a request
 is interrupted, or a weight update begins, while two steps are on the device. Here the server, EngineCore,
@@ -69,7 +69,7 @@ def rig(request, tmp_path_factory):
 
 @dataclass
 class Request:
-    """One prompt, and what may be asked of it."""
+    """One prompt and its sampling parameters."""
 
     prompt: list[int]
     seed: int
@@ -85,7 +85,7 @@ class Request:
 
 
 class CheckedEngine:
-    """Requests to an engine, and the check of their answers."""
+    """Sends requests to an engine and checks the answers."""
 
     def __init__(self, rig: Rig):
         self.rig = rig
@@ -120,8 +120,8 @@ class CheckedEngine:
         )
 
     def check(self, request: Request, samples: list, versions: set[int]) -> int:
-        """Each sample is of one of these versions, whole or the start of what it would have become; returns
-        the number of its tokens.
+        """Each sample is of one of these versions, complete or a prefix of the complete response; returns the
+        number of tokens.
         """
         total = 0
         for i, sample in enumerate(samples):
@@ -149,7 +149,7 @@ class CheckedEngine:
 
 
 def test_answers_under_load(rig):
-    """Long prompts are split, prompts share blocks, requests are preempted for want of blocks."""
+    """Long prompts are split, prompts share blocks, requests are preempted for lack of blocks."""
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB) for _ in range(200)]
     requests = [Request.draw(rng, 150, [*shared, i] if i % 3 == 0 else None) for i in range(40)]
@@ -232,7 +232,7 @@ def test_a_step_that_outlives_its_request(rig):
 
 @pytest.mark.parametrize("syncs", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_groups_over_many_syncs(rig, syncs, tmp_path):
-    """Responses in segments: each is continued with new weights, which compute prompt and response anew."""
+    """Responses in segments: each is continued with new weights, which recompute prompt and response."""
     rng = random.Random(4)
     first = 10
 

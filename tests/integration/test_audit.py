@@ -1,6 +1,6 @@
-"""``rpg-megatron audit`` names what was planted: in a real vLLM engine, or in a real Megatron trainer.
+"""``rpg-megatron audit`` names faults that are planted in a real vLLM engine or Megatron trainer.
 
-Why: a mismatch number says that engine and trainer differ, and leaves the user alone with the question where.
+Why: a mismatch number says that engine and trainer differ, but not where.
 Here the answer is known beforehand: a fault is planted, and the verdict must name kind, layer and parameter;
 without a fault it must be clean. One engine serves all faults (and test_training): wrong weights reach it
 through the bridge, as right ones do. Not covered: GPUs, quantised engines, Llama's and Qwen2's vLLM models
@@ -226,11 +226,11 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
     settings = [f"precision.dtype={dtype}", "engine.tensor=2"]
     engine = [*SMALL, "model.path=" + str(checkpoints / "trained"), EAGER, *settings]
     with running_service(tmp_path, load_settings(QUICKSTART, engine)) as service:
-        finding = [
+        all_reports = [
             audit_faults(service, checkpoints, name, cases, [*layout, *settings])
             for name, layout in layouts.items()
         ]
-    for reports in finding:
+    for reports in all_reports:
         assert reports["clean"]["clean"], reports["clean"]["findings"]
         check_norm(reports["norm"], rounding=1e-3 if dtype == "float32" else 6e-3)  # 2 ** -7 is one step
         check_qkv(reports["qkv"])

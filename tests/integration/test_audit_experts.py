@@ -1,4 +1,4 @@
-"""``rpg-megatron audit`` of a mixture names what was planted: in a real vLLM engine, or in a real trainer.
+"""``rpg-megatron audit`` of a mixture names faults that are planted in a real vLLM engine or trainer.
 
 Why: as test_audit, for layers with experts: their routers and sums are hooked in vLLM's own modules and in
 Megatron's, whose ranks hold other experts in every layout. Not covered: GPUs, Transformer Engine's grouped

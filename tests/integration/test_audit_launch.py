@@ -47,7 +47,7 @@ DRIFTED = CLEAN | {
 
 
 def writes(report: dict) -> str:
-    """What a rank does instead of auditing."""
+    """The code that a rank runs instead of auditing."""
     text = json.dumps(report)
     check = "assert len(sys.argv) == 4 and pathlib.Path(sys.argv[1], 'audit_request.json').exists()"
     return f"{check}; pathlib.Path(sys.argv[1], 'audit.json').write_text({text!r}); os._exit(0)"

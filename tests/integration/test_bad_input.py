@@ -130,7 +130,7 @@ def test_a_port_that_is_taken(command, config_file: Path):
 
 
 def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):
-    # vLLM has the option; what it asks for is not in the model.
+    # The option is valid, but the model has no AWQ config.
     train = command("train", str(config_file), "engine.arguments=[--quantization=awq]")
     code, err = train.finish(180)
     assert code == 2, err
@@ -154,14 +154,14 @@ def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
 # 6 s: the engine imports. When it is up, the next test kills it; test_launcher has more, with stand-ins.
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, pytest.param(20.0, marks=pytest.mark.long)])
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
-    # So many steps that a quick machine is still at work when the signal comes.
+    # Enough steps that a fast machine still trains when the signal comes.
     train = command("train", str(config_file), "training.steps=100000")
     wait_for_our_code(train.process)
     time.sleep(seconds)
     files = train.shared_memory()
     train.process.send_signal(signal.SIGINT)
     code, err = train.finish()
-    assert code in (130, -signal.SIGINT), err  # the second between two blocks that guard imports
+    assert code in (130, -signal.SIGINT), err  # the second: between two blocks that guard imports
     assert code != 130 or err.startswith("stopped: Ctrl-C")
     train.assert_nothing_left()
     assert [file for file in files if file.exists()] == []

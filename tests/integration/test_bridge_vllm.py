@@ -1,12 +1,12 @@
-"""A real vLLM server takes weights from published Megatron shards and then computes what it should.
+"""A real vLLM server takes weights from published Megatron shards and then computes the right log-probs.
 
 This is the proof that layouts, publication, plug-in and controller agree with vLLM's own loaders. Two
-engines, with one worker and with two, start with random weights (``--load-format dummy``): what they get
-right came through the bridge. First real Megatron ranks in a few layouts feed both by every transport, and
-what is compared are log-probs of tokens that the engines sampled, also of responses that were under way when
-the weights changed. Then the engine with one worker meets faults, and is compared with transformers: shards
-are cut for tensor parallel size 2 by other means than the layouts (``megatron_shards``), and published by two
-gloo processes.
+engines, with one worker and with two, start with random weights (``--load-format dummy``): right results
+prove that weights came through the bridge. First real Megatron ranks in a few layouts feed both by every
+transport, and log-probs of tokens that the engines sampled are compared, also of responses that were under
+way when the weights changed. Then the engine with one worker is given faults, and compared with transformers:
+shards are cut for tensor parallel size 2 by other means than the layouts (``megatron_shards``), and published
+by two gloo processes.
 
 Not covered: GPUs and captured graphs, quantised engines. The tests marked long repeat the main faults with
 two workers, with loading in place (a stand-in for the GPU: CPU re-packing is switched off), and with whole
@@ -98,7 +98,7 @@ def engines(folder):
 
 @pytest.fixture(scope="module")
 def rig(folder, engines):
-    """The engine with one worker, and trainers; they have the bridge's folder to themselves from now on."""
+    """The engine with one worker, and trainers; from now on nobody else uses the bridge's folder."""
     with running_rig(folder, engines[0]) as rig:
         yield rig
 
@@ -205,7 +205,7 @@ def test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig):
         assert rig.engine.call("POST", "/update_weights", body)[0] == 200, "a worker must never raise"
         for answer in rig.engine.rpc("rpg_ack"):
             assert says in answer["error"]
-    # The controller ends here, with the session open and the engine paused; the next one finds it so.
+    # The controller ends here; the next one finds the session open and the engine paused.
     report = rig.engine.sync(31)
     assert rig.error(8) < TOLERANCE
     assert report.version == 31
@@ -213,8 +213,8 @@ def test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig):
 
 @pytest.mark.parametrize("syncs", [60, pytest.param(200, marks=pytest.mark.long)])
 def test_many_syncs_leave_nothing_behind(rig, syncs):
-    def held():
-        """Open files, threads and resident bytes of everybody, and what lies in shared memory."""
+    def usage():
+        """Open files, threads and resident bytes of all processes, and the files in shared memory."""
         group = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(p)]
         pids = [*group, *(p.pid for p in rig.trainers.processes)]
         files = {p: len(os.listdir(f"/proc/{p}/fd")) for p in pids}
@@ -233,8 +233,8 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
         manifest = rig.publish(i, 100 + i, transport)
         rig.engine.sync(100 + i, manifest)
         if i == 19:
-            before = held()
-    after = held()
+            before = usage()
+    after = usage()
     assert rig.error(syncs - 1) < TOLERANCE
     assert after[3] == before[3]
     assert after[0].keys() == before[0].keys()
@@ -246,7 +246,7 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_sync_leaves_marks_of_progress(rig, transport):
-    """A long one would be taken for a hang without them: the core answers nothing meanwhile."""
+    """Without them a long sync would look like a hang: the core does not answer meanwhile."""
     mark = rig.engine.bridge / f"progress-{rig.engine.process.pid}"
     manifest = rig.publish(2, 30, transport)
     mark.unlink(missing_ok=True)
@@ -279,7 +279,7 @@ def test_every_route_asks_for_the_token(rig, engines):
 
 
 def test_a_failing_apply_is_not_resumed(rig):
-    """Last: it leaves the engine to be restarted. The shards vanish from under the check's verdict."""
+    """Last: the engine must be restarted afterwards. The shards change after the check has passed."""
     rig.publish(seed=9, version=40)
 
     async def post(path, body, timeout):
@@ -343,7 +343,7 @@ def test_other_ways_into_the_engine(tmp_path, stand_in, mode):
 
 @pytest.mark.long
 def test_a_module_that_shares_the_embedding_is_repacked_too(tmp_path):
-    """Without that, a tied Llama on CPU serves new layers under an old output matrix, and nothing says so.
+    """Without that, a tied Llama on CPU serves new layers with an old output matrix, without an error.
 
     In vLLM's Llama a second module, ``lm_head``, shares the embedding's parameter; in Qwen3 none does.
     """

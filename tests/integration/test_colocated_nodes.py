@@ -1,6 +1,6 @@
 """Colocated engines on two nodes give, bit for bit, what they give on one.
 
-Why: an engine that was told to sleep but never heard it, or that has the weights of another step, samples
+Why: an engine that missed the request to sleep, or that has the weights of another step, samples
 on without an error. Two launchers on one machine are two nodes: each has folders, a trainer rank and an
 engine of its own; the second engine is reached over TCP, and no node reads the other's memory. Proved with
 real ranks and engines in fp32, two steps with a checkpoint after each, against a run on one node with the
@@ -51,7 +51,7 @@ class Nodes(Run):
         ]
 
     def end(self) -> Nodes:
-        """Wait until it has ended well, with nothing left."""
+        """Wait until it has ended successfully, with nothing left."""
         try:
             for launcher in self.launchers:
                 code, err = launcher.finish(1800)
@@ -99,7 +99,7 @@ def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], trans
 def test_a_core_that_hangs_on_the_other_node(
     tmp_path: Path, on_one_node, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noticed from the first node, killed and restarted on its own; the other engine does its work."""
+    """Detected from the first node, restarted on its own node; the other engine takes over its work."""
     run = Nodes(tmp_path, "hung", 2, *WHOLE, "bridge.transport=shared_memory", "engine.health_timeout=30")
     first, second = run.launchers
     first.wait_for_output("engine 1 is up", 900)

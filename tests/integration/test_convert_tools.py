@@ -1,7 +1,7 @@
-"""HF checkpoints become Megatron's and come back bit by bit, through the command lines and the files.
+"""HF checkpoints convert to Megatron and back bit by bit, through the command lines and the files.
 
-Why: a converter is trusted with a model that took weeks; what it must not do is change it, leave half of it,
-or take damage for weights. Real Megatron-Core on gloo ranks, random models of awkward sizes: a vocabulary
+Why: a converter is trusted with a model that took weeks; it must not change it, write half of it, or accept
+damaged weights. Real Megatron-Core on gloo ranks, random models of awkward sizes: a vocabulary
 that tensor parallelism does not divide, layers that stages do not, query groups that are cut, tied
 embeddings. ``make test`` has one case per family (Qwen2's is the fixture ``pair``, which comes back in
 ``test_a_checkpoint_of_megatron_lm_needs_a_config``); the grid of layouts is ``long``. The contents of a
@@ -86,7 +86,7 @@ def fail(tool: str, *arguments: str | Path, code: int = 2) -> str:
 
 
 def difference(output: str) -> float:
-    """What --verify printed."""
+    """The difference that --verify printed."""
     match = re.search(r"max \|difference\| from transformers (\S+)", output)
     assert match, output
     return float(match[1])
@@ -97,7 +97,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_same(source: Path, back: Path) -> None:
-    """Every tensor bit by bit, and whatever else belongs to the checkpoint."""
+    """Every tensor bit by bit, and all other files of the checkpoint."""
     expected, actual = tensors(source), tensors(back)
     assert set(expected) == set(actual)
     for name, t in expected.items():
@@ -114,7 +114,7 @@ def check_same(source: Path, back: Path) -> None:
 def there_and_back(
     folder: Path, source: Path, written: tuple[int, int], read: tuple[int, int] | None, verify: str = ""
 ) -> None:
-    """Convert at one layout, back at another (None: as written); ``verify``: the tool that is to."""
+    """Convert at one layout, back at another (None: as written); ``verify``: the tool that verifies."""
     sizes = ("--tp", written[0], "--pp", written[1])
     there = ("--hf", source, "--out", folder / "there", *sizes)
     back = ("--megatron", folder / "there", "--out", folder / "back")
@@ -138,7 +138,7 @@ def there_and_back(
         pytest.param(
             "qwen2-tied", torch.float32, {}, (2, 2), (1, 1), "hf_to_megatron", marks=pytest.mark.long
         ),
-        # Experts are cut over the tensor ranks; test_experts has bit-identical exports where time is short.
+        # Experts are cut over the tensor ranks; test_experts has bit-identical exports in the default tier.
         pytest.param("qwen3-moe", torch.float32, {}, (2, 2), (1, 3), "both", marks=pytest.mark.long),
         pytest.param(
             "qwen3-moe", torch.bfloat16, {}, (1, 1), (2, 1), "megatron_to_hf", marks=pytest.mark.long
@@ -234,7 +234,7 @@ def test_a_stock_vllm_serves_an_exported_mixture(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An HF checkpoint in several files, and the same at TP2, by ``rpg-megatron``. Not to be changed."""
+    """An HF checkpoint in several files, and the same at TP2, by ``rpg-megatron``. Do not change them."""
     folder = tmp_path_factory.mktemp("pair")
     source = write_model(folder / "hf", "qwen2")
     command = [sys.executable, "-m", "rpg_megatron.cli", "convert", "hf-to-megatron", "--tp", "2", "--verify"]
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_megatron_lm_needs_a_config(pair: tuple[Path, Path], tmp
 
 @pytest.mark.long
 def test_a_step_of_a_run_needs_no_config(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Its settings name the model; the run stands for it, too."""
+    """Its settings name the model; the run's folder works too."""
     step = write_step(tmp_path / "r-001", 3, pair[0], pair[1] / "release", tensor=2)
     assert succeed("megatron_to_hf", "--megatron", tmp_path / "r-001", "--out", tmp_path / "back")
     check_same(pair[0], tmp_path / "back")
@@ -367,11 +367,13 @@ def test_truncated_hf_files_are_all_named(pair: tuple[Path, Path], tmp_path: Pat
 def test_a_dry_run_prints_every_piece_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, megatron = pair
     out = tmp_path / "out"
-    there = succeed("hf_to_megatron", "--hf", source, "--out", out, "--tp", "2", "--pp", "3", "--dry-run")
-    back = succeed("megatron_to_hf", "--megatron", megatron, "--tp", "2", "--pp", "3", "--dry-run")
-    assert there == back
+    to_megatron = succeed(
+        "hf_to_megatron", "--hf", source, "--out", out, "--tp", "2", "--pp", "3", "--dry-run"
+    )
+    to_hf = succeed("megatron_to_hf", "--megatron", megatron, "--tp", "2", "--pp", "3", "--dry-run")
+    assert to_megatron == to_hf
     assert list(tmp_path.iterdir()) == []
-    lines = there.splitlines()
+    lines = to_megatron.splitlines()
     last = lines.index("rank 5: tensor 1 of 2, stage 2 of 3, layers 4-4")
     at = lines.index("  output_layer.weight [126, 48]", last)
     assert lines[at + 1 : at + 3] == [
@@ -480,7 +482,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
 
 def test_a_signal_waits_until_no_child_is_half_known(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Raised out of ``Popen.poll``, a Ctrl-C once left its lock taken: the conversion hung, then."""
+    """Raised inside ``Popen.poll``, a Ctrl-C once left its lock held, and the conversion hung."""
     reached, plain = [], ConvertProcesses.count
 
     def count(processes: ConvertProcesses, size: int) -> None:

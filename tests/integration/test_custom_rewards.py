@@ -108,20 +108,20 @@ def scores() -> Iterator[Callable[..., tuple[list[Score], dict[str, float]]]]:
         scorer.close()
 
 
-def own(name: str, **more: Any) -> dict[str, Any]:
+def reward_of(name: str, **more: Any) -> dict[str, Any]:
     return {"type": f"custom_rewards_of_test:{name}", **more}
 
 
 def test_several_terms_each_with_what_it_asks_for(scores: Callable[..., Any], tmp_path: Path) -> None:
     terms = {
         "right": {"type": "answer_line", "wrong": 0.0},
-        "old": own("old", weight=2.0),
-        "sees": own("sees", target=2, weight=0.5),
-        "ranks": own("ranks", weight=0.25, failed=-4.0),
-        "made": own("Made", base=3, weight=0.0),
-        "counts": own("counts", wrong=-2.0),
-        "swapped": own("swapped"),
-        "whole": own("group"),
+        "old": reward_of("old", weight=2.0),
+        "sees": reward_of("sees", target=2, weight=0.5),
+        "ranks": reward_of("ranks", weight=0.25, failed=-4.0),
+        "made": reward_of("Made", base=3, weight=0.0),
+        "counts": reward_of("counts", wrong=-2.0),
+        "swapped": reward_of("swapped"),
+        "whole": reward_of("group"),
     }
     texts = ["Answer: 5", "5", "", "none"]
     results, counts = scores({"terms": terms, "overlong": {"buffer": 99, "factor": 1.0}}, texts)
@@ -147,13 +147,13 @@ def test_several_terms_each_with_what_it_asks_for(scores: Callable[..., Any], tm
 
 
 def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., Any]) -> None:
-    results, counts = scores(own("sees", target=4), ["a", "b"])
+    results, counts = scores(reward_of("sees", target=4), ["a", "b"])
     assert [(s.reward, s.parts, s.correct) for s in results] == [
         (0.25, {"correctness": 0.25}, True),
         (0.5, {"correctness": 0.5}, True),
     ]
     assert list(counts) == [f"reward/{name}" for name in ("timeouts", "crashes", "out_of_memory", "errors")]
-    terms = {"right": {"type": "boxed"}, "sees": own("sees")}
+    terms = {"right": {"type": "boxed"}, "sees": reward_of("sees")}
     (evaluated,), _ = scores({"terms": terms}, ["\\boxed{5}"], first_only=True)
     assert (evaluated.correct, evaluated.parts) == (True, {"right": 1.0}), "evaluations need no more"
 
@@ -179,7 +179,7 @@ def test_what_is_wrong_is_one_line(name: str, more: dict[str, Any], message: str
 
 
 def test_each_wrong_term_is_told_before_the_start() -> None:
-    terms = {"a": own("sees", tarte=1), "b": own("none"), "c": own("old")}
+    terms = {"a": reward_of("sees", tarte=1), "b": reward_of("none"), "c": reward_of("old")}
     with pytest.raises(UserError) as error:
         Scorer(settings({"terms": terms}).reward, 1).close()
     first, second = str(error.value).splitlines()
@@ -189,7 +189,7 @@ def test_each_wrong_term_is_told_before_the_start() -> None:
 
 def test_async_calls_run_together_and_fail_alone(scores: Callable[..., Any]) -> None:
     texts = ["hang", "crash", *("x" * n for n in range(1, 17))]
-    results, counts = scores(own("waits", wrong=-1.0) | {"async_deadline": 2.0}, texts)
+    results, counts = scores(reward_of("waits", wrong=-1.0) | {"async_deadline": 2.0}, texts)
     assert [score.reward for score in results] == [-1.0, -1.0, *range(1, 17)]
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)
     assert [score.reason.rpartition(": ")[2].partition(" at ")[0] for score in results[:2]] == [
@@ -199,7 +199,7 @@ def test_async_calls_run_together_and_fail_alone(scores: Callable[..., Any]) -> 
 
 
 def test_own_time_outs_and_cancelled_tasks_are_errors(scores: Callable[..., Any]) -> None:
-    results, counts = scores(own("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
+    results, counts = scores(reward_of("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
     assert [score.reward for score in results] == [-1.0, -1.0, 1.0]
     expected = ("TimeoutError", "async with asyncio"), ("CancelledError", "await task")
     for score, (name, line) in zip(results[:2], expected, strict=True):
@@ -214,7 +214,9 @@ def test_a_blocking_call_is_killed_and_the_others_are_repeated(
 ) -> None:
     monkeypatch.setattr(pool, "_GRACE_SECONDS", 0.5)
     texts = ["block", "crash once", *("x" * n for n in range(1, 9))]
-    results, counts = scores(own("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts)
+    results, counts = scores(
+        reward_of("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts
+    )
     assert [score.reward for score in results] == [-1.0, 10.0, *range(1, 9)]
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 0)
 

@@ -1,6 +1,6 @@
 """A run whose disk fills up continues, ends with one message when it must, and resumes when there is space.
 
-Why: the disk of a long run does fill up, at night; what counts is that nothing learnt before is lost.
+Why: the disk of a long run does fill up; nothing learnt before may be lost.
 Proved, with a real engine by the command line, on a small disk: with too little room for a checkpoint the run
 warns, counts it and continues; with no room for a row of metrics it ends with exit code 2, without traceback,
 process or shared memory left; the newest checkpoint is whole, and the same command finishes the run with
@@ -56,7 +56,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, room: int) -> None:
-    """Leave so many bytes."""
+    """Fill the disk, but leave this many bytes."""
     with (disk / "ballast").open("ab") as file:
         while (free := shutil.disk_usage(disk).free - room) > 0:
             file.write(bytes(min(free, 1 << 20)))
@@ -64,7 +64,7 @@ def fill(disk: Path, room: int) -> None:
 
 
 def words_of_processes() -> list[list[str]]:
-    """The command lines of what runs for this test. Asked for like this, ends meanwhile do no harm."""
+    """The command lines of this test's processes. ``process_iter`` tolerates that processes end meanwhile."""
     lines = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     # Not pytest itself, whose arguments may name the test.
     return [words for words in lines if "test_a_run_trains_on" in " ".join(words) and "pytest" not in words]
@@ -81,7 +81,7 @@ def shared_memory() -> set[Path]:
 def test_a_disk_that_is_full_at_the_end_is_no_success(
     disk: Path, tmp_path: Path, exports: str, code: int
 ) -> None:
-    """No room for the last checkpoint, or for the export: said, and done when the command is run again."""
+    """No room for the last checkpoint, or for the export: reported, and made when the command runs again."""
     run, log = disk / "full-001", tmp_path / "log"
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *SETTINGS]
     command += ["training.steps=4", "checkpoint={every: 2, keep: 1}", f"export.enabled={exports}"]

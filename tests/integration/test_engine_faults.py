@@ -1,7 +1,7 @@
 """An engine that dies twice of the same error, with no step between, is not restarted a third time.
 
-Why: a request that kills an engine kills each new one too, and each takes a minute to start. Stand-ins say
-what the test gives them and end; process, log and restart are real. Not covered: the whole launcher
+Why: a request that kills an engine kills each new one too, and each takes a minute to start. Stand-ins print
+the test's text and end; process, log and restart are real. Not covered: the whole launcher
 (test_launcher.py), vLLM's own messages (test_engine_command.py).
 """
 
@@ -30,7 +30,7 @@ DEAD = LINE.format(1, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore enc
 
 
 class StandIn(EngineProcess):
-    """Up as soon as the test says so."""
+    """Healthy when the test sets ``up``."""
 
     up = False
 
@@ -61,7 +61,7 @@ def test_an_engine_that_dies_twice_in_the_same_way(
     engines = Engines(load_settings(config_file), tmp_path, shown, shown, restarts=99)
 
     def die(message: str, step: int) -> str:
-        """What is shown when it dies after a step with a message in its log."""
+        """The message that is shown when it dies after a step with a message in its log."""
         wait_for(engine.has_begun, 30)
         engine.up = True
         engines.check(lambda: False)
@@ -79,7 +79,7 @@ def test_an_engine_that_dies_twice_in_the_same_way(
         assert first.startswith(f"warning: engine 0 died: {OUT_OF_RANGE.format(10)}; restart 1 of 99; log: ")
         die(LINE.format(11, OUT_OF_RANGE.format(11)), step=1)  # a step was completed
         for _ in range(2):
-            assert "engine 0 died; restart" in die("", step=1)  # killed: nothing tells why
+            assert "engine 0 died; restart" in die("", step=1)  # killed: the log has no reason
             assert "engine 0 died; restart" in die(DEAD, step=1)
         die(LINE.format(12, OUT_OF_RANGE.format(12)), step=1)
         die(LINE.format(13, "ValueError: another"), step=1)

@@ -147,7 +147,7 @@ def test_broken_and_stuck_engines_say_why(
 def test_shared_memory_of_a_failed_start_is_removed(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of vLLM's workers are; the files of other processes, of whatever name, are not touched."""
+    """Files of vLLM's workers are removed; those of other processes, whatever their names, are not."""
     with tempfile.NamedTemporaryFile(prefix="psm_", dir="/dev/shm") as foreign:
         foreign.truncate(4096)
         with mmap.mmap(foreign.fileno(), 4096):

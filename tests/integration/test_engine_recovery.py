@@ -1,6 +1,6 @@
 """Engines that die, hang or fail a sync are restarted and synced, and the run's results are unchanged.
 
-Why: over a night something dies; a lost or doubled sample, or one drawn with other weights, would show up as
+Why: in a long run something dies; a lost or doubled sample, or one drawn with other weights, would show up as
 nothing but a worse model. Whole runs by the command line, disturbed from outside at set moments: processes
 are stopped (SIGSTOP) to hold a moment open, then killed. In float32 on a CPU what is sampled follows from the
 seed, so the disturbed run must have the tokens and rewards of the undisturbed one. All are long: in the
@@ -91,7 +91,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ru
 
 @pytest.fixture(scope="module")
 def undisturbed(start: Callable[..., Run]) -> Run:
-    """The same run, left alone."""
+    """The same run, undisturbed."""
     run = start("undisturbed")
     code, err = run.finish(600)
     assert code == 0, run.out.read_text() + err
@@ -130,7 +130,7 @@ def test_an_engine_killed_between_steps(start: Callable[..., Run], undisturbed: 
     run.wait_for_first_rollout()
     rank = run.rank(0)
     run.wait_for_rollouts(1)
-    os.kill(rank, signal.SIGSTOP)  # in the update, when nothing is asked of the engine
+    os.kill(rank, signal.SIGSTOP)  # in the update, when the engine has no requests
     kill(engine)
     run.wait_for_restart(1)
     os.kill(rank, signal.SIGCONT)
@@ -141,7 +141,7 @@ def test_an_engine_killed_between_steps(start: Callable[..., Run], undisturbed: 
 def test_a_colocated_engine_killed_in_an_update_comes_back_after_it(
     start: Callable[..., Run], undisturbed: Run
 ) -> None:
-    """It would find the GPU full. The other way round, an update does not begin while one is starting."""
+    """In the update the GPU has no room for it. Conversely, no update begins while an engine starts."""
     run = start("colocated", "engine.colocated=true", "checkpoint.every=null")
     engine = run.wait_for_engine()
     run.wait_for_first_rollout()
@@ -167,7 +167,7 @@ EVALUATION = [
 
 @pytest.fixture(scope="module")
 def evaluating(start: Callable[..., Run]) -> Run:
-    """A run with evaluations, left alone."""
+    """A run with evaluations, undisturbed."""
     run = start("evaluating", *EVALUATION)
     code, err = run.finish(900)
     assert code == 0, run.out.read_text() + err
@@ -181,7 +181,7 @@ def scores(run: Run) -> list[dict]:
 def test_an_engine_killed_in_an_evaluation(
     start: Callable[..., Run], undisturbed: Run, evaluating: Run
 ) -> None:
-    """Its problems are asked again, and the scores are those of a run whose engine lived."""
+    """Its problems are sent again, and the scores are those of an undisturbed run."""
     run = start("killed-evaluating", *EVALUATION)
     engine = run.wait_for_engine()
     run.wait(lambda: "evaluation" in run.out.read_text().splitlines())
@@ -199,7 +199,7 @@ LIMIT = 30
 def test_a_core_that_hangs_in_an_evaluation_a_rollout_and_a_sync(
     start: Callable[..., Run], evaluating: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its server goes on answering, which is no evidence. The engine is restarted each time."""
+    """Its server still answers, which proves nothing. The engine is restarted each time."""
     run = start("hung-core", *EVALUATION, f"engine.health_timeout={LIMIT}")
 
     def hang(number: int, moment: str, wait: Callable[[], None]) -> None:
@@ -263,7 +263,7 @@ def test_a_dead_rank_in_a_sync_by_process_groups(start: Callable[..., Run]) -> N
     sampler = run.sampler()
     run.wait_for_rollouts(1)
     os.kill(sampler, signal.SIGSTOP)
-    time.sleep(10)  # publishing cannot be seen from outside; it goes no further than that
+    time.sleep(10)  # publishing is not visible from outside; the run waits there
     run.lose_rank_in_a_sync()
 
 
@@ -283,7 +283,7 @@ def test_damaged_parameters_end_the_run(start: Callable[..., Run]) -> None:
 
 
 def test_one_of_two_engines_killed_in_a_rollout(start: Callable[..., Run], undisturbed: Run) -> None:
-    """The other one does the work meanwhile."""
+    """The other engine takes over the work."""
     run = start("two", "engine.replicas=2")
     run.wait_for_engine(0)
     engine = run.wait_for_engine(1)

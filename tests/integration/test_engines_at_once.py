@@ -1,8 +1,8 @@
-"""Whatever a launcher does to its engines, it does to all at the same time.
+"""A launcher probes, puts to sleep and ends all of its engines at the same time.
 
 Why: a scheduler's warning leaves seconds to stop colocated engines, and a run may have hundreds. Stand-ins
-answer, or end, only when every one of them has been asked: one after the other nobody would. Not covered:
-the real engine (test_rollout_engine.py), engines on two nodes (test_launcher_nodes.py).
+answer, or end, only when all of them have been asked: with one request after the other none would. Not
+covered: the real engine (test_rollout_engine.py), engines on two nodes (test_launcher_nodes.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that is forked (``tests/support/forking``) is what a started one is, to all who look at it.
+"""A forked process (``tests/support/forking``) looks and ends like a started one.
 
 Why: most tests of whole runs rely on it: they kill, signal and find processes by what is compared here.
 Not covered: what a process imports, its memory, global random generators.
@@ -31,7 +31,7 @@ REAPER = [sys.executable, "-P", "-m", "rpg_megatron.launcher.reaper"]
 
 
 def appearance(command: list[str], starts: Starts, folder: Path, **options: Any) -> dict[str, Any]:
-    """What /proc tells of a process that waits for its input, and how it ends."""
+    """What /proc shows of a process that waits for its input, and how it ends."""
     # Without LC_CTYPE, Python adds it for the programs that it starts.
     environment = {"PATH": os.environ["PATH"], "A": "1 2\n3", "LC_CTYPE": "C.UTF-8"}
     with starts(), (folder / "log").open("w") as log:

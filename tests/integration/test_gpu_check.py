@@ -1,7 +1,7 @@
 """``tools/gpu_check.sh``: its arguments, its output without a GPU, and its table of results.
 
-Why: minutes on a borrowed GPU are few; the script that uses them must not fail for reasons of its own.
-A call may find another machine than the last one had. GPU and packages are stand-ins, mostly Python too. Not
+Why: minutes on a borrowed GPU are few; the script must not waste them by faults of its own.
+A call may run on another machine than the last one. GPU and packages are stand-ins, mostly Python too. Not
 covered: the parts themselves, which need a GPU.
 """
 
@@ -86,7 +86,7 @@ def check(
 
 
 def hang(folder: Path, *arguments: str, **variables: str) -> None:
-    """A call in which one part, logprobs, is not done in time."""
+    """A call in which one part, logprobs, exceeds its time."""
     check(folder, *arguments, "logprobs", gpu=True, HANG="60", RPG_GPU_PART_SECONDS="2", **variables)
 
 
@@ -112,7 +112,7 @@ def reason(table: str, part: str) -> str:
 
 
 def stand_in(folder: Path, script: str) -> None:
-    """What Python does, after the faults that are always there."""
+    """Set what the stand-in for Python runs, besides its fixed faults."""
     (folder / "stand_in").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "stand_in").chmod(0o755)
 
@@ -241,7 +241,7 @@ def test_a_call_on_a_new_machine_resumes_the_lost_one(tmp_path: Path) -> None:
         assert re.search("^update_8b .*layers \\(earlier\\)$", out, re.MULTILINE)
         assert (new_out / "gpu_check.txt").read_text() in out
     assert "== cuda_ipc waits for: app.tar.xz" in check(new, str(site), gpu=True)[1]
-    # What this machine found itself counts more.
+    # This machine's own results take precedence.
     (site / "check" / "logprobs").write_text("passed|3|\n")
     assert results(check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(earlier))[1])["logprobs"] == "passed"
     code, _, err = check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(tmp_path / "none"))

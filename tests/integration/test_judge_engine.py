@@ -28,7 +28,7 @@ from tests.support.same_runs import read_rows
 
 KEY = "a-key-of-the-judge"
 STEPS = 60
-"""More than a quick machine takes in the seconds for which a judge is left alone."""
+"""More than a fast machine takes while a failing judge is skipped."""
 RESPONSES = 32
 FAILED = 0.25
 """Score of a failure: no score of the judge."""

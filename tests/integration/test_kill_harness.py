@@ -41,7 +41,7 @@ from tests.support.watched_runs import AHEAD, LAYOUTS, Traces
 
 
 def write_run(run: Path, second: float) -> Path:
-    """What a run leaves, in small. second: what the times in it are made from."""
+    """A small copy of what a run leaves. second: the value of all times in it."""
     for folder in ("hf/step_000002", "checkpoints/step_000002", "logs", "evaluation"):
         (run / folder).mkdir(parents=True)
     rows = [
@@ -85,7 +85,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def flip(file: Path) -> None:
-    """One bit, of the last byte."""
+    """Flip a bit of the last byte."""
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -204,7 +204,7 @@ def write_ahead(run: Path, *, versions: tuple[int, int] = (0, 1)) -> Path:
 
 
 def edit_batch(run: Path, change: Callable[[list[Trajectory]], None]) -> None:
-    """Of step 2."""
+    """Change the rollouts of step 2."""
     file = run / "rollouts" / "step_000002.parquet"
     batch = read_rollouts(file)
     change(batch)
@@ -228,29 +228,29 @@ PLANTED_AHEAD: dict[str, Callable[[list[Trajectory]], None]] = {
 
 
 def test_of_a_run_ahead_other_contents_are_no_difference(tmp_path: Path) -> None:
-    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b", versions=(1, 1))
+    run, reference = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b", versions=(1, 1))
     edit_batch(run, lambda batch: setattr(batch[0], "response", batch[0].response + 1))
-    assert compare_ahead(run, other) == compare_ahead(other, run) == []
-    assert (count_mixed(run), count_mixed(other)) == (4, 0)
+    assert compare_ahead(run, reference) == compare_ahead(reference, run) == []
+    assert (count_mixed(run), count_mixed(reference)) == (4, 0)
 
 
 @pytest.mark.parametrize("problem", PLANTED_AHEAD)
 def test_a_planted_fault_of_a_run_ahead_is_told(problem: str, tmp_path: Path) -> None:
-    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
+    run, reference = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
     edit_batch(run, PLANTED_AHEAD[problem])
-    assert compare_ahead(run, other) == [problem]
+    assert compare_ahead(run, reference) == [problem]
 
 
 def test_planted_metrics_of_a_run_ahead_are_told(tmp_path: Path) -> None:
-    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
+    run, reference = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
     rows = read_rows(run)
 
-    def told(*changed: dict[str, Any]) -> list[str]:
+    def compare(*changed: dict[str, Any]) -> list[str]:
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-        return compare_ahead(run, other)
+        return compare_ahead(run, reference)
 
-    assert told(*rows[:2]) == []  # so far
-    assert told(rows[0], rows[1], rows[1]) == ["rows of steps [0, 1, 1]; wanted 0, 1, ... up to 2"]
+    assert compare(*rows[:2]) == []  # so far
+    assert compare(rows[0], rows[1], rows[1]) == ["rows of steps [0, 1, 1]; wanted 0, 1, ... up to 2"]
     for planted in (
         {"async/probe_tokens": 0.0},
         {"mismatch/logp_max": 0.01},
@@ -259,7 +259,7 @@ def test_planted_metrics_of_a_run_ahead_are_told(tmp_path: Path) -> None:
         {"mismatch/logp_engine_mean": 5e-6, "mismatch/logp_engine_ratio": 9.0},
         {"sync/version": 0},
     ):
-        assert len(told(rows[0], rows[1] | planted)) == 1
+        assert len(compare(rows[0], rows[1] | planted)) == 1
 
 
 def test_what_a_run_leaves_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

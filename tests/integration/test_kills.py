@@ -1,4 +1,4 @@
-"""A run that is killed five times ends, bit for bit, as if left alone. Up to 150 kills in 30 runs.
+"""A run that is killed five times ends, bit for bit, as an undisturbed one. Up to 150 kills in 30 runs.
 
 Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
 only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL

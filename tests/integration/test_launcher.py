@@ -26,7 +26,7 @@ from tests.support.launcher import Launch, assert_nothing_left, living, wait_for
 
 
 def test_a_ranks_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
-    # rank 0 falls over first, as it does when its partner hangs up; rank 1 knows why.
+    # rank 0 fails first, as when its peer closes the connection; rank 1 has the reason.
     launcher = launch(
         rank_0="""
 while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)
@@ -47,7 +47,7 @@ os._exit(2)
 
 
 @pytest.mark.parametrize(
-    ("who", "how", "message"),
+    ("child", "script", "message"),
     [
         ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
         ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
@@ -55,9 +55,9 @@ os._exit(2)
     ],
 )
 def test_the_death_of_any_child_ends_the_run_and_is_explained(
-    launch, tmp_path: Path, who: str, how: str, message: str
+    launch, tmp_path: Path, child: str, script: str, message: str
 ):
-    launcher = launch(**{who: how})
+    launcher = launch(**{child: script})
     code, _, err = launcher.finish()
     assert code == (2 if "ended while starting" in err else 1)
     assert message in err
@@ -110,7 +110,7 @@ os._exit(7)
 
 
 def test_a_sampler_that_dies_as_ranks_finish_fails_nothing(launch, tmp_path: Path):
-    """Only the ranks are still needed then: the run has all it wants, and is not to be done again."""
+    """Only the ranks are still needed then, so the run succeeds."""
     ends = """
 while not (here / 'dying').exists(): time.sleep(0.02)
 time.sleep(0.6)
@@ -128,7 +128,7 @@ def test_restarts_of_an_engine_that_keeps_dying_are_limited(launch, tmp_path: Pa
     once_up = "while not (here / 'go').exists(): time.sleep(0.05)"
     launcher = launch(engine=f"{once_up}\nprint('last words', flush=True); os._exit(0)")
     launcher.wait_until_up()
-    time.sleep(3.0)  # it is asked for its health twice a second
+    time.sleep(3.0)  # its health is probed twice a second
     (tmp_path / "go").touch()
     code, out, err = launcher.finish()
     # How quickly it dies decides which of the two it is.
@@ -260,7 +260,7 @@ def test_a_run_that_is_not_saved_does_not_say_so(
 
 
 def test_a_signal_to_every_process_is_a_warning(launch):
-    """As scancel sends it. Sampler and engine fall away; what ranks do then is theirs to say."""
+    """As scancel sends it. Sampler and engine end; the ranks still save."""
     saves = SAVES + "time.sleep(1.0); os._exit(75)"
     launcher = launch(rank_0=saves, rank_1=saves, sampler="signal.pause()", engine="signal.pause()")
     launcher.wait_until_up()
@@ -281,7 +281,7 @@ def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float)
     time.sleep(delay)
     launcher.process.send_signal(signal.SIGINT)
     code, _, err = launcher.finish()
-    assert code in (130, -signal.SIGINT), err  # the second between two blocks that guard imports
+    assert code in (130, -signal.SIGINT), err  # the second: between two blocks that guard imports
     assert living(launcher.stand_ins()) == []
     assert launcher.folders() == []
 
@@ -325,7 +325,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("lost", ["pipe", "terminal", "closed"])
 def test_a_run_without_readers_of_its_output_goes_on_to_its_end(launch, tmp_path: Path, lost: str):
-    """``| head``, a terminal that is gone, ``>&- 2>&-`` under nohup; the log of the run has what it told."""
+    """``| head``, a terminal that is gone, ``>&- 2>&-`` under nohup; the run's log has its output."""
     if lost == "closed":
         prefix = ("sh", "-c", 'trap "" HUP; exec "$@" <&- >&- 2>&-', "sh")
         launcher = launch(rank_0=DONE, rank_1=DONE, prefix=prefix)
@@ -414,7 +414,7 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
 def test_the_command_at_the_end_of_a_run_asks_what_it_says(
     tmp_path: Path, config_file: Path, prompt: str, shown: str
 ):
-    """In a shell, with a stand-in for transformers that says what it is asked."""
+    """In a shell, with a stand-in for transformers that prints its arguments."""
     run = tmp_path / 'it\'s a "run" $HOME'
     run.mkdir()
     settings = yaml.safe_load(config_file.read_text())

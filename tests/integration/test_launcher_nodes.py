@@ -2,7 +2,7 @@
 
 Why: a job that has lost a node and does not know it occupies all the others until its time limit. Both
 whole launchers run here, on one machine and without Slurm, with stand-ins for engines, sampler and ranks; the
-second launcher's engine is asked over TCP. Not covered: real engines, sampler and ranks, Slurm
+second launcher's engine is reached over TCP. Not covered: real engines, sampler and ranks, Slurm
 (tests/integration/test_slurm.py), a network between the two.
 """
 
@@ -70,7 +70,7 @@ def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> Non
 
 
 def test_a_rank_that_dies_on_the_other_node_is_named(pair) -> None:
-    # rank 0 falls over first, as it does when its partner hangs up; rank 1 was killed, which explains it.
+    # rank 0 fails first, as when its peer closes the connection; rank 1 was killed, which is the reason.
     nodes = pair(
         rank_0="sys.exit('connection closed by peer')",
         rank_1="time.sleep(0.3); print('last words', flush=True); os.kill(os.getpid(), 9)",
@@ -128,7 +128,7 @@ def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
 
 @pytest.mark.parametrize("warned", [(0, 1), (1,)])
 def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...]) -> None:
-    """The exit code that has the job requeued is the first launcher's; the other leaves in peace."""
+    """The first launcher has the exit code that requeues the job; the other one exits with 0."""
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
     nodes = pair(rank_0=saves, rank_1=saves)
     nodes.begin()
@@ -154,7 +154,7 @@ def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
 
 
 def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
-    """The sampler, a stand-in here, reports it; a stopped process is deaf to anything but SIGKILL."""
+    """The sampler, a stand-in here, reports it; a stopped process reacts to SIGKILL only."""
     nodes = pair(engine_1="(here / 'go').unlink(); os.kill(os.getpid(), signal.SIGSTOP)")
     nodes.begin()
     wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)

@@ -83,7 +83,7 @@ def test_what_has_passed_runs_again_only_with_other_code(repository: Path) -> No
     ran, rows = run(repository)
     assert ran == everything
     assert rows["test_good"] == ("passed", f"{first}+changes")
-    assert run(repository)[0] == everything  # changes may be others each time
+    assert run(repository)[0] == everything  # uncommitted changes may differ each time
     second = commit(repository, "test_it.py")
     ran, rows = run(repository)
     assert (ran, rows["test_good"]) == (everything, ("passed", second))

@@ -3,7 +3,7 @@
 Why: long sequences are where memory and positions go wrong. The model cannot end a response, since the end
 token lies outside of its vocabulary, so every one reaches the limit. Proved over three steps: all of them are
 counted as truncated, engine and trainer agree on log-probs out to the last token, memory does not grow.
-Not covered: that such a run learns; the rewards are all alike.
+Not covered: that such a run learns; all rewards are equal.
 """
 
 from __future__ import annotations

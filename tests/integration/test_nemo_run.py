@@ -1,9 +1,9 @@
-"""``rpg-megatron launch``: what NeMo-Run makes of a run is started here, and by a real Slurm.
+"""``rpg-megatron launch``: the jobs that NeMo-Run makes of a run are started here, and by a real Slurm.
 
-Why: the script that requeues a night's job is NeMo-Run's, with a few lines of ours in it; whether they go
-together shows only where it runs. NeMo-Run has an environment of its own, which RPG_LAUNCH_PYTHON names (its
-python); otherwise it is built from requirements/launch.txt. In place of the launcher stands a small program,
-but where real training is said. Not covered: Docker and SSH (none here), containers, several machines.
+Why: the script that requeues a night's job is NeMo-Run's, with a few lines of ours in it; whether they work
+together shows only when it runs. NeMo-Run has an environment of its own, which RPG_LAUNCH_PYTHON names (its
+python); otherwise it is built from requirements/launch.txt. A small program replaces the launcher, except
+where real training is said. Not covered: Docker and SSH (none here), containers, several machines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUICKSTART = ROOT / "examples" / "quickstart.yaml"
 TRAINING = Path(sys.executable).parent / "rpg-megatron"
 
 UNCHECKED = "warning: data: not checked here without the python package numpy\n"
-"""What the command says first in this environment."""
+"""The first line of the command's stderr in this environment."""
 ECHO = """#!/bin/bash
 # Says what it was given, and where; told to, it waits for a warning and saves.
 echo "on ${SLURMD_NODENAME:-here}, ${SRUN_CPUS_PER_TASK:-?} cores, in $PWD: $*"
@@ -44,7 +44,7 @@ echo done
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of an environment that has NeMo-Run."""
+    """The python of an environment that has NeMo-Run."""
     if named := os.environ.get("RPG_LAUNCH_PYTHON"):
         return named
     folder = tmp_path_factory.mktemp("launch") / "venv"
@@ -64,7 +64,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Launch:
-    """``rpg-megatron launch`` from a folder with a blank in its name."""
+    """``rpg-megatron launch`` from a folder with a space in its name."""
 
     def __init__(self, python: str, folder: Path, base: dict[str, str] | None = None):
         self.folder, self.home = folder / "a job", folder / "nemo"
@@ -95,7 +95,7 @@ class Launch:
         return done.stderr.removeprefix(UNCHECKED) if code else done.stdout
 
     def logs(self) -> str:
-        """What the jobs said."""
+        """The output of the jobs."""
         logs = [*self.home.rglob("*.out"), *self.home.rglob("combined.log")]
         return "\n".join(log.read_text() for log in sorted(logs))
 

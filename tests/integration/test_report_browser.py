@@ -2,7 +2,7 @@
 
 Why: a page that is only looked at as text can be blank. Chromium opens files as a reader would; runs of 400
 steps are written by training's own writers. Skipped where there is no Chromium. Not covered: other browsers,
-and whether it looks good, for which a person has to look; what the data say (tests/unit/test_report).
+and whether it looks good, which only a person can judge; what the data say (tests/unit/test_report).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_last_and_best_evaluations_are_side_by_side(
     browser.open(write_report(runs[:1], tmp_path / "one.html"))
     rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     scores = {row["step"]: row["eval/aime24/avg@4"] for row in rows if "eval/aime24/avg@4" in row}
-    step = max(scores, key=lambda one: scores[one])
+    step = max(scores, key=lambda number: scores[number])
     assert re.search(
         rf"best {100 * scores[step]:.1f}% \(step {step}\)", browser.run(text.format(".panel .under"))
     )
@@ -281,13 +281,13 @@ def test_responses_can_be_filtered(browser: Browser, runs: list[Path], tmp_path:
     pairs = choose("Learnt")
     assert all(verdicts == ["wrong", "correct"] for verdicts in pairs)
     # Without a correct response of the last step, a learnt problem has nothing to show.
-    key, kept = "problemOf(matching('learnt')[0])", "beforeAndAfter('learnt').length"
-    before = browser.run(kept)
+    key, pairs_shown = "problemOf(matching('learnt')[0])", "beforeAndAfter('learnt').length"
+    before = browser.run(pairs_shown)
     browser.run(
         f"(() => {{ const key = {key}; samplesOf().items.filter((i) => problemOf(i) === key)"
         ".forEach((i) => { i.right = false; }); })()"
     )
-    assert browser.run(kept) == before - 1
+    assert browser.run(pairs_shown) == before - 1
     assert all(verdicts == ["correct"] for verdicts in choose("Best"))
     assert all(verdicts == ["wrong"] for verdicts in choose("Worst"))
     choose("Longest")
@@ -326,7 +326,7 @@ HELD_TIMERS = "window.timers = []; window.setInterval = (call, wait) => window.t
 
 
 def test_a_watched_page_loads_new_steps_and_keeps_the_view(browser: Browser, tmp_path: Path) -> None:
-    """By the command, beside a run that is held as a launcher holds it; the test is the browser's clock."""
+    """By the command, while the run's lock is held as by a launcher; the test drives the browser's timers."""
     run = make_run(tmp_path / "runs" / "b-001", steps=40, planned=90, rollouts_every=20, evaluate_every=20)
     rows = (run / "metrics.jsonl").read_text()
     lock = hold_folder(run)

@@ -1,8 +1,8 @@
 """Worker processes that verify answers and are killed when they take too long.
 
-Why: a verifier that hangs, crashes or eats the memory must cost one answer and one deadline, never the run;
-and no process may stay behind, however the run ends. Not covered: which answers are hard, for that see
-test_reward_pool_hostile.
+Why: a verifier that hangs, crashes or uses too much memory must cost one answer and one deadline, never the
+run; and no process may stay behind, however the run ends. Not covered: which answers are hard
+(test_reward_pool_hostile).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) 
 
 
 def test_a_worker_killed_from_outside_costs_no_answer(start: Callable[..., WorkerPool]) -> None:
-    """As when the machine runs out of memory: idle, or while it grades. The function is not to blame."""
+    """As when the machine runs out of memory: idle, or while it grades. It is not the function's fault."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RPG_TEST_POOL", mark)
@@ -201,7 +201,7 @@ def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., Wor
 
 
 def test_nothing_outlives_a_killed_parent(odd: str) -> None:
-    """Kill -9, with one worker that hangs and one that is idle. What a worker started itself is its own."""
+    """Kill -9, with one worker that hangs and one that is idle. Processes that a worker started remain."""
     code = (
         "from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool\n"
         f"pool = WorkerPool(ForkServer(Function({odd!r}, 1000.0, 1 << 31)), 2)\n"
@@ -227,7 +227,7 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
 
     def gone() -> bool:
         remaining = children(mark)
-        for pid in remaining:  # the function's own grandchild is nobody's to end but its own
+        for pid in remaining:  # the pool does not end processes that the function started
             if sleeps(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -265,7 +265,7 @@ def test_a_killed_fork_server_is_started_again(
 def test_a_schedulers_warning_leaves_the_fork_server(
     start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It reaches all processes of a job, while the run finishes its step; rewards can still end their own."""
+    """It reaches all processes of a job, while the run finishes its step; rewards can still end children."""
     pool = start(workers=1)
     assert pool._server._process is not None
     for number in (signal.SIGUSR1, signal.SIGTERM):

@@ -114,7 +114,7 @@ def descendants() -> set[int]:
 )
 def test_sixty_hostile_answers_each_get_a_verdict_in_time(answer: str, rounds: int, deadline: float) -> None:
     assert len(HOSTILE) == len(set(HOSTILE)) == 60
-    workers = 8  # more than cores: a hang needs none, and the clock of a busy machine is no fair judge
+    workers = 8  # more than cores: workers that hang need none
     before = descendants()
     with Grader(workers=workers, deadline=deadline) as grader:
         assert grader.submit("\\boxed{\\sqrt{8}}", "2\\sqrt{2}").result().correct  # the pool is warm

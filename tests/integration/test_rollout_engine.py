@@ -2,8 +2,8 @@
 
 Why: training is right only if the log-probs that come back are those of the sampled tokens, of every one of
 them, at the sampling temperature, and if a seed gives the same responses again; and a broken engine must be
-told from a slow one, and leave nothing behind. The sampler's sync is run once; its failures are the bridge
-tests' matter. Not covered: tensor parallelism, GPUs.
+distinguished from a slow one, and leave nothing behind. The sampler's sync is run once; its failures are in
+the bridge tests. Not covered: tensor parallelism, GPUs.
 """
 
 import asyncio
@@ -189,7 +189,7 @@ def trajectory_of(sample: Sample, old: np.ndarray) -> Trajectory:
 def test_a_text_ends_a_response_and_stays_in_it(engine: Engine, exported: Path, as_bytes: bool) -> None:
     decode = AutoTokenizer.from_pretrained(exported).decode
     free = ask(engine, request(PROMPTS[0], n=1), as_bytes=as_bytes)[0][0]
-    # Two tokens that are a character each: bytes that are none are not text.
+    # Two tokens of one character each: other bytes are not text.
     texts = [decode(free.tokens[i : i + 2]) for i in range(len(free.tokens))]
     text = next(text for text in texts if len(text) == 2 and text.isascii() and text.isprintable())
     (stopped,) = ask(engine, request(PROMPTS[0], n=1, stop=[text]), as_bytes=as_bytes)[0]
@@ -217,8 +217,8 @@ def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:
 
 
 def test_bytes_are_what_json_says(engine: Engine) -> None:
-    """To the last bit for a sample by itself, with nothing that changes the engine's batches. The engine may
-    take several samples of a request apart, which changes last bits.
+    """Equal to the last bit for a single sample, with nothing that changes the engine's batches. The engine
+    may split several samples of a request, which changes last bits.
     """
     for changes in ({}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": False}):
         for n, tolerance in ((1, 0.0), (4, 1e-5)):
@@ -372,7 +372,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path,
 
 
 def test_a_core_that_hangs_is_told_from_one_that_works(engine: Engine) -> None:
-    """The server answers either way. A worker's marks stand for the core while it computes."""
+    """The server answers either way. While the core computes, a worker's marks show its progress."""
     leader = engine.process.pid
     assert leader is not None
     core = find_core(leader)

@@ -38,7 +38,7 @@ SETTINGS = [
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: Path) -> None:
-    """In float32 engine and trainer choose alike as long as the weights are the same."""
+    """In float32 engine and trainer choose the same experts as long as the weights are the same."""
     layers = {"num_hidden_layers": 4, "mlp_only_layers": [0]}
     model = write_byte_model(tmp_path / "moe", **CONFIGS["qwen3_moe"] | layers)
     command = Command(tmp_path, "train", str(config_file), f"model.path={model}", *SETTINGS)

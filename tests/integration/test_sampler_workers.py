@@ -1,7 +1,7 @@
 """Sampler workers in processes of their own: the batch is the same for any number of them, and if one dies.
 
 Engines are stand-ins whose answers follow from prompt and seed, behind real sockets; sampler, workers and the
-leaders' fetch are the product's. One of the rewards is async: nobody promises that it gives the same twice.
+leaders' fetch are the product's. One of the rewards is async, which may give another result each time.
 Not covered: real engines (test_rollout_engine), real ranks (test_training).
 """
 
@@ -93,7 +93,7 @@ def sampler(
 
 
 def request_log(config: Path, workers: int) -> Path:
-    """A line for each response that the async reward was asked for."""
+    """The file with a line for each response that the async reward scored."""
     return config.parent / f"asked-{workers}"
 
 
@@ -179,7 +179,7 @@ AHEAD = ("rollout.ahead=1", "rollout.inflight=drain", "correction.type=truncate"
 
 
 def test_groups_that_are_sampled_ahead_survive_their_worker(config_file: Path) -> None:
-    """Generated again, they would have other weights than the batches' scores are of."""
+    """Generated again, they would be of other weights than the scores of their batch."""
     with sampler(config_file, 1, changes=AHEAD) as (single, _):
         expected = [ahead(single, step) for step in range(1, 5)]
     with sampler(config_file, 2, changes=AHEAD) as (pair, engines):

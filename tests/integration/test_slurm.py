@@ -1,8 +1,8 @@
 """Whole runs under a real Slurm: on one node, on two, warned and requeued; and they leak nothing.
 
-Why: what only a cluster shows costs a night in a queue each. Slurm's own daemons run here, two "nodes" of
-them on one machine, and the scripts in slurm/ are submitted as users do: from a folder that is not the
-repository, with blanks in every path. Real trainer ranks, real engines. Secrets are looked for in everything
+Why: each fault that only a cluster shows costs a night in a queue. Slurm's own daemons run here, two "nodes"
+of them on one machine, and the scripts in slurm/ are submitted as users do: from a folder that is not the
+repository, with spaces in every path. Real trainer ranks, real engines. Secrets are looked for in everything
 that others could read. Not covered: what the scripts do around the launcher (test_slurm_scripts.py),
 several machines (so no network between nodes, and one /dev/shm), GPUs, containers.
 """
@@ -110,7 +110,7 @@ def test_a_node_that_fails_in_a_step_ends_the_run(slurm: Slurm, tmp_path: Path) 
 
 
 def quickstart(folder: Path) -> str:
-    """A config file with a blank in its path; what it needs lies where the examples are."""
+    """A config file with a space in its path, beside a link to the example's data."""
     text = (ROOT / "examples" / "quickstart.yaml").read_text()
     place = folder / "a config"
     place.mkdir()
@@ -121,7 +121,7 @@ def quickstart(folder: Path) -> str:
 
 
 def with_the_repository_read_only(folder: Path) -> Path | None:
-    """A launcher that sees it so; None where nothing may be mounted: then it is compared all the same."""
+    """A launcher that sees the repository read-only; None where nothing may be mounted."""
     file = folder / "read-only"
     mount = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,bind,ro "{ROOT}"'
     refused = f'! touch "{ROOT}/written" 2> /dev/null'
@@ -138,7 +138,7 @@ def ranks(slurm: Slurm) -> list[psutil.Process]:
 
 
 def engine_urls(slurm: Slurm) -> list[str]:
-    """Of the engines that are reached from other nodes."""
+    """URLs of the engines that are reached from other nodes."""
     lines = [
         p.info["cmdline"]
         for p in slurm.processes()

@@ -1,9 +1,9 @@
 """What the scripts in slurm/ do around the launcher, under a real Slurm: requeue, chain, cancel, lose a node.
 
-Why: these paths are taken once a night, and by nobody who looks. Slurm's own daemons run here, two "nodes" of
-them on one machine; jobs are submitted from a folder that is not the repository, with blanks in every path.
-In place of the launcher stands a small program that says what it was given, or the real launcher with
-stand-ins for engines, sampler and ranks, so that each test takes seconds. Not covered: real engines and
+Why: these paths are taken at night, when nobody looks. Slurm's own daemons run here, two "nodes" of
+them on one machine; jobs are submitted from a folder that is not the repository, with spaces in every path.
+The launcher is a small program that prints its arguments, or the real launcher with stand-ins for engines,
+sampler and ranks, so that each test takes seconds. Not covered: real engines and
 ranks (test_slurm.py), containers but for the options that srun is given, cgroup and affinity plugins.
 """
 
@@ -39,7 +39,7 @@ echo done
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Path:
-    """The small program. Its name has no blank: Slurm's linuxproc plugin signals no process that has one."""
+    """The small program. Its name has no space: Slurm's linuxproc plugin signals no process that has one."""
     file = tmp_path / "a folder" / "launcher"
     file.parent.mkdir()
     file.write_text(ECHO)
@@ -145,7 +145,7 @@ def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
-    """The real launcher, whose children are stand-ins that say where they run."""
+    """The real launcher, whose children are stand-ins that record where they run."""
     note = "with open(here / 'nodes', 'a') as f: f.write(name + ' ' + os.environ['SLURMD_NODENAME'] + '\\n')"
     text = STAND_IN.replace("    plan = json", f"    {note}\n    plan = json")
     (tmp_path / "stand_in.py").write_text(text)
@@ -212,7 +212,7 @@ def test_a_node_that_fails_ends_the_job_with_the_reason(
 
 
 def test_containers_by_one_variable(tmp_path: Path) -> None:
-    """The options that pyxis knows; without Slurm, with a ``srun`` that says what it was given."""
+    """The options that pyxis knows; without Slurm, with a ``srun`` that prints its arguments."""
     (tmp_path / "srun").write_text('#!/bin/bash\nfor word in "$@"; do echo "<$word>"; done\n')
     (tmp_path / "srun").chmod(0o755)
     environment = os.environ | {

@@ -1,7 +1,7 @@
 """Training on a CPU: real Megatron ranks, a real vLLM server, the bridge between them.
 
 Proved: after every sync the engine's log-probs of the tokens it sampled equal the trainer's to 1e-3 in fp32,
-in each trainer layout (a few where time is short) and with the engine at TP2; engines that were fed from
+in each trainer layout (a few in the default tier) and with the engine at TP2; engines that were fed from
 different layouts sample the same tokens, and the first update's gradient norm agrees over layouts to 1e-5; a
 guard stops a run whose engine disagrees. One engine serves all layouts, and trainer ranks start without the
 launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
@@ -43,7 +43,7 @@ LAYOUTS = {
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
 }
 FEW = ("TP1", "TP2+SP", "PP2xVPP2")
-"""What is trained where time is short; test_bridge_vllm has the rest of what a sync can meet."""
+"""Layouts of the default tier; test_bridge_vllm has the other cases of a sync."""
 
 
 def start_ranks(service: Service, name: str, overrides: list[str]) -> tuple[list[int | None], str]:

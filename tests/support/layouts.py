@@ -238,7 +238,7 @@ def run_layouts(
     batch: list[Trajectory],
     settings: dict[str, Any],
     *,
-    others: Mapping[str, list[Trajectory]] = MappingProxyType({}),
+    batches: Mapping[str, list[Trajectory]] = MappingProxyType({}),
     timeout: float = 240,
     worker: str = "tests.distributed.layout_worker",
     **how: Any,
@@ -246,7 +246,7 @@ def run_layouts(
     """Run each layout on the batch with the model in ``folder``; layouts of one size share their processes.
 
     layouts: name -> (ranks, parallel settings, micro-batches), and perhaps sections that replace those of
-    ``settings``. others: name of a layout -> its batch, if it gets another one. worker: another than the
+    ``settings``. batches: name of a layout -> its batch, if it is another one. worker: another than the
     usual one gets interpreters of its own. how: of ``make_case``.
     """
     (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
@@ -257,9 +257,9 @@ def run_layouts(
             for name, (ranks, parallel, microbatches, *more) in layouts.items()
             if ranks == world
         }
-        for number, name in enumerate(others.keys() & cases.keys()):
+        for number, name in enumerate(batches.keys() & cases.keys()):
             cases[name]["batch"] = f"other_{number}.pkl"
-            (folder / cases[name]["batch"]).write_bytes(pickle.dumps(others[name]))
+            (folder / cases[name]["batch"]).write_bytes(pickle.dumps(batches[name]))
         (folder / "cases.json").write_text(json.dumps(cases))
         fresh = worker != "tests.distributed.layout_worker"
         results |= run_ranks(worker, world, folder, timeout=timeout, fresh=fresh)

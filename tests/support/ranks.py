@@ -183,11 +183,11 @@ def _be_rank(worker: str, arguments: list[str], environment: dict[str, str], log
 
 def _wait(rank: Any, end: float) -> int | None:
     """Exit code of either kind of process; None if it still runs at ``end``."""
-    left = max(0.0, end - time.monotonic())
+    remaining = max(0.0, end - time.monotonic())
     if not isinstance(rank, subprocess.Popen):
-        rank.join(left)
+        rank.join(remaining)
         return rank.exitcode
     try:
-        return rank.wait(left)
+        return rank.wait(remaining)
     except subprocess.TimeoutExpired:
         return None

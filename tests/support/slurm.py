@@ -291,11 +291,11 @@ class Job:
     def wait_for(self, text: str, seconds: float = 900) -> None:
         def appeared() -> bool:
             state = self.state()  # read before the output, which may end in that state
-            found = text in self.output
-            assert found or state in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), (
+            matched = text in self.output
+            assert matched or state in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), (
                 f"{state}\n{self.logs()}"
             )
-            return found
+            return matched
 
         self.slurm.wait(appeared, seconds)
 

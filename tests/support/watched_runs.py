@@ -149,7 +149,7 @@ class WatchedRun:
 
     def pump_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and self.pump(min(left, 0.05)):
+        while (remaining := end - time.monotonic()) > 0 and self.pump(min(remaining, 0.05)):
             pass
 
     def look(self) -> Moment:
@@ -177,9 +177,9 @@ class WatchedRun:
         """What is left after at most that time. processes: count processes only."""
         end = time.monotonic() + seconds
         look = self.traces.processes if processes else partial(self.traces.left, self.tmp)
-        while (left := look()) and time.monotonic() < end:
+        while (remaining := look()) and time.monotonic() < end:
             time.sleep(0.1)
-        return left
+        return remaining
 
     def end_all(self) -> None:
         """Kill the processes that are left, after a failed test."""
