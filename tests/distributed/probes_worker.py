@@ -157,8 +157,8 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     straight.compute_log_probs(plain_step)
     pairs = zip(iter_trajectories(step.minibatches), iter_trajectories(plain_step.minibatches), strict=True)
     same = all(a.old.tobytes() == b.old.tobytes() for a, b in pairs)
-    for updated, trained in ((trainer, step), (plain, plain_step)):
-        updated.update(STEP, trained, lambda done, total: None)
+    for run_trainer, run_step in ((trainer, step), (plain, plain_step)):
+        run_trainer.update(STEP, run_step, lambda done, total: None)
     weights = zip(trainer.policy.named_parameters(), plain.policy.named_parameters(), strict=True)
     same &= all(torch.equal(a, b) for (_, a), (_, b) in weights)
     everyone = gather_objects(

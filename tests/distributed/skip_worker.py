@@ -63,8 +63,8 @@ def differing(a: dict, b: dict) -> list[str]:
 def measure(case: dict, folder: Path, device: torch.device) -> dict:
     mesh = start_mesh(Settings.model_validate(case["settings"]).parallel)
     trainer, reference = start(case, mesh, device), start(case, mesh, device)
-    for either in (trainer, reference):
-        train(either, 1, folder)
+    for each in (trainer, reference):
+        train(each, 1, folder)
     scored = scored_apart(trainer, folder)
     before = state(trainer)
     name, poisoned = next((n, p) for n, p in trainer.policy.named_parameters() if case["parameter"] in n)
@@ -73,7 +73,7 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
     changed = differing(before, state(trainer))
     if hook:
         hook.remove()
-    after = [train(either, 3, folder)["policy/grad_norm"] for either in (trainer, reference)]
+    after = [train(each, 3, folder)["policy/grad_norm"] for each in (trainer, reference)]
     apart = differing(state(trainer), state(reference))
 
     if mesh.rank == case["rank"]:

@@ -59,8 +59,8 @@ def main() -> None:
     once, twice = make(case, mesh, device, 1), make(case, mesh, device, 1)
     first = scored(twice, folder)
     first.minibatches = first.minibatches * 2
-    for updated, share in ((once, scored(once, folder)), (twice, first)):
-        updated.update(1, share, lambda done, total: None)
+    for each, share in ((once, scored(once, folder)), (twice, first)):
+        each.update(1, share, lambda done, total: None)
     if mesh.rank == 0:
         result = {
             "ranks": ranks,

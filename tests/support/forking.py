@@ -322,7 +322,7 @@ def _prepare(start: dict[str, Any], done: int) -> None:
 
 
 def _take_streams(streams: Sequence[int], done: int) -> None:
-    """Make these descriptors 0 to 2 and ``told`` 3, and close the others."""
+    """Make these descriptors 0 to 2 and ``done`` 3, and close the others."""
     copies = [os.dup(fd) for fd in (*streams, done)]
     moved = [os.dup2(copy, 100 + i) for i, copy in enumerate(copies)]
     for i, fd in enumerate(moved):
