@@ -31,7 +31,7 @@ def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
 
 
 def scored_apart(trainer: Trainer, folder: Path) -> float:
-    """The largest difference of a step's log-probs to those of each sequence in a row of its own."""
+    """The largest difference between a step's log-probs and those of each sequence packed alone."""
     batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
     trainer.compute_log_probs(batch)
     trajectories = list(iter_trajectories(batch.minibatches))

@@ -140,7 +140,7 @@ def test_the_rewards_and_prompts_of_the_page(configs: list[dict[str, Any]]) -> N
     assert parts["classifier"] == [0.75] * 3
 
 
-@pytest.mark.long  # four more layouts; the default tier has one, and test_layouts the losses of ours in all
+@pytest.mark.long  # four more layouts; the default tier has one, and test_layouts has our own losses in all
 def test_own_metrics_are_the_same_in_every_layout(tmp_path: Path, sections: dict[str, Any]) -> None:
     write_rewarded_batch(tmp_path, 3)
     expected = train(tmp_path, sections, 1, {"TP1": {}}, steps=4)["TP1"]

@@ -1,4 +1,4 @@
-"""A step with ``rollout.ahead`` on ranks: probes are scored beside it, compared, and change nothing in it.
+"""A step with ``rollout.ahead`` on ranks: probes are scored with it, compared, and change nothing in it.
 
 Why: a batch that was sampled ahead may have no token of the present weights, and the guard on mismatch would
 be silent. Proved, with real Megatron in fp32 and a sampler that is a stand-in: every probe is fetched once,

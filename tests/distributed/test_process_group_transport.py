@@ -164,7 +164,7 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     with pytest.raises(ShardError, match="no publication is open"):
         reader.check(halves(0))
     t.tell("retract")
-    # The trainers are busy with something else: nobody serves what the manifest promises.
+    # The trainers have retracted the publication: no rank serves what the manifest names.
     reader.open(manifest.place, 4)
     began = time.monotonic()
     with pytest.raises(ShardError, match=r"trainer rank [01] does not answer"):

@@ -48,7 +48,7 @@ class NormAndLinear(nn.Module):
 
 
 def fuse_norms(policy: Policy) -> None:
-    """Put the norms where Transformer Engine's dense layers have them; they leave an identity behind."""
+    """Put the norms where Transformer Engine's dense layers have them, with an identity in their place."""
     for chunk in policy.chunks:
         for layer in chunk.decoder.layers:
             attention, mlp = layer.self_attention, layer.mlp

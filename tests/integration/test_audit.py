@@ -170,7 +170,7 @@ def test_a_stale_layer(reports: dict[str, dict]) -> None:
 
 
 def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_path: Path) -> None:
-    """A run's folder: its newest export and its journal; the engine loads weights of its own."""
+    """A run's folder: its newest export and its journal; the engine loads other weights."""
     run = tmp_path / "run-001"
     (run / "rollouts").mkdir(parents=True)
     shutil.copytree(checkpoints / "trained", run / "hf" / "step_000003")

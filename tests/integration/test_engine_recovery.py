@@ -234,7 +234,7 @@ def test_a_core_that_hangs_in_an_evaluation_a_rollout_and_a_sync(
 
 
 def test_a_warning_in_an_evaluation_puts_it_off(start: Callable[..., Run], undisturbed: Run) -> None:
-    """The step counts as done; its evaluation and its row of metrics are made when the run goes on."""
+    """The step counts as done; its evaluation and its row of metrics are made after the resume."""
     run = start("warned-evaluating", *EVALUATION)
     engine = run.wait_for_engine()
     run.wait_for_rollouts(2)

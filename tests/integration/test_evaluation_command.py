@@ -244,7 +244,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
             pids["evaluator"] = pid
         if b"vllm.entrypoints.openai.api_server" in words:
             pids["engine"] = pid
-    if victim == "core":  # it hangs, and its server goes on answering
+    if victim == "core":  # it hangs, but its server still answers
         os.kill(find_core(pids["engine"]), signal.SIGSTOP)
     else:
         os.kill(pids[victim], signal.SIGKILL)

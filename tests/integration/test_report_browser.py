@@ -251,7 +251,7 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
         browser.mouse("mouseMoved", next(moves), 2)
         return browser.run("view.cursor") is None
 
-    wait_for(has_left, 60)  # the chart hears that the pointer has left it
+    wait_for(has_left, 60)  # the chart gets the event that the pointer has left it
     browser.run("document.querySelector('[data-chart=Entropy]').focus()")
     for kind in ("keyDown", "keyUp", "keyDown"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight")

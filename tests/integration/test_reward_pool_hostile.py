@@ -100,7 +100,7 @@ def resident(pid: int | str = "self") -> int:
 
 
 def descendants() -> set[int]:
-    """Processes of ours that are alive."""
+    """Live descendants of this process."""
     parents = {pid: int(stat[1]) for pid, stat in read_stats().items()}
     pids = {os.getpid()}
     while more := {p for p, parent in parents.items() if parent in pids and p not in pids}:

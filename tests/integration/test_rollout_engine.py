@@ -98,7 +98,7 @@ def engine(folder: Path, settings: Settings) -> Iterator[Engine]:
 def ask(
     engine: Engine, *requests: dict, token: str | None = None, as_bytes: bool = True
 ) -> list[list[Sample]]:
-    """Send requests at the same time; one connection pool, as the sampler has it."""
+    """Send requests at the same time; with one connection pool, like the sampler."""
 
     async def run() -> list[list[Sample]]:
         client = EngineClient(0, engine.process.socket, token or engine.token, timeout=120, as_bytes=as_bytes)

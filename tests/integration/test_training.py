@@ -5,7 +5,7 @@ in each trainer layout (a few in the default tier) and with the engine at TP2; e
 different layouts sample the same tokens, and the first update's gradient norm agrees over layouts to 1e-5; a
 guard stops a run whose engine disagrees. One engine serves all layouts, and trainer ranks start without the
 launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
-transformers and in vLLM, is long: test_resume has such a run with all else that is asked of it here,
+transformers and in vLLM, is long: test_resume has such a run with all other checks of it,
 test_rollout_engine has an export in vLLM, test_bad_input has an engine at TP2. Not covered: GPUs, several
 nodes, resuming.
 """

@@ -129,9 +129,9 @@ def place() -> tuple[str, str]:
 _PINNED: dict[int, torch.UntypedStorage] = {}
 """Kept alive, or another storage could get the same number."""
 _PLACES: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
-"""Devices of storages that were asked for: torch has all of a fake tensor's on ``meta``. Likewise."""
+"""Devices of storages that were requested: torch has all fake storages on ``meta``. Kept alive, too."""
 _ADDRESSES: dict[int, tuple[int, torch.UntypedStorage]] = {}
-"""Addresses of storages that were asked for, 64 GiB apart. Likewise."""
+"""Addresses of storages that were requested, 64 GiB apart. Kept alive, too."""
 _ROOM = 1 << 36
 
 
@@ -433,7 +433,7 @@ class _Event:
 
 
 class _Runtime:
-    """torch.cuda.cudart(): to register host memory pins the storage that it lies in."""
+    """torch.cuda.cudart(): registering host memory pins its storage."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         for cdata, (address, storage) in _ADDRESSES.items():

@@ -262,7 +262,7 @@ def _fork(start: dict[str, Any]) -> int:
     ready, done = os.pipe()
     start["parent"] = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
         pid = os.fork()
     if pid == 0:
         _become(start, done)

@@ -299,7 +299,7 @@ def gradient_error(
 
 
 SMOOTH = {"objective": {"beta": 0.05, "clip": None}, "anchor": {"type": "fixed"}}
-"""Without a clip: a ratio that lies on its edge would fall to one side or the other by rounding."""
+"""Without a clip: rounding would decide on which side of its bound a ratio is."""
 
 
 def ragged_batch(seed: int, longest: int, count: int) -> list[Trajectory]:

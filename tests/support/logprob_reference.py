@@ -25,7 +25,7 @@ def measure_errors(
     """Errors out of bounds: log-probs, entropies, gradients of hidden states and weight, padding's gradient.
 
     Bounds: twice the error of plain float32 torch, and 2e-6 x max(1, largest |logit|). ``scale``: of the
-    weights, and so of the logits. ``padding``: rows behind the vocabulary. ``group``: cuts the rows.
+    weights, and so of the logits. ``padding``: rows after the vocabulary. ``group``: cuts the rows.
     """
     generator = torch.Generator().manual_seed(vocab + tokens)
     hidden = torch.randn(tokens, width, generator=generator)

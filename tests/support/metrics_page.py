@@ -26,7 +26,7 @@ def missing_from_page(rows: Iterable[dict]) -> set[str]:
 
 
 def pattern(key: str) -> re.Pattern[str]:
-    """What a documented key stands for: ``<name>`` is any name."""
+    """The pattern of a documented key: ``<name>`` matches any name."""
     return re.compile(re.sub(r"<[^>]*>", "[^/]+", re.sub(r"([.@])", r"\\\1", key)))
 
 

@@ -115,7 +115,7 @@ def measure_cases(measure: Callable[[dict[str, Any], Path, torch.device], Any]) 
 def start_ranks(worker: str, world: int, folder: Path) -> tuple[list[Any], TextIO]:
     """Start the module ``worker`` with argument FOLDER as ``world`` forked ranks, and return.
 
-    Returns the processes and what rank 0 prints, to be read as it comes; it ends when the rank does.
+    Returns the processes and what rank 0 prints, as it arrives; it ends when the rank does.
     """
     logs = [folder / f"rank_{r}.log" for r in range(world)]
     logs[0].unlink(missing_ok=True)

@@ -79,7 +79,7 @@ class Slurm:
     """The daemons, started by the constructor, and the commands that speak to them."""
 
     def __init__(self, folder: Path):
-        """folder: short, since sockets lie in it; owned by this user."""
+        """folder: with a short path, since it has sockets; owned by this user."""
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
@@ -96,7 +96,7 @@ class Slurm:
         facts = {"folder": folder, "ports": ports, "user": user, "host": socket.gethostname()}
         (folder / "slurm.conf").write_text(CONFIG.format(**facts, cpus=os.cpu_count()))
         for number in range(8):
-            (folder / f"gpu{number}").touch()  # Slurm hands out names of devices; nobody opens them
+            (folder / f"gpu{number}").touch()  # Slurm assigns names of devices; no process opens them
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n")
         try:
             self._start("munged", "--foreground", "--force", f"--key-file={key}", *self._munge_files())

@@ -380,7 +380,7 @@ def _place() -> str:
 
 
 class Pretend(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the host, and said to be on the GPU."""
+    """Tensors that are requested on a GPU are made on the host, and marked as on the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -399,7 +399,7 @@ class Pretend(TorchFunctionMode):
             gpu = device.index if device.index is not None else ORDER.current_gpu
             with _Allocating(gpu):
                 out = func(*args, **kwargs)
-            if ORDER._gpu(out) is None:  # made of a constant
+            if ORDER._gpu(out) is None:  # made from a constant
                 ORDER.place(out.untyped_storage(), gpu)
             return out
         if pinned and ORDER.current_gpu != ORDER.process.gpu:

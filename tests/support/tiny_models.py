@@ -222,7 +222,7 @@ def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
 def use_float64() -> Iterator[None]:
     """Within the block, norms and routers of transformers' Qwen3-MoE compute in float64 where the model is.
 
-    They are float32 otherwise, whatever the model, and a router then chooses by rounded numbers.
+    Otherwise they compute in float32 for every model, and a router chooses by rounded numbers.
     """
     import torch
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module

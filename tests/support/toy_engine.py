@@ -187,7 +187,7 @@ def register() -> None:
     import vllm.config.vllm as config
     from vllm.platforms.cpu import CpuPlatform
 
-    config.HAS_TRITON = True  # asked for model runner V2, whose place the worker takes
+    config.HAS_TRITON = True  # required for model runner V2, which the worker replaces
     check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def keep_async_scheduling(cls: Any, vllm_config: Any) -> None:

@@ -52,7 +52,7 @@ LAYOUTS = {
     AHEAD: [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
         *("rollout.ahead=2", "correction.type=truncate"),
-        # The engines are slower than the trainer, so that updates fall into responses.
+        # The engines are slower than the trainer, so that updates interrupt responses.
         *("engine.max_sequences=1", "rollout.samples_per_prompt=8"),
     ],
 }
