@@ -3,7 +3,7 @@
 Why: long sequences are where memory and positions go wrong. The episode continues a response after its end,
 so every one reaches the limit, in about thirty turns. Proved over three steps: all of them are counted as
 truncated, engine and trainer agree on log-probs out to the last token, memory does not grow.
-Not covered: that such a run learns; the rewards are all alike.
+Not covered: that such a run learns; all rewards are equal.
 """
 
 from __future__ import annotations

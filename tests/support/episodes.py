@@ -30,13 +30,13 @@ async def until_the_limit(task: EpisodeTask, generate: Generate, score: ScoreTex
 async def scored(task: EpisodeTask, generate: Generate, score: ScoreText, kind: str = "number") -> Episode:
     """One turn; its reward is a number, what ``score`` returns, or either."""
     turn = await generate(task.prompt)
-    found = await score(turn.text)
+    reward = await score(turn.text)
     as_number = kind == "number" or (kind == "either" and task.seed % 2 == 0)
-    return Episode(len(turn.tokens) / 100 if as_number else found)
+    return Episode(len(turn.tokens) / 100 if as_number else reward)
 
 
 async def faulty(task: EpisodeTask, generate: Generate, score: ScoreText, fault: str) -> Any:
-    """What an episode can do wrong."""
+    """Everything that an episode can do wrong."""
     if fault == "no turn":
         return Episode()
     turn = await generate(task.prompt[:-1] if fault == "shorter" else task.prompt, 4)
@@ -71,8 +71,8 @@ async def told(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episo
     turn = await generate(task.prompt, 3)
     await generate(turn.context + BETWEEN)
     round_trip = task.decode(task.encode("ab"))
-    found = (task.text, task.answer, task.row, task.max_tokens, task.held_out, round_trip)
-    return Episode(1.0 if found == ("What is 1+1?", "2", {"level": 3}, 64, "amc", "ab") else -1.0)
+    inputs = (task.text, task.answer, task.row, task.max_tokens, task.held_out, round_trip)
+    return Episode(1.0 if inputs == ("What is 1+1?", "2", {"level": 3}, 64, "amc", "ab") else -1.0)
 
 
 at_work = asyncio.Event()
