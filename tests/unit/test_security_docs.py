@@ -162,7 +162,7 @@ unit/test_plain_loading.py::test_what_a_checkpoint_names_is_not_run
 unit/test_plain_loading.py::test_values_of_a_pickle_are_inert
   by code that can only make plain values
 unit/test_plain_loading.py::test_a_tensor_that_claims_what_it_is_not_is_one_message
-unit/test_plain_loading.py::test_of_a_storage_only_what_a_tensor_spans_is_read
+unit/test_plain_loading.py::test_only_the_span_of_a_tensor_is_read_from_its_storage
   within what their storage holds
 unit/test_plain_loading.py::test_a_checkpoints_small_files_are_no_links_out_of_it
 unit/test_plain_loading.py::test_an_index_names_only_files_of_its_folder
@@ -176,7 +176,7 @@ unit/test_plain_loading.py::test_our_own_index_needs_no_pickle
   If another tool has changed that
 unit/test_plain_loading.py::test_pickles_for_other_libraries_are_left_out
   FP8 states of Transformer Engine are pickles
-unit/test_plain_loading.py::test_a_run_trusts_such_pickles_in_its_own_folder_alone
+unit/test_plain_loading.py::test_a_run_trusts_pickles_only_in_its_own_folder
   They are kept when a run resumes from its own folder
 unit/test_hostile_inputs.py::test_a_line_without_end_is_one_message
   lines of at most 256 MiB
