@@ -112,7 +112,7 @@ unit/test_checkpoint_path.py::test_a_run_a_step_and_its_model_are_the_same_check
 unit/test_checkpoint_path.py::test_what_is_evaluated
   They use no other key of a checkpoint that was copied
 unit/test_checkpoint_path.py::test_no_link_of_a_step_leads_out_of_it
-unit/test_resume_rules.py::test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made
+unit/test_resume_rules.py::test_nothing_is_read_through_links_out_of_a_run
   no link may lead outside the folder you give
   Below a folder that others may have made, a link
 unit/test_report.py::test_a_page_has_nothing_of_files_to_which_a_run_only_links
@@ -186,7 +186,7 @@ unit/test_hostile_inputs.py::test_a_small_file_that_stands_for_gigabytes_is_refu
   a compressed file may hold 100 times
 unit/test_stored_prompts.py::test_what_others_could_have_written_is_not_used
   its folder must belong to you, with mode 0700
-unit/test_stored_prompts.py::test_a_file_of_another_user_or_a_link_in_the_folder_is_not_used
+unit/test_stored_prompts.py::test_another_users_file_or_a_link_is_not_used
   links are not followed; a checksum
 unit/test_stored_prompts.py::test_a_damaged_file_is_made_again
   a checksum finds damage, and
@@ -276,7 +276,7 @@ integration/test_rollout_engine.py::test_every_route_asks_for_the_token_and_erro
 unit/test_scratch_dirs.py::test_folders_of_dead_runs_go_and_those_of_living_ones_stay
   need a shorter path | 0700; removed at the end
   `/dev/shm/rpg-*` | 0700; removed in the same way
-unit/test_scratch_dirs.py::test_the_work_folder_is_in_tmpdir_if_sockets_in_it_have_short_enough_paths
+unit/test_scratch_dirs.py::test_the_work_folder_is_in_tmpdir_if_socket_paths_fit
   or `/tmp/rpg-*` if sockets need a shorter path
 unit/test_hostile_inputs.py::test_the_folder_of_a_conversion_is_private
   `.NAME.incomplete` | 0700
@@ -287,9 +287,9 @@ integration/test_engine_process.py::test_starts_answers_and_stops
 unit/test_resume_rules.py::test_the_rest_of_a_run_follows_the_umask_also_behind_a_link
   exports | your umask
   Links that you give are followed: `runs`
-unit/test_resume_rules.py::test_a_run_that_the_user_reaches_through_a_link_can_be_started_from
+unit/test_resume_rules.py::test_a_run_can_be_started_from_through_a_link
   a run's folder and a model's may be reached
-unit/test_resume_rules.py::test_checkpoints_of_a_run_of_ones_own_may_lie_on_another_disk
+unit/test_resume_rules.py::test_checkpoints_of_a_run_may_be_on_another_disk
   `checkpoints/` of your own run lie on another disk
 """
 
