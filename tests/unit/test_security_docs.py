@@ -99,7 +99,7 @@ integration/test_custom_rewards.py::test_a_judge_that_fails_costs_scores_and_cou
   which is read from the environment only
 integration/test_custom_rewards.py::test_a_judge_is_asked_again_after_waits_that_grow
   no redirects, so that its key
-unit/test_megatron_folder.py::test_a_manifest_tells_what_it_was_told_and_finds_all_damage
+unit/test_megatron_folder.py::test_a_manifest_returns_its_facts_and_finds_all_damage
 unit/test_resume_rules.py::test_a_damaged_checkpoint_is_passed_over
   before a resume: checkpoints by SHA-256
 unit/test_resume_rules.py::test_a_state_of_another_form_is_one_message
@@ -166,7 +166,7 @@ unit/test_plain_loading.py::test_only_the_span_of_a_tensor_is_read_from_its_stor
   within what their storage holds
 unit/test_plain_loading.py::test_a_checkpoints_small_files_are_no_links_out_of_it
 unit/test_plain_loading.py::test_an_index_names_only_files_of_its_folder
-unit/test_megatron_folder.py::test_a_checkpoint_is_no_link_out_of_the_folder_that_was_given
+unit/test_megatron_folder.py::test_a_checkpoint_is_no_link_out_of_the_given_folder
   Files outside the folder are refused
 unit/test_plain_loading.py::test_an_index_may_name_what_it_does_not_need
   In the index, what is not needed
