@@ -48,16 +48,16 @@ if os.environ.get(_EARLY):
 async def response_of_length(
     task: EpisodeTask, generate: Generate, score: ScoreText, mean: float = 64.0, sigma: float = 1.0
 ) -> Episode:
-    """An episode whose length is log-normal, as long reasoning has it, and follows from its seed.
+    """An episode whose length is log-normal, as in long reasoning, and determined by its seed.
 
-    A response that ends too early is continued behind its end. mean: of the length, tokens, before it is cut
+    A response that ends too early is continued after its end. mean: of the length, tokens, before it is cut
     at the token limit. sigma: standard deviation of its logarithm.
     """
-    drawn = random.Random(task.seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-    left, context = min(max(1, round(drawn)), task.max_tokens), task.prompt
-    while left:
-        turn = await generate(context, max_tokens=left)
-        left, context = left - len(turn.tokens), turn.context
+    length = random.Random(task.seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+    remaining, context = min(max(1, round(length)), task.max_tokens), task.prompt
+    while remaining:
+        turn = await generate(context, max_tokens=remaining)
+        remaining, context = remaining - len(turn.tokens), turn.context
     return Episode()
 
 
@@ -94,10 +94,10 @@ def speed(
     a quarter of an hour; the machine should do nothing else. Cases alternate, so that a ratio compares runs
     made soon after each other; medians of these, and (lowest to highest).
 
-    Lengths of responses are log-normal and follow from their seeds: ``mean``, ``sigma`` and ``limit``, 8 to a
-    prompt, ``slots`` at once. The first and last ``edge`` steps, in which the stream fills and ends, are left
-    out. Trainer idle: it collects a batch. Engine idle: share of the engine's polls, one every two seconds,
-    with no request.
+    Lengths of responses are log-normal and determined by their seeds: ``mean``, ``sigma`` and ``limit``, 8 to
+    a prompt, ``slots`` at once. The first and last ``edge`` steps, in which the stream fills and ends, are
+    left out. Trainer idle: it collects a batch. Engine idle: share of the engine's polls, one every two
+    seconds, with no request.
     """
     if steps - 2 * edge < 2:
         raise SystemExit("--steps must be above twice --edge plus 1")
@@ -152,7 +152,7 @@ def speed(
 
 
 def _engine_idle(folder: Path, begin: float, end: float) -> float:
-    """Share of the polls of a span with nothing running in the engine."""
+    """Share of the polls in a time span with no request running in the engine."""
     rows = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
     polls = [row["running"][0] for row in rows if "running" in row and begin <= row["time"] <= end]
     return sum(running == 0 for running in polls) / len(polls) if polls else float("nan")
@@ -180,14 +180,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        due = [handle.when() for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
-        if due and not self._ready:  # type: ignore[attr-defined]
-            self._now = max(self._now, min(due))
+        times = [handle.when() for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
+        if times and not self._ready:  # type: ignore[attr-defined]
+            self._now = max(self._now, min(times))
         super()._run_once()  # type: ignore[misc]
 
 
 class Engines:
-    """Stands for dispatcher and engines. A weight update does not stop a group."""
+    """Replaces dispatcher and engines. A weight update does not stop a group."""
 
     def __init__(self, seed: int, slowed: Callable[[int], float]):
         """slowed: ticket -> factor of the group's duration."""
@@ -224,7 +224,7 @@ class Engines:
 
 
 class Stream:
-    """Stands for the prompts."""
+    """Replaces the prompt stream."""
 
     def __init__(self) -> None:
         self.ticket = 0
@@ -237,7 +237,7 @@ class Stream:
 
 @dataclass
 class Result:
-    """Of one simulated run, without its first steps."""
+    """One simulated run, without its first steps."""
 
     lag: float
     """Mean age of a token, in updates."""
@@ -256,7 +256,7 @@ def simulate(
     seed: int = 0,
     slowed: Callable[[int], float] = lambda ticket: 1.0,
 ) -> Result:
-    """Train for ``steps`` steps. work: seconds that the trainer works on a batch, within 10%."""
+    """Train for ``steps`` steps. work: seconds that the trainer works on a batch, up to 10% more or less."""
 
     async def run() -> Result:
         engines, loop, rng = Engines(seed, slowed), asyncio.get_running_loop(), random.Random(seed)
@@ -270,16 +270,16 @@ def simulate(
         producer.admit(0)
         lags, waits, skip = [], [], steps // 10
         for step in range(1, steps + 1):
-            asked = loop.time()
+            request = loop.time()
             if step == skip:
-                began = asked
+                start = request
             batch = await producer.next_batch(step, step - 1)
-            waits.append(loop.time() - asked)
+            waits.append(loop.time() - request)
             lags.append(batch.metrics["async/lag_mean"])
             await asyncio.sleep(work * rng.uniform(0.9, 1.1))
             engines.updates.append(loop.time())
             producer.admit(step)
-        seconds = (loop.time() - began) / (steps - skip + 1)
+        seconds = (loop.time() - start) / (steps - skip + 1)
         return Result(float(np.mean(lags[skip:])), seconds, float(np.mean(waits[skip:])) / seconds)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -292,8 +292,8 @@ def admission(report: Report, steps: int = 200) -> None:
 
     The producer is the real one. Simulated engines work on 40 groups at once, the rest queue; the duration of
     a group is log-normal. So the figures are the same on every machine, and say nothing about the speed of
-    engines. The trainer's work on a batch is a multiple of what the engines need for one at full load; a
-    batch takes them longer, since its last groups do not fill them.
+    engines. The trainer's work on a batch is a multiple of the engines' time for a batch at full load; a
+    batch takes longer than that, since its last groups do not fill the engines.
     """
     columns = ("trainer's work", "ahead", "lag, early|.2f", "lag, late|.2f", "steps/s, late / early|.3f")
     table = report.table(*columns, "trainer waits, early|.1%", "late|.1%")

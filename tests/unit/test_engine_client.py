@@ -31,7 +31,7 @@ def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index
 
 
 class Request(NamedTuple):
-    """What the server got."""
+    """A request as the server received it."""
 
     path: str
     token: str
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Response:
-    """What the server answers."""
+    """The server's answer."""
 
     def __init__(self, status: int = 200, content: bytes = b"", json: Any = None):
         self.status = status
@@ -52,7 +52,7 @@ Handler = Callable[[Request], Response]
 def generate(
     handler: Handler, as_bytes: bool = False, experts: ExpertShape | None = None, **changes: Any
 ) -> list[Sample]:
-    """By a real server on a socket."""
+    """Generate from a real server on a socket."""
 
     async def serve(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -76,9 +76,9 @@ def generate(
             await web.UnixSite(runner, str(socket)).start()
         timeout = 1 if handler is hang else 60
         client = EngineClient(3, socket, "secret", timeout=timeout, as_bytes=as_bytes, experts=experts)
-        asked = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
+        sampling = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
         try:
-            return await client.generate(np.array([1, 2], np.int32), **asked)
+            return await client.generate(np.array([1, 2], np.int32), **sampling)
         finally:
             await client.close()
             await runner.cleanup()
@@ -92,20 +92,20 @@ def answer(*choices: dict[str, Any]) -> Handler:
 
 
 def test_request_and_answer() -> None:
-    seen = {}
+    received = {}
 
     def handler(request: Request) -> Response:
-        seen["path"], seen["token"] = request.path, request.token
-        seen["body"] = request.body
+        received["path"], received["token"] = request.path, request.token
+        received["body"] = request.body
         return Response(
             json={"choices": [choice([7], [-1.5], "length", 1), choice([5, 9], [-0.25, -2.0], "stop", 0)]},
         )
 
     samples = generate(handler, n=2)
-    assert seen["path"] == "/inference/v1/generate"
-    assert seen["token"] == "Bearer secret"
-    assert seen["body"]["token_ids"] == [1, 2]
-    sampling = seen["body"]["sampling_params"]
+    assert received["path"] == "/inference/v1/generate"
+    assert received["token"] == "Bearer secret"
+    assert received["body"]["token_ids"] == [1, 2]
+    sampling = received["body"]["sampling_params"]
     assert (sampling["n"], sampling["seed"], sampling["temperature"], sampling["max_tokens"]) == (
         2,
         5,
@@ -139,7 +139,7 @@ BROKEN["logprobs"]["content"][1]["token_id"] = 7
 
 
 @pytest.mark.parametrize(
-    ("handler", "says"),
+    ("handler", "message"),
     [
         (refuse, "does not listen on its socket"),
         (hang, "did not answer /inference/v1/generate within 1 s"),
@@ -158,19 +158,19 @@ BROKEN["logprobs"]["content"][1]["token_id"] = 7
         (answer({"index": 0, "token_ids": [5], "finish_reason": "stop"}), "log-probs of other tokens"),
     ],
 )
-def test_every_failure_names_the_engine(handler: Handler, says: str) -> None:
+def test_every_failure_names_the_engine(handler: Handler, message: str) -> None:
     with pytest.raises(EngineError) as error:
         generate(handler)
     assert str(error.value).startswith("engine 3 ")
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 def packed(*choices: tuple[int, list[int], list[float], str]) -> Handler:
-    made = [
+    samples = [
         SampledBytes(i, finish, np.array(tokens, np.int32).tobytes(), np.array(values, np.float32).tobytes())
         for i, tokens, values, finish in choices
     ]
-    return lambda _: Response(content=msgspec.msgpack.encode(made))
+    return lambda _: Response(content=msgspec.msgpack.encode(samples))
 
 
 def test_tokens_as_bytes() -> None:
@@ -207,7 +207,7 @@ def test_json_where_the_plug_in_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("handler", "says"),
+    ("handler", "message"),
     [
         (lambda _: Response(content=b"{}"), "cannot be parsed"),
         (lambda _: Response(content=msgspec.msgpack.encode([[0, "stop", b"123", b""]])), "parsed"),
@@ -219,27 +219,27 @@ def test_json_where_the_plug_in_is_missing() -> None:
         (lambda _: Response(500, content=b"EngineCore died"), "bytes with status 500: EngineCore died"),
     ],
 )
-def test_every_failure_of_bytes_names_the_engine(handler: Handler, says: str) -> None:
+def test_every_failure_of_bytes_names_the_engine(handler: Handler, message: str) -> None:
     with pytest.raises(EngineError) as error:
         generate(handler, as_bytes=True)
     assert str(error.value).startswith("engine 3 ")
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_routes_of_experts(as_bytes: bool) -> None:
     """The prompt has two tokens; the routes of its first are left out."""
     routes = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], np.uint8)
-    asked = []
+    starts = []
 
     def handler(request: Request) -> Response:
-        asked.append(request.body["sampling_params"].get("routed_experts_prompt_start"))
+        starts.append(request.body["sampling_params"].get("routed_experts_prompt_start"))
         if as_bytes:
             tokens, values = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
-            found = SampledBytes(
+            encoded = SampledBytes(
                 0, "stop", tokens.tobytes(), values.tobytes(), None, routes.tobytes(), routes.shape
             )
-            return Response(content=msgspec.msgpack.encode([found]))
+            return Response(content=msgspec.msgpack.encode([encoded]))
         file = io.BytesIO()
         np.save(file, routes)
         text = base64.b64encode(file.getvalue()).decode()
@@ -250,7 +250,7 @@ def test_routes_of_experts(as_bytes: bool) -> None:
     assert sample.routes.tolist() == [[[1, 2]], [[3, 0]]]
     (plain,) = generate(handler, as_bytes)
     assert len(plain.routes) == 0
-    assert asked == [1, None]
+    assert starts == [1, None]
     routes[1, 1] = 0
     with pytest.raises(EngineError, match=r"engine 3 returned routes with an expert twice .* set training"):
         generate(handler, as_bytes, experts, routes_from=1)

@@ -1,8 +1,8 @@
-"""Episodes of the user's own: turns, tokens between them, rewards, errors.
+"""User-defined episodes: turns, tokens between them, rewards, errors.
 
-Why: a token that the policy did not sample and that is trained on, or a turn that continues other tokens than
-those sampled, shows in no metric. Stand-in engines answer from the prompt and the seed alone. Weight updates
-in mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
+Why: no metric shows that a token was trained on that the policy did not sample, or that a turn continues
+other tokens than those sampled. Stand-in engines answer from the prompt and the seed alone. Weight updates in
+mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Request = dict[str, Any]
 
 
 class Engine:
-    """Answers a few digits and 0, drawn from prompt and seed, after a random while."""
+    """Answers a few digits and 0, drawn from prompt and seed, after a random delay."""
 
     def __init__(self, rng: random.Random, lives: int = 10**6):
         """lives: number of requests until it fails."""
@@ -78,8 +78,8 @@ def make_settings(config_file: Path, episode: str, **keys: Any) -> Settings:
 
 def make_task(**changes: Any) -> GroupTask:
     prompt = np.frombuffer(PROMPT, np.uint8).astype(np.int32)
-    given = {"samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
-    return GroupTask(7, 0, prompt, "2", **given)
+    fields = {"samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
+    return GroupTask(7, 0, prompt, "2", **fields)
 
 
 def sample(
@@ -90,15 +90,15 @@ def sample(
     async def run() -> tuple[list[Trajectory], GroupScores]:
         clients: Any = engines
         worker = Worker(settings, codec_of(ByteTokenizer()), clients, folder, [0])
-        whole = task or make_task()
+        group_task = task or make_task()
         try:
             async with asyncio.timeout(30):
-                done, number = Generated(False), -1
-                while not done.complete:
+                progress, number = Generated(False), -1
+                while not progress.complete:
                     number += 1
-                    done = await worker.generate(whole, number % len(engines), 0)
+                    progress = await worker.generate(group_task, number % len(engines), 0)
                 scores = await worker.score(7)
-                rows = len(scores.rows) or whole.samples
+                rows = len(scores.rows) or group_task.samples
                 return await worker.fetch([7] * rows, list(range(rows))), scores
         finally:
             worker.close()
@@ -118,7 +118,7 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
     assert len(answers) == 2 * 3
     assert len({r["seed"] for r in engine.requests}) == len(engine.requests)
     for t in group:
-        whole = [*PROMPT, *t.response.tolist()]
+        sequence = [*PROMPT, *t.response.tolist()]
         turns = re.fullmatch(rb"(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)", bytes(t.response.tolist()))
         assert turns is not None
         assert [bool(m) for m in t.mask] == [token not in b"()*" for token in t.response.tolist()]
@@ -126,7 +126,7 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
         assert (t.behaviour[t.mask] < 0).all()
         assert not t.behaviour[~t.mask].any()
         for begin in (turns.start(2), turns.start(3)):  # a request for exactly the tokens before the turn
-            assert [n for (a, _), n in answers.items() if list(a) == whole[: 12 + begin]] == [5]
+            assert [n for (a, _), n in answers.items() if list(a) == sequence[: 12 + begin]] == [5]
         assert t.text == bytes(token for token in t.response.tolist() if token).decode()
     assert scores.lengths == [int(t.mask.sum()) for t in group]
     assert [row.response for row in scores.rows] == [len(t.response) for t in group]
@@ -210,7 +210,7 @@ def test_neither_timing_nor_failures_change_a_response(
     expected, _ = sample(settings, [Engine(random.Random(1))], tmp_path)
     for seed in range(20):
         lives = (seed % 7, 2, 100)
-        engines = [Engine(random.Random(10 * seed + i), lives=left) for i, left in enumerate(lives)]
+        engines = [Engine(random.Random(10 * seed + i), lives=count) for i, count in enumerate(lives)]
         group, _ = sample(settings, engines, tmp_path)
         assert contents(group) == contents(expected)
         assert sum(engine.answered for engine in engines) == (9 if episode == "three_turns" else 15)
@@ -287,15 +287,15 @@ def test_an_evaluation_runs_the_episode_too(config_file: Path, tmp_path: Path) -
         clients: Any = [Engine(random.Random(1))]
         worker = Worker(settings, codec_of(ByteTokenizer()), clients, tmp_path, [0])
         assert (await worker.generate(held_out, 0, 0)).complete
-        found = await worker.answers(7)
-        assert found.lengths == (await worker.score(7)).lengths
+        answers = await worker.answers(7)
+        assert answers.lengths == (await worker.score(7)).lengths
         worker.close()
-        return found
+        return answers
 
-    found = asyncio.run(run())
-    assert found.correct == [True] * 3
+    answers = asyncio.run(run())
+    assert answers.correct == [True] * 3
     assert all(
-        len(text.replace("()*", "")) <= n for text, n in zip(found.responses, found.lengths, strict=True)
+        len(text.replace("()*", "")) <= n for text, n in zip(answers.responses, answers.lengths, strict=True)
     )
 
 
@@ -382,10 +382,10 @@ def test_a_wrong_setting_is_found_before_the_start(
     """By the check that ``train``, ``plan`` and ``doctor`` run."""
     (code,) = list_custom_code(make_settings(config_file, episode, **keys))
     assert re.search(message, str(find_problem(code)))
-    (right,) = list_custom_code(
+    (valid,) = list_custom_code(
         load_settings(config_file, ["rollout.episode=tests.support.episodes:three_turns"])
     )
-    assert find_problem(right) is None
+    assert find_problem(valid) is None
 
 
 def test_the_example_of_the_page(
