@@ -7,6 +7,7 @@ the bridge tests. Not covered: tensor parallelism, GPUs.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
@@ -240,9 +244,7 @@ def test_bytes_are_what_json_says(engine: Engine) -> None:
         for n, tolerance in ((1, 0.0), (4, 1e-5)):
             sampling = request(PROMPTS[0], n=n, max_tokens=24, **changes)
             ask(engine, sampling)  # the prompt is in the prefix cache for both that are compared
-            packed, plain = (
-                ask(engine, sampling, client_class=kind)[0] for kind in (EngineClient, JSONClient)
-            )
+            (packed,), (plain,) = (ask(engine, sampling, client_class=c) for c in (EngineClient, JSONClient))
             for a, b in zip(packed, plain, strict=True):
                 assert a.tokens.tolist() == b.tokens.tolist()
                 assert a.finish == b.finish

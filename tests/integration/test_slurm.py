@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from rpg_megatron.bridge.vllm.generate_route import GENERATE
 from tests.support.slurm import SMALL, TWO, Job, Slurm, missing
 
 pytestmark = [
@@ -153,9 +154,7 @@ def assert_every_route_is_guarded(url: str, token: str) -> None:
     authorized = {"Authorization": f"Bearer {token}"}
     with httpx.Client(base_url=url, timeout=60) as client:
         paths = client.get("/openapi.json", headers=authorized).json()["paths"]
-        assert {"/pause", "/update_weights", "/collective_rpc", "/health", "/inference/v1/generate"} <= set(
-            paths
-        )
+        assert {"/pause", "/update_weights", "/collective_rpc", "/health", GENERATE} <= set(paths)
         for path, methods in {
             **paths,
             "/docs": {"get": 0},
