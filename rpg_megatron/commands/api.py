@@ -225,7 +225,12 @@ class Run:
                 continue
             prompts.setdefault(t.group, t.prompt.tolist())
             groups.append(t.group)
-            row = {"step": step, "prompt_id": t.prompt_id, "group": t.group, "sample": t.sample}
+            row: dict[str, Any] = {
+                "step": step,
+                "prompt_id": t.prompt_id,
+                "group": t.group,
+                "sample": t.sample,
+            }
             row |= {"branch": t.branch, "prompt": ""}
             row |= {"text": t.text, "reward": t.reward, "correct": t.correct, "answer": t.answer}
             row |= {"extracted": t.extracted, "reason": t.reason, "advantage": t.advantage}

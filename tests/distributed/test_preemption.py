@@ -117,7 +117,7 @@ class StandIn:
 
     def evaluate(self) -> EvaluatedSets:
         score = [self.place % 2 == 0]
-        result = EvalResult(0, "1", "1", ["1"], score, ["1"], [0], [1], ["stop"], "heldout")
+        result = EvalResult(0, "1", "1", ["1"], score, ["1"], [1], ["stop"], "heldout", classes=[0])
         return EvaluatedSets([result], [FailureCount("heldout", 0, 1)])
 
     def counts(self) -> dict[str, float]:

@@ -330,7 +330,7 @@ class Job:
     def assert_no_secret_shows(self, starts: int = 1) -> None:
         """In logs, command lines, the run's folder, the job's script and record."""
         tokens = self.tokens - {""}
-        assert len(tokens) == starts  # one for all processes of all nodes
+        assert len(tokens) == starts, tokens  # one for all processes of all nodes
         script = self.slurm.run("scontrol", "write", "batch_script", self.number, "-")
         record = self.slurm.run("scontrol", "show", "job", "-d", self.number)
         texts = {"command lines": "\n".join(self.command_lines), "script": script, "record": record}

@@ -181,11 +181,12 @@ class _Causes:
         return self._weights_finding(fault, sites, "precision")
 
     def _scaled(self, site: str) -> Finding | None:
-        """A constant factor."""
+        """A constant factor, up to the rounding of scaled weights."""
         checker = self._checker
         actual, expected, error = checker.found(site), checker.expected(site), checker.error(site)
         factor = ((actual * expected).sum() / expected.square().sum()).item()
-        if not checker.error(site, factor * expected) <= min(checker.tolerance(site), error / 2):
+        limit = checker.tolerance(site) + checker.weight_rounding(site)
+        if not checker.error(site, factor * expected) <= min(limit, error * 2 / 3):
             return None
         fault = f"{abs(factor - 1):.1%} too {'large' if factor > 1 else 'small'}"
         return self._weights_finding(fault, [site], factor=factor)

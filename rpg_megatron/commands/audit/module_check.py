@@ -298,6 +298,15 @@ class ModuleChecker:
                 tolerance += torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * total
         return tolerance
 
+    def weight_rounding(self, site: str) -> float:
+        """Error due to rounding the weights of a norm to the side's dtype; 0 for matrices, where it averages
+        out.
+        """
+        if split_site(site)[1] not in NORMS:
+            return 0.0
+        ratio = TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype]
+        return torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * ratio
+
     def _channel_ratios(self, site: str, expected: Tensor) -> Tensor:
         """[width] least-squares factor from expected to found values of each channel of a norm.
 
