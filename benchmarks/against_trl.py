@@ -174,9 +174,9 @@ def run_ours(side: Side, place: Path, steps: int, settings: list[str]) -> TrainR
         if not row["step"]:
             continue
         begin, sync = end - row["time/step"], end - row["time/sync"]  # a row is written right after the step
-        old = begin + row["time/collect"]
-        spans = {"step": [(begin, end)], "rollout": [(begin, old)], "sync": [(sync, end)]}
-        spans["log-probs"] = [(old, old + row["time/logprobs"])]
+        scoring = begin + row["time/collect"]
+        spans = {"step": [(begin, end)], "rollout": [(begin, scoring)], "sync": [(sync, end)]}
+        spans["log-probs"] = [(scoring, scoring + row["time/logprobs"])]
         spans["update"] = [(sync - row["time/update"], sync)]
         rows.append({"spans": spans, "reward": row["reward/mean"], "length": row["response/length_mean"]})
     side.add(started, rows, *watches)
@@ -184,9 +184,7 @@ def run_ours(side: Side, place: Path, steps: int, settings: list[str]) -> TrainR
 
 
 def watch_processes(pid: int) -> tuple[Watch[float], Watch[int]]:
-    """CPU seconds of a process and its descendants, also of those that end, and the sum of their PSS in
-    bytes.
-    """
+    """CPU seconds of a process and its descendants, including ended ones, and their total PSS in bytes."""
     used: dict[tuple[int, float], float] = {}
     lock = threading.Lock()
 
@@ -208,15 +206,15 @@ def watch_processes(pid: int) -> tuple[Watch[float], Watch[int]]:
 
 def trl_environment(folder: Path) -> Path:
     """The Python of TRL's environment, which is built if it is missing or its requirements have changed."""
-    python, wanted = folder / "venv" / "bin" / "python", REQUIREMENTS.read_text(encoding="utf-8")
+    python, requirements = folder / "venv" / "bin" / "python", REQUIREMENTS.read_text(encoding="utf-8")
     complete = folder / "venv" / "complete"
-    if not complete.is_file() or complete.read_text(encoding="utf-8") != wanted:
+    if not complete.is_file() or complete.read_text(encoding="utf-8") != requirements:
         print(f"installing TRL into {folder / 'venv'} (minutes, 5 GB) ...", flush=True)
         shutil.rmtree(folder / "venv", ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True, stderr=subprocess.DEVNULL)
-        complete.write_text(wanted, encoding="utf-8")
+        complete.write_text(requirements, encoding="utf-8")
     return python
 
 
@@ -267,7 +265,7 @@ def train_with_trl(out: Path, steps: int) -> None:
             rows.write(json.dumps(row | {"length": sum(lengths) / len(lengths)}) + "\n")
 
     class Timed(GRPOTrainer):  # type: ignore[misc]
-        """Notes when a step's phases begin and end; rewards belong to the rollout, as in our metrics."""
+        """Record when a step's phases begin and end; rewards belong to the rollout, as in our metrics."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             nonlocal spans
@@ -288,7 +286,7 @@ def train_with_trl(out: Path, steps: int) -> None:
         def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
             start = time.time()
             result = super()._get_per_token_logps_and_entropies(*arguments, **options)
-            if not options.get("compute_entropy"):  # the pass for the old policy; an update's asks for it
+            if not options.get("compute_entropy"):  # the pass for the old policy; updates set it
                 spans["log-probs"].append((start, time.time()))
             return result
 
@@ -310,8 +308,8 @@ def train_with_trl(out: Path, steps: int) -> None:
         "save_strategy": "no",
         "report_to": "none",
     }
-    every = sizes | sampling | optimizer | loss | numbers | quiet
-    config = GRPOConfig(output_dir=str(out), gradient_checkpointing=False, seed=17, **every)
+    config_options = sizes | sampling | optimizer | loss | numbers | quiet
+    config = GRPOConfig(output_dir=str(out), gradient_checkpointing=False, seed=17, **config_options)
     data = load_dataset("json", data_files=str(QUICKSTART / "train.jsonl"), split="train")
     trainer = Timed(model=str(QUICKSTART / "model"), reward_funcs=reward, args=config, train_dataset=data)
     trainer.train()
@@ -338,8 +336,8 @@ def heldout_accuracy(weights: Path) -> float:
     texts = tokenizer.batch_decode(sampled[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
     with Grader() as grader:
         graded = zip(texts, problems, strict=True)
-        right = sum(grader.submit(t, p["answer"], "answer_line").result().correct for t, p in graded)
-    return 100 * right / len(texts)
+        correct = sum(grader.submit(t, p["answer"], "answer_line").result().correct for t, p in graded)
+    return 100 * correct / len(texts)
 
 
 if __name__ == "__main__":

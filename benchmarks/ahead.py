@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.setup import Report, TrainRun, benchmark, main, train
 from rpg_megatron.config.rollout import RolloutSettings
+from rpg_megatron.rollout.admission import Admission
 from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
 from rpg_megatron.rollout.producer import RolloutProducer
@@ -34,29 +35,38 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "drain": ("1 ahead, drain", ["rollout.ahead=1", "rollout.inflight=drain"]),
     "2": ("2 ahead", ["rollout.ahead=2"]),
     "4": ("4 ahead", ["rollout.ahead=4"]),
+    "1-early": ("1 ahead, admitted early", ["rollout.ahead=1"]),
+    "2-early": ("2 ahead, admitted early", ["rollout.ahead=2"]),
+    "4-early": ("4 ahead, admitted early", ["rollout.ahead=4"]),
 }
+_EARLY = "RPG_BENCHMARK_ADMITS_EARLY"
+"""Environment variable of a run: its groups are admitted as soon as the bound allows."""
+if os.environ.get(_EARLY):
+    Admission.due = lambda self, now: 1 << 30  # type: ignore[method-assign]
 
 
 async def response_of_length(
     task: EpisodeTask, generate: Generate, score: ScoreText, mean: float = 64.0, sigma: float = 1.0
 ) -> Episode:
-    """An episode whose length is log-normal, as long reasoning has it, and follows from its seed.
+    """An episode whose length is log-normal, as in long reasoning, and determined by its seed.
 
-    A response that ends too early is continued behind its end. mean: of the length, tokens, before it is cut
+    A response that ends too early is continued after its end. mean: of the length, tokens, before it is cut
     at the token limit. sigma: standard deviation of its logarithm.
     """
-    drawn = random.Random(task.seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-    left, context = min(max(1, round(drawn)), task.max_tokens), task.prompt
-    while left:
-        turn = await generate(context, max_tokens=left)
-        left, context = left - len(turn.tokens), turn.context
+    length = random.Random(task.seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
+    remaining, context = min(max(1, round(length)), task.max_tokens), task.prompt
+    while remaining:
+        turn = await generate(context, max_tokens=remaining)
+        remaining, context = remaining - len(turn.tokens), turn.context
     return Episode()
 
 
 @benchmark(cases=("0", "1"), repetitions=1, steps=4, edge=1, prompts=4, mean=8.0, limit=32, minibatches=1)
 def speed(
     report: Report,
-    cases: tuple[Literal["both", "ranks", "0", "1", "drain", "2", "4"], ...] = (
+    cases: tuple[
+        Literal["both", "ranks", "0", "1", "drain", "2", "4", "1-early", "2-early", "4-early"], ...
+    ] = (
         "both",
         "ranks",
         "0",
@@ -80,14 +90,14 @@ def speed(
     Each case is a run with the quickstart's model and prompts. ``both`` and ``ranks`` are synchronous, with
     two threads for the engine, and one or two trainer ranks; in the others engine and trainer have a thread
     each: ``0`` synchronous, ``1``, ``2``, ``4`` so many steps ahead, ``drain`` with ``rollout.inflight:
-    drain``. A repetition of all takes about a quarter of an hour; the machine should do nothing else. Cases
-    alternate, so that a ratio compares runs made soon after each other; medians of these, and (lowest to
-    highest).
+    drain``, and ``1-early``, ``2-early``, ``4-early`` without late admission. A repetition of all takes about
+    a quarter of an hour; the machine should do nothing else. Cases alternate, so that a ratio compares runs
+    made soon after each other; medians of these, and (lowest to highest).
 
-    Lengths of responses are log-normal and follow from their seeds: ``mean``, ``sigma`` and ``limit``, 8 to a
-    prompt, ``slots`` at once. The first and last ``edge`` steps, in which the stream fills and ends, are left
-    out. Trainer idle: it collects a batch. Engine idle: share of the engine's polls, one every two seconds,
-    with no request.
+    Lengths of responses are log-normal and determined by their seeds: ``mean``, ``sigma`` and ``limit``, 8 to
+    a prompt, ``slots`` at once. The first and last ``edge`` steps, in which the stream fills and ends, are
+    left out. Trainer idle: it collects a batch. Engine idle: share of the engine's polls, one every two
+    seconds, with no request.
     """
     if steps - 2 * edge < 2:
         raise SystemExit("--steps must be above twice --edge plus 1")
@@ -107,8 +117,10 @@ def speed(
                 *settings,
             ]
             with tempfile.TemporaryDirectory(prefix="rpg-bench-") as place:
-                threads = {} if case in ("both", "ranks") else {"OMP_NUM_THREADS": "1"}
-                run = train(Path(place), *overrides, environment=threads)
+                environment = {} if case in ("both", "ranks") else {"OMP_NUM_THREADS": "1"}
+                if case.endswith("-early"):
+                    environment[_EARLY] = "1"
+                run = train(Path(place), *overrides, environment=environment)
                 first, last = len(run.ends) - steps + edge - 1, len(run.ends) - edge - 1
                 idle = _engine_idle(run.folder, run.ends[first], run.ends[last])
             rate = (last - first) / (run.ends[last] - run.ends[first])
@@ -128,7 +140,7 @@ def speed(
     )
     table = report.table(*columns, title=title)
     baseline = [rate for _, rate, _ in results[cases[0]]]
-    for case, runs in results.items():
+    for name, runs in results.items():
         rates = [rate for _, rate, _ in runs]
         ratios = [rate / base for rate, base in zip(rates, baseline, strict=True)]
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
@@ -136,11 +148,11 @@ def speed(
         engine = statistics.median(idle for *_, idle in runs)
         lag = statistics.median(run.mean("async/lag_mean") for run, *_ in runs)
         ratio = f"{statistics.median(ratios):.2f}{spread}"
-        table.row(CASES[case][0], statistics.median(rates), ratio, trainer, engine, lag)
+        table.row(CASES[name][0], statistics.median(rates), ratio, trainer, engine, lag)
 
 
 def _engine_idle(folder: Path, begin: float, end: float) -> float:
-    """Share of the polls of a span with nothing running in the engine."""
+    """Share of the polls in a time span with no request running in the engine."""
     rows = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
     polls = [row["running"][0] for row in rows if "running" in row and begin <= row["time"] <= end]
     return sum(running == 0 for running in polls) / len(polls) if polls else float("nan")
@@ -168,14 +180,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        due = [handle.when() for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
-        if due and not self._ready:  # type: ignore[attr-defined]
-            self._now = max(self._now, min(due))
+        times = [handle.when() for handle in self._scheduled if not handle.cancelled()]  # type: ignore[attr-defined]
+        if times and not self._ready:  # type: ignore[attr-defined]
+            self._now = max(self._now, min(times))
         super()._run_once()  # type: ignore[misc]
 
 
 class Engines:
-    """Stands for dispatcher and engines. A weight update does not stop a group."""
+    """Replaces dispatcher and engines. A weight update does not stop a group."""
 
     def __init__(self, seed: int, slowed: Callable[[int], float]):
         """slowed: ticket -> factor of the group's duration."""
@@ -212,7 +224,7 @@ class Engines:
 
 
 class Stream:
-    """Stands for the prompts."""
+    """Replaces the prompt stream."""
 
     def __init__(self) -> None:
         self.ticket = 0
@@ -225,7 +237,7 @@ class Stream:
 
 @dataclass
 class Result:
-    """Of one simulated run, without its first steps."""
+    """One simulated run, without its first steps."""
 
     lag: float
     """Mean age of a token, in updates."""
@@ -244,7 +256,7 @@ def simulate(
     seed: int = 0,
     slowed: Callable[[int], float] = lambda ticket: 1.0,
 ) -> Result:
-    """Train for ``steps`` steps. work: seconds that the trainer works on a batch, within 10%."""
+    """Train for ``steps`` steps. work: seconds that the trainer works on a batch, up to 10% more or less."""
 
     async def run() -> Result:
         engines, loop, rng = Engines(seed, slowed), asyncio.get_running_loop(), random.Random(seed)
@@ -258,16 +270,16 @@ def simulate(
         producer.admit(0)
         lags, waits, skip = [], [], steps // 10
         for step in range(1, steps + 1):
-            asked = loop.time()
+            request = loop.time()
             if step == skip:
-                began = asked
+                start = request
             batch = await producer.next_batch(step, step - 1)
-            waits.append(loop.time() - asked)
+            waits.append(loop.time() - request)
             lags.append(batch.metrics["async/lag_mean"])
             await asyncio.sleep(work * rng.uniform(0.9, 1.1))
             engines.updates.append(loop.time())
             producer.admit(step)
-        seconds = (loop.time() - began) / (steps - skip + 1)
+        seconds = (loop.time() - start) / (steps - skip + 1)
         return Result(float(np.mean(lags[skip:])), seconds, float(np.mean(waits[skip:])) / seconds)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -280,8 +292,8 @@ def admission(report: Report, steps: int = 200) -> None:
 
     The producer is the real one. Simulated engines work on 40 groups at once, the rest queue; the duration of
     a group is log-normal. So the figures are the same on every machine, and say nothing about the speed of
-    engines. The trainer's work on a batch is a multiple of what the engines need for one at full load; a
-    batch takes them longer, since its last groups do not fill them.
+    engines. The trainer's work on a batch is a multiple of the engines' time for a batch at full load; a
+    batch takes longer than that, since its last groups do not fill the engines.
     """
     columns = ("trainer's work", "ahead", "lag, early|.2f", "lag, late|.2f", "steps/s, late / early|.3f")
     table = report.table(*columns, "trainer waits, early|.1%", "late|.1%")

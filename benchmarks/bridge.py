@@ -1,4 +1,4 @@
-"""How long new weights take from the trainers into an engine, and what memory that takes, against files."""
+"""Time and memory of a weight sync from the trainers to an engine, compared with a checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def bridge(
 ) -> None:
     """Weight syncs of a random bfloat16 model of Qwen2.5-0.5B's shape (988 MB) into one real vLLM engine.
 
-    Trainer ranks hold it cut as Megatron does (no training, so no Megatron). It is synced by shared memory
+    Trainer ranks hold it sharded as by Megatron (no training, so no Megatron). It is synced by shared memory
     and by process group; and, with the same engine, by disk: the ranks export a Hugging Face checkpoint, and
     the engine loads it with vLLM's own ``reload_weights``.
 
-    Times are medians, after one sync that is not counted (it makes the plan). The ratio is to copying as many
-    bytes once, from memory to memory, on one core. Memory is private memory (RssAnon) above what the process
-    had before, sampled 200 times a second; engines keep freed memory for the next sync, so theirs appears in
+    Times are medians, after one sync that is not counted (it makes the plan). The ratio is to one copy of as
+    many bytes, from memory to memory, on one core. Memory is the growth of the process's private memory
+    (RssAnon), sampled 200 times a second; engines keep freed memory for the next sync, so theirs appears in
     the first method only.
     """
     torch.set_num_threads(1)
@@ -111,27 +111,27 @@ def _measure(
         "trainer": trainers.tell("pid"),
         "worker": [answer["pid"] for answer in engine.rpc("rpg_version")],
     }
-    taken: list[dict[str, float]] = []
+    times: list[dict[str, float]] = []
     grown = dict.fromkeys(pids, 0)
     moved = 0
 
     def sizes() -> dict[str, list[int]]:
-        return {who: [memory_of(pid, "RssAnon") for pid in group] for who, group in pids.items()}
+        return {role: [memory_of(pid, "RssAnon") for pid in group] for role, group in pids.items()}
 
     for _ in range(repeat + 1):
         before = sizes()
         with Watch(sizes, every=0.005) as watch:
             if method == "disk":
-                taken.append(_reload(trainers, engine, work / "exported"))
+                times.append(_reload(trainers, engine, work / "exported"))
             else:
-                phases, moved = _sync(trainers, engine, method, len(taken) + 1 + 1000 * METHODS.index(method))
-                taken.append(phases)
-        for who in pids:
+                phases, moved = _sync(trainers, engine, method, len(times) + 1 + 1000 * METHODS.index(method))
+                times.append(phases)
+        for role in pids:
             for _, sample in watch.samples:
-                growth = max(now - then for now, then in zip(sample[who], before[who], strict=True))
-                grown[who] = max(grown[who], growth)
-    phases = {phase: statistics.median(t[phase] for t in taken[1:]) for phase in taken[0]}
-    return {"first": sum(taken[0].values()), "phases": phases, "bytes": moved, **grown}
+                growth = max(now - then for now, then in zip(sample[role], before[role], strict=True))
+                grown[role] = max(grown[role], growth)
+    phases = {phase: statistics.median(t[phase] for t in times[1:]) for phase in times[0]}
+    return {"first": sum(times[0].values()), "phases": phases, "bytes": moved, **grown}
 
 
 def _sync(

@@ -1,4 +1,4 @@
-"""Checkpoints: what saving costs training, and the memory of a conversion."""
+"""Checkpoints: how much saving slows training, and the memory of a conversion."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def save(
     """How long training waits for a save against its total, synchronous and asynchronous.
 
     A random bfloat16 policy with the distributed optimizer on tensor x data ranks of this machine's CPUs
-    (hidden: a multiple of 64) is saved ``repeat`` times each way, to a temporary folder below ``folder``: the
-    disk of interest. Total ends when the manifest is written and the checkpoint has its name. Updates are
-    made during a background save and without one. Then the checkpoint is loaded. Medians; the first round,
-    with moments just made and cold caches, is not counted.
+    (hidden: a multiple of 64) is saved ``repeat`` times each way, to a temporary folder below ``folder``,
+    which is on the disk to measure. Total ends when the manifest is written and the checkpoint has its name.
+    Updates are made during a background save and without one. Then the checkpoint is loaded. Medians; the
+    first round, with new moments and cold caches, is not counted.
     """
     shape = replace(
         QWEN3,
@@ -86,7 +86,7 @@ def save(
 
 
 def _save_and_load(device: torch.device, settings: Settings, folder: Path, repeat: int) -> dict[str, Any]:
-    """On each rank: medians of the seconds of all saves, of a load, and the bytes of a checkpoint."""
+    """On each rank: median seconds of the saves and of a load, and the bytes of a checkpoint."""
     from rpg_megatron.policy.model import start_mesh
     from rpg_megatron.policy.policy import Policy
     from rpg_megatron.training.checkpoint_saver import Saver, load_model
@@ -115,16 +115,16 @@ def _save_and_load(device: torch.device, settings: Settings, folder: Path, repea
     }
     step = 0
     for _ in range(repeat + 1):
-        alone = seconds(update)
+        undisturbed = seconds(update)
         for kind, saver in savers.items():
             step += 1
             dist.barrier()
             critical = seconds(lambda saver=saver, step=step: saver.start(step, dict))
-            done, start = 0, time.perf_counter()
+            updates, start = 0, time.perf_counter()
             while kind == "asynchronous" and _busy(saver):
                 update()
-                done += 1
-            beside = (time.perf_counter() - start) / done / alone if done else 1.0
+                updates += 1
+            beside = (time.perf_counter() - start) / updates / undisturbed if updates else 1.0
             saver.wait()
             (outcome,) = saver.pop_results()
             if outcome.problem:
@@ -142,7 +142,7 @@ def _save_and_load(device: torch.device, settings: Settings, folder: Path, repea
 
 
 def _busy(saver: Any) -> bool:
-    """Whether a save is in progress on any rank: all make the same updates."""
+    """Whether a save is in progress on any rank, so that all ranks make the same updates."""
     flag = torch.tensor([0.0 if saver.wait(timeout=0) else 1.0])
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
@@ -157,8 +157,8 @@ def convert(
 ) -> None:
     """Peak memory of each process of a conversion, against 2 x its own shard + 1 bucket.
 
-    A random bfloat16 model is converted to Megatron and back in several layouts (TPxPP); every tensor must be
-    what it was. Peak is the resident set at most (VmHWM, mapped files included) less the resident set after
+    A random bfloat16 model is converted to Megatron and back in several layouts (TPxPP); no tensor may
+    change. Peak is the largest resident set (VmHWM, mapped files included) less the resident set after
     imports, of the process nearest its bound; a bucket is the largest HF file.
     """
     shape = replace(
@@ -172,7 +172,7 @@ def convert(
         vocab_size=32000,
         tied_embeddings=False,
     )
-    faults, signals = [], StopSignals()
+    errors, signals = [], StopSignals()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         original = write_checkpoint(folder / "hf", shape, file_bytes=bucket_mb * 10**6)
@@ -183,20 +183,20 @@ def convert(
         table = report.table(*columns, title=title)
         for layout in layouts:
             tensor, pipeline = map(int, layout.split("x"))
-            there, back = folder / f"megatron-{layout}", folder / f"back-{layout}"
+            megatron_folder, hf_folder = folder / f"megatron-{layout}", folder / f"back-{layout}"
             source = open_hf(original, tensor, pipeline)
-            done = {"HF -> Megatron": convert_to_megatron(source, there, signals)}
-            source = open_megatron(there)
-            done["Megatron -> HF"] = convert_to_hf(source, back, signals, max_shard_bytes=bucket)
-            for direction, result in done.items():
+            results = {"HF -> Megatron": convert_to_megatron(source, megatron_folder, signals)}
+            source = open_megatron(megatron_folder)
+            results["Megatron -> HF"] = convert_to_hf(source, hf_folder, signals, max_shard_bytes=bucket)
+            for direction, result in results.items():
                 m = max(result.memory, key=lambda m: m.peak - 2 * m.shard)
                 peak, bound = m.peak, 2 * m.shard + bucket
                 sizes = (m.shard / 1e6, peak / 1e6, bound / 1e6, peak / m.shard)
                 table.row(direction, layout, *sizes, result.seconds)
-                faults += [f"{direction}, {layout}: above the bound"] * (peak > bound)
-            faults += [f"{layout}: tensors changed"] * (not _same(original, back))
-    if faults:
-        raise SystemExit("\n".join(faults))
+                errors += [f"{direction}, {layout}: above the bound"] * (peak > bound)
+            errors += [f"{layout}: tensors changed"] * (not _same(original, hf_folder))
+    if errors:
+        raise SystemExit("\n".join(errors))
 
 
 def _same(a: Path, b: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a GPU takes: a whole colocated run, updates in FP8 against BF16, and chunked log-probs.
+"""Time and memory on a GPU: a whole colocated run, updates in FP8 against BF16, and chunked log-probs.
 
 ``update`` and ``logprobs`` with ``--device cpu --shape tiny`` are dry runs; their figures mean nothing.
 """
@@ -40,7 +40,7 @@ torch.cuda.synchronize(); print(20 * x.nbytes / (time.perf_counter() - t))
 
 
 def flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward of these sequences; nothing that is done twice."""
+    """Floating-point operations of forward and backward of these sequences, without recomputation."""
     heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = shape.hidden_size * (2 * heads + 2 * kv + 3 * shape.ffn_hidden_size)
     matrices = shape.num_layers * layer + shape.hidden_size * shape.vocab_size
@@ -68,11 +68,11 @@ def run(
     processes together, sampled five times a second; phases are placed by the metrics' seconds, so a peak at a
     border may count for its neighbour. Sync is compared with copying on the device, measured just before.
     """
-    told = subprocess.run([sys.executable, "-c", _COPY], capture_output=True, text=True, check=True)
-    copied = float(told.stdout)
+    process = subprocess.run([sys.executable, "-c", _COPY], capture_output=True, text=True, check=True)
+    copy_rate = float(process.stdout)
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
 
-    def show(row: dict[str, Any]) -> None:  # should the run not come to its end, this is all that is known
+    def show(row: dict[str, Any]) -> None:  # the only results if the run fails
         spans = {key: f"{value:.1f} s" for key, value in row.items() if key.startswith("time/")}
         report.say(f"step {row['step']}: {spans}, sync {row.get('sync/seconds', 0.0):.2f} s")
 
@@ -109,7 +109,7 @@ def run(
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
         with Watch(lambda: int(subprocess.check_output(query)), every=0.2) as memory:
-            done = train(folder, config=folder / "run.yaml", on_row=show)
+            train_run = train(folder, config=folder / "run.yaml", on_row=show)
 
     def peak(begin: float, end: float) -> int:
         return max((mib for when, mib in memory.samples if begin <= when <= end), default=0)
@@ -118,27 +118,29 @@ def run(
     report.say(f"{shape}, {prompts} x 8 responses of {response}; trainer {trainer}, engine {engine}")
     columns = ["step", "s|.2f", *(f"{phase}|.2f" for phase in PHASES), "tokens/s|.0f", "peak MiB", "MFU|.1%"]
     table, peaks = report.table(*columns), []
-    for row, end in zip(done.rows, done.ends, strict=True):
+    for row, end in zip(train_run.rows, train_run.ends, strict=True):
         if not row["step"]:
             continue
-        taken, count = row["time/step"], prompts * 8
+        step_seconds, count = row["time/step"], prompts * 8
         mfu = flops(SHAPES[shape], [round(row["step/tokens"] / count)] * count)
         mfu /= row["time/update"] * BF16_FLOPS
-        spent = [row.get(f"time/{phase}", 0.0) for phase in PHASES]
-        peaks.append(peak(end - taken, end))
-        table.row(row["step"], taken, *spent, row["throughput/tokens_per_second"], peaks[-1], mfu)
-    begin = end - taken
-    for phase, span in zip(PHASES, spent, strict=True):
+        phase_seconds = [row.get(f"time/{phase}", 0.0) for phase in PHASES]
+        peaks.append(peak(end - step_seconds, end))
+        speed = row["throughput/tokens_per_second"]
+        table.row(row["step"], step_seconds, *phase_seconds, speed, peaks[-1], mfu)
+    begin = end - step_seconds
+    for phase, span in zip(PHASES, phase_seconds, strict=True):
         report.say(f"peak of {phase}: {peak(begin, begin + span)} MiB")
         begin += span
-    steady = done.steps[1:]  # the first step compiles and fills pools
+    steady = train_run.steps[1:]  # the first step compiles and fills pools
     rate = max(row["sync/bytes"] / row["sync/seconds"] for row in steady)
     report.say(
         f"sync: {', '.join(f'{row["sync/seconds"]:.2f} s' for row in steady)}; "
-        f"{rate / 1e9:.1f} GB/s at best, {rate / copied:.1%} of a copy on the device: {copied / 1e9:.0f} GB/s"
+        f"{rate / 1e9:.1f} GB/s at best, {rate / copy_rate:.1%} of a copy on the device: "
+        f"{copy_rate / 1e9:.0f} GB/s"
     )
     report.say(f"memory over steps 2 to {len(peaks)}: {min(peaks[1:])} to {max(peaks[1:])} MiB")
-    report.say(f"mismatch/logp_mean: {', '.join(f'{r["mismatch/logp_mean"]:.1e}' for r in done.steps)}")
+    report.say(f"mismatch/logp_mean: {', '.join(f'{r["mismatch/logp_mean"]:.1e}' for r in train_run.steps)}")
 
 
 @benchmark(device="cpu", shape="tiny", tokens=128, length=64, micro=1, repeat=1, precisions=("bf16",))
@@ -178,9 +180,9 @@ def update(
             _wait(place)
 
         seconds(once, repeat=3)
-        taken = seconds(once, repeat)
-        work = flops(model, lengths) * micro / taken / BF16_FLOPS
-        table.row(name, taken, micro * sum(lengths) / taken, work, _peak_gib(place))
+        median = seconds(once, repeat)
+        mfu = flops(model, lengths) * micro / median / BF16_FLOPS
+        table.row(name, median, micro * sum(lengths) / median, mfu, _peak_gib(place))
         del policy, packs, once
 
 
@@ -199,8 +201,8 @@ def logprobs(
 ) -> None:
     """Chunked log-probs against plain ones: time and peak memory, forward and backward, in BF16.
 
-    Plain: all logits in float32, log_softmax, gather, the entropy from the same. Median of ``repeat`` after
-    two; memory above what the inputs take.
+    Plain: all logits in float32, log_softmax, gather, and the entropy from the same logits. Median of
+    ``repeat`` after two; memory above that of the inputs.
     """
     place, _ = start(device)
     kind = {"device": place, "dtype": torch.bfloat16}
@@ -236,10 +238,10 @@ def logprobs(
         states.grad = weight.grad = None
         result.clear()
         forget()
-        held = _peak_gib(place)
-        taken, peak = seconds(once, repeat), _peak_gib(place)
+        baseline = _peak_gib(place)
+        median, peak = seconds(once, repeat), _peak_gib(place)
         expected = result[0] if expected is None else expected
-        table.row(name, taken, peak - held, (result[0] - expected).abs().max().item())
+        table.row(name, median, peak - baseline, (result[0] - expected).abs().max().item())
 
 
 def _wait(device: torch.device) -> None:

@@ -1,12 +1,11 @@
-"""Faults planted in the code that only a GPU runs, one at a time: which of them do the tests find?
+"""Plant faults in the code that only a GPU runs, one at a time: which of them do the tests find?
 
     python -m benchmarks.gpu_faults list
     python -m benchmarks.gpu_faults run FOLDER [--only NAME ...] [--tests PATH ...]
 
 Each fault is planted in a copy of the repository in FOLDER, and the tests run on it until the first failure.
-Ten faults are written down here: those of a review that the tests of its time did not find. ``DRAWN`` more
-are drawn from all places where a wait, an event, a copy, a device or a check can be removed, moved or
-weakened.
+Ten faults are listed here: a review found them, the tests of its time did not. ``DRAWN`` more are drawn from
+all places where a wait, an event, a copy, a device or a check can be removed, moved or weakened.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +48,7 @@ WAITS = {
 CHECKS = {"check_version", "_check_unchanged", "_check_types", "check_cover", "_check_complete"}
 DEVICES = {"set_device"}
 REMOVABLE = WAITS | CHECKS | DEVICES | {"copy_", "retract", "_unregister", "restore_layers", "_refresh"}
-"""Functions of which a call that stands alone can be removed."""
+"""Functions whose calls can be removed if the result is not used."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _named() -> list[Fault]:
             "quantised layers loaded in place",
             f"{vllm}/weight_loader.py",
             "if _is_processed(plan.layer, device):\n        return False\n    expected",
-            # Without the comparison of dtypes and shapes too, which alone would find it.
+            # The comparison of dtypes and shapes is removed too, since it alone would find the fault.
             'if getattr(plan.layer, "quant_method", None) is not None:\n        return True\n    expected',
         ),
     ]  # fmt: skip
@@ -116,18 +116,18 @@ def _git(*arguments: str) -> str:
 
 
 def _in_context(name: str, file: str, source: str, line: int, old: str, new: str) -> Fault:
-    """The change with as many lines around it as make it the only one of the file."""
+    """The change with enough lines around it that its text occurs once in the file."""
     lines = source.splitlines(keepends=True)
     at = source.index(old, sum(map(len, lines[: line - 1])))
     first, last = line - 1, source.count("\n", 0, at + len(old))
-    while source.count(whole := "".join(lines[first : last + 1])) > 1:
+    while source.count(context := "".join(lines[first : last + 1])) > 1:
         first, last = max(0, first - 1), last + 1
     at -= sum(map(len, lines[:first]))
-    return Fault(name, file, whole, whole[:at] + new + whole[at + len(old) :])
+    return Fault(name, file, context, context[:at] + new + context[at + len(old) :])
 
 
 def _changes_of(node: ast.AST, source: str) -> Iterator[tuple[str, int, str, str]]:
-    """(what is done, line, its text, the text instead) of one node."""
+    """(name, line, old text, new text) of each change of a node."""
 
     def text(n: ast.AST) -> str:
         return ast.get_source_segment(source, n) or ""
@@ -147,23 +147,24 @@ def _changes_of(node: ast.AST, source: str) -> Iterator[tuple[str, int, str, str
         if _called(node) == "copy_" and len(node.args) == 1 and not node.keywords:
             yield "copy without a wait", node.lineno, text(node), text(node)[:-1] + ", non_blocking=True)"
         if _called(node) in ("record_event", "clone") and isinstance(node.func, ast.Attribute):
-            instead = "None" if _called(node) == "record_event" else text(node.func.value)
-            yield f"without {_called(node)}", node.lineno, text(node), instead
+            replacement = "None" if _called(node) == "record_event" else text(node.func.value)
+            yield f"without {_called(node)}", node.lineno, text(node), replacement
     for body in (getattr(node, "body", None), getattr(node, "finalbody", None)):
-        for one, two in zip(body or [], (body or [])[1:], strict=False) if isinstance(body, list) else ():
+        statements = body if isinstance(body, list) else []
+        for statement, following in pairwise(statements):
             calls = [
                 _called(n.value)
-                for n in (one, two)
+                for n in (statement, following)
                 if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)
             ]
-            if set(calls) & (WAITS | CHECKS | DEVICES) and one.lineno < two.lineno:
-                both = "".join(source.splitlines(keepends=True)[one.lineno - 1 : two.end_lineno])
-                first = "".join(source.splitlines(keepends=True)[one.lineno - 1 : one.end_lineno])
+            if set(calls) & (WAITS | CHECKS | DEVICES) and statement.lineno < following.lineno:
+                pair = "".join(source.splitlines(keepends=True)[statement.lineno - 1 : following.end_lineno])
+                first = "".join(source.splitlines(keepends=True)[statement.lineno - 1 : statement.end_lineno])
                 yield (
-                    f"swapped with the next: {text(one)[:40]}",
-                    one.lineno,
-                    both,
-                    both[len(first) :].rstrip("\n") + "\n" + first,
+                    f"swapped with the next: {text(statement)[:40]}",
+                    statement.lineno,
+                    pair,
+                    pair[len(first) :].rstrip("\n") + "\n" + first,
                 )
 
 
@@ -173,12 +174,12 @@ def _called(call: ast.expr) -> str:
 
 
 def faults() -> list[Fault]:
-    """The ten that are written down and those drawn."""
+    """The ten that are listed and those drawn."""
     return _named() + random.Random(SEED).sample(list(candidates()), DRAWN)
 
 
 def plant(fault: Fault, folder: Path) -> None:
-    """Change the file in a copy of the repository. Raises ValueError if the place is not there once."""
+    """Change the file in a copy of the repository. Raises ValueError unless the old text occurs once."""
     file = folder / fault.file
     source = file.read_text()
     if source.count(fault.old) != 1:
@@ -187,15 +188,15 @@ def plant(fault: Fault, folder: Path) -> None:
 
 
 def run(folder: Path, tests: list[str], only: list[str]) -> None:
-    """Plant each fault in turn and run the tests on it; prints which test found it, or that none did."""
+    """Plant each fault in turn and run the tests on it; prints the test that found it, if any."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "site", ".*_cache"))
-    found = 0
+    detected = 0
     chosen = [f for f in faults() if not only or any(word in f.name for word in only)]
     for fault in chosen:
         shutil.copy(ROOT / fault.file, folder / fault.file)
         plant(fault, folder)
-        begun = time.monotonic()
-        told = subprocess.run(
+        start = time.monotonic()
+        process = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--timeout", "300", *tests],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(folder)},
@@ -204,11 +205,12 @@ def run(folder: Path, tests: list[str], only: list[str]) -> None:
             check=False,
         )
         shutil.copy(ROOT / fault.file, folder / fault.file)
-        by = [line for line in told.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        found += told.returncode != 0
-        outcome = by[0][:150] if by else "NOT FOUND" if told.returncode == 0 else told.stdout[-300:]
-        print(f"{fault.name[:90]}: {outcome} ({time.monotonic() - begun:.0f} s)", flush=True)
-    print(f"{found} of {len(chosen)} found")
+        failures = [line for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        detected += process.returncode != 0
+        output = "NOT FOUND" if process.returncode == 0 else process.stdout[-300:]
+        outcome = failures[0][:150] if failures else output
+        print(f"{fault.name[:90]}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{detected} of {len(chosen)} found")
 
 
 def main() -> None:
@@ -220,11 +222,11 @@ def main() -> None:
     runs.add_argument("folder", type=Path, help="new folder for the copy")
     runs.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
     runs.add_argument("--tests", nargs="*", default=["tests/unit"], help="what pytest gets")
-    given = parser.parse_args()
-    if given.command == "list":
+    options = parser.parse_args()
+    if options.command == "list":
         print(*(fault.name for fault in faults()), sep="\n")
     else:
-        run(given.folder, given.tests, given.only)
+        run(options.folder, options.tests, options.only)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ def math_verify_alone(response: str, reference: str) -> bool:
     from math_verify import parse, verify
 
     expected = parse(f"${reference}$", parsing_timeout=None)
-    found = parse(response, parsing_timeout=None)
-    return bool(expected and found) and verify(expected, found, timeout_seconds=None)
+    answer = parse(response, parsing_timeout=None)
+    return bool(expected and answer) and verify(expected, answer, timeout_seconds=None)
 
 
 @benchmark(only_ours=True)
@@ -40,11 +40,12 @@ def graders(report: Report, wrong_rows: bool = False, only_ours: bool = False) -
     """
     files = [ROOT / "tests" / "data" / name for name in LABELLED]
     labelled = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines()]
-    right = sum(row["correct"] for row in labelled)
+    correct = sum(row["correct"] for row in labelled)
     columns = ("grader", f"right verdicts of {len(labelled)}", "share|.1%")
-    columns += (f"right answers rejected of {right}", f"wrong answers accepted of {len(labelled) - right}")
+    incorrect = len(labelled) - correct
+    columns += (f"right answers rejected of {correct}", f"wrong answers accepted of {incorrect}")
     table = report.table(*columns)
-    ours: list[dict[str, str]] = []
+    wrong_verdicts: list[dict[str, str]] = []
     with Grader(workers=2, deadline=20.0) as grader:
         graders = {"rpg_megatron": lambda response, answer: grader.submit(response, answer).result().correct}
         graders |= {} if only_ours else {"math-verify alone": math_verify_alone}
@@ -53,8 +54,8 @@ def graders(report: Report, wrong_rows: bool = False, only_ours: bool = False) -
             rejected = sum(row["correct"] for row in wrong)
             count = len(labelled) - len(wrong)
             table.row(name, count, count / len(labelled), rejected, len(wrong) - rejected)
-            ours = ours or wrong
-    for r in ours if wrong_rows else ():
+            wrong_verdicts = wrong_verdicts or wrong
+    for r in wrong_verdicts if wrong_rows else ():
         verdict = "rejected" if r["correct"] else "ACCEPTED"
         report.say(f"{verdict} {r['kind']} | {r['reference']} | {r['response'][-90:]!r}")
 
@@ -70,7 +71,7 @@ DATA_FILES = {
     "amc23.jsonl": "amc23",
 }
 GSM8K = 200
-"""Answers taken of GSM8K: each form of the table is graded for each answer."""
+"""Number of GSM8K answers: each form of the table is graded for each answer."""
 
 
 class Form(NamedTuple):
@@ -146,12 +147,12 @@ def spellings(report: Report, data: Path, write: bool = False, most: int = GSM8K
     """Verdicts on reference answers written in other ways, right and wrong; a grader must get both.
 
     data: folder with the files of GSM8K (test), AIME 2024, AIME 2025 and AMC 2023. write: put the table into
-    docs/rewards.md. most: answers taken of GSM8K.
+    docs/rewards.md. most: number of GSM8K answers.
     """
     table = report.table("form", "the reference is 18, the response says", "should be", "agreement|.1%")
     for form, share in agreement(read_answers(data, most), FORMS):
-        said = form.write(18).replace("\n", " ⏎ ")
-        table.row(form.name, f"`{said}`", "right" if form.right else "wrong", share)
+        response = form.write(18).replace("\n", " ⏎ ")
+        table.row(form.name, f"`{response}`", "right" if form.right else "wrong", share)
     if write:
         write_block(PAGE, BLOCK, str(table))
 
@@ -204,13 +205,13 @@ def plain_numbers(count: int) -> list[tuple[str, str]]:
 
 
 def latex(forms: list[tuple[str, str]], count: int, different: int) -> list[tuple[str, str]]:
-    """``count`` pairs, of which so many are different; half of them wrong."""
+    """``count`` pairs, ``different`` of them distinct; half of them wrong."""
     pairs = []
     for i in range(count):
         number = i * different // count
-        given, answer = forms[number % len(forms)]
+        response, answer = forms[number % len(forms)]
         wrong = 2 + number % 6 // 3
-        pairs.append((f"{WORK}\\boxed{{{given.format(number + 2, 2)}}}", answer.format(number + 2, wrong)))
+        pairs.append((f"{WORK}\\boxed{{{response.format(number + 2, 2)}}}", answer.format(number + 2, wrong)))
     return pairs
 
 
@@ -238,12 +239,12 @@ def speed(report: Report, workers: int = 2, count: int = COUNT) -> None:
                     grader.submit(f"\\boxed{{{n}x\\sqrt{{8}}}}", f"{2 * n}x\\sqrt{{2}}") for n in range(64)
                 ]
                 assert all(future.result().correct for future in warm)
-                started, used = time.perf_counter(), cpu_seconds(os.getpid())
+                started, cpu_start = time.perf_counter(), cpu_seconds(os.getpid())
                 futures = [grader.submit(*pair) for pair in pairs]
-                right = sum(future.result().correct for future in futures)
+                correct = sum(future.result().correct for future in futures)
                 rate = max(rate, count / (time.perf_counter() - started))
-                cpu = min(cpu, 1000 * (cpu_seconds(os.getpid()) - used) / count)
-        table.row(name, rate, cpu, right / count)
+                cpu = min(cpu, 1000 * (cpu_seconds(os.getpid()) - cpu_start) / count)
+        table.row(name, rate, cpu, correct / count)
 
 
 if __name__ == "__main__":

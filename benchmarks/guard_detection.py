@@ -34,7 +34,7 @@ from tests.support.engine import Engine, running_engines
 
 Weights = dict[str, torch.Tensor]
 STEP_RATE = 1e-4
-"""Learning rate of the quickstart, whose step is really made."""
+"""Learning rate of the quickstart, and so of the real step."""
 MULTIPLES = (1, 4, 16)
 """Probe prompts, relative to the settings."""
 TENSORS: dict[str, tuple[str, ...]] = {
@@ -45,7 +45,7 @@ TENSORS: dict[str, tuple[str, ...]] = {
     "embedding": ("embed_tokens.weight",),
     "head": ("lm_head.weight",),
 }
-"""Kind -> ends of the tensors' names; "norm" is the end of all norms' names."""
+"""Kind -> suffixes of the tensors' names; all norms have the suffix "norm.weight"."""
 
 
 @benchmark(dtype=("float32",), faults=1, rates=(1e-4,), epsilons=(1.0,), kinds=("head",))
@@ -61,20 +61,20 @@ def guard_detection(
 ) -> None:
     """Share of syncs with a fault in one tensor of the quickstart's model that stop the run.
 
-    With ``rollout.ahead`` a batch may have no token of the present weights, so this is what protects a run
+    With ``rollout.ahead`` a batch may have no token of the current weights, so only the guard protects a run
     from an engine that serves other weights than it loaded. Faults:
 
-    - stale: the tensor (any: all of them) keeps the values from before the last step. That step is one of the
-      quickstart, really made (16 updates at a learning rate of 1e-4; step: its exported checkpoint, if it is
-      there); for other rates its change of all weights is multiplied.
+    - stale: the tensor (any: all of them) keeps the values from before the last step. That step is a real
+      step of the quickstart (16 updates at a learning rate of 1e-4; step: its exported checkpoint, if there
+      is one); for other rates its change of all weights is multiplied.
     - scaled: one row of a tensor is multiplied by 1 + eps: of a norm one number, of embedding and head the
-      row of a token that occurs in the probes (of other tokens they cannot show anything).
+      row of a token that occurs in the probes (they cannot detect a change of other rows).
 
-    One real engine plays both engines. The faulty one gets its weights by a sync whose published weights have
-    the fault: what is then in its memory is what a fault after a good sync would leave there. Prompts and
-    tokens are those that a run probes with, a real trainer policy with the right weights scores the answers,
-    and ``check_mismatch`` judges them with the bounds of the dtype. faults: of each kind and size, in other
-    tensors and rows, each met by many sets of probes.
+    One real engine acts as both engines. The faulty one gets its weights by a sync whose published weights
+    have the fault: its memory is then as after a good sync and a later fault. Prompts and tokens are those of
+    a run's probes, a real trainer policy with the correct weights scores the answers, and ``check_mismatch``
+    judges them with the bounds of the dtype. faults: number of each kind and size, in different tensors and
+    rows, each tested with many sets of probes.
 
     A cell: detection rates with the probe prompts of the settings / 4 times / 16 times as many, in %, and in
     brackets the median over faults of the mean |log-prob difference| of the faulty engine, in nats.
@@ -123,7 +123,7 @@ def measure(
     guards, dtype = rig.settings.guards, rig.settings.precision.dtype
     largest, mean = guards.thresholds(dtype)
     healthy = {rate: rig.score(rig.probe(weights, replica=0)) for rate, weights in stepped.items()}
-    right = stepped[STEP_RATE]
+    correct = stepped[STEP_RATE]
     tokens = statistics.fmean(len(t.response) for t in healthy[STEP_RATE]) * guards.probe_prompts
     sets = faults * MULTIPLES[-1]
     report.say(
@@ -131,7 +131,7 @@ def measure(
         f"prompts of at most {guards.probe_tokens} tokens, {tokens:.0f} tokens an engine; {faults} faults a "
         f"cell, with {sets}, {sets // 4} and {faults} sets of probes"
     )
-    report.say(f"without a fault: {meet(rig, right, [right] * faults, healthy[STEP_RATE])}")
+    report.say(f"without a fault: {measure_cell(rig, correct, [correct] * faults, healthy[STEP_RATE])}")
 
     def stale(kind: str, new: Weights) -> Weights:
         if kind == "any":
@@ -142,7 +142,7 @@ def measure(
     table = report.table("stale tensor, by learning rate", *(f"{rate:.0e}" for rate in stepped))
     for kind in (*kinds, "any"):
         cells = [
-            meet(rig, new, [stale(kind, new) for _ in range(faults)], healthy[rate])
+            measure_cell(rig, new, [stale(kind, new) for _ in range(faults)], healthy[rate])
             for rate, new in stepped.items()
         ]
         table.row(kind, *cells)
@@ -150,8 +150,8 @@ def measure(
     for kind in kinds:
         cells = []
         for eps in epsilons:
-            scaled = [scale_row(right, kind, eps, healthy[STEP_RATE], rig.random) for _ in range(faults)]
-            cells.append(meet(rig, right, scaled, healthy[STEP_RATE]))
+            scaled = [scale_row(correct, kind, eps, healthy[STEP_RATE], rig.random) for _ in range(faults)]
+            cells.append(measure_cell(rig, correct, scaled, healthy[STEP_RATE]))
         table.row(kind, *cells)
 
 
@@ -174,26 +174,26 @@ def scale_row(
     return weights | {name: scaled}
 
 
-def meet(rig: Rig, right: Weights, faults: Sequence[Weights], healthy: Sequence[Trajectory]) -> str:
-    """The cell of some faults. healthy: scored answers of the other engine, with the right weights."""
+def measure_cell(rig: Rig, correct: Weights, faults: Sequence[Weights], healthy: Sequence[Trajectory]) -> str:
+    """The cell of these faults. healthy: scored answers of the other engine, with the correct weights."""
     rates, gaps, dtype = [], [], torch_dtype(rig.settings.precision.dtype)
     for fault in faults:
         answers = rig.probe(fault, replica=1)
-        rig.load(right)
+        rig.load(correct)
         rig.score(answers)
         rates.append(rig.detected(healthy, answers))
         gaps.append(float(np.concatenate([np.abs(t.old - t.behaviour) for t in answers]).mean()))
     void = [
-        fault is not right and all(torch.equal(fault[n].to(dtype), right[n].to(dtype)) for n in right)
+        fault is not correct and all(torch.equal(fault[n].to(dtype), correct[n].to(dtype)) for n in correct)
         for fault in faults
     ]
-    shown = " / ".join(f"{100 * statistics.fmean(each):.0f}" for each in zip(*rates, strict=True))
-    same = f"; {statistics.fmean(void):.0%} of faults change no bit" if any(void) else ""
-    return f"{shown} ({statistics.median(gaps):.1e}{same})"
+    rates_text = " / ".join(f"{100 * statistics.fmean(each):.0f}" for each in zip(*rates, strict=True))
+    note = f"; {statistics.fmean(void):.0%} of faults change no bit" if any(void) else ""
+    return f"{rates_text} ({statistics.median(gaps):.1e}{note})"
 
 
 class Rig:
-    """An engine, and the trainer's policy on this process, both with any weights."""
+    """An engine, and the trainer's policy on this process; both can be given any weights."""
 
     def __init__(
         self, settings: Settings, engine: Engine, folder: Path, mesh: Mesh, device: torch.device, seed: int
@@ -235,7 +235,7 @@ class Rig:
         policy.served.refresh()
 
     def probe(self, weights: Weights, replica: int) -> list[Trajectory]:
-        """Sync the engine to these weights; its answers to the largest number of probes, as a replica's."""
+        """Sync the engine to these weights; returns its answers to the most probes, as from a replica."""
         self.load(weights)
         self.version += 1
         with published(self._publisher, self.version) as manifest:
@@ -247,7 +247,7 @@ class Rig:
         client = EngineClient(0, self._engine.process.socket, self._engine.token, timeout=120.0)
         count = guards.probe_prompts * MULTIPLES[-1]
 
-        async def one(i: int) -> Trajectory:
+        async def generate(i: int) -> Trajectory:
             place = self.version * count + i
             prompt = self._prompts[place % len(self._prompts)]
             [sample] = await client.generate(
@@ -261,24 +261,24 @@ class Rig:
             return replace(t, group=replica, behaviour=sample.logprobs, finish=sample.finish)
 
         try:
-            return await asyncio.gather(*(one(i) for i in range(count)))
+            return await asyncio.gather(*(generate(i) for i in range(count)))
         finally:
             await client.close()
 
     def score(self, probes: list[Trajectory]) -> list[Trajectory]:
-        """Set ``old`` with the trainer's present weights."""
+        """Set ``old`` with the trainer's current weights."""
         self.trainer.compute_log_probs(Batch([[probes]], probes, None))
         return probes
 
     def detected(self, healthy: Sequence[Trajectory], faulty: Sequence[Trajectory]) -> list[float]:
-        """Share of the sets of probes that the guard would stop a run for, for each of MULTIPLES."""
+        """Share of the sets of probes for which the guard would stop a run, for each of MULTIPLES."""
         guards, dtype = self.settings.guards, self.settings.precision.dtype
         rates = []
         for multiple in MULTIPLES:
             size = guards.probe_prompts * multiple
             stopped = []
-            for first in range(0, len(faulty), size):
-                probes = [*healthy[first : first + size], *faulty[first : first + size]]
+            for offset in range(0, len(faulty), size):
+                probes = [*healthy[offset : offset + size], *faulty[offset : offset + size]]
                 _, message = check_mismatch([], 0, guards, dtype, leaders=1, probes=probes, engines=2)
                 stopped.append(message is not None)
             rates.append(statistics.fmean(stopped))

@@ -1,9 +1,9 @@
-"""What settings do to learning: the quickstart with several cases and seeds, each run once and kept as
+"""How settings affect learning: the quickstart with several cases and seeds, each run once and kept as
 evidence.
 
-A study's runs are appended to its file in ``docs/evidence`` as they end; what is there already is not run
-again, so a study can be stopped and resumed. Its table has means over seeds and (lowest to highest). A tiny
-model on arithmetic shows that something trains, and how far cases spread, not which is better at scale.
+A study's runs are appended to its file in ``docs/evidence`` as they end; runs that are there already are not
+repeated, so a study can be stopped and resumed. Its table has means over seeds and (lowest to highest). A
+tiny model on arithmetic shows that something trains, and how far cases spread, not which is better at scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.setup import ROOT, Report, TrainRun, benchmark, main, train, write_block
 
 SOURCES = ("rpg_megatron", "examples/quickstart", "examples/quickstart.yaml")
-"""What a run depends on."""
+"""Files that affect a run."""
 Row = dict[str, Any]
 
 
@@ -30,7 +30,7 @@ class Study:
     """Cases that are trained with several seeds."""
 
     file: str
-    """In docs/evidence."""
+    """Its name in docs/evidence."""
     cases: dict[tuple[Any, ...], list[str]]
     """Values of ``key`` -> settings."""
     key: tuple[str, ...]
@@ -40,7 +40,7 @@ class Study:
     columns: dict[str, Callable[[Row], float | None]]
     """"name|format" of the table -> value of a run."""
     settings: tuple[str, ...]
-    """Of all runs."""
+    """Settings of all runs."""
 
 
 def study(
@@ -51,14 +51,14 @@ def study(
     settings: tuple[str, ...],
     commit: str,
 ) -> str:
-    """Do the runs that are missing; the table."""
+    """Do the runs that are missing; returns the table."""
     file = ROOT / "docs" / "evidence" / study.file
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows = [json.loads(line) for line in lines]
     rows = [r for r in rows if r.get("overrides", []) == list(settings) and commit in ("", r["commit"])]
-    have = {(*(r[k] for k in study.key), r["seed"]) for r in rows}
+    present = {(*(r[k] for k in study.key), r["seed"]) for r in rows}
     # Seeds in the outer loop: an interrupted study has whole sets of cases.
-    missing = [(case, seed) for seed in seeds for case in study.cases if (*case, seed) not in have][:runs]
+    missing = [(case, seed) for seed in seeds for case in study.cases if (*case, seed) not in present][:runs]
     for i, (case, seed) in enumerate(missing, 1):
         overrides = [
             "checkpoint.every=null",
@@ -78,26 +78,26 @@ def study(
         with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
         report.say(f"{i}/{len(missing)}  {case}, seed {seed}: {row['before']:.1%} -> {row['after']:.1%}")
-    names, forms = zip(*(column.split("|") for column in study.columns), strict=True)
+    names, specs = zip(*(column.split("|") for column in study.columns), strict=True)
     table = report.table(*study.key, "seeds", *names, title=f"{len(rows)} runs")
     for case in study.cases:
         cells = []
         of_case = [r for r in rows if tuple(r[k] for k in study.key) == case]
-        for value, form in zip(study.columns.values(), forms, strict=True):
+        for value, spec in zip(study.columns.values(), specs, strict=True):
             values = [v for r in of_case if (v := value(r)) is not None]
-            spread = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
-            cells.append(f"{fmean(values):{form}}{spread}" if values else None)
+            spread = f" ({min(values):{spec}} to {max(values):{spec}})" if len(values) > 1 else ""
+            cells.append(f"{fmean(values):{spec}}{spread}" if values else None)
         if of_case:
             table.row(*map(str, case), len(of_case), *cells)
     return str(table)
 
 
 def checked_out() -> str:
-    """The last commit that changed what a run depends on, and whether files differ from it."""
+    """The last commit that changed SOURCES, and whether files differ from it."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        return process.stdout.strip()
 
     return git("log", "-1", "--format=%h", "--", *SOURCES) + (
         "-changed" if git("status", "--porcelain", "--", *SOURCES) else ""
@@ -149,9 +149,7 @@ LOSSES = Study(
 def losses(
     report: Report, seeds: tuple[int, ...] = LOSSES.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """A shortened quickstart with every loss. runs: at most so many. write: put the table into
-    docs/objectives.md.
-    """
+    """A shortened quickstart with every loss. runs: maximum. write: put the table into docs/objectives.md."""
     table = study(report, LOSSES, seeds, runs, (), "")
     if write:
         write_block("objectives.md", "learning losses", table)
@@ -170,7 +168,7 @@ MEANS = {
     "entropy": "policy/entropy",
     "mismatch_mean": "mismatch/logp_mean",
 }
-"""Field of a row -> metric whose mean over the steps it is; left out where the run has no such metric."""
+"""Field of a row -> metric; the field is its mean over the steps. Left out if the run has no such metric."""
 CORRECTIONS = {
     "truncate": ["correction={type: truncate}"],
     "icepop": ["correction={type: icepop}"],
@@ -183,7 +181,7 @@ AHEAD = Study(
         (correction, ahead): [f"rollout.ahead={ahead}", *settings]
         for correction, settings in CORRECTIONS.items()
         for ahead in (0, 1, 2, 4)
-        if ahead or correction == "truncate"  # without age the corrections are alike
+        if ahead or correction == "truncate"  # the corrections do not differ without lag
     },
     seeds=(17, 18, 19),
     figures=lambda run: {
@@ -215,7 +213,7 @@ def ahead(
 ) -> None:
     """The quickstart at several ``rollout.ahead`` and corrections; a run takes about 75 s on two cores.
 
-    runs: at most so many. commit: of the runs in the table; by default that which last changed the package.
+    runs: maximum. commit: of the runs in the table; by default the one that last changed the package.
     """
     study(report, AHEAD, seeds, runs, settings, commit or checked_out())
 

@@ -84,7 +84,7 @@ def make_checkpoint(folder: Path, vocab: int) -> Path:
 
 
 def build_policy(model: Path, mesh: Mesh, device: torch.device, budget: int, **sections: Any) -> Policy:
-    """The policy on this process, whose optimizer does nothing."""
+    """A policy on this process whose optimizer step is a no-op."""
     training = {"tokens_per_microbatch": budget, "logprob_chunk": CHUNK}
     policy = build(read_model_shape(model), mesh, device, "fp32", model, training=training, **sections)
     policy._optimizer.step = lambda: (True, 0.0, None)  # type: ignore[method-assign]
@@ -107,7 +107,7 @@ def compare_speed(
     vocab = 8192
     checkpoint = make_checkpoint(folder / "speed", vocab)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).train()
-    for p in model.parameters():  # gradients are there before, as in the policy
+    for p in model.parameters():  # gradients are allocated in advance, as in the policy
         p.grad = torch.zeros_like(p)
     columns = ("longest", "sequences", "real tokens", "padded|.0%", "speed: padded|.2f", "packed|.2f")
     columns += ("transformers|.2f", "peak MiB: padded|.0f", "packed|.0f", "transformers|.0f")
@@ -126,23 +126,23 @@ def compare_speed(
             "packed": lambda policy=policy, packs=packs: run_policy(policy, packs),
             "transformers": lambda s=sequences, r=rows: run_transformers(model, s, r),
         }
-        found = measure(methods, repeat)
+        results = measure(methods, repeat)
         padding = 1 - sum(sizes) / sum(pack.size for pack in padded)
-        speeds = [found["padded"][0] / found[method][0] for method in methods]
-        peaks = [found[method][1] / MIB for method in methods]
+        speeds = [results["padded"][0] / results[method][0] for method in methods]
+        peaks = [results[method][1] / MIB for method in methods]
         table.row(longest, len(sizes), sum(sizes), padding, *speeds, *peaks)
     return table
 
 
 def pad_row(sequences: list[np.ndarray]) -> list[Trajectory]:
-    """Zeros behind each response up to the longest one, which nothing could tell from it here."""
+    """Pad each response with zeros to the longest one; here the zeros count as response tokens."""
     longest = max(map(len, sequences))
     return [trajectory_of(np.pad(s, (0, longest - len(s))), 8, number) for number, s in enumerate(sequences)]
 
 
 def measure(methods: dict[str, Callable[[], None]], repeat: int) -> dict[str, tuple[float, int]]:
-    """Median processor seconds of each, taken in turns, and peak bytes, of a pass of its own."""
-    peaks, taken = {}, {name: [] for name in methods}
+    """Median CPU seconds of each method, measured in turns, and peak bytes, from a separate pass."""
+    peaks, times = {}, {name: [] for name in methods}
     for name, method in methods.items():
         method()
         with AllocationWatch() as watch:
@@ -150,8 +150,8 @@ def measure(methods: dict[str, Callable[[], None]], repeat: int) -> dict[str, tu
         peaks[name] = watch.peak
     for _ in range(repeat):
         for name, method in methods.items():
-            taken[name].append(seconds(method, clock=time.process_time))
-    return {name: (float(np.median(taken[name])), peaks[name]) for name in methods}
+            times[name].append(seconds(method, clock=time.process_time))
+    return {name: (float(np.median(times[name])), peaks[name]) for name in methods}
 
 
 def ragged_tokens(longest: int, vocab: int, total: int) -> list[np.ndarray]:
@@ -185,7 +185,7 @@ def compare_memory(
     report: Report, folder: Path, mesh: Mesh, device: torch.device, tokens: int, vocabulary: int
 ) -> Table:
     """The second table."""
-    ours = head_peaks(make_checkpoint(folder / "memory", vocabulary), mesh, device, tokens, vocabulary)
+    peaks = head_peaks(make_checkpoint(folder / "memory", vocabulary), mesh, device, tokens, vocabulary)
     chunk, measured = 4 * CHUNK * vocabulary, (tokens // 8, tokens // 4)
     columns = (
         f"{tokens} tokens x {vocabulary}",
@@ -197,8 +197,8 @@ def compare_memory(
     for name, backward in (("scoring", False), ("update", True)):
         small, large = (plain_peak(n, backward=backward, vocabulary=vocabulary) for n in measured)
         line = small + (large - small) * (tokens - measured[0]) / (measured[1] - measured[0])
-        extended = f"{line / MIB:.0f} ({line / ours[name]:.0f} x)"
-        sizes = (ours[name] / MIB, ours[name] / chunk, f"{small / MIB:.0f}, {large / MIB:.0f}")
+        extended = f"{line / MIB:.0f} ({line / peaks[name]:.0f} x)"
+        sizes = (peaks[name] / MIB, peaks[name] / chunk, f"{small / MIB:.0f}, {large / MIB:.0f}")
         table.row(name, *sizes, extended)
     return table
 
@@ -222,7 +222,7 @@ def head_peaks(
     """Peak bytes of our log-prob pass and update on ``tokens`` tokens, and the elements of their largest
     tensor.
 
-    From the update's, the gradient of the output weight is taken off: it waits there to be added up.
+    The update's peak is without the gradient of the output weight.
     """
     policy = build_policy(checkpoint, mesh, device, tokens)
     rng = np.random.default_rng(0)

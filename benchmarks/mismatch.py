@@ -42,7 +42,7 @@ from tests.support.tiny_models import write_checkpoint as write_weights
 
 RECIPES = ("blockwise", "tensorwise", "delayed", "blockwise+params", "tensorwise+params")
 EMULATED = RECIPES[:3]
-"""Those that a CPU can emulate."""
+"""Recipes that a CPU can emulate."""
 SECTIONS = {"training": {"tokens_per_microbatch": 8192}, "optimizer": {"clip_grad": 0.0}}
 """Settings of a policy whose numbers are compared."""
 
@@ -64,8 +64,8 @@ def precisions(
     One micro-batch of random sequences through a random checkpoint; ``--shape quickstart``: the quickstart's
     model, on 256 problems and solutions of its own kind. Log-probs: mean and largest difference in nats, and
     the norm of the difference over the norm; the latter also for the gradient of all parameters together.
-    float32 is Megatron's own layers, as on a CPU. Delayed scaling comes twice: with the scales of 1 that a
-    run begins with, and with those after one update. Not yet run on a GPU.
+    float32 uses Megatron's own layers, as on a CPU. Delayed scaling has two rows: with the initial scales of
+    1, and with those after one update. Not yet run on a GPU.
     """
     place, mesh = start(device)
     chosen = recipes or (RECIPES if device == "cuda" else EMULATED)
@@ -101,24 +101,24 @@ def precisions(
         row("transformers in bfloat16", by_transformers(folder, batch, place))
         for recipe in chosen:
             policy = policy_in(recipe)
-            found = numbers(policy, batch)
+            values = numbers(policy, batch)
             if recipe == "delayed":
-                row("delayed, with scales of 1", *found)
-                found = numbers(policy, batch)
-            row(recipe, *found)
+                row("delayed, with scales of 1", *values)
+                values = numbers(policy, batch)
+            row(recipe, *values)
             del policy
 
 
 def quickstart_problems(count: int, seed: int = 0) -> list[Trajectory]:
-    """The quickstart's problems, each with a solution as the model has learnt to write it, right or wrong."""
-    made = runpy.run_path(str(QUICKSTART / "make_quickstart.py"))
+    """The quickstart's problems, each with a right or wrong solution as the model has learnt to write it."""
+    script = runpy.run_path(str(QUICKSTART / "make_quickstart.py"))
     tokenizer = Tokenizer.from_file(str(QUICKSTART / "model" / "tokenizer.json"))
     rng, trajectories = random.Random(seed), []
     for number in range(count):
-        problem = made["draw_problem"](rng)
+        problem = script["draw_problem"](rng)
         prompt, solution = (
             tokenizer.encode(text, add_special_tokens=False).ids
-            for text in (made["prompt_of"](problem), made["solution"](problem, rng))
+            for text in (script["prompt_of"](problem), script["solution"](problem, rng))
         )
         tokens = np.array(prompt + solution, np.int32)
         trajectories.append(trajectory_of(tokens, len(prompt), number))
@@ -140,7 +140,7 @@ def numbers(policy: Policy, batch: list[Trajectory]) -> tuple[torch.Tensor, torc
 
 
 def _local_name(name: str) -> str:
-    """What Megatron's own layers call a parameter of Transformer Engine's."""
+    """The name of a Transformer Engine parameter in Megatron's own layers."""
     for fused, local in FUSED.items():
         name = name.replace(fused, local)
     return name
@@ -174,7 +174,7 @@ EXPERTS = replace(
     **SMALL_HEADS | {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32},
 )
 PROMPTS = (5, 17, 40, 3, 9, 25, 12, 30)
-"""Tokens of each."""
+"""Lengths in tokens."""
 
 
 class Row(NamedTuple):
@@ -185,7 +185,7 @@ class Row(NamedTuple):
     changed: float
     """Share of choices (one for each token and layer) that differ."""
     changed_tokens: float
-    """Share of tokens with one that does."""
+    """Share of tokens with a choice that differs."""
     own: tuple[float, float, float]
     """Mean, 99th percentile, maximum of |old - behaviour| with the trainer's own choice of experts."""
     replayed: tuple[float, float, float]

@@ -88,7 +88,7 @@ SHAPES = {
 def write_checkpoint(folder: Path, shape: ModelShape, seed: int = 0, *, file_bytes: int = 1 << 40) -> Path:
     """A Hugging Face checkpoint of a shape with random weights, and the quickstart's tokenizer.
 
-    file_bytes: size of its files, except that a tensor is not divided.
+    file_bytes: maximum size of a file, except that a tensor is not split.
     """
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
@@ -100,7 +100,7 @@ def write_checkpoint(folder: Path, shape: ModelShape, seed: int = 0, *, file_byt
     numbers = {name: number for number, name in enumerate(shapes)}
     sizes = {name: dtype.itemsize * torch.Size(dims).numel() for name, dims in shapes.items()}
     weight_map: dict[str, str] = {}
-    with ThreadPoolExecutor(8) as pool:  # torch makes normal numbers on one thread, a minute for 4B of them
+    with ThreadPoolExecutor(8) as pool:  # torch draws normal numbers on one thread: a minute for 4B of them
         for names in group_shards(sizes, file_bytes):
             seeds = [[seed, numbers[name]] for name in names]
             tensors = pool.map(_random, (shapes[n] for n in names), seeds)
@@ -166,7 +166,7 @@ def build(
     folder: Path | None = None,
     **sections: Any,
 ) -> Policy:
-    """A policy with the weights of a checkpoint; without one random, the same for each seed and device."""
+    """A policy with a checkpoint's weights; without one random, the same for a given seed and device."""
     settings = Settings.model_validate(
         {
             "model": {"path": str(folder or "-")},

@@ -27,11 +27,11 @@ def prompts(
 ) -> None:
     """The launcher's check of the data and the sampler's start, each in a process of its own.
 
-    JSON lines of prompts of about 150 tokens, with a byte-level BPE as Qwen's. folder: for the data. First:
-    the sampler's steps from its start until the prompts of the first 64 tasks are ready to be sent; all:
-    until all have been tokenized in the background, which the end of the first step's sampling waits for.
-    Each begins without ``.rpg_cache`` (cache: no), or with what a run before has kept (yes). MiB: the largest
-    resident size of the process.
+    JSON lines of prompts of about 150 tokens, with a byte-level BPE like Qwen's. folder: for the data. First:
+    from the sampler's start until the prompts of the first 64 tasks are ready to be sent; all: until all have
+    been tokenized in the background, which the end of the first step's sampling waits for. Each begins
+    without ``.rpg_cache`` (cache: no), or with that of an earlier run (yes). MiB: the peak resident size of
+    the process.
     """
     columns = ("rows|,", "cache", "check, s|.1f", "MiB|.0f", "first, s|.1f", "CPU, s|.1f", "all, s|.1f")
     table = report.table(*columns, "MiB|.0f")
@@ -42,19 +42,19 @@ def prompts(
             file = write_data(place, count)
             for cache in ("no", "yes"):
                 cells = []
-                for what in ("check", "sample"):
+                for function in ("check", "sample"):
                     if cache == "no":
                         shutil.rmtree(place / ".rpg_cache", ignore_errors=True)
-                    code = f"from benchmarks import prompts; prompts.{what}({str(file)!r})"
+                    code = f"from benchmarks import prompts; prompts.{function}({str(file)!r})"
                     command = [sys.executable, "-c", code]
-                    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                    cells += json.loads(told.stdout.splitlines()[-1])
+                    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                    cells += json.loads(process.stdout.splitlines()[-1])
                 table.row(count, cache, *cells)
 
 
 def check(file: str) -> None:
     """The launcher's check of the data."""
-    began = time.monotonic()
+    start = time.monotonic()
     from rpg_megatron.config.data import DataSettings
     from rpg_megatron.data.problems import read_problems_with_counts
     from rpg_megatron.launcher.input_checks import check_prompts
@@ -62,12 +62,12 @@ def check(file: str) -> None:
     data = DataSettings(path=Path(file))
     problems, *_ = read_problems_with_counts(data)
     check_prompts(problems, data, Path(file).parent / "model", "data", ())
-    _tell(time.monotonic() - began)
+    _print_figures(time.monotonic() - start)
 
 
 def sample(file: str) -> None:
     """The sampler's start, until the prompts of its first step are ready to be sent."""
-    began = time.monotonic()
+    start = time.monotonic()
     from rpg_megatron.config.data import DataSettings
     from rpg_megatron.data.prompt_stream import PromptStream
     from rpg_megatron.data.prompts import load_tokenizer, without_torch
@@ -76,14 +76,14 @@ def sample(file: str) -> None:
     with without_torch():
         tokenizer = load_tokenizer(Path(file).parent / "model")
     stream = PromptStream(open_prompts(DataSettings(path=Path(file)), tokenizer), seed=1)
-    taken = stream.take(64)
-    assert len(taken) == 64
-    first, cpu = time.monotonic() - began, time.process_time()
+    tasks = stream.take(64)
+    assert len(tasks) == 64
+    first, cpu = time.monotonic() - start, time.process_time()
     stream.state()
-    _tell(first, cpu, time.monotonic() - began)
+    _print_figures(first, cpu, time.monotonic() - start)
 
 
-def _tell(*figures: float) -> None:
+def _print_figures(*figures: float) -> None:
     print(json.dumps([*figures, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
 
 

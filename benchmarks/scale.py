@@ -1,7 +1,7 @@
-"""CPU time of a step's single processes at the size of a cluster, against stand-in engines (docs/scale.md).
+"""CPU time of a step's singleton processes at cluster size, against stand-in engines (docs/scale.md).
 
 The stand-ins are unix sockets of one other process, which answer like vLLM's server with our plug-in. CPU
-seconds do not depend much on what else runs.
+seconds depend little on the machine's other load.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ TARGET = 8192
 
 @contextmanager
 def serving(kind: type[StandIns], folder: Path, engines: int, *arguments: Any) -> Iterator[None]:
-    """``kind(*arguments)`` at the sockets of so many engines, in another process."""
+    """Serve ``kind(*arguments)`` at the sockets of all engines, in another process."""
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     process = context.Process(target=_serve, args=(kind, folder, engines, arguments, ready), daemon=True)
@@ -95,9 +95,7 @@ def _serve(kind: type[StandIns], folder: Path, engines: int, arguments: tuple[An
 
 
 class LongResponses(StandIns):
-    """Each response is a part of this folder's source code, with an answer, and follows from prompt and
-    seed.
-    """
+    """Each response is a part of this folder's source code with an answer, determined by prompt and seed."""
 
     def __init__(self, folder: Path, tokens: int, burst: bool, as_bytes: bool):
         from tokenizers import Tokenizer
@@ -139,10 +137,10 @@ def sampler(
 
     They are the product's, in their own processes. The tokenizer has 151,936 tokens. groups: of 16 responses
     with ``tokens`` tokens. workers: rollout.workers. The stand-ins answer within 10 s, or with ``--burst`` at
-    once; with ``--json-route`` like engines without the plug-in's route. What they answer follows from prompt
-    and seed: the hash of the batch must not depend on these options. Each response is graded by rules, as
-    most are: no reward workers run; ``--reward operator:ne`` is a function. Tail: of 8,192 trajectories that
-    end together, with 8 workers: the serial part and an eighth of the rest.
+    once; with ``--json-route`` like engines without the plug-in's route. Their answers are determined by
+    prompt and seed, so the hash of the batch must not depend on these options. Each response is graded by
+    rules, as most are: no reward workers run; ``--reward operator:ne`` is a function. Tail: of 8,192
+    trajectories that end together, with 8 workers: the serial part and an eighth of the rest.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, token = Path(name), secrets.token_urlsafe()
@@ -152,16 +150,16 @@ def sampler(
         with serving(LongResponses, folder, engines, folder, tokens, burst, not json_route):
             process = subprocess.Popen(command, env=environment, stderr=(folder / "log").open("w"))
             try:
-                used, grown, fetched, trajectories = _one_step(folder, process.pid, workers, token)
+                cpu_used, grown, fetched, trajectories = _one_step(folder, process.pid, workers, token)
             finally:
                 process.terminate()
                 process.wait()
         count, total = len(trajectories), sum(len(t.response) for t in trajectories)
         digest = hashlib.sha256(b"".join(t.response.tobytes() + t.behaviour.tobytes() for t in trajectories))
         report.say(f"{count} responses, {total:,} tokens, sha256 {digest.hexdigest()[:12]}")
-        serial = used[0] / count if workers > 1 else 0.0
-        rest = sum(used) / count - serial
-        tail = TARGET * (serial + rest / 8) if workers > 1 else None
+        serial = cpu_used[0] / count if workers > 1 else 0.0
+        parallel = sum(cpu_used) / count - serial
+        tail = TARGET * (serial + parallel / 8) if workers > 1 else None
         columns = (
             "engines",
             "workers",
@@ -171,7 +169,7 @@ def sampler(
         )
         table = report.table(*columns, "tail, s|.1f", "MiB more")
         sizes = ", ".join(f"{size / 2**20:,.0f}" for size in grown)
-        table.row(engines, workers, 1e3 * serial or None, 1e3 * rest, 1e3 * fetched / count, tail, sizes)
+        table.row(engines, workers, 1e3 * serial or None, 1e3 * parallel, 1e3 * fetched / count, tail, sizes)
 
         rng = np.random.default_rng(0)
         for t in trajectories:
@@ -187,8 +185,8 @@ def sampler(
 def _one_step(
     folder: Path, pid: int, workers: int, token: str
 ) -> tuple[list[float], list[int], float, list[Any]]:
-    """CPU seconds and growth in bytes of the sampler and its workers, CPU seconds of the fetch, what it
-    fetched.
+    """CPU seconds and growth in bytes of the sampler and its workers, CPU seconds of the fetch, and the
+    trajectories.
     """
     with SamplerClient(folder / SOCKET, token) as client:
         source = TrajectoryClient(client.addresses(), token)
@@ -201,10 +199,10 @@ def _one_step(
         index, start = batch.index, time.process_time()
         trajectories = source.fetch(index.worker.tolist(), index.ticket.tolist(), index.sample.tolist())
         fetched = time.process_time() - start
-        used = [cpu_seconds(p, tree=False) - cpu for p, (cpu, _) in zip(pids, before, strict=True)]
+        cpu_used = [cpu_seconds(p, tree=False) - cpu for p, (cpu, _) in zip(pids, before, strict=True)]
         grown = [memory_of(p, "VmHWM") - size for p, (_, size) in zip(pids, before, strict=True)]
         source.close()
-    return used, grown, fetched, trajectories
+    return cpu_used, grown, fetched, trajectories
 
 
 def _write_inputs(folder: Path, engines: int, tokens: int, groups: int, workers: int, reward: str) -> None:
@@ -256,7 +254,7 @@ TENSOR, PIPELINE = 8, 8
 
 
 class Acknowledging(StandIns):
-    """Answer at once, like engines whose workers have read everything."""
+    """Answers at once, like engines whose workers have read all weights."""
 
     def __init__(self, workers: int):
         super().__init__(as_bytes=True)
@@ -264,38 +262,38 @@ class Acknowledging(StandIns):
         numbers = random.Random(1)
         self._sums: list[dict[str, tuple[int, int]]] = [{} for _ in range(workers)]
         for name, tensor in make_manifest().tensors.items():
-            size, rest = 2 * math.prod(tensor.shape), tensor.checksum
+            size, remainder = 2 * math.prod(tensor.shape), tensor.checksum
             for rank, sums in enumerate(self._sums):
                 if len(tensor.shape) == 1:  # each worker reads all of it
                     sums[name] = tensor.checksum, size
                     continue
-                part = rest if rank == workers - 1 else numbers.getrandbits(64)
-                rest = (rest - part) % 2**64
+                part = remainder if rank == workers - 1 else numbers.getrandbits(64)
+                remainder = (remainder - part) % 2**64
                 sums[name] = part, size // workers + (size % workers if rank == 0 else 0)
         self._answers: dict[str, bytes] = {}
 
-    def sync(self, asked: dict[str, Any]) -> bytes:
+    def sync(self, request: dict[str, Any]) -> bytes:
         """Prepared once for each kind of request."""
-        steps = asked["steps"]
+        steps = request["steps"]
         if str(steps) not in self._answers:
             self._answers[str(steps)] = self._make_answer(steps)
-        session = asked["update_info"].get("session", "")
+        session = request["update_info"].get("session", "")
         return self._answers[str(steps)].replace(b"SESSION", session.encode())
 
     def _make_answer(self, steps: list[str]) -> bytes:
         ranks, phase = range(self._workers), steps[0]
-        done = StepsDone(dict.fromkeys(steps, 0.1), [{"rank": rank, "unsettled": False} for rank in ranks])
+        answer = StepsDone(dict.fromkeys(steps, 0.1), [{"rank": rank, "unsettled": False} for rank in ranks])
         if phase in ("check", "apply"):
             ack = {"ok": True, "pid": 12345, "version": 1, "phase": phase, "transport": "process_group"}
             ack |= {"session": "SESSION", "mode": "slices", "reason": "", "seconds": 0.123, "bytes": 1 << 33}
             sums = self._sums if phase == "apply" else [{}] * self._workers
             acks = [{"rank": rank, **ack, "sums": sums[rank]} for rank in ranks]
-            done = StepsDone({phase: 0.1}, totals=sum_acks(acks))
-        return msgspec.json.encode(done)
+            answer = StepsDone({phase: 0.1}, totals=sum_acks(acks))
+        return msgspec.json.encode(answer)
 
 
 def make_manifest() -> Manifest:
-    """What the ranks publish; the checksums are made up, and the same in both processes."""
+    """The manifest that the ranks publish; the checksums are random, and the same in both processes."""
     mapping, numbers = mapping_for(QWEN3_32B), random.Random(0)
     layers = QWEN3_32B.num_layers // PIPELINE
     ranks = []

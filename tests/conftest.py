@@ -20,7 +20,7 @@ import yaml
 
 from tests.support.tiny_models import write_byte_model
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

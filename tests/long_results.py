@@ -49,7 +49,7 @@ class LongResults:
         return row.get("outcome") == "passed" and row.get("commit") == self._commit
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Three of them a test: set-up, call, teardown."""
+        """Called three times for each test: set-up, call, teardown."""
         test = report.nodeid
         self._seconds[test] += report.duration
         if report.outcome != "passed" or test not in self._outcome:

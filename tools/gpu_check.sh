@@ -111,7 +111,7 @@ for folder in "${RPG_GPU_ARCHIVES:-$ROOT/shared/gpu}" "${RPG_GPU_ARCHIVES:-$ROOT
     ls "$folder"/*.tar.xz >/dev/null 2>&1 && ARCHIVES=$(cd "$folder" && pwd) && break
 done
 export PYTHONPATH="$SITE:$ROOT" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
-export VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
+export VLLM_NO_USAGE_STATS=1
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 # The machine may have only a loopback network, and a host name that does not resolve.
 export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo

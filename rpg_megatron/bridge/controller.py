@@ -69,11 +69,6 @@ class SyncReport:
     workers: tuple[dict[str, Any], ...] = ()
     """Each worker's acknowledgement of *apply*, without its checksums."""
 
-    @property
-    def total_seconds(self) -> float:
-        """Wall time of the whole sync."""
-        return sum(self.seconds.values())
-
 
 async def sync_engine(
     post: Post,
@@ -233,11 +228,11 @@ async def _run_phase(
     totals = (await call.run([phase], report, info)).totals
     if totals is None:
         raise _CallFailed(f"no results of {phase}")
-    given = {int(ack.get("rank", -1)): ack for ack in totals.workers}
+    by_rank = {int(ack.get("rank", -1)): ack for ack in totals.workers}
     expected = info["session"], phase
     acks = []
     for rank in range(workers):
-        ack = given.get(rank, {})
+        ack = by_rank.get(rank, {})
         if (ack.get("session"), ack.get("phase")) != expected:
             ack = {"rank": rank, "ok": False, "error": f"did not run {phase}"}
         acks.append(ack)
@@ -272,11 +267,11 @@ async def _find_mismatch(call: _Caller, manifest: Manifest, totals: Totals) -> s
 
 
 async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
-    named = []
+    problems = []
     for name, why in list(wrong.items())[:5]:
-        named.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
+        problems.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
     more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
-    return "; ".join(named) + more
+    return "; ".join(problems) + more
 
 
 def _locate_damage(manifest: Manifest, name: str, acks: Sequence[dict[str, Any]]) -> str:

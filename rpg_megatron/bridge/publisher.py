@@ -99,19 +99,19 @@ class PublishPlan:
         """Checksums of this rank's slices after a cast to ``dtype``; ``shared``: also of those in
         ``self.shared``.
         """
-        mine = self.slices_of(self.rank)
+        slices_to_sum = self.slices_of(self.rank)
         if shared:
-            mine += [
+            slices_to_sum += [
                 (name, i, s.param, s.piece)
-                for (name, i), found in self.shared.items()
-                for s in found
+                for (name, i), slices in self.shared.items()
+                for s in slices
                 if s.rank == self.rank
             ]
         sums = checksums(
             (params[param].detach()[piece.local.slices()].to(dtype), piece.hf.start)
-            for _, _, param, piece in mine
+            for _, _, param, piece in slices_to_sum
         )
-        return {(name, i): number for (name, i, _, _), number in zip(mine, sums, strict=True)}
+        return {(name, i): number for (name, i, _, _), number in zip(slices_to_sum, sums, strict=True)}
 
 
 def make_publish_plan(
@@ -146,7 +146,7 @@ def _shared_slices(
     mapping: ModelMapping, owners: Mapping[str, Sequence[SliceOwner]], holders: Sequence[RankShards]
 ) -> dict[tuple[str, int], tuple[SliceOwner, ...]]:
     """``PublishPlan.shared``. holders: one rank of each set of ranks that hold the same parameters."""
-    index = {(name, s.piece.hf): (i, s.rank) for name, found in owners.items() for i, s in enumerate(found)}
+    index = {(name, s.piece.hf): (i, s.rank) for name, slices in owners.items() for i, s in enumerate(slices)}
     sending = {rank for _, rank in index.values()}
     shared: dict[tuple[str, int], tuple[SliceOwner, ...]] = {}
     for shards in holders:

@@ -91,7 +91,9 @@ def open_step(path: Path, name: str) -> Step:
     if kind_of(path, name) == "run":
         newest = next(iter(list_steps(path).values()), None)
         if newest is None:
-            unfinished = f"; {len(found)} are incomplete" if (found := list_folders(path)) else " yet"
+            unfinished = (
+                f"; {len(incomplete)} are incomplete" if (incomplete := list_folders(path)) else " yet"
+            )
             raise UserError(
                 f"{name}: the run {path} has no complete checkpoint in {CHECKPOINTS}/{unfinished}"
             )
@@ -119,15 +121,15 @@ def find_model_files(step: Step) -> tuple[Path, Path]:
     """
     file = step.folder / CONFIG
     try:
-        named = Path(read_yaml(file, real_path(step.root))["model"]["path"])
+        model = Path(read_yaml(file, real_path(step.root))["model"]["path"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as e:
         raise UserError(f"{file}: has no model.path ({shorten(str(e), 200)}); {_GIVE_CONFIG}") from None
-    if named.is_absolute() and (named / hf_files.CONFIG).is_file():
-        return named, named
+    if model.is_absolute() and (model / hf_files.CONFIG).is_file():
+        return model, model
     if exports := list_exports(step.run):
         return exports[-1], step.run
     raise UserError(
-        f"{file}: model.path is {shorten(str(named), 200)}, which has no {hf_files.CONFIG} here; "
+        f"{file}: model.path is {shorten(str(model), 200)}, which has no {hf_files.CONFIG} here; "
         f"{_GIVE_CONFIG}"
     )
 

@@ -91,8 +91,8 @@ def _tensor(attributes: Pairs) -> Tensor:
         raise ValueError("not an index of tensors: a tensor without dtype")
     chunks = []
     for chunk in _list(attributes.get("chunks")):
-        found = _attributes(chunk, "ChunkStorageMetadata")
-        chunks.append((_sizes(found.get("offsets")), _sizes(found.get("sizes"))))
+        fields = _attributes(chunk, "ChunkStorageMetadata")
+        chunks.append((_sizes(fields.get("offsets")), _sizes(fields.get("sizes"))))
     return Tensor(dtype.name, _sizes(attributes.get("size")), chunks)
 
 
@@ -113,12 +113,12 @@ def _piece(key: Any, value: Any) -> StoredPart:
 
 def locate_tensors(files: Sequence[BinaryIO], slices: list[Slice]) -> Iterator[list[Location]]:
     """Where the tensors in these slices begin, some at a time."""
-    for some in batched(slices, AT_ONCE):
-        found = []
-        for number, begin, length in some:
+    for chunk in batched(slices, AT_ONCE):
+        locations = []
+        for number, begin, length in chunk:
             archive = _Archive(files[number], begin, length)
-            found.append(archive.locate(archive.value()))
-        yield found
+            locations.append(archive.locate(archive.value()))
+        yield locations
 
 
 def read_objects(files: Sequence[BinaryIO], slices: list[Slice]) -> Iterator[Any]:
@@ -201,10 +201,10 @@ class _Slice:
         """Bytes from a position. Raises ValueError at the end."""
         if position < 0 or count < 0 or position + count > self.size:
             raise ValueError("a file is truncated")
-        found = os.pread(self._descriptor, count, self._begin + position)
-        if len(found) != count:
+        data = os.pread(self._descriptor, count, self._begin + position)
+        if len(data) != count:
             raise ValueError("a file is truncated")
-        return found
+        return data
 
     def seekable(self) -> bool:
         return True
@@ -217,10 +217,10 @@ class _Slice:
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        found = self.read_at(self._at, left if count is None or count < 0 else min(count, left))
-        self._at += len(found)
-        return found
+        remaining = max(0, self.size - self._at)
+        data = self.read_at(self._at, remaining if count is None or count < 0 else min(count, remaining))
+        self._at += len(data)
+        return data
 
 
 def _plain(value: Any, archive: _Archive) -> Any:
@@ -229,29 +229,29 @@ def _plain(value: Any, archive: _Archive) -> Any:
     def extension(code: int, content: Any) -> msgspec.msgpack.Ext:
         return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
 
-    def walk(found: Any, level: int) -> Any:
+    def walk(item: Any, level: int) -> Any:
         if next(budget, None) is None or level > _MAX_LEVELS:
             raise ValueError("its values are nested too deeply or too many")
-        if type(found) is list:
-            return [walk(each, level + 1) for each in found]
-        if type(found) is tuple:
-            return extension(TUPLE, [walk(each, level + 1) for each in found])
-        if type(found) is Pairs:
-            return {k: walk(v, level + 1) for k, v in found.items if type(k) in (str, int)}
-        if type(found) is Name:
-            return extension(NAME, str(found))
-        if type(found) is Record:
-            kind = str(found.maker)
+        if type(item) is list:
+            return [walk(each, level + 1) for each in item]
+        if type(item) is tuple:
+            return extension(TUPLE, [walk(each, level + 1) for each in item])
+        if type(item) is Pairs:
+            return {k: walk(v, level + 1) for k, v in item.items if type(k) in (str, int)}
+        if type(item) is Name:
+            return extension(NAME, str(item))
+        if type(item) is Record:
+            kind = str(item.maker)
             if kind == "collections.OrderedDict":
-                return walk(Pairs(_pairs(found)), level + 1)
+                return walk(Pairs(_pairs(item)), level + 1)
             if kind.startswith("torch._utils._rebuild_"):
-                return extension(TENSOR, archive.locate(found))
+                return extension(TENSOR, archive.locate(item))
             if kind == "_codecs.encode":
-                return _bytes(found)
+                return _bytes(item)
             return None
-        if type(found) is int and not -(2**63) <= found < 2**64:
+        if type(item) is int and not -(2**63) <= item < 2**64:
             return None
-        return found if found is None or type(found) in (bool, int, float, str, bytes) else None
+        return item if item is None or type(item) in (bool, int, float, str, bytes) else None
 
     return walk(value, 0)
 

@@ -66,8 +66,8 @@ def export_hf(
         raise UserError(f"export dtype {dtype_name(dtype)} is not supported; use {', '.join(WEIGHT_DTYPES)}")
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     part = out_dir.parent / f".{os.path.basename(out_dir)}.incomplete"
-    held = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
-    gathered = gather_objects(held, RankShards)
+    shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    gathered = gather_objects(shards, RankShards)
     shapes = mapping.hf_tensors()
     sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
     plan = _Plan(group_shards(sizes, max_shard_bytes), assign_owners(mapping, gathered), shapes)
@@ -76,12 +76,12 @@ def export_hf(
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
     try:
         for first in range(0, len(plan.shards), world):
-            mine = first + rank
+            shard = first + rank
             tensors = _assemble_round(plan, first, world, rank, params, dtype)
 
-            def write(mine: int = mine, tensors: dict[str, torch.Tensor] = tensors) -> None:
-                if mine < len(plan.shards):
-                    _save(tensors, part / names[mine])
+            def write(shard: int = shard, tensors: dict[str, torch.Tensor] = tensors) -> None:
+                if shard < len(plan.shards):
+                    _save(tensors, part / names[shard])
 
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled

@@ -180,20 +180,20 @@ def verify_hf_checkpoint(
     stored = list_checkpoint(model_dir)
     if mapping.shape.tied_embeddings:
         stored.pop("lm_head.weight", None)
-    wanted = mapping.hf_tensors()
+    expected = mapping.hf_tensors()
     problems = []
-    if missing := [n for n in wanted if n not in stored]:
+    if missing := [n for n in expected if n not in stored]:
         problems.append(f"missing: {_some(missing)}")
-    if unexpected := [n for n in stored if n not in wanted]:
+    if unexpected := [n for n in stored if n not in expected]:
         problems.append(f"unexpected: {_some(unexpected)}")
     if shapes := [
         f"{n} is {list(stored[n].shape)}, not {list(s)}"
-        for n, s in wanted.items()
+        for n, s in expected.items()
         if n in stored and stored[n].shape != s
     ]:
         problems.append(f"wrong shape: {_some(shapes)}")
     if types := [
-        f"{n} is {stored[n].dtype}" for n in wanted if n in stored and stored[n].dtype not in SAFETENSORS
+        f"{n} is {stored[n].dtype}" for n in expected if n in stored and stored[n].dtype not in SAFETENSORS
     ]:
         problems.append(
             f"quantised (not {', '.join(SAFETENSORS)}); convert the checkpoint first: {_some(types)}"

@@ -34,7 +34,7 @@ def download(
     patterns = [*CONFIGURATION, _WEIGHTS] if weights else list(CONFIGURATION)
     # Top-level files only: subfolders such as original/ have the same weights in other formats.
     arguments: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": "*/*", "revision": revision}
-    wanted = f"{key}: {name} is not a folder"
+    problem = f"{key}: {name} is not a folder"
     local = f"download it on a machine with network access (hf download {name}), or give a folder"
     try:
         return Path(snapshot_download(name, **arguments))
@@ -54,4 +54,4 @@ def download(
     except Exception as e:  # interrupted download, no space left, ...
         lines = str(e).strip().splitlines()
         reason = f"the download failed ({type(e).__name__}: {(lines or [''])[0][:200]}); {local}"
-    raise UserError(f"{wanted}, and {reason}")
+    raise UserError(f"{problem}, and {reason}")

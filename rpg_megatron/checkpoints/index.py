@@ -112,10 +112,10 @@ def _read_plain(folder: Path, pickled: Any) -> Index | None:
         with open_regular(folder / PLAIN_INDEX, *places_of(folder)) as source:
             if os.fstat(source.fileno()).st_size > _MAX_BYTES:
                 return None
-            found = msgspec.json.decode(source.read(), type=_File)
+            document = msgspec.json.decode(source.read(), type=_File)
     except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    return found.index if found.sha256 == hashlib.sha256(pickled.read()).hexdigest() else None
+    return document.index if document.sha256 == hashlib.sha256(pickled.read()).hexdigest() else None
 
 
 def _check(index: Index) -> None:

@@ -101,7 +101,7 @@ class PlannedSave:
         May be called from any thread.
         Raises the writer's exception, mostly an OSError.
         """
-        writer, found = self._strategy.writer, []
+        writer, parts = self._strategy.writer, []
         for bucket in writer.write_buckets:
             # During this, Megatron disables Python's garbage collector in the whole process.
             _, result = writer.write_preloaded_data(
@@ -109,9 +109,9 @@ class PlannedSave:
             )
             if isinstance(result, BaseException):
                 raise result
-            found += [_written_part(r) for r in result]
+            parts += [_written_part(r) for r in result]
         writer.write_buckets = []  # frees the staged copies
-        return found
+        return parts
 
     def finish(self, everyone: list[list[WrittenPart]]) -> None:
         """Write the index, from the results of ``write`` on all ranks. Rank 0, after all have written."""
@@ -216,8 +216,8 @@ def _copy_gathered(state: dict[str, Any]) -> set[int]:
     return set(map(id, parts))
 
 
-def _gather_state(part: DistributedOptimizer, **asked: Any) -> Any:
-    how = asked | {"return_on_all_ranks": False}
+def _gather_state(part: DistributedOptimizer, **options: Any) -> Any:
+    how = options | {"return_on_all_ranks": False}
     return DistributedOptimizer.get_parameter_state_dp_zero(part, **how)
 
 
@@ -305,20 +305,20 @@ def _metadata(content: dict[str, Any]) -> dict[str, Any]:
 
 def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], vocab: int) -> None:
     """Compare the tensors of all ranks with the stored ones; Megatron would stop at the first difference."""
-    mine: dict[str, tuple[tuple[int, ...], bool]] = {}
+    own_tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
     for leaf in nested_values(state):
         parts = nested_values(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
         for part in parts:
             if isinstance(part, ShardedTensor):
-                mine[part.key] = (tuple(part.global_shape), bool(part.allow_shape_mismatch))
-    everyone = gather_objects(mine, dict[str, tuple[tuple[int, ...], bool]])
-    wanted = {key: value for rank in everyone for key, value in rank.items()}
+                own_tensors[part.key] = (tuple(part.global_shape), bool(part.allow_shape_mismatch))
+    everyone = gather_objects(own_tensors, dict[str, tuple[tuple[int, ...], bool]])
+    expected = {key: value for rank in everyone for key, value in rank.items()}
     stored = contents.weights
-    problems = [f"missing: {n}" for n in wanted if n not in stored]
-    problems += [f"unexpected: {n}" for n in stored if n not in wanted]
+    problems = [f"missing: {n}" for n in expected if n not in stored]
+    problems += [f"unexpected: {n}" for n in stored if n not in expected]
     problems += [
         f"wrong shape: {n} is {list(stored[n].shape)}, not {list(shape)}"
-        for n, (shape, padded) in wanted.items()
+        for n, (shape, padded) in expected.items()
         if n in stored and not _fits(stored[n].shape, shape, vocab if padded else None)
     ]
     if problems:
@@ -330,9 +330,9 @@ def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], voca
         )
 
 
-def _fits(stored: tuple[int, ...], wanted: tuple[int, ...], vocab: int | None) -> bool:
+def _fits(stored: tuple[int, ...], expected: tuple[int, ...], vocab: int | None) -> bool:
     """Whether a stored tensor can be loaded; the number of vocabulary padding rows may differ."""
-    return stored == wanted if vocab is None else stored[1:] == wanted[1:] and stored[0] >= vocab
+    return stored == expected if vocab is None else stored[1:] == expected[1:] and stored[0] >= vocab
 
 
 @contextmanager

@@ -106,11 +106,11 @@ def write_manifest(
     Raises OSError if a known file is missing or has another size.
     """
     files = dict(known or {})
-    for name, wanted in files.items():
+    for name, expected in files.items():
         size = (folder / name).stat().st_size
-        if size != wanted["bytes"]:
+        if size != expected["bytes"]:
             raise OSError(
-                f"{folder / name} has {size} bytes here, and {wanted['bytes']} where it was written"
+                f"{folder / name} has {size} bytes here, and {expected['bytes']} where it was written"
             )
     names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     files |= hash_files(folder, sorted(names - files.keys()), count)
@@ -130,8 +130,8 @@ def read_manifest(folder: Path, *inside: Path) -> tuple[CheckpointMetadata, dict
     try:
         raw = read_json(file, *inside)
         if raw["format"] != _FORMAT:
-            found = shorten(repr(raw["format"]))
-            raise UserError(f"{file}: format {found}, this version reads {_FORMAT}; update the package")
+            version = shorten(repr(raw["format"]))
+            raise UserError(f"{file}: format {version}, this version reads {_FORMAT}; update the package")
         metadata = CheckpointMetadata(
             **{name: _typed(raw, name, kind) for name, kind in get_type_hints(CheckpointMetadata).items()}
         )
@@ -169,12 +169,12 @@ def find_damage(
     files must lie (see ``open_regular``).
     """
     problems, whole = [], []
-    for name, wanted in files.items():
+    for name, expected in files.items():
         size = _size_of(folder / name, inside)
         if isinstance(size, str):
             problems.append(f"{one_line(name)} {size}")
-        elif size != wanted["bytes"]:
-            problems.append(f"{one_line(name)} has {size} bytes, not {wanted['bytes']}")
+        elif size != expected["bytes"]:
+            problems.append(f"{one_line(name)} has {size} bytes, not {expected['bytes']}")
         else:
             whole.append(name)
     for name, digest in _hash_all(folder, whole, count, inside):

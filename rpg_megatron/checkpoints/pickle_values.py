@@ -112,13 +112,13 @@ class _Interpreter:
         end = self._at + count
         if count < 0 or end > len(self._data):
             _fail("truncated")
-        found = self._data[self._at : end]
+        data = self._data[self._at : end]
         self._at = end
-        return found
+        return data
 
     def _number(self, form: str) -> int:
-        found: int = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
-        return found
+        number: int = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+        return number
 
     def _line(self) -> bytes:
         end = self._data.find(b"\n", self._at)
@@ -144,9 +144,9 @@ class _Interpreter:
         stack = self._stack
         for index in range(len(stack) - 1, -1, -1):
             if stack[index] is _MARK:
-                found = stack[index + 1 :]
+                values = stack[index + 1 :]
                 del stack[index:]
-                return found
+                return values
         _fail("no mark")
 
     # -- opcodes -------------------------------------------------------------------------------------------

@@ -188,10 +188,10 @@ def _decode(
         if code == TUPLE:
             raw = bytes(data)
             if raw not in tuples:
-                found = tuple(_decode(data, file, parts, tuples))
-                if not all(isinstance(each, int | float | str | NoneType) for each in found):
-                    return found
-                tuples[raw] = found
+                items = tuple(_decode(data, file, parts, tuples))
+                if not all(isinstance(each, int | float | str | NoneType) for each in items):
+                    return items
+                tuples[raw] = items
             return tuples[raw]
         if code == TENSOR:
             return _read_tensor(file, msgspec.msgpack.decode(data, type=Location), parts)
@@ -204,8 +204,8 @@ def _locate(files: Sequence[BinaryIO], slices: Sequence[tuple[int, int, int]]) -
     """Where the tensors begin, one for each slice."""
     if slices:
         count = math.ceil(len(slices) / AT_ONCE)
-        found = read_foreign(f"{_READER}:locate_tensors", files, slices, list[Location], values=count)
-        for _, location in zip(slices, chain.from_iterable(found), strict=True):
+        batches = read_foreign(f"{_READER}:locate_tensors", files, slices, list[Location], values=count)
+        for _, location in zip(slices, chain.from_iterable(batches), strict=True):
             yield location
 
 

@@ -129,8 +129,8 @@ def list_folders(run: Path) -> dict[int, Path]:
         entries = list((run / CHECKPOINTS).iterdir())
     except OSError:
         return {}
-    found = {int(m[1]): e for e in entries if (m := _NAME.fullmatch(e.name))}
-    return dict(sorted(found.items(), reverse=True))
+    folders = {int(m[1]): e for e in entries if (m := _NAME.fullmatch(e.name))}
+    return dict(sorted(folders.items(), reverse=True))
 
 
 def list_steps(run: Path) -> dict[int, Path]:
@@ -190,10 +190,10 @@ def read_state(folder: Path, form: type[BaseModel] = AnyState) -> dict[str, Any]
     try:
         text = read_text(folder / STATE)
         state = parse_json(text)
-        found = state.get("format") if isinstance(state, dict) else None
-        if isinstance(found, int) and found != FORMAT:
+        saved = state.get("format") if isinstance(state, dict) else None
+        if isinstance(saved, int) and saved != FORMAT:
             raise UserError(
-                f"{folder}: checkpoint format {found}, this version reads {FORMAT}; resume with the version "
+                f"{folder}: checkpoint format {saved}, this version reads {FORMAT}; resume with the version "
                 "that wrote it, or start over with --fresh"
             )
         form.model_validate_json(text, strict=True)

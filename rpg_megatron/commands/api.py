@@ -54,14 +54,14 @@ def train(
     An interrupt lets the run save and end, a second one ends it at once; then KeyboardInterrupt is raised.
     Raises UserError if the settings are wrong or the run fails.
     """
-    given = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
+    arguments = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
     command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train"]
     with ExitStack() as stack:
         if isinstance(settings, str | Path):
-            command += [str(settings), *given]
+            command += [str(settings), *arguments]
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-settings-")))
-            command.append(str(_write_settings(settings, given, folder / "settings.yaml")))
+            command.append(str(_write_settings(settings, arguments, folder / "settings.yaml")))
         command += ["--fresh"] if fresh else []
         command += ["--from", str(source)] if source else []
         return load_run(_stream(command))
@@ -198,8 +198,8 @@ class Run:
                 same = {"step": step_in_name(file), "set": p.set, "prompt_id": p.prompt_id}
                 same |= {"prompt": p.prompt, "answer": p.answer}
                 for sample, text in enumerate(p.responses):
-                    own = {"sample": sample, "text": text, "correct": p.correct[sample]}
-                    rows.append(same | own | {"tokens": p.lengths[sample], "finish": p.finishes[sample]})
+                    columns = {"sample": sample, "text": text, "correct": p.correct[sample]}
+                    rows.append(same | columns | {"tokens": p.lengths[sample], "finish": p.finishes[sample]})
         return _pandas().DataFrame(rows)
 
     def plot(self, *others: Run) -> Page:
@@ -225,7 +225,13 @@ class Run:
                 continue
             prompts.setdefault(t.group, t.prompt.tolist())
             groups.append(t.group)
-            row = {"step": step, "prompt_id": t.prompt_id, "group": t.group, "sample": t.sample, "prompt": ""}
+            row: dict[str, Any] = {
+                "step": step,
+                "prompt_id": t.prompt_id,
+                "group": t.group,
+                "sample": t.sample,
+            }
+            row |= {"branch": t.branch, "prompt": ""}
             row |= {"text": t.text, "reward": t.reward, "correct": t.correct, "answer": t.answer}
             row |= {"extracted": t.extracted, "reason": t.reason, "advantage": t.advantage}
             row |= {"tokens": t.sampled, "finish": t.finish}

@@ -156,11 +156,11 @@ def grade_file(
 
 
 def _verdict(line: Line, score: Score, custom: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"row": line.row, "correct": score.correct}
+    verdict: dict[str, Any] = {"row": line.row, "correct": score.correct}
     if custom:
         failure = "; ".join(failure.reason for failure in score.failures) or None
-        return found | {"reward": None if failure else score.reward, "failure": failure}
-    return found | {"extracted": score.extracted, "reason": score.reason}
+        return verdict | {"reward": None if failure else score.reward, "failure": failure}
+    return verdict | {"extracted": score.extracted, "reason": score.reason}
 
 
 def _count(file: Path, lines: Callable[[], Iterator[Line | UserError]], *, stop: bool) -> tuple[int, int]:
@@ -214,8 +214,8 @@ def _scores(lines: Callable[[], Iterator[Line | UserError]], scorer: Scorer) -> 
     if not scorer.reads_groups:
         groups = ([line] for line in chain.from_iterable(groups))
     with asyncio.Runner() as runner:
-        for some in batched(groups, _AHEAD):
-            for group, scores in zip(some, runner.run(score(some)), strict=True):
+        for chunk in batched(groups, _AHEAD):
+            for group, scores in zip(chunk, runner.run(score(chunk)), strict=True):
                 yield from zip(group, scores, strict=True)
 
 
@@ -313,28 +313,28 @@ def _lines(file: Path) -> Iterator[Line | UserError]:
 
 def _parse(where: str, row: int, raw: bytes) -> Line:
     try:
-        found = json.loads(raw.decode("utf-8-sig" if row == 1 else "utf-8"))
+        record = json.loads(raw.decode("utf-8-sig" if row == 1 else "utf-8"))
     except UnicodeDecodeError as e:
         raise UserError(
             f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8"
         ) from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{where}: not valid JSON ({e}); write one object per line: {_EXAMPLE}") from None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise UserError(f"{where}: not an object; write one per line: {_EXAMPLE}")
     for key in ("response", "answer"):
-        if key not in found:
-            keys = ", ".join(map(repr, found)) or "none"
+        if key not in record:
+            keys = ", ".join(map(repr, record)) or "none"
             raise UserError(f"{where}: {_MISSING.format(key)} (keys of this line: {keys}); add it")
-    response, answer = found["response"], _as_text(found["answer"])
+    response, answer = record["response"], _as_text(record["answer"])
     if not isinstance(response, str):
         raise UserError(f"{where}: 'response' is not text; put it in quotes")
     if answer is None:
         raise UserError(f"{where}: 'answer' is neither text nor a number; put it in quotes")
     if not answer.strip():
         raise UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
-    prompt = str(found.get("prompt", ""))
-    return Line(row, response, answer, prompt or row, _context(prompt, found))
+    prompt = str(record.get("prompt", ""))
+    return Line(row, response, answer, prompt or row, _context(prompt, record))
 
 
 def _as_text(value: Any) -> str | None:

@@ -36,12 +36,12 @@ def print_samples(folder: Path, step: int | None, prompt: str | None, count: int
 
     prompts = {t.group: t.prompt.tolist() for t in trajectories()}
     texts = dict(zip(prompts, decode_prompts(run, list(prompts.values())), strict=True))
-    shown = found = 0
+    shown = matching = 0
     group: int | None = None
     for t in trajectories():
         if prompt is not None and prompt not in texts[t.group]:
             continue
-        found += 1
+        matching += 1
         if shown == count:
             continue
         shown += 1
@@ -49,11 +49,12 @@ def print_samples(folder: Path, step: int | None, prompt: str | None, count: int
             group = t.group
             print(f"step {step_of(file)}, prompt {t.prompt_id}, answer {one_line(t.answer)}")
             print(textwrap.indent(printable(texts[group].rstrip("\n")), "  "))
-        print(f"-- response {t.sample}: {_describe(t)}")
+        branch = f", branch {t.branch}" if t.branch else ""
+        print(f"-- response {t.sample}{branch}: {_describe(t)}")
         print(textwrap.indent(printable(t.text), "  "))
-    if not found:
+    if not matching:
         raise UserError(f"{file}: no prompt contains {prompt!r}; give another text, or another --step")
-    print(f"{shown} of {found} responses" + ("; raise --count for more" if shown < found else ""))
+    print(f"{shown} of {matching} responses" + ("; raise --count for more" if shown < matching else ""))
 
 
 def _describe(t: Trajectory) -> str:

@@ -82,11 +82,11 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     if step is None:
         return run
     name = f"step_{step:06d}"
-    found = [folder for kind in (EXPORTS, CHECKPOINTS) if (folder := run / kind / name).is_dir()]
-    if not found:
-        kept = sorted({f.name for kind in (EXPORTS, CHECKPOINTS) for f in (run / kind).glob("step_*")})
-        raise UserError(f"{run}: has no checkpoint of step {step}; there are: {', '.join(kept) or 'none'}")
-    return found[0]
+    folders = [folder for kind in (EXPORTS, CHECKPOINTS) if (folder := run / kind / name).is_dir()]
+    if not folders:
+        steps = sorted({f.name for kind in (EXPORTS, CHECKPOINTS) for f in (run / kind).glob("step_*")})
+        raise UserError(f"{run}: has no checkpoint of step {step}; there are: {', '.join(steps) or 'none'}")
+    return folders[0]
 
 
 def _print_problem(row: dict[str, Any], graded: bool) -> None:

@@ -69,8 +69,8 @@ class LeaveOneOutAdvantageSettings(AdvantageSettings):
         from rpg_megatron.objectives.advantages import centre
 
         centred, member, count = centre(rewards, group)
-        found: Floats = centred * count[member] / (count - 1).clip(min=1)[member]
-        return found
+        advantages: Floats = centred * count[member] / (count - 1).clip(min=1)[member]
+        return advantages
 
 
 class BatchMeanAdvantageSettings(AdvantageSettings):
@@ -83,8 +83,8 @@ class BatchMeanAdvantageSettings(AdvantageSettings):
 
     @override
     def __call__(self, rewards: Floats, group: Integers, lengths: Integers) -> Floats:
-        found: Floats = rewards - rewards.mean()
-        return found
+        advantages: Floats = rewards - rewards.mean()
+        return advantages
 
 
 class ReinforcePlusPlusAdvantageSettings(AdvantageSettings):

@@ -25,7 +25,7 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _is_a_possible_path(cls, value: Any) -> Any:
+    def _check_path(cls, value: Any) -> Any:
         if isinstance(value, Path) and any(len(os.fsencode(part)) > _LONGEST_PART for part in value.parts):
             raise ValueError(f"a part of this path is longer than {_LONGEST_PART} bytes")
         return value
@@ -48,7 +48,7 @@ class ImportedSettings(BaseModel):
 
     @field_validator("type")
     @classmethod
-    def _is_an_import_path(cls, value: str) -> str:
+    def _check_import_path(cls, value: str) -> str:
         if not re.fullmatch(IMPORT_PATH, value):
             raise ValueError("must be an import path module:name, such as my_package.my_code:name")
         return value

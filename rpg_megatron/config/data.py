@@ -50,10 +50,10 @@ class SourceSettings(Section):
     """Use only the first ``limit`` rows."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> SourceSettings:
-        given = [name for name in ("path", "hub", "source") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} exclude each other; keep one of them")
+    def _check_source(self) -> SourceSettings:
+        places = [name for name in ("path", "hub", "source") if getattr(self, name) is not None]
+        if len(places) > 1:
+            raise ValueError(f"{places[0]} and {places[1]} exclude each other; keep one of them")
         if self.path is not None and (self.subset is not None or self.split is not None):
             raise ValueError("subset and split have no effect on a file; remove them")
         if self.source is not None and (self.subset is not None or self.split is not None):
@@ -86,7 +86,7 @@ class MixedSourceSettings(SourceSettings):
     """Share of the prompts relative to the other sources, independent of their sizes."""
 
     @model_validator(mode="after")
-    def _somewhere(self) -> MixedSourceSettings:
+    def _check_mixed_source(self) -> MixedSourceSettings:
         if not self.named:
             raise ValueError("each source of a mixture needs path, hub, source or preset")
         if self.streaming:
@@ -128,13 +128,13 @@ class DataSettings(SourceSettings):
 
     @field_validator("template")
     @classmethod
-    def _has_a_place_for_the_problem(cls, value: str) -> str:
+    def _check_placeholder(cls, value: str) -> str:
         if "{prompt}" not in value:
             raise ValueError("has no placeholder for the problem; add {prompt}")
         return value
 
     @model_validator(mode="after")
-    def _whole(self) -> DataSettings:
+    def _check_data(self) -> DataSettings:
         if self.mixture and self.named:
             raise ValueError("mixture replaces path, hub, source and preset; move them into its sources")
         if not self.mixture and not self.named:

@@ -81,7 +81,7 @@ class EvaluationSettings(Section):
     """Steps between evaluations."""
 
     @model_validator(mode="after")
-    def _sets_have_names(self) -> EvaluationSettings:
+    def _check_set_names(self) -> EvaluationSettings:
         if (self.data is None) == (not self.sets):
             raise ValueError("needs either data (one held-out set) or sets (a list of them)")
         if self.sets and self.name != type(self).model_fields["name"].default:
@@ -97,7 +97,7 @@ class EvaluationSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _sets_have_an_end(self) -> EvaluationSettings:
+    def _check_not_streaming(self) -> EvaluationSettings:
         for part in self.heldout:
             if part.data.streaming:
                 raise ValueError(
@@ -106,7 +106,7 @@ class EvaluationSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _engines_can_sample_that(self) -> EvaluationSettings:
+    def _check_sampling(self) -> EvaluationSettings:
         for i, part in enumerate(self.heldout):
             which = f"sets[{i}] ({part.name}): " if self.sets else ""
             if part.temperature == 0 and part.samples > 1:
@@ -129,12 +129,17 @@ class EvaluationSettings(Section):
         )
 
     def _make_set(
-        self, name: str, data: DataSettings, where: str, seeds: str, own: EvaluationSettings | HeldOutSettings
+        self,
+        name: str,
+        data: DataSettings,
+        where: str,
+        seeds: str,
+        source: EvaluationSettings | HeldOutSettings,
     ) -> HeldOutSet:
-        values = {key: getattr(own, key) for key in OWN_SAMPLING}
+        values = {key: getattr(source, key) for key in OWN_SAMPLING}
         sampling = {key: getattr(self, key) if value is None else value for key, value in values.items()}
         section = "rollout" if self.max_response_tokens is None else "evaluation"
-        section = section if own is self or own.max_response_tokens is None else where
+        section = section if source is self or source.max_response_tokens is None else where
         return HeldOutSet(name, data, where, seeds, **sampling, limited_by=f"{section}.max_response_tokens")
 
     def metric_names(self) -> list[str]:

@@ -119,9 +119,9 @@ def valid_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from valid_keys(inner, f"{prefix}{name}.")
 
 
-def explain_errors(settings: type[BaseModel], file: str, found: ValidationError) -> str:
+def explain_errors(settings: type[BaseModel], file: str, validation: ValidationError) -> str:
     """One line for each of the first errors, starting with the file."""
-    errors = found.errors(include_url=False)
+    errors = validation.errors(include_url=False)
     lines = [f"{file}: {shorten(_explain(settings, error), _MAX_LINE)}" for error in errors[:_MAX_ERRORS]]
     if len(errors) > len(lines):
         lines.append(f"{file}: and {len(errors) - len(lines):,} more problems")
@@ -146,8 +146,8 @@ def _explain(settings: type[BaseModel], error: Any) -> str:
     if not key:
         return message
     # A message about a whole section names its keys.
-    got = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
-    return f"{key}: {message}{got}"
+    suffix = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
+    return f"{key}: {message}{suffix}"
 
 
 def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str]) -> str:
@@ -180,9 +180,9 @@ def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list
 
 def _namesakes(name: str, keys: list[str]) -> list[str]:
     """The key of this name in another section; none if many sections have one, such as ``type``."""
-    found = [key for key in dict.fromkeys(keys) if key.rpartition(".")[2] == name]
-    levels = min((key.count(".") for key in found), default=0)
-    highest = [key for key in found if key.count(".") == levels]
+    namesakes = [key for key in dict.fromkeys(keys) if key.rpartition(".")[2] == name]
+    levels = min((key.count(".") for key in namesakes), default=0)
+    highest = [key for key in namesakes if key.count(".") == levels]
     return highest if len(highest) <= 2 else []
 
 

@@ -187,9 +187,9 @@ def copy_file(
             copy.write(content)
             return
         left = was.st_size  # it may grow meanwhile
-        while left and (some := source.read(min(left, 1 << 20))):
-            copy.write(some)
-            left -= len(some)
+        while left and (chunk := source.read(min(left, 1 << 20))):
+            copy.write(chunk)
+            left -= len(chunk)
 
 
 def rename(source: Path, target: Path) -> None:
@@ -216,12 +216,12 @@ def remove(path: Path, *, inode: int | None = None, ignore_errors: bool = False)
 
 
 def _remove_from(folder: int, name: str, inode: int | None, ignore_errors: bool) -> None:
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if found.st_uid not in (os.geteuid(), os.fstat(folder).st_uid):
-        raise PermissionError(errno.EPERM, f"belongs to another user (uid {found.st_uid})")
-    if inode is not None and (found.st_ino != inode or not stat.S_ISREG(found.st_mode)):
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if status.st_uid not in (os.geteuid(), os.fstat(folder).st_uid):
+        raise PermissionError(errno.EPERM, f"belongs to another user (uid {status.st_uid})")
+    if inode is not None and (status.st_ino != inode or not stat.S_ISREG(status.st_mode)):
         return  # another process has reused the name
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         # By descriptors: ``shutil.rmtree.avoids_symlink_attacks`` is True on Linux.
         shutil.rmtree(name, ignore_errors, dir_fd=folder)
     else:
@@ -238,11 +238,11 @@ def open_private(folder: Path) -> int:
     also for a link.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    found = os.fstat(descriptor)
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.geteuid() or mode & 0o077:
+    status = os.fstat(descriptor)
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() or mode & 0o077:
         os.close(descriptor)
-        why = f"must belong to this user with mode 0700 (now uid {found.st_uid}, mode {mode:04o})"
+        why = f"must belong to this user with mode 0700 (now uid {status.st_uid}, mode {mode:04o})"
         raise PermissionError(errno.EPERM, why, str(folder))
     return descriptor
 

@@ -30,7 +30,7 @@ class ClipSettings(Section):
     """Dual-clip bound: tokens with a negative regularised advantage and w >= c get no gradient."""
 
     @model_validator(mode="after")
-    def _cut_off_lies_beyond_the_upper_bound(self) -> ClipSettings:
+    def _check_dual_clip_bound(self) -> ClipSettings:
         if self.c <= 1 + self.high:
             raise ValueError(f"c ({self.c}) must be greater than 1 + high ({1 + self.high})")
         return self
@@ -266,7 +266,7 @@ class ImportedLossSettings(ImportedSettings):
     """A loss of your own, by import path. The other keys are its settings; docs/extend.md."""
 
     has_kl: ClassVar[bool] = True
-    """It may have one."""
+    """Unknown for user code; assume it has a KL term."""
 
     entropy_bonus: float = Field(0.0, ge=0)
     """Coefficient of the entropy (nats) that is added to the objective, as for built-in losses; not passed to

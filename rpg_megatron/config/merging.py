@@ -53,8 +53,8 @@ def _read(file: Path, settings: type[BaseModel], above: tuple[Path, ...], sizes:
     except yaml.YAMLError as e:
         mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None)
         line = f":{mark.line + 1}" if mark else ""
-        told = shorten(problem or " ".join(str(e).split()), 500)
-        raise UserError(f"{file}{line}: not valid YAML: {told}") from None
+        description = shorten(problem or " ".join(str(e).split()), 500)
+        raise UserError(f"{file}{line}: not valid YAML: {description}") from None
     if len(sizes) > _MAX_FILES or sum(sizes) > MAX_YAML:
         raise UserError(
             f"{file}: extends leads to more than {_MAX_FILES} files or {MAX_YAML:,} bytes, and a file counts "
@@ -71,8 +71,8 @@ def _read(file: Path, settings: type[BaseModel], above: tuple[Path, ...], sizes:
     _rebase(raw, settings, file.parent)
     merged: dict[str, Any] = {}
     for name in names:
-        _put_over(merged, _read(file.parent / name, settings, (*above, real), sizes), [settings])
-    _put_over(merged, raw, [settings])
+        _merge(merged, _read(file.parent / name, settings, (*above, real), sizes), [settings])
+    _merge(merged, raw, [settings])
     return merged
 
 
@@ -83,7 +83,7 @@ def _without_aliases(value: Any) -> Any:
     return [_without_aliases(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _put_over(
+def _merge(
     below: dict[str, Any], above: dict[str, Any], sections: list[type[BaseModel]], *, named: bool = False
 ) -> None:
     """Merge ``above`` into ``below``, section by section.
@@ -101,7 +101,7 @@ def _put_over(
         ):
             inner = sections if named else [s for field in fields for s in sections_in(field.annotation)]
             chosen = any(typing.get_origin(field.annotation) is dict for field in fields)
-            _put_over(before, value, inner, named=chosen)
+            _merge(before, value, inner, named=chosen)
         elif value is None and key in below and (named or fields) and not any(map(_accepts_null, fields)):
             del below[key]
         else:

@@ -342,9 +342,9 @@ def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
         raise ValueError(f"mlp_only_layers is {repr(dense)[:80]}; it must be a list of layer indices")
-    found = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
-    if not found:
+    sparse = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
+    if not sparse:
         raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
     return ExpertShape(
-        count, per_token, _size("moe_intermediate_size", raw["moe_intermediate_size"]), normalised, found
+        count, per_token, _size("moe_intermediate_size", raw["moe_intermediate_size"]), normalised, sparse
     )

@@ -113,7 +113,7 @@ class TrainingSettings(Section):
 
     @field_validator("router_replay", mode="before")
     @classmethod
-    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
+    def _parse_off(cls, value: Any) -> Any:
         return "off" if value is False else value
 
 
@@ -153,11 +153,11 @@ class GuardSettings(Section):
 
     @field_validator("mismatch", "reward_failures", mode="before")
     @classmethod
-    def _yaml_reads_off_as_false(cls, value: Any) -> Any:
+    def _parse_off(cls, value: Any) -> Any:
         return "off" if value is False else value
 
     @model_validator(mode="after")
-    def _bounds_need_a_guard(self) -> GuardSettings:
+    def _check_bounds(self) -> GuardSettings:
         if self.mismatch == "off" and (self.mismatch_max is not None or self.mismatch_mean is not None):
             raise ValueError("a bound is set, but guards.mismatch is off; remove one of the two")
         default = type(self).model_fields["reward_failures_share"].default

@@ -84,8 +84,8 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     """
     problem = None
     if id(node) in known:
-        if (found := known[id(node)]) is not None:
-            return found
+        if (measured := known[id(node)]) is not None:
+            return measured
         problem = "an alias refers to a value that contains it"
     elif isinstance(node, yaml.CollectionNode):
         known[id(node)] = None

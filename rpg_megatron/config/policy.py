@@ -64,7 +64,7 @@ class ParallelSettings(Section):
         return self.tensor * self.pipeline * self.context * self.data
 
     @model_validator(mode="after")
-    def _virtual_stages_have_stages(self) -> ParallelSettings:
+    def _check_virtual(self) -> ParallelSettings:
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(
                 f"virtual={self.virtual} needs pipeline of 2 or more; raise pipeline, or set virtual to 1"
@@ -72,7 +72,7 @@ class ParallelSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _experts_divide_the_ranks(self) -> ParallelSettings:
+    def _check_expert_ranks(self) -> ParallelSettings:
         ranks = self.tensor * self.context * self.data
         if ranks % (self.expert * self.expert_tensor):
             raise ValueError(
@@ -108,7 +108,7 @@ class FP8Settings(Section):
         return 128 if self.recipe == "blockwise" else 16
 
     @model_validator(mode="after")
-    def _delayed_scaling_is_for_all_layers(self) -> FP8Settings:
+    def _check_delayed_scaling(self) -> FP8Settings:
         if self.recipe == "delayed" and self.first_last_bf16:
             raise ValueError(
                 "recipe delayed does not support layers in bfloat16; "
@@ -133,7 +133,7 @@ class PrecisionSettings(Section):
         return (parallel.tensor if parallel.sequence else 1) * (self.fp8.multiple if self.fp8 else 1)
 
     @model_validator(mode="after")
-    def _fp8_is_mixed_with_bfloat16(self) -> PrecisionSettings:
+    def _check_fp8_dtype(self) -> PrecisionSettings:
         if self.fp8 is not None and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype bfloat16, not {self.dtype}; change one of the two")
         return self
@@ -188,7 +188,7 @@ class OptimizerSettings(Section):
     distributed, the weight all-gather with the next forward pass. Results do not change."""
 
     @model_validator(mode="after")
-    def _schedule_free_is_not_cut(self) -> OptimizerSettings:
+    def _check_schedule_free(self) -> OptimizerSettings:
         if self.type == "schedule_free_adamw" and self.distributed:
             raise ValueError(
                 "schedule_free_adamw cannot be distributed: Megatron cannot shard its averaged weights; "

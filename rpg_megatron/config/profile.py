@@ -20,7 +20,7 @@ class ProfileSettings(Section):
     """NVTX ranges for the phases of every step, on all ranks, for Nsight Systems."""
 
     @model_validator(mode="after")
-    def _memory_belongs_to_a_trace(self) -> ProfileSettings:
+    def _check_steps(self) -> ProfileSettings:
         if self.memory and not self.steps:
             raise ValueError("memory has no effect without steps; set the steps to trace")
         if any(number < 1 for number in self.steps):

@@ -85,7 +85,7 @@ class RewardTerm(NamedTuple):
         return self.type == "rpg_megatron.rewards.judge:Judge"
 
 
-def _reward_type(value: str) -> str:
+def _check_reward_type(value: str) -> str:
     if value not in BUILT_IN_REWARDS and not re.fullmatch(IMPORT_PATH, value):
         raise ValueError(f"must be one of {', '.join(BUILT_IN_REWARDS)}, or an import path module:function")
     return value
@@ -94,7 +94,7 @@ def _reward_type(value: str) -> str:
 class RewardTermSettings(Section):
     """One of several terms of the reward."""
 
-    type: Annotated[str, AfterValidator(_reward_type)]
+    type: Annotated[str, AfterValidator(_check_reward_type)]
     """As reward.type."""
     weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of the term in the reward; 0: the term is a metric only."""
@@ -121,7 +121,7 @@ AnyRewardTermSettings = Annotated[
 class RewardSettings(Section):
     """Reward of a response: correctness, overlong penalty and format penalty; or several terms."""
 
-    type: Annotated[str, AfterValidator(_reward_type)] = "answer_line"
+    type: Annotated[str, AfterValidator(_check_reward_type)] = "answer_line"
     """Where to look for the answer: answer_line (the last "Answer: ..." in the last 300 characters), boxed
     (the last \\boxed{}), gsm8k (after ####) or auto (whichever comes last). It is compared as a number or as
     text, then by math-verify. Or the import path module:function of your own reward function, whose settings
@@ -156,7 +156,7 @@ class RewardSettings(Section):
 
     @field_validator("terms")
     @classmethod
-    def _names_are_free(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_term_names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not re.fullmatch(TERM_NAME, name):
                 raise ValueError(f"{name!r}: use a letter, then letters, digits, _ and -")
@@ -167,7 +167,7 @@ class RewardSettings(Section):
         return value
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> RewardSettings:
+    def _check_ignored_keys(self) -> RewardSettings:
         if self.terms:
             for key in ("type", "correct", "wrong", "failed"):
                 if getattr(self, key) != RewardSettings.model_fields[key].default:
@@ -195,10 +195,10 @@ class RewardSettings(Section):
 
         def term(where: str, part: RewardSettings | RewardTermSettings, weight: float) -> RewardTerm:
             failed = part.wrong if part.failed is None else part.failed
-            own, reserved = dict(part.model_extra or {}), tuple(RewardTermSettings.model_fields)
+            arguments, reserved = dict(part.model_extra or {}), tuple(RewardTermSettings.model_fields)
             if isinstance(part, RewardSettings):
                 reserved = tuple(RewardSettings.model_fields)
-            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, own, reserved)
+            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, arguments, reserved)
 
         if not self.terms:
             return {"correctness": term("reward", self, 1.0)}

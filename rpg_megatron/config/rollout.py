@@ -46,8 +46,8 @@ class DynamicSamplingSettings(Section):
 
     @field_validator("type")
     @classmethod
-    def _known(cls, value: str) -> str:
-        built_in = [name for name, what in vars(filters).items() if isfunction(what) and name[0] != "_"]
+    def _check_filter(cls, value: str) -> str:
+        built_in = [name for name, member in vars(filters).items() if isfunction(member) and name[0] != "_"]
         if value not in built_in and not re.fullmatch(IMPORT_PATH, value):
             raise ValueError(f"must be {' or '.join(built_in)}, or an import path module:function")
         return value
@@ -127,12 +127,12 @@ class RolloutSettings(Section):
 
     @field_validator("episode", mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _parse_path(cls, value: Any) -> Any:
         return {"type": value} if isinstance(value, str) else value
 
     @field_validator("journal_routes")
     @classmethod
-    def _steps_start_at_one(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    def _check_journal_steps(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
         if min(value, default=1) < 1 if isinstance(value, tuple) else value < 0:
             raise ValueError("steps start at 1")
         return value
@@ -165,7 +165,7 @@ class RolloutSettings(Section):
         return -math.log(self.top_p)
 
     @model_validator(mode="after")
-    def _stops_are_seen(self) -> RolloutSettings:
+    def _check_stop(self) -> RolloutSettings:
         if any(not text for text in self.stop):
             raise ValueError("stop: a string is empty; remove it")
         if self.stop and self.ahead and self.inflight == "continue":
@@ -176,13 +176,13 @@ class RolloutSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _groups_can_be_mixed(self) -> RolloutSettings:
+    def _check_dynamic(self) -> RolloutSettings:
         if self.dynamic is not None and self.samples_per_prompt == 1:
             raise ValueError("dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed")
         return self
 
     @model_validator(mode="after")
-    def _can_be_sampled_ahead(self) -> RolloutSettings:
+    def _check_async(self) -> RolloutSettings:
         if self.inflight == "drain" and self.ahead != 1:
             raise ValueError(
                 f"inflight drain needs ahead 1 (it is {self.ahead}): groups that have started are finished "
@@ -246,8 +246,8 @@ class EngineSettings(Section):
     def problems_of_routes(self) -> Iterator[str]:
         """Conflicts of ``arguments`` with training.router_replay: the engine would return no routes."""
         names = [argument.partition("=")[0] for argument in self.arguments]
-        for found, why in _WITHOUT_ROUTES.items():
-            for name in found.intersection(names):
+        for excluded, why in _WITHOUT_ROUTES.items():
+            for name in excluded.intersection(names):
                 yield (
                     f"engine.arguments: {name} excludes training.router_replay: vLLM returns no routes "
                     f"{why}; remove it, or set training.router_replay to off"
@@ -311,7 +311,7 @@ class RolloutFilesSettings(Section):
 
     @field_validator("keep", mode="before")
     @classmethod
-    def _is_number_or_size(cls, value: Any) -> Any:
+    def _check_keep(cls, value: Any) -> Any:
         steps = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not (value is None or steps or (isinstance(value, str) and _SIZE.fullmatch(value.strip()))):
             raise ValueError("must be a number of steps of at least 1, or a size such as 50GB or 100GiB")
@@ -322,9 +322,9 @@ class RolloutFilesSettings(Section):
         """Bytes to keep; None if ``keep`` is a number of steps, or null."""
         if not isinstance(self.keep, str):
             return None
-        found = _SIZE.fullmatch(self.keep.strip())
-        assert found is not None
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " "))
+        match = _SIZE.fullmatch(self.keep.strip())
+        assert match is not None
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
 
 
 class CheckpointSettings(Section):

@@ -129,17 +129,17 @@ class Settings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_weights_on_the_gpu(cls, given: Any) -> Any:
+    def _default_transport(cls, raw: Any) -> Any:
         """The default of bridge.transport depends on the device."""
-        if not isinstance(given, dict) or given.get("device", "cuda") != "cuda":
-            return given
-        bridge = given.get("bridge", {})
+        if not isinstance(raw, dict) or raw.get("device", "cuda") != "cuda":
+            return raw
+        bridge = raw.get("bridge", {})
         if not isinstance(bridge, dict) or "transport" in bridge:
-            return given
-        return given | {"bridge": bridge | {"transport": "cuda_ipc"}}
+            return raw
+        return raw | {"bridge": bridge | {"transport": "cuda_ipc"}}
 
     @model_validator(mode="after")
-    def _batches_divide(self) -> Settings:
+    def _check_combinations(self) -> Settings:
         prompts, parts = self.rollout.prompts_per_step, self.training.minibatches
         if prompts % parts:
             raise ValueError(
@@ -169,7 +169,7 @@ class Settings(Section):
             yield "reward.kl needs a reference model: set anchor.type to fixed or every, or remove reward.kl"
         if self.aggregation.constant is not None and self.aggregation.type != "constant":
             yield "aggregation.constant has no effect unless aggregation.type is constant"
-        if missing := self._missing_of_baseline():
+        if missing := self._missing_baseline_settings():
             lines = " and ".join(f"{key} to {value}" for key, value in missing.items())
             yield f"objective.type {kind} alone is not the published algorithm; set {lines}"
         if self.bridge.transport == "cuda_ipc" and self.device != "cuda":
@@ -191,7 +191,7 @@ class Settings(Section):
         if self.rollouts.keep is not None and self.checkpoint.every is None:
             yield "rollouts.keep needs checkpoints; set checkpoint.every, or rollouts.keep to null"
         if self.checkpoint.keep_best is not None:
-            yield from self._problems_of_keep_best(self.checkpoint.keep_best)
+            yield from self._keep_best_problems(self.checkpoint.keep_best)
         if self.device == "cpu" and self.engine.quantization is not None:
             yield f"engine.quantization {self.engine.quantization} needs device cuda; set it to null"
         if self.device == "cpu" and "--enable-expert-parallel" in self.engine.arguments:
@@ -199,9 +199,9 @@ class Settings(Section):
                 "engine.arguments: --enable-expert-parallel needs device cuda: vLLM's experts on a CPU crash "
                 "with it; remove it (engine.tensor splits every expert over the workers)"
             )
-        yield from self._what_sampling_ahead_needs()
+        yield from self._async_problems()
         yield from self._router_replay_problems()
-        yield from self._what_needs_transformer_engine()
+        yield from self._transformer_engine_problems()
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
                 if key != "transport" and getattr(self.bridge, key) != field.default:
@@ -211,7 +211,7 @@ class Settings(Section):
         if self.correction is not None:
             yield from self.correction.problems()
 
-    def _problems_of_keep_best(self, best: KeepBestSettings) -> Iterator[str]:
+    def _keep_best_problems(self, best: KeepBestSettings) -> Iterator[str]:
         if self.evaluation is None:
             yield "checkpoint.keep_best needs an evaluation; add one, or set keep_best to null"
             return
@@ -224,7 +224,7 @@ class Settings(Section):
                 f"{', '.join(known)}"
             )
 
-    def _what_sampling_ahead_needs(self) -> Iterator[str]:
+    def _async_problems(self) -> Iterator[str]:
         ahead = self.rollout.ahead
         if ahead and self.engine.colocated:
             yield (
@@ -257,7 +257,7 @@ class Settings(Section):
             )
         yield from self.engine.problems_of_routes()
 
-    def _missing_of_baseline(self) -> dict[str, str]:
+    def _missing_baseline_settings(self) -> dict[str, str]:
         """What the objective's published algorithm requires besides its loss: key -> value.
 
         Only defaults are reported: they are RPG's, and not part of the named algorithm.
@@ -287,18 +287,18 @@ class Settings(Section):
         if self.precision.fp8 is not None and self.precision.fp8.parameters:
             yield "memory.offload_optimizer excludes precision.fp8.parameters; remove one of them"
 
-    def _what_needs_transformer_engine(self) -> Iterator[str]:
-        fp8, wanted = self.precision.fp8, self.model.implementation
+    def _transformer_engine_problems(self) -> Iterator[str]:
+        fp8, implementation = self.precision.fp8, self.model.implementation
         if self.device == "cpu" and fp8 is not None and fp8.parameters:
             yield "precision.fp8.parameters needs device cuda: a CPU only emulates products; set it to false"
-        if self.device == "cpu" and wanted == "transformer_engine":
+        if self.device == "cpu" and implementation == "transformer_engine":
             yield "model.implementation transformer_engine needs device cuda; use auto or local"
-        if self.precision.dtype == "float32" and wanted == "transformer_engine":
+        if self.precision.dtype == "float32" and implementation == "transformer_engine":
             yield (
                 "model.implementation transformer_engine needs precision.dtype bfloat16: its attention does "
                 "not support float32; use auto or local"
             )
-        if self.device == "cuda" and fp8 is not None and wanted == "local":
+        if self.device == "cuda" and fp8 is not None and implementation == "local":
             yield "precision.fp8 needs Transformer Engine's layers; set model.implementation to auto"
         if fp8 is not None and fp8.parameters and not self.optimizer.distributed:
             yield "precision.fp8.parameters needs optimizer.distributed: it keeps the float32 master weights"
@@ -332,8 +332,8 @@ class Settings(Section):
     def compares_within_groups(self) -> bool:
         """Whether a group of equal rewards has no learning signal."""
         advantage = self.advantage
-        own = isinstance(advantage, ImportedSettings) or advantage.across_groups
-        return not own and self.rollout.samples_per_prompt > 1
+        across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
+        return not across_groups and self.rollout.samples_per_prompt > 1
 
     @property
     def compares_engines(self) -> bool:

@@ -65,7 +65,7 @@ class MLflowSettings(Section):
     """Log CPU, memory and GPU use of the first node."""
 
     @model_validator(mode="after")  # a field's validator would show the value in its message
-    def _uri_holds_no_password(self) -> MLflowSettings:
+    def _check_uri(self) -> MLflowSettings:
         if self.uri is not None and urlsplit(self.uri).password:
             raise ValueError(
                 "uri must not hold a password, since settings are written to the run's folder; set "
@@ -78,7 +78,7 @@ class ImportedTrackerSettings(ImportedSettings):
     """A tracker of your own, by import path. The other keys are its settings; docs/trackers.md."""
 
     @model_validator(mode="after")
-    def _holds_no_secret(self) -> ImportedTrackerSettings:
+    def _check_keywords(self) -> ImportedTrackerSettings:
         for key in self.keywords:
             if _SECRET.search(key):
                 raise ValueError(
@@ -88,7 +88,7 @@ class ImportedTrackerSettings(ImportedSettings):
         return self
 
 
-def _from_name(value: Any) -> Any:
+def _parse_name(value: Any) -> Any:
     """``wandb`` is short for ``{type: wandb}``."""
     if isinstance(value, str):
         return {"type": value}
@@ -105,5 +105,5 @@ TrackerSettings = Annotated[
     Discriminator(lambda value: tag_of(value, "tensorboard")),
 ]
 """A tracker selected by ``type``, or a class of your own."""
-NamedTracker = Annotated[TrackerSettings, BeforeValidator(_from_name)]
+NamedTracker = Annotated[TrackerSettings, BeforeValidator(_parse_name)]
 """The same, or just its name if there are no other settings."""

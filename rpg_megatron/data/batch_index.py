@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from rpg_megatron.data.trajectory import Trajectory
 
 @dataclass
 class BatchIndex:
-    """One entry per trajectory, [N], in batch order: by group, then by sample."""
+    """One entry per trajectory, [N], in batch order: by group, then by row."""
 
     worker: NDArray[np.int64]
     """Number of the sampler worker that holds the trajectory."""
@@ -24,6 +25,10 @@ class BatchIndex:
     """Number of the group in the step, from 0."""
     sample: NDArray[np.int64]
     """Number of the response in its group, from 0."""
+    branch: NDArray[np.int64]
+    """Number of the trajectory in its response, from 0."""
+    row: NDArray[np.int64]
+    """Number of the trajectory in its group, from 0; that of the response unless one has several rows."""
     prompt_length: NDArray[np.int64]
     """Tokens of the prompt."""
     response_length: NDArray[np.int64]
@@ -36,6 +41,11 @@ class BatchIndex:
     def __len__(self) -> int:
         return len(self.ticket)
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The first trajectory of each response, ascending."""
+        return np.flatnonzero(self.branch == 0)
+
     def columns(self) -> list[NDArray[Any]]:
         """All columns, in the order of the fields."""
         return [getattr(self, field.name) for field in fields(self)]
@@ -44,7 +54,7 @@ class BatchIndex:
 class TrajectorySource(Protocol):
     """Returns trajectories by their location in a ``BatchIndex``."""
 
-    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
         """The trajectories with these numbers, in this order; the three lists have the same length.
 
         ``group`` and ``advantage`` are not set, ``old`` and ``anchor`` are empty. A trajectory may be fetched
@@ -55,13 +65,23 @@ class TrajectorySource(Protocol):
 
 def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
     """The index of local trajectories: the worker is 0, and the ticket is the group."""
-    rows = [(t.group, t.sample, len(t.prompt), len(t.response), t.sampled, t.reward) for t in trajectories]
-    group, sample, prompt, response, sampled, reward = zip(*rows, strict=True) if rows else [()] * 6
+    entries = [
+        (t.group, t.sample, t.branch, len(t.prompt), len(t.response), t.sampled, t.reward)
+        for t in trajectories
+    ]
+    columns = zip(*entries, strict=True) if entries else [()] * 7
+    group, sample, branch, prompt, response, sampled, reward = columns
+    sizes, rows = Counter[int](), []
+    for number in group:
+        rows.append(sizes[number])
+        sizes[number] += 1
     return BatchIndex(
-        worker=np.zeros(len(rows), np.int64),
+        worker=np.zeros(len(entries), np.int64),
         ticket=np.array(group, np.int64),
         group=np.array(group, np.int64),
         sample=np.array(sample, np.int64),
+        branch=np.array(branch, np.int64),
+        row=np.array(rows, np.int64),
         prompt_length=np.array(prompt, np.int64),
         response_length=np.array(response, np.int64),
         sampled=np.array(sampled, np.int64),

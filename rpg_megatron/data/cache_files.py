@@ -70,8 +70,8 @@ def file_marks(paths: Sequence[Path]) -> list[list[int]]:
 
     Raises OSError.
     """
-    found = [os.stat(file) for file in _files(paths)]
-    return [[each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for each in found]
+    stats = [os.stat(file) for file in _files(paths)]
+    return [[each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for each in stats]
 
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -123,11 +123,11 @@ def _description(file: BinaryIO) -> dict[str, Any]:
     rest = os.fstat(file.fileno()).st_size - _END.size
     if rest < 0:
         raise ValueError("too short")
-    length, wanted, mark = _END.unpack(os.pread(file.fileno(), _END.size, rest))
-    found, left = 0, rest
-    while left and (some := file.read(min(left, _CHUNK))):
-        found, left = zlib.crc32(some, found), left - len(some)
-    if mark != _MARK or left or found != wanted or length > rest:
+    length, expected, mark = _END.unpack(os.pread(file.fileno(), _END.size, rest))
+    checksum, remaining = 0, rest
+    while remaining and (chunk := file.read(min(remaining, _CHUNK))):
+        checksum, remaining = zlib.crc32(chunk, checksum), remaining - len(chunk)
+    if mark != _MARK or remaining or checksum != expected or length > rest:
         raise ValueError("damaged")
     described = json.loads(os.pread(file.fileno(), length, rest - length))
     if not isinstance(described, dict):
@@ -146,11 +146,11 @@ class CacheWriter:
         self.position = 0
         """Bytes written."""
 
-    def write(self, some: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Append bytes. Raises OSError."""
-        self._sink.write(some)
-        self._sum = zlib.crc32(some, self._sum)
-        self.position += len(some)
+        self._sink.write(data)
+        self._sum = zlib.crc32(data, self._sum)
+        self.position += len(data)
 
     def finish(self, description: dict[str, Any]) -> None:
         """Write the end. Raises OSError."""

@@ -43,18 +43,18 @@ def render_chats(
     """
     argument = [template, variables, chats, _STARTED.isoformat()]
     limit = sum(_LONGEST + _EXPANSION * len(m["content"]) for chat in chats for m in chat)
-    count, left = math.ceil(len(chats) / _AT_ONCE), len(chats)
-    for some in read_foreign(
+    count, remaining = math.ceil(len(chats) / _AT_ONCE), len(chats)
+    for chunk in read_foreign(
         _READER, [], argument, list[Rendered], memory=_MEMORY, seconds=_SECONDS, values=count
     ):
-        limit -= sum(len(text) for text, _ in some)
-        left -= len(some)
+        limit -= sum(len(text) for text, _ in chunk)
+        remaining -= len(chunk)
         if limit < 0:
             raise ForeignInputError("its texts are far longer than the messages")
-        if left < 0:
+        if remaining < 0:
             break
-        yield from some
-    if left:
+        yield from chunk
+    if remaining:
         raise ForeignInputError("its texts are not as many as the chats")
 
 
@@ -83,9 +83,9 @@ def render(
         template = environment.from_string(source)
     except Exception as e:  # a template may raise any exception
         raise ValueError(_describe(e)) from None
-    for some in batched(chats, _AT_ONCE):
+    for chunk in batched(chats, _AT_ONCE):
         rendered: list[Rendered] = []
-        for messages in some:
+        for messages in chunk:
             try:
                 rendered.append((template.render(messages=messages, **variables), ""))
             except MemoryError:

@@ -60,14 +60,14 @@ def custom_rows(
                         )
                 if not (line := process.stdout.readline()):
                     break
-                found = json.loads(line)
-                if "error" in found:
-                    raise UserError(found["error"])
+                message = json.loads(line)
+                if "error" in message:
+                    raise UserError(message["error"])
                 if index == MAX_ROWS and limit is None and not streaming:
                     raise UserError(f"{key}: {source.type} has more than {MAX_ROWS:,} rows; set data.limit")
                 where = f"{source.type}: row {index + 1}"
-                row = found.get("row")
-                yield index, where, row if "row" in found else UserError(f"{where}: {found['bad']}")
+                row = message.get("row")
+                yield index, where, row if "row" in message else UserError(f"{where}: {message['bad']}")
             if process.wait():
                 raise UserError(
                     f"{key}: {source.type} ended its process (exit code {process.returncode}); fix it"
@@ -83,7 +83,7 @@ def _send(pipe: IO[bytes], line: str) -> None:
 
 
 def _lines(
-    key: str, path: str, settings: dict[str, Any], asked: Iterable[object]
+    key: str, path: str, settings: dict[str, Any], requests: Iterable[object]
 ) -> Iterator[dict[str, Any]]:
     try:
         rows = load_custom(CustomCode(key, path, settings, 0))()
@@ -94,7 +94,7 @@ def _lines(
         yield {"error": f"{key}: {path} {describe_error(e, path)}"}
         return
     try:
-        for _, row in zip(asked, rows, strict=False):
+        for _, row in zip(requests, rows, strict=False):
             bad = None if isinstance(row, dict) else f"it is a {type(row).__name__}; yield a dict of columns"
             yield {"bad": bad} if bad else {"row": row}
     except Exception as e:

@@ -52,13 +52,13 @@ def iter_foreign_rollouts(
     lead, are refused. limit: bytes to read of each step; None follows if there are more. Lists of a response
     have its length. The calling thread must live as long as the iterator.
     """
-    left = list(files)
-    while left:
+    remaining = list(files)
+    while remaining:
         with ExitStack() as stack:
             steps: list[tuple[Path, list[bytes], int]] = []
             opened: list[BinaryIO] = []
-            while left and len(opened) < _OPEN:
-                file = left.pop(0)
+            while remaining and len(opened) < _OPEN:
+                file = remaining.pop(0)
                 try:
                     parts, inside = files_of(file), real_path(run)
                     with ExitStack() as of_step:  # if one cannot be opened, those before it are closed
@@ -96,7 +96,7 @@ def iter_foreign_rollouts(
             except (ForeignInputError, msgspec.MsgspecError, ValueError) as e:
                 current = max(current, 0)
                 yield steps[current][0], damaged(steps[current][0], e)
-                left = [file for file, _, _ in steps[current + 1 :]] + left
+                remaining = [file for file, _, _ in steps[current + 1 :]] + remaining
 
 
 def _checked(t: Trajectory) -> Trajectory:
@@ -138,13 +138,13 @@ def read_steps(files: Sequence[BinaryIO], argument: Any) -> Iterator[Found]:
     rest = iter(files)
     for index, names in enumerate(steps):
         yield index, b"", None
-        left = limit
+        remaining = limit
         try:
             opened = list(islice(rest, len(names)))
             for trajectory in iter_files(opened, [Path(os.fsdecode(name)) for name in names], confined=True):
                 data = encode(trajectory)
-                left = None if left is None else left - len(data)
-                if left is not None and left < 0:
+                remaining = None if remaining is None else remaining - len(data)
+                if remaining is not None and remaining < 0:
                     yield index, b"", ""
                     break
                 yield index, data, None

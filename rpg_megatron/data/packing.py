@@ -24,27 +24,30 @@ def plan_batches(
     budget: int,
     context: int = 1,
     attention_length: float = math.inf,
+    starts: Sequence[int] | None = None,
 ) -> Plan:
     """Assign every trajectory to one data rank, mini-batch and micro-batch.
 
-    ``lengths`` (tokens) are in the order of the step's prompts; mini-batches are consecutive slices of equal
-    size. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the
+    ``lengths`` (tokens) are in the order of the step's prompts. ``starts``: the first trajectory of each
+    response; None: each response has one. Mini-batches are consecutive slices with equal numbers of
+    responses. Each is packed into micro-batches of ``budget`` tokens by first-fit-decreasing, including the
     padding for ``context`` ranks; a trajectory longer than the budget gets a micro-batch of its own. All data
     ranks get the same number of micro-batches, so that their collectives match: the costliest micro-batches
     are split in two until there are enough. If none can be split, some ranks get empty ones.
 
     The cost of a sequence of n tokens is n + n^2 / ``attention_length``. The ranks' costs are balanced per
     micro-batch and in total; costly micro-batches come first.
-    Raises ValueError if the number of trajectories is not a multiple of ``minibatches``.
+    Raises ValueError if the number of responses is not a multiple of ``minibatches``.
     """
-    if len(lengths) % minibatches:
-        raise ValueError(f"{len(lengths)} trajectories do not divide into {minibatches} mini-batches")
-    size = len(lengths) // minibatches
+    bounds = [*(range(len(lengths)) if starts is None else starts), len(lengths)]
+    size, rest = divmod(len(bounds) - 1, minibatches)
+    if rest:
+        raise ValueError(f"{len(bounds) - 1} responses do not divide into {minibatches} mini-batches")
     padded = [padded_length(n, context) for n in lengths]
     costs = [n + n * n / attention_length for n in lengths]
     plan: Plan = [[] for _ in range(data)]
     for m in range(minibatches):
-        micro_batches = _pack(range(m * size, (m + 1) * size), padded, budget)
+        micro_batches = _pack(range(bounds[m * size], bounds[(m + 1) * size]), padded, budget)
         _split_to_multiple(micro_batches, costs, data)
         for rank, share in enumerate(_distribute(micro_batches, costs, data)):
             plan[rank].append([sorted(micro) for micro in share])
@@ -96,17 +99,17 @@ def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], d
     """Split the costliest micro-batches in two, in place, until their number is a multiple of ``data``."""
     if len(micro_batches) % data == 0:
         return
-    kept = dict(enumerate(micro_batches))
+    by_number = dict(enumerate(micro_batches))
     # The costliest first; if several are equal, the first in the list. Halves are appended to it.
-    divisible = [(-_cost(micro, costs), n) for n, micro in kept.items() if len(micro) > 1]
+    divisible = [(-_cost(micro, costs), n) for n, micro in by_number.items() if len(micro) > 1]
     heapq.heapify(divisible)
-    last = len(kept)
-    while len(kept) % data:
+    last = len(by_number)
+    while len(by_number) % data:
         if not divisible:
-            kept[last] = []
+            by_number[last] = []
             last += 1
             continue
-        costliest = kept.pop(heapq.heappop(divisible)[1])
+        costliest = by_number.pop(heapq.heappop(divisible)[1])
         halves: list[list[int]] = [[], []]
         halves_cost = [0.0, 0.0]
         for i in sorted(costliest, key=lambda i: (-costs[i], i)):
@@ -114,11 +117,11 @@ def _split_to_multiple(micro_batches: list[list[int]], costs: Sequence[float], d
             halves[half].append(i)
             halves_cost[half] = _cost(halves[half], costs)
         for micro, cost in zip(halves, halves_cost, strict=True):
-            kept[last] = micro
+            by_number[last] = micro
             if len(micro) > 1:
                 heapq.heappush(divisible, (-cost, last))
             last += 1
-    micro_batches[:] = kept.values()
+    micro_batches[:] = by_number.values()
 
 
 def _distribute(micro_batches: list[list[int]], costs: Sequence[float], data: int) -> list[list[list[int]]]:
@@ -146,37 +149,37 @@ def _exchange(shares: list[list[_WithCost]], load: list[float]) -> bool:
     that have it, so repeated calls terminate.
     """
     high = max(range(len(load)), key=lambda rank: load[rank])
-    best, found = load[high] * (1 - 1e-9), -1
-    mine = sorted(cost for cost, _ in shares[high])
+    best, partner = load[high] * (1 - 1e-9), -1
+    own_costs = sorted(cost for cost, _ in shares[high])
     for low in range(len(load)):
         if low != high:
             others = sorted(cost for cost, _ in shares[low])
-            if (reached := _best_swap(mine, others, load[high], load[low])) < best:
-                best, found = reached, low
-    if found < 0:
+            if (reached := _best_swap(own_costs, others, load[high], load[low])) < best:
+                best, partner = reached, low
+    if partner < 0:
         return False
     # The first pair of micro-batches that leads to this cost.
     for i, (cost, _) in enumerate(shares[high]):
-        for j, (other, _) in enumerate(shares[found]):
+        for j, (other, _) in enumerate(shares[partner]):
             step = cost - other
-            if max(load[high] - step, load[found] + step) == best:
-                shares[high][i], shares[found][j] = shares[found][j], shares[high][i]
+            if max(load[high] - step, load[partner] + step) == best:
+                shares[high][i], shares[partner][j] = shares[partner][j], shares[high][i]
                 load[high] -= step
-                load[found] += step
+                load[partner] += step
                 return True
     raise AssertionError("unreachable: the best swap exists")
 
 
-def _best_swap(mine: Sequence[float], others: Sequence[float], high: float, low: float) -> float:
+def _best_swap(own: Sequence[float], others: Sequence[float], high: float, low: float) -> float:
     """The smallest cost, of the costlier of two ranks, that swapping one micro-batch leads to; infinity if
     none lowers ``high``.
 
-    mine, others: costs of the ranks' micro-batches, ascending; high >= low: the ranks' costs. The larger cost
+    own, others: costs of the ranks' micro-batches, ascending; high >= low: the ranks' costs. The larger cost
     falls with the step between the two micro-batches until the ranks change places, and rises from there. So
-    each of ``mine`` needs only the two of ``others`` around that point, which moves up with it.
+    each of ``own`` needs only the two of ``others`` around that point, which moves up with it.
     """
     best, point = math.inf, 0
-    for cost in mine:
+    for cost in own:
         while point < len(others) and high - (cost - others[point]) < low + (cost - others[point]):
             point += 1
         if point > 0:  # the ranks change places

@@ -44,9 +44,9 @@ def read_problems(
 def warn_left_out(counts: Mapping[str, int], first_bad: UserError | None, used: int) -> None:
     """Log how many rows were left out, if any. counts: by reason. used: number of the others."""
     if counts:
-        told = ", ".join(f"{count:,} {why}" for why, count in counts.items())
+        reasons = ", ".join(f"{count:,} {why}" for why, count in counts.items())
         example = f"; first malformed row: {first_bad}" if first_bad else ""
-        logger.warning("prompts left out: %s (%d are used)%s", told, used, example)
+        logger.warning("prompts left out: %s (%d are used)%s", reasons, used, example)
 
 
 def read_problems_with_counts(
@@ -83,26 +83,26 @@ def iterate_problems(settings: DataSettings, key: str, rows: bool, left_out: Lef
         preset = find_preset(source.preset, at) if source.preset is not None else None
         used, total = False, 0
         order = None if settings.order_by is None else (settings.order_by, f"{key}.order_by")
-        for count, found in _read_source(source, preset, number, offset, at, rows, order):
+        for count, problem in _read_source(source, preset, number, offset, at, rows, order):
             total = count
-            if isinstance(found, UserError):
+            if isinstance(problem, UserError):
                 if settings.malformed == "stop":
-                    raise found
-                left_out.first_bad = left_out.first_bad or found
+                    raise problem
+                left_out.first_bad = left_out.first_bad or problem
                 left_out.counts["malformed"] += 1
                 continue
-            if found is None:
+            if problem is None:
                 left_out.counts["filtered"] += 1
                 continue
             if settings.deduplicate or (preset is not None and preset.repeated):
-                text = " ".join(found.text.split())
+                text = " ".join(problem.text.split())
                 digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
                 if digest in seen:
                     left_out.counts["duplicate"] += 1
                     continue
                 seen.add(digest)
             used = True
-            yield found
+            yield problem
         if not used:
             raise _no_problems(source, preset, total, left_out.first_bad, key, at)
         offset += total
@@ -116,9 +116,9 @@ def first_problems(settings: DataSettings, key: str) -> Iterator[Problem]:
     for number, source in enumerate(settings.sources):
         at = f"{key}.mixture[{number}]" if settings.mixture else key
         preset = find_preset(source.preset, at) if source.preset is not None else None
-        for _, found in _read_source(source, preset, number, 0, at, True):
-            if isinstance(found, Problem):
-                yield found
+        for _, problem in _read_source(source, preset, number, 0, at, True):
+            if isinstance(problem, Problem):
+                yield problem
                 break
 
 
@@ -284,9 +284,9 @@ def _answer(value: Any, key: str, where: str) -> str:
 def _rank(row: dict[str, Any], column: str, setting: str, where: str) -> float:
     value = _field(row, column, setting, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        told = str(value) if isinstance(value, float) else f"a {type_name(value)}"
+        text = str(value) if isinstance(value, float) else f"a {type_name(value)}"
         raise UserError(
-            f"{where}: {column!r} is {told}, and the prompts are to be ordered by it ({setting}); give every "
+            f"{where}: {column!r} is {text}, and the prompts are to be ordered by it ({setting}); give every "
             "row a number there"
         )
     try:

@@ -248,10 +248,10 @@ def tokenize(
     problems: Sequence[Problem], texts: Sequence[str], settings: DataSettings, tokenizer: Any
 ) -> Iterator[list[int]]:
     """The token ids of each text. Raises UserError for a text without tokens."""
-    for some in batched(zip(problems, texts, strict=True), _AT_ONCE):
+    for chunk in batched(zip(problems, texts, strict=True), _AT_ONCE):
         # A chat template adds the special tokens itself.
-        encoded = tokenizer([text for _, text in some], add_special_tokens=not settings.chat)["input_ids"]
-        for (problem, text), ids in zip(some, encoded, strict=True):
+        encoded = tokenizer([text for _, text in chunk], add_special_tokens=not settings.chat)["input_ids"]
+        for (problem, text), ids in zip(chunk, encoded, strict=True):
             if not ids:
                 raise UserError(f"{problem.where}: {text!r} has no tokens; fix or remove the row")
             yield ids

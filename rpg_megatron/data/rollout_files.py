@@ -3,7 +3,7 @@
 A row is a trajectory, a column one of its fields. With several data-parallel replicas, whose leaders write at
 the same time, ``step_N.parquet`` is a folder with one file per leader, such as
 ``part_00000_of_00004.parquet``; Parquet readers treat it as one data set. Files without the columns
-``ticket``, which is then 0, and ``mask``, which is then set, can be read too.
+``ticket`` and ``branch``, which are then 0, and ``mask``, which is then set, can be read too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _SCHEMA = pa.schema(
         "prompt_id": pa.int64(),
         "group": pa.int64(),
         "sample": pa.int64(),
+        "branch": pa.int64(),
         "seed": pa.int64(),
         "finish": pa.string(),
         "reward": pa.float64(),
@@ -84,8 +85,8 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory], *, routes: bo
     if routes and any(len(t.routes) for t in trajectories):
         schema = _with_routes(pa.from_numpy_dtype(trajectories[0].routes.dtype))
     with atomic_write(file) as sink, pq.ParquetWriter(sink, schema, **encoding) as writer:
-        for some in batched(trajectories, _ROWS):
-            writer.write_batch(to_batch(some, schema))
+        for chunk in batched(trajectories, _ROWS):
+            writer.write_batch(to_batch(chunk, schema))
 
 
 class RolloutWriter:
@@ -139,8 +140,8 @@ def files_of(file: Path) -> list[Path]:
 
 def damaged(file: Path, error: Exception) -> UserError:
     """The message about rollouts that cannot be read."""
-    what = str(error).partition("\n")[0]
-    return UserError(f"{file}: damaged ({what}); choose another step, or restore the file")
+    reason = str(error).partition("\n")[0]
+    return UserError(f"{file}: damaged ({reason}); choose another step, or restore the file")
 
 
 def iter_files(
@@ -153,7 +154,7 @@ def iter_files(
     """
     rows = max(1, _ROWS // len(files))
     parts = [_iter_part(file, name, rows, confined) for file, name in zip(files, names, strict=True)]
-    return heapq.merge(*parts, key=lambda t: (t.group, t.sample)) if len(parts) > 1 else parts[0]
+    return heapq.merge(*parts, key=lambda t: (t.group, t.sample, t.branch)) if len(parts) > 1 else parts[0]
 
 
 def has_routes(file: Path) -> bool:
@@ -161,10 +162,10 @@ def has_routes(file: Path) -> bool:
     parts = _expected_parts(file) if file.is_dir() else [file]
     try:
         # A leader without trajectories has no routes to write.
-        found = [pq.read_schema(p).names for p in parts if pq.read_metadata(p).num_rows]
+        columns = [pq.read_schema(p).names for p in parts if pq.read_metadata(p).num_rows]
     except (pa.ArrowException, OSError) as e:
         raise damaged(file, e) from None
-    return all("routes" in names for names in found)
+    return all("routes" in names for names in columns)
 
 
 def read_rollouts(file: Path) -> list[Trajectory]:
@@ -203,8 +204,8 @@ def remove_rollouts(file: Path) -> None:
 
 def list_rollouts(run: Path) -> list[Path]:
     """The complete rollouts of a run, in the order of the steps."""
-    found = (run / "rollouts").glob("step_*.parquet")
-    steps = {step_of(file) for file in found if file.name[5:11].isdecimal()}
+    paths = (run / "rollouts").glob("step_*.parquet")
+    steps = {step_of(file) for file in paths if file.name[5:11].isdecimal()}
     files = (rollouts_file(run, step) for step in sorted(steps))
     return [file for file in files if rollouts_complete(file)]
 
@@ -296,8 +297,9 @@ def _to_lists(values: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
 
 
 def _from_batch(batch: pa.RecordBatch) -> Iterator[Trajectory]:
-    if "ticket" not in batch.schema.names:
-        batch = batch.append_column("ticket", pa.repeat(0, batch.num_rows))
+    for name in ("ticket", "branch"):
+        if name not in batch.schema.names:
+            batch = batch.append_column(name, pa.repeat(0, batch.num_rows))
     if "mask" not in batch.schema.names:
         batch = batch.append_column("mask", pa.nulls(batch.num_rows, _SCHEMA.field("mask").type))
     columns: dict[str, Any] = {name: batch.column(name) for name in _SCHEMA.names}

@@ -67,12 +67,12 @@ class RowStore[T](Sequence[T]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         size = self._sizes[index]
-        found = os.pread(self._file.fileno(), size, self._starts[index])
-        if len(found) != size:
+        data = os.pread(self._file.fileno(), size, self._starts[index])
+        if len(data) != size:
             raise UserError(
                 f"{self._file.name}: has become shorter during the run; remove it, then rerun the command"
             )
-        return self._decode(json.loads(found.decode("utf-8", "surrogatepass")))
+        return self._decode(json.loads(data.decode("utf-8", "surrogatepass")))
 
 
 def write_rows(writer: CacheWriter, rows: Iterable[StoredRow]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def _text_limit(path: Path) -> int:
 
 def _stored_bytes(file: Path) -> int:
     """Bytes of a file on disk, without the holes of a sparse one, which would raise the limits."""
-    found = file.stat()
-    return min(found.st_size, 512 * found.st_blocks)
+    status = file.stat()
+    return min(status.st_size, 512 * status.st_blocks)
 
 
 def _text_size(value: Any) -> int:
@@ -223,21 +223,21 @@ def _hub_rows(source: SourceSettings, preset: Preset | None, key: str) -> Iterat
     subset = source.subset or (defaults.subset if defaults else None)
     split = source.split or (defaults.split if defaults else "train")
     try:
-        found = datasets.load_dataset(name, subset, split=split)
+        dataset = datasets.load_dataset(name, subset, split=split)
     except Exception as e:  # connection, permission and parsing errors of any type
         raise UserError(
             f"{key}.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be loaded "
             f"({type(e).__name__}: {_first_line(e)}); check name and network, or set {key}.path to a "
             "local copy"
         ) from None
-    yield from _dataset_rows(name, found)
+    yield from _dataset_rows(name, dataset)
 
 
-def _dataset_rows(name: str, found: Any) -> Iterator[Row]:
+def _dataset_rows(name: str, dataset: Any) -> Iterator[Row]:
     from rpg_megatron.data.arrow_reader import BATCH, table_rows
 
-    for start in range(0, len(found), BATCH):
-        table = found.select(range(start, min(start + BATCH, len(found)))).with_format("arrow")[:]
+    for start in range(0, len(dataset), BATCH):
+        table = dataset.select(range(start, min(start + BATCH, len(dataset)))).with_format("arrow")[:]
         for batch in table.combine_chunks().to_batches():
             for index, row in enumerate(table_rows(batch), start):
                 where = f"{name}: row {index + 1}"

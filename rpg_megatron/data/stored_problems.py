@@ -89,10 +89,10 @@ def keep_problems(
     whole = len(paths) == len(settings.sources) and not _is_short(settings)
     folders = cache_folders(paths[0]) if whole else []
     name, digest = _cache_name(settings, paths, rows), cache(lambda: content_digest(paths))
-    if found := find_cached(folders, name, digest, _marks(paths)):
-        file, description, place = found
+    if cached := find_cached(folders, name, digest, _marks(paths)):
+        file, description, place = cached
         with suppress(ValueError, KeyError, TypeError):
-            return _of_store(RowStore(file, description, _decode, place))
+            return _from_store(RowStore(file, description, _decode, place))
     for folder in [*folders, None]:
         left_out = LeftOut()
         each = read(left_out)
@@ -108,7 +108,7 @@ def keep_problems(
             if folder is None:
                 file = tempfile.TemporaryFile()  # noqa: SIM115  the store keeps it
                 description = _write(CacheWriter(file), all_rows, left_out, "")
-                return _of_store(RowStore(file, description, _decode, None))
+                return _from_store(RowStore(file, description, _decode, None))
             with new_cached(folder, name) as writer:
                 _write(writer, all_rows, left_out, digest(), marks)
                 if marks is None or _marks(paths) != marks:
@@ -121,9 +121,9 @@ def keep_problems(
                 ) from None
             logger.info("%s: not used (%s)", folder, e)
             continue
-        if found := find_cached([folder], name, digest, marks):
-            file, description, place = found
-            return _of_store(RowStore(file, description, _decode, place))
+        if cached := find_cached([folder], name, digest, marks):
+            file, description, place = cached
+            return _from_store(RowStore(file, description, _decode, place))
     raise AssertionError("not reached")
 
 
@@ -161,7 +161,7 @@ def _write(
     return description
 
 
-def _of_store(store: RowStore[Problem]) -> Found:
+def _from_store(store: RowStore[Problem]) -> Found:
     left_out, bad = store.description["left_out"], store.description["first_bad"]
     return store, dict(left_out), UserError(bad) if bad else None
 

@@ -121,8 +121,8 @@ class StoredPrompts:
             unsure = [
                 i for i, text in enumerate(texts) if not text or bound is None or bound.of(text) > limit
             ]
-            some = [block[i] for i in unsure], [texts[i] for i in unsure]
-            for i, ids in zip(unsure, tokenize(*some, settings, self._tokenizer), strict=True):
+            unsure_rows = [block[i] for i in unsure], [texts[i] for i in unsure]
+            for i, ids in zip(unsure, tokenize(*unsure_rows, settings, self._tokenizer), strict=True):
                 if len(ids) > limit:
                     yield indices[i]
 
@@ -148,22 +148,22 @@ class StoredPrompts:
         except BaseException as e:
             self.fingerprints.set_exception(e)
             return
-        found = digest.result()
-        self._write_cache(too_long, found)
-        self.fingerprints.set_result(found)
+        fingerprints = digest.result()
+        self._write_cache(too_long, fingerprints)
+        self.fingerprints.set_result(fingerprints)
 
     def _read_cache(self) -> Numbers | None:
         """The indices of prompts that are too long, if an earlier run has kept them and the fingerprints."""
         place = self._problems.place
         if place is None or not self._name:
             return None
-        found = find_cached([place.folder], self._name, lambda: place.content)
-        if found is None:
+        cached = find_cached([place.folder], self._name, lambda: place.content)
+        if cached is None:
             return None
-        with found[0] as file, suppress(ValueError, KeyError, TypeError):
+        with cached[0] as file, suppress(ValueError, KeyError, TypeError):
             file.seek(0)
-            too_long = np.frombuffer(file.read(8 * found[1]["too_long"]), np.int64)
-            prompts, rows = found[1]["fingerprints"]
+            too_long = np.frombuffer(file.read(8 * cached[1]["too_long"]), np.int64)
+            prompts, rows = cached[1]["fingerprints"]
             self.fingerprints.set_result((prompts, rows))
             return too_long
         return None

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -93,18 +92,18 @@ class StreamedPrompts:
                 "the checkpoint was written with data.streaming false; set it to that, or start a new run "
                 "from the exported model"
             )
-        wanted = _Position(state["drawn"], state["digest"])
+        position = _Position(state["drawn"], state["digest"])
         self._begin()
-        logger.info("%s: asking again for the %d rows before the checkpoint", self._name, wanted.drawn)
-        while self._read_to.drawn < wanted.drawn and (problem := next(self._problems, None)):
+        logger.info("%s: asking again for the %d rows before the checkpoint", self._name, position.drawn)
+        while self._read_to.drawn < position.drawn and (problem := next(self._problems, None)):
             self._read_to = self._read_to.after(problem)
-        if self._read_to != wanted:
+        if self._read_to != position:
             raise UserError(
                 f"{self._name} does not give the rows again that the run took before the checkpoint "
-                f"({wanted.drawn:,}, with the columns that are used); restore its code and settings, or "
+                f"({position.drawn:,}, with the columns that are used); restore its code and settings, or "
                 "start a new run from the exported model"
             )
-        self._position = wanted
+        self._position = position
 
     @property
     def _name(self) -> str:
@@ -113,14 +112,11 @@ class StreamedPrompts:
 
     def _begin(self) -> None:
         """Start the source anew."""
-        self._left_out, self._too_long, self._told, self._unused = LeftOut(), 0, 0, 0
-        self._problems = self._read(self._left_out)
+        self._left_out, self._too_long, self._reported, self._unused = LeftOut(), 0, 0, 0
+        self._problems = iterate_problems(self._settings, self._key, self._keep_rows, self._left_out)
         self._next: deque[tuple[Prompt, _Position]] = deque()
         """Prompts that come next, and the position after each."""
         self._position = self._read_to = _START
-
-    def _read(self, left_out: LeftOut) -> Iterator[Problem]:
-        return iterate_problems(self._settings, self._key, self._keep_rows, left_out)
 
     def _fill(self, n: int) -> None:
         """Read problems until there are at least ``n`` prompts."""
@@ -145,8 +141,8 @@ class StreamedPrompts:
     def _warn(self) -> None:
         """Log how many rows and prompts were left out, whenever their number has doubled."""
         left_out, rows = self._left_out.counts.total(), self._read_to.drawn
-        if left_out + self._too_long > 2 * self._told:
-            self._told = left_out + self._too_long
+        if left_out + self._too_long > 2 * self._reported:
+            self._reported = left_out + self._too_long
             warn_left_out(self._left_out.counts, self._left_out.first_bad, rows - left_out)
             warn_too_long(self._too_long, rows - left_out, self._settings, self._key)
 

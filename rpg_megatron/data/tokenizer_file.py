@@ -25,8 +25,8 @@ class FileTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The id of the end-of-sequence token; None if ``tokenizer_config.json`` names none."""
-        found: int | None = self._tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
+        return token_id
 
     @property
     def largest_id(self) -> int:
@@ -36,7 +36,7 @@ class FileTokenizer:
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         """Token ids of each text. Encodes one by one, because the library starts threads for a batch."""
         encoded = (self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts)
-        return {"input_ids": [found.ids for found in encoded]}
+        return {"input_ids": [encoding.ids for encoding in encoded]}
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
@@ -104,8 +104,8 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 def _template(model: Path, config: dict[str, Any]) -> Any:
     """The chat template: a text, or name -> text, as transformers has it."""
     file = model / "chat_template.jinja"
-    found = read_text(file) if file.is_file() else config.get("chat_template")
-    return {each["name"]: each["template"] for each in found} if isinstance(found, list) else found
+    template = read_text(file) if file.is_file() else config.get("chat_template")
+    return {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
 
 
 def _text(token: Any) -> str:

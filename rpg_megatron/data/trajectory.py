@@ -87,6 +87,10 @@ class Trajectory:
     """Sampling seed."""
     ticket: int = 0
     """Number of its group in the run, in the order of the prompts."""
+    branch: int = 0
+    """Number of the row in its response. Most responses have one row; an episode that rewrites its history
+    starts others, which share group, sample, finish reason and reward. The last one is that of the last
+    turn."""
     routes: Routes = field(default_factory=lambda: NO_ROUTES)
     """Router replay: the experts that the engine chose, uint8 or int16 [P + R - 1, layers with experts,
     experts per token]; [0, 0, 0] without router replay. Row i is that of token i, computed by the weights

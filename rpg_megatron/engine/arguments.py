@@ -1,6 +1,6 @@
 """The names of vLLM's server options, read from its source: importing its parser takes many seconds.
 
-A typing error in ``engine.arguments`` is then told before anything starts.
+A typing error in ``engine.arguments`` is thus reported before anything starts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LEAST = 100
 
 def check_engine_arguments(settings: Settings) -> None:
     """Check that vLLM has the options in ``engine.arguments``; abbreviations count. Raises UserError."""
-    given = [argument for argument in settings.engine.arguments if argument.startswith("--")]
-    known = option_names() if given else set()
+    options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
+    known = option_names() if options else set()
     if len(known) < _LEAST:
         return
-    for argument in given:
+    for argument in options:
         name = re.split("[=.]", argument)[0].replace("_", "-")
         if not any(option.startswith(name) for option in known):
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)

@@ -20,7 +20,7 @@ from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import NO_ROUTES, Floats, Routes, Tokens
 from rpg_megatron.engine.command import KEEP_ALIVE_SECONDS
 from rpg_megatron.engine.metrics import ROUTE, read_metrics
-from rpg_megatron.engine.routes import check_routes, read_routes, unpack_routes
+from rpg_megatron.engine.routes import check_routes, unpack_routes
 from rpg_megatron.system.messages import ExpectedError
 
 _CONNECT_SECONDS = 10.0
@@ -56,38 +56,7 @@ class Sample:
     """
 
 
-class RouteMissing(EngineError):
-    """The engine's server does not have this HTTP route."""
-
-
-class _TokenLogprob(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_TokenLogprob]
-
-
-class _Choice(msgspec.Struct):
-    """A response in the answer of vLLM's own route."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: _Logprobs | None = None
-    routed_experts: str | None = None
-    """A .npy file in base64."""
-
-
-class _GenerateResponse(msgspec.Struct):
-    choices: list[_Choice]
-
-
-_BYTES_DECODER = msgspec.msgpack.Decoder(list[SampledBytes])
-_JSON_DECODER = msgspec.json.Decoder(_GenerateResponse)
-_GENERATE_ROUTE = "/inference/v1/generate"
-_NO_LOGPROBS = np.zeros(0, np.float32)
+_DECODER = msgspec.msgpack.Decoder(list[SampledBytes])
 
 
 class EngineClient:
@@ -100,16 +69,12 @@ class EngineClient:
         token: str,
         *,
         timeout: float,
-        as_bytes: bool = True,
         experts: ExpertShape | None = None,
     ):
-        """address: path of a unix socket, or ``http://host:port``. timeout: seconds for a request.
-
-        as_bytes: use the plug-in's binary HTTP route if the engine has it; otherwise vLLM's own, which
-        returns JSON. experts: of the model, if the engine returns the chosen experts; samples with log-probs
-        then have ``routes``.
+        """address: path of a unix socket, or ``http://host:port``. timeout: seconds for a request. experts:
+        of the model, if the engine returns the chosen experts; samples with log-probs then have ``routes``.
         """
-        self.index, self._as_bytes, self._experts = index, as_bytes, experts
+        self.index, self._experts = index, experts
         self._timeout, self._address = timeout, address
         self._headers = {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
@@ -161,13 +126,7 @@ class EngineClient:
         if stop:  # the engine searches the text, so it must detokenise
             sampling |= {"stop": list(stop), "include_stop_str_in_output": True, "detokenize": True}
         body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}
-        if self._as_bytes:
-            try:
-                answer = await self._ask("POST", GENERATE, body, self._timeout)
-            except RouteMissing:  # an engine without the plug-in
-                self._as_bytes = False
-        if not self._as_bytes:
-            answer = await self._ask("POST", _GENERATE_ROUTE, body, self._timeout)
+        answer = await self._ask("POST", GENERATE, body, self._timeout)
         try:
             before = len(prompt_tokens) - routes_from if logprobs and self._experts is not None else None
             samples = self._samples(answer, logprobs, interruptible, before)
@@ -187,40 +146,16 @@ class EngineClient:
         logprobs: whether they were requested. before: number of prompt tokens with routes; None: routes were
         not requested.
         """
-        found: list[tuple[Tokens, str, Floats, int | None, Routes | None]]
-        if self._as_bytes:
-            packed = sorted(_BYTES_DECODER.decode(answer), key=lambda c: c.index)
-            found = [
-                (
-                    _array(c.tokens, np.int32),
-                    c.finish,
-                    _array(c.logprobs, np.float32),
-                    c.version,
-                    None if before is None else unpack_routes(c.routes, c.routes_shape),
-                )
-                for c in packed
-            ]
-        else:
-            choices = sorted(_JSON_DECODER.decode(answer).choices, key=lambda c: c.index)
-            found = [
-                (
-                    np.array(c.token_ids, np.int32),
-                    c.finish_reason,
-                    self._logprobs(c) if logprobs else _NO_LOGPROBS,
-                    None,
-                    None if before is None else read_routes(c.routed_experts),
-                )
-                for c in choices
-            ]
         samples = []
-        for tokens, finish, values, version, routes in found:
+        for response in sorted(_DECODER.decode(answer), key=lambda response: response.index):
+            tokens, values = _array(response.tokens, np.int32), _array(response.logprobs, np.float32)
+            routes = None if before is None else unpack_routes(response.routes, response.routes_shape)
             if len(values) != (len(tokens) if logprobs else 0):
                 raise self._error(f"returned {len(values)} log-probs of {len(tokens)} tokens")
-            self._check_finish_reason(finish, len(tokens), interruptible)
-            # In vLLM's JSON, -9999 marks a missing log-prob.
-            if not np.all(values > -9999.0) or not np.all(values < np.inf):
+            self._check_finish_reason(response.finish, len(tokens), interruptible)
+            if not np.isfinite(values).all():
                 raise self._error("returned a log-prob that is missing or not finite")
-            sample = Sample(tokens, values, finish, version)
+            sample = Sample(tokens, values, response.finish, response.version)
             if self._experts is not None and before is not None and routes is not None and len(tokens):
                 try:
                     checked = check_routes(routes, before + len(tokens) - 1, self._experts)
@@ -235,12 +170,6 @@ class EngineClient:
             raise EngineUnavailable(
                 f"engine {self.index} ended a response with {finish!r} after {tokens} tokens"
             )
-
-    def _logprobs(self, choice: _Choice) -> Floats:
-        content = choice.logprobs.content if choice.logprobs else []
-        if [entry.token_id for entry in content] != choice.token_ids:
-            raise self._error("returned log-probs of other tokens than it sampled")
-        return np.array([entry.logprob for entry in content], np.float32)
 
     async def post(self, path: str, json: Any | None = None, timeout: float | None = None) -> tuple[int, str]:
         """POST to any route; returns (status, text). Raises EngineUnavailable if there is no answer."""
@@ -284,7 +213,7 @@ class EngineClient:
     async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> bytes:
         status, answer = await self._send(method, path, body, timeout)
         if status != 200:
-            kind = EngineUnavailable if status >= 500 else RouteMissing if status == 404 else EngineError
+            kind = EngineUnavailable if status >= 500 else EngineError
             raise kind(f"engine {self.index} answered {path} with status {status}: {_message(answer)}")
         return answer
 
@@ -319,8 +248,8 @@ class EngineClient:
             self._http = aiohttp.ClientSession(base, connector=connector, headers=self._headers)
         return self._http
 
-    def _error(self, what: str) -> EngineError:
-        return EngineError(f"engine {self.index} {what}")
+    def _error(self, problem: str) -> EngineError:
+        return EngineError(f"engine {self.index} {problem}")
 
 
 def _array(values: bytes, dtype: type[Any]) -> Any:

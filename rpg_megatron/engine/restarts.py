@@ -6,8 +6,8 @@ engine has the same socket, but no weights. Each process of an engine is an *inc
 the launcher writes the number before it starts the process, and the sampler discards what it knew of earlier
 incarnations.
 
-Where engines and trainer ranks share GPUs, a file also says whose turn it is: an engine allocates all its
-memory while it starts, so a restart waits for the engines' turn.
+Where engines and trainer ranks share GPUs, a file also says which of them may use the GPUs: an engine
+allocates all its memory while it starts, so a restart waits until the engines may use them.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def take_request(work: Path, index: int, incarnation: int) -> str | None:
     """Launcher: take the request to restart this incarnation; returns its reason, None if there is none."""
     path = work / f"engine-{index}.restart"
     try:
-        asked, reason = read_json(path)
+        requested, reason = read_json(path)
     except FileNotFoundError:
         return None
     remove(path)
     # The launcher may have noticed the failure first: the request is then for an earlier incarnation.
-    return str(reason) if asked == incarnation else None
+    return str(reason) if requested == incarnation else None
 
 
 def set_gpu_owner(work: Path, *, trainers: bool) -> None:
-    """Set whose turn it is on GPUs that engines and trainer ranks share; the engines' until set."""
+    """Set who may use the GPUs that engines and trainer ranks share; at first, the engines."""
     if trainers:
         atomic_write_text(work / "trainers-turn", "")
     else:

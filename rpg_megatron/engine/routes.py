@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import Routes, route_dtype
@@ -18,14 +13,6 @@ def unpack_routes(values: bytes, shape: tuple[int, int, int]) -> Routes:
     count = shape[0] * shape[1] * shape[2]
     routes: Routes = np.frombuffer(values, np.uint8 if len(values) == count else np.uint16)
     return routes.reshape(shape)
-
-
-def read_routes(text: str | None) -> Routes:
-    """Decode routes from vLLM's own JSON answer: a .npy file in base64. Raises ValueError."""
-    if text is None:
-        return np.zeros((0, 0, 0), np.uint8)
-    array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    return array
 
 
 def check_routes(routes: Routes, tokens: int, experts: ExpertShape) -> Routes:

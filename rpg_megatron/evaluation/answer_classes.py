@@ -40,10 +40,10 @@ async def classify_answers(
         undecided = []
         for number, (other, verdict) in enumerate(first):
             if verdict == right:
-                found = grade_by_rules(answer, other)
-                if found is not None and found.correct:
+                comparison = grade_by_rules(answer, other)
+                if comparison is not None and comparison.correct:
                     return number
-                if found is None:
+                if comparison is None:
                     undecided.append(number)
         undecided = undecided[:left]
         left -= len(undecided)

@@ -49,7 +49,7 @@ def read_results(file: Path, prompts: Sequence[Prompt], samples: int) -> list[Ev
         with open_own(file, "r+b") as results:
             results.truncate(end)
     by_id = {prompt.id: prompt for prompt in prompts}
-    found: dict[int, EvalResult] = {}
+    by_prompt: dict[int, EvalResult] = {}
     for number, line in enumerate(data[:end].splitlines(), 1):
         result = _parse(line, f"{file}:{number}", samples)
         prompt = by_id.get(result.prompt_id)
@@ -58,8 +58,8 @@ def read_results(file: Path, prompts: Sequence[Prompt], samples: int) -> list[Ev
                 f"{file}:{number}: the problem has changed in the data since (row {result.prompt_id + 1}); "
                 "restore the old data, or choose another --out"
             )
-        found[result.prompt_id] = result
-    return [found[prompt.id] for prompt in prompts if prompt.id in found]
+        by_prompt[result.prompt_id] = result
+    return [by_prompt[prompt.id] for prompt in prompts if prompt.id in by_prompt]
 
 
 def _parse(line: bytes, where: str, samples: int) -> EvalResult:

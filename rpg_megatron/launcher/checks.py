@@ -1,9 +1,9 @@
 """The table of checks: everything that must hold before a run, and what each check needs.
 
 ``train`` runs all of them and stops at the first error; ``doctor`` shows each as a row; ``plan``, ``launch``,
-``replay``, ``eval`` and ``audit`` run those that need nothing but what these commands have. A check is a
-function that raises UserError (what is wrong, where, and how to fix it) and may return warnings. No command
-calls one past this table (``tests/unit/test_checks.py``). Imports neither torch nor vLLM.
+``replay``, ``eval`` and ``audit`` run those whose needs they meet. A check is a function that raises
+UserError (what is wrong, where, and how to fix it) and may return warnings. No command calls a check directly
+(``tests/unit/test_checks.py``). Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ ALL: frozenset[Need] = frozenset(get_args(Need))
 LAYOUT: frozenset[Need] = frozenset({"trainer", "engines", "model"})
 """What a layout needs: its checks read no file but config.json, so that many layouts can be compared."""
 _SILENT_SECONDS = 3.0
-"""A message is printed if the checks take longer: then it is the data."""
+"""A message is printed if the checks take longer, usually because of large data."""
 
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """What is checked, and what the command that checks it has."""
+    """The run to check, and the needs (``Need``) that the command meets."""
 
     settings: Settings
     has: frozenset[Need] = ALL
@@ -101,11 +101,11 @@ class RunCheck(NamedTuple):
     """Time limit in ``doctor``."""
 
 
-def _of_settings(check: Callable[[Settings], Sequence[str] | None]) -> Run:
+def _settings_check(check: Callable[[Settings], Sequence[str] | None]) -> Run:
     return lambda run: check(run.settings)
 
 
-def _of_shape(check: Callable[[Settings, ModelShape], Sequence[str] | None]) -> Run:
+def _shape_check(check: Callable[[Settings, ModelShape], Sequence[str] | None]) -> Run:
     return lambda run: check(run.settings, run.shape)
 
 
@@ -144,40 +144,37 @@ def _check_reward(run: CheckedRun) -> list[str]:
 
 
 CHECKS = (
-    RunCheck("settings", ("trainer", "engines"), _of_settings(_check_settings)),
+    RunCheck("settings", ("trainer", "engines"), _settings_check(_check_settings)),
     RunCheck("address space", ("machine",), lambda _: check_address_space()),
     RunCheck("open files", ("machine",), _check_open_files),
-    RunCheck("packages", ("machine",), _of_settings(check_packages)),
-    RunCheck("engine options", ("engines",), _of_settings(check_engine_arguments)),
+    RunCheck("packages", ("machine",), _settings_check(check_packages)),
+    RunCheck("engine options", ("engines",), _settings_check(check_engine_arguments)),
     RunCheck("placement", ("trainer", "engines"), _check_placement),
-    RunCheck("model", ("weights",), _of_settings(_check_weights)),
-    RunCheck("layout", ("model", "trainer"), _of_shape(check_parallel)),
-    RunCheck("engine layout", ("model", "engines"), _of_shape(check_engine_layout)),
-    RunCheck("routers", ("model", "trainer"), _of_shape(check_routers)),
-    RunCheck("head size", ("model", "engines"), _of_shape(check_head_dim)),
-    RunCheck("expert columns", ("model", "engines"), _of_shape(check_expert_columns)),
-    RunCheck("precision", ("model", "trainer"), _of_shape(check_precision)),
-    RunCheck("batch", ("model", "trainer"), _of_shape(check_batch)),
-    RunCheck("KV cache", ("model", "engines"), _of_shape(check_kv_cache)),
+    RunCheck("model", ("weights",), _settings_check(_check_weights)),
+    RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
+    RunCheck("engine layout", ("model", "engines"), _shape_check(check_engine_layout)),
+    RunCheck("routers", ("model", "trainer"), _shape_check(check_routers)),
+    RunCheck("head size", ("model", "engines"), _shape_check(check_head_dim)),
+    RunCheck("expert columns", ("model", "engines"), _shape_check(check_expert_columns)),
+    RunCheck("precision", ("model", "trainer"), _shape_check(check_precision)),
+    RunCheck("batch", ("model", "trainer"), _shape_check(check_batch)),
+    RunCheck("KV cache", ("model", "engines"), _shape_check(check_kv_cache)),
     RunCheck("GPUs", ("machine",), _check_gpus),
-    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _of_shape(check_shared_memory)),
-    RunCheck("rendezvous port", ("machine", "trainer"), _of_settings(check_port)),
-    RunCheck("bridge address", ("machine", "trainer", "engines"), _of_settings(check_bridge_address)),
-    RunCheck("disk space", ("machine", "model", "trainer", "engines"), _of_shape(check_disk)),
-    RunCheck("odd settings", ("trainer", "engines"), _of_settings(warn_of_settings)),
+    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _shape_check(check_shared_memory)),
+    RunCheck("rendezvous port", ("machine", "trainer"), _settings_check(check_port)),
+    RunCheck("bridge address", ("machine", "trainer", "engines"), _settings_check(check_bridge_address)),
+    RunCheck("disk space", ("machine", "model", "trainer", "engines"), _shape_check(check_disk)),
+    RunCheck("odd settings", ("trainer", "engines"), _settings_check(warn_of_settings)),
     RunCheck("data", ("data",), _check_data, 60.0),
-    RunCheck("trackers", ("machine", "trainer", "engines"), _of_settings(check_trackers)),
+    RunCheck("trackers", ("machine", "trainer", "engines"), _settings_check(check_trackers)),
     RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
-    RunCheck("own code", ("code", "trainer"), _of_settings(check_custom_code), 330.0),
+    RunCheck("own code", ("code", "trainer"), _settings_check(check_custom_code), 330.0),
 )
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 
 
 def run_checks(run: CheckedRun) -> list[str]:
-    """Run the checks that need nothing but what the command has; returns their warnings.
-
-    Raises UserError at the first that fails.
-    """
+    """Run the checks whose needs the command meets; returns warnings. Raises UserError at the first error."""
     warnings: list[str] = []
     for check in CHECKS:
         if not run.has.issuperset(check.needs):

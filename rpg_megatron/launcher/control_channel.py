@@ -66,10 +66,10 @@ class ControlChannel:
 
     def receive(self) -> list[dict[str, Any]]:
         """All messages received since the last call."""
-        found = []
+        messages = []
         while (message := self.receive_one()) is not None:
-            found.append(message)
-        return found
+            messages.append(message)
+        return messages
 
     def receive_one(self) -> dict[str, Any] | None:
         """The next message; None if there is none."""

@@ -46,8 +46,8 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     file = folder / ENVIRONMENT
     starts: list[Any] = []
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(file)
-        starts = found if isinstance(found, list) else []
+        recorded = read_json(file)
+        starts = recorded if isinstance(recorded, list) else []
     now = custom_code_digests(settings)
     then: dict[str, str] = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
@@ -72,16 +72,16 @@ def custom_code_digests(settings: Settings) -> dict[str, str]:
     names = {
         text.partition(":")[0] for text in _texts(settings.model_dump(mode="json")) if _PATH.fullmatch(text)
     }
-    found = {}
+    digests = {}
     for name in sorted(names):
         part = Path(*name.split("."))
         for folder in ("", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
             files = [Path(folder, part).with_suffix(".py"), Path(folder, part, "__init__.py")]
             with contextlib.suppress(OSError, StopIteration):
                 file = next(file for file in files if file.is_file())
-                found[part.with_suffix(".py").as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+                digests[part.with_suffix(".py").as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
                 break
-    return found
+    return digests
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -62,21 +62,21 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
                 f"{where}.chat: {model} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        for at, part in _on_this_machine(where, data) if offline else [(where, data)]:
+        for at, part in _local_sources(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
             problems, *_ = read_problems_with_counts(part, at, rows=settings.needs_rows, first=1)
             if tokenized:
                 warnings += check_prompts(problems, part, model, at, settings.rollout.stop_token_ids)
-            wanted = settings.rollout.prompts_per_step
-            if at == key == "data" and len(problems) < wanted and not data.streaming:
+            per_step = settings.rollout.prompts_per_step
+            if at == key == "data" and len(problems) < per_step and not data.streaming:
                 warnings.append(
-                    f"data: {len(problems)} problems, fewer than the {wanted} of a step "
+                    f"data: {len(problems)} problems, fewer than the {per_step} of a step "
                     "(rollout.prompts_per_step): some come more than once in a step"
                 )
     return [*dict.fromkeys(warnings)]
 
 
-def _on_this_machine(where: str, data: DataSettings) -> Iterator[tuple[str, DataSettings]]:
+def _local_sources(where: str, data: DataSettings) -> Iterator[tuple[str, DataSettings]]:
     """Key and settings of the sources that need no hub: all at once or, of a mixture with others, each."""
     if not any(source.on_hub for source in data.sources):
         yield where, data
@@ -84,8 +84,8 @@ def _on_this_machine(where: str, data: DataSettings) -> Iterator[tuple[str, Data
     for number, source in enumerate(data.sources):
         at = f"{where}.mixture[{number}]" if data.mixture else where
         if not source.on_hub:
-            own = {name: getattr(source, name) for name in SourceSettings.model_fields}
-            yield at, data.model_copy(update={"mixture": (), **own})
+            values = {name: getattr(source, name) for name in SourceSettings.model_fields}
+            yield at, data.model_copy(update={"mixture": (), **values})
         elif source.preset is not None:
             find_preset(source.preset, at)
 
@@ -107,7 +107,7 @@ def check_prompts(
     measured = problems[:: math.ceil(len(problems) / _MAX_MEASURED)]
     try:
         vocab = read_model_shape(model).vocab_size
-    except UserError:  # check_model tells
+    except UserError:  # check_model reports it
         vocab = None
     _, too_long = fit_prompts(measured, data, tokenizer, where, vocab=vocab)
     warnings = []
@@ -117,11 +117,11 @@ def check_prompts(
         warnings = warn_of_unused(tokenizer.largest_id, vocab)
     if too_long < _MANY * len(measured):
         return warnings
-    what = "are left out" if data.too_long == "drop" else "lose their beginning"
+    effect = "are left out" if data.too_long == "drop" else "lose their beginning"
     return [
         *warnings,
         f"{where}: {too_long} of {len(measured)} prompts are longer than {data.max_prompt_tokens} tokens and "
-        f"{what} ({where}.max_prompt_tokens, too_long)",
+        f"{effect} ({where}.max_prompt_tokens, too_long)",
     ]
 
 
@@ -257,14 +257,14 @@ def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = 
     """
     numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
     item = ITEM_BYTES[settings.precision.dtype]
-    one = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
+    checkpoint = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
     if settings.checkpoint.every is None:
-        one = 0
+        checkpoint = 0
     export = numbers * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
     best = settings.checkpoint.keep_best
     kept = settings.checkpoint.keep + 1 + (best.k if best is not None else 0)
     exports = 2 if best is not None and best.export else 1
-    return one * (checkpoints or kept) + (exports * export if settings.export.enabled else 0)
+    return checkpoint * (checkpoints or kept) + (exports * export if settings.export.enabled else 0)
 
 
 def nearest_folder(path: Path) -> Path:

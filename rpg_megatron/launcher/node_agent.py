@@ -120,12 +120,12 @@ def _join(
 
 
 def _free_ports(address: str, count: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = free_port(address)
-        if port not in found:
-            found.append(port)
-    return found
+        if port not in ports:
+            ports.append(port)
+    return ports
 
 
 def _wait(channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:

@@ -58,9 +58,9 @@ class NodeAssignment:
         """
         number = engine - self.engines.start
         first = (0 if settings.engine.colocated else len(self.ranks)) + number * settings.engine.tensor
-        own = range(first, first + settings.engine.tensor)
+        own_gpus = range(first, first + settings.engine.tensor)
         read = range(len(self.ranks)) if settings.bridge.transport == "cuda_ipc" else ()
-        return [*own, *(gpu for gpu in read if gpu not in own)]
+        return [*own_gpus, *(gpu for gpu in read if gpu not in own_gpus)]
 
 
 def find_nodes(
@@ -85,9 +85,9 @@ def find_nodes(
                 "no dot or dash first"
             )
         return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
-    if "SLURM_STEP_ID" not in environment or _in_a_shell(environment):
+    if "SLURM_STEP_ID" not in environment or _in_interactive_shell(environment):
         return Nodes()
-    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
+    count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{unit}", "1")) for unit in ("NODES", "TASKS"))
     if tasks != count:
         raise UserError(
             f"srun started {tasks} launchers on {count} nodes, but needs one per node; "
@@ -114,22 +114,22 @@ def leave_to_first_node(command: str) -> None:
         sys.exit(0)
 
 
-def _in_a_shell(environment: Mapping[str, str]) -> bool:
+def _in_interactive_shell(environment: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in environment and os.isatty(0)
 
 
 def expand_hosts(listed: str) -> list[str]:
     """The host names in a Slurm host list such as ``a,n[1-3,07]-ib``, in order."""
-    found: list[str] = []
+    hosts: list[str] = []
     for head, inside, tail, plain in _GROUP.findall(listed):
         if plain:
-            found.append(plain)
+            hosts.append(plain)
             continue
         for part in inside.split(","):
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1)
-            found += [f"{head}{number:0{len(first)}d}{tail}" for number in numbers]
-    return found
+            hosts += [f"{head}{number:0{len(first)}d}{tail}" for number in numbers]
+    return hosts
 
 
 def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
@@ -149,17 +149,17 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
             f"cluster.trainer_nodes ({trainers}) and cluster.engine_nodes ({engines}) leave "
             f"{count - trainers - engines} of the job's {count} nodes idle"
         )
-    for what, whole, part, key in (
+    for subject, whole, part, key in (
         ("trainer ranks (parallel: tensor x pipeline x data)", world, trainers, "trainer_nodes"),
         ("engines (engine.replicas)", replicas, engines, "engine_nodes"),
     ):
         if whole % part:
             raise UserError(
-                f"{whole} {what} cannot be spread evenly over {part} nodes; change one, or cluster.{key}"
+                f"{whole} {subject} cannot be spread evenly over {part} nodes; change one, or cluster.{key}"
             )
-    each, some = world // trainers, replicas // engines
+    ranks_per_node, engines_per_node = world // trainers, replicas // engines
     if settings.engine.colocated:
-        _check_colocated(settings, count, each, some)
+        _check_colocated(settings, count, ranks_per_node, engines_per_node)
     elif settings.bridge.transport != "process_group":
         raise UserError(
             f"bridge.transport {settings.bridge.transport} works within one node only; on {count} "
@@ -167,15 +167,15 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
         )
     first = rank - (count - engines)  # the node's number among those with engines
     return NodeAssignment(
-        range(rank * each, (rank + 1) * each) if rank < trainers else range(0),
-        range(first * some, (first + 1) * some) if first >= 0 else range(0),
+        range(rank * ranks_per_node, (rank + 1) * ranks_per_node) if rank < trainers else range(0),
+        range(first * engines_per_node, (first + 1) * engines_per_node) if first >= 0 else range(0),
     )
 
 
-def _check_colocated(settings: Settings, count: int, each: int, some: int) -> None:
+def _check_colocated(settings: Settings, count: int, ranks: int, engines: int) -> None:
     """Check that each node's engines fit onto the GPUs of its trainer ranks, and receive their weights.
 
-    each, some: ranks and engines per node. Raises UserError.
+    ranks, engines: numbers per node. Raises UserError.
     """
     parallel, engine, transport = settings.parallel, settings.engine, settings.bridge.transport
     for key in ("trainer_nodes", "engine_nodes"):
@@ -184,21 +184,21 @@ def _check_colocated(settings: Settings, count: int, each: int, some: int) -> No
                 f"cluster.{key} ({getattr(settings.cluster, key)}) conflicts with engine.colocated, where "
                 f"all {count} nodes of the job train and sample; remove it"
             )
-    if engine.tensor > each:
+    if engine.tensor > ranks:
         raise UserError(
-            f"engine.tensor ({engine.tensor}) is more than the {each} trainer ranks of a node, whose GPUs "
-            f"colocated engines use; an engine cannot span nodes; set it to {each} or less"
+            f"engine.tensor ({engine.tensor}) is more than the {ranks} trainer ranks of a node, whose GPUs "
+            f"colocated engines use; an engine cannot span nodes; set it to {ranks} or less"
         )
-    if some * engine.tensor > each:
+    if engines * engine.tensor > ranks:
         raise UserError(
-            f"engine.colocated: {some} engines of {engine.tensor} workers per node (replicas / {count} "
-            f"nodes, tensor) share the GPUs of its {each} trainer ranks; set engine.replicas to "
-            f"{each // engine.tensor * count} or less"
+            f"engine.colocated: {engines} engines of {engine.tensor} workers per node (replicas / {count} "
+            f"nodes, tensor) share the GPUs of its {ranks} trainer ranks; set engine.replicas to "
+            f"{ranks // engine.tensor * count} or less"
         )
     node = _partial_node(settings, count)
     if transport != "process_group" and node is not None:
         raise UserError(
-            f"bridge.transport {transport} works within one node only, and the {each} trainer ranks of node "
+            f"bridge.transport {transport} works within one node only, and the {ranks} trainer ranks of node "
             f"{node} hold only a part of the model (parallel.tensor {parallel.tensor}, pipeline "
             f"{parallel.pipeline}, expert {parallel.expert}); set it to process_group, or lower one of them"
         )
@@ -234,13 +234,13 @@ def own_address(interface: str | None, environment: Mapping[str, str] = os.envir
     Raises UserError if there is none.
     """
     if interface is not None:
-        found = _interfaces()
-        if interface not in found.values():
+        interfaces = _interfaces()
+        if interface not in interfaces.values():
             raise UserError(
                 f"cluster.interface: {socket.gethostname()} has no interface {interface!r} with an IPv4 "
-                f"address; it has {', '.join(sorted(set(found.values())))}"
+                f"address; it has {', '.join(sorted(set(interfaces.values())))}"
             )
-        return next(address for address, name in found.items() if name == interface)
+        return next(address for address, name in interfaces.items() if name == interface)
     name = environment.get("SLURMD_NODENAME") or socket.gethostname()
     address = _resolve(name) or _resolve(_address_known_to_slurm(name))
     if address is None:
@@ -259,12 +259,12 @@ def address_towards(address: str, port: int) -> str:
 
 def interface_of(address: str) -> str:
     """Name of the network interface with this address; UserError if there is none."""
-    found = _interfaces().get(address)
-    if found is None and address.startswith("127."):
+    interface = _interfaces().get(address)
+    if interface is None and address.startswith("127."):
         return "lo"
-    if found is None:
+    if interface is None:
         raise UserError(f"{address} is not an address of {socket.gethostname()}; set cluster.interface")
-    return found
+    return interface
 
 
 def free_port(address: str) -> int:
@@ -312,5 +312,5 @@ def _address_known_to_slurm(name: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
-    return found[1] if found else None
+    match = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return match[1] if match else None

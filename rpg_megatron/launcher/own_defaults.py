@@ -42,8 +42,8 @@ def with_own_defaults[Value](value: Value, key: str = "", *, reward: bool = Fals
     }
     if type(value).model_config.get("extra") == "allow" and tag_of(value, "") == IMPORTED:
         passed = None if reward else _POSITIONAL.get(key, 0)
-        given = {*update, *(value.model_extra or {})}
-        update |= {k: v for k, v in _read_defaults(update["type"], passed) if k not in given}
+        known = {*update, *(value.model_extra or {})}
+        update |= {k: v for k, v in _read_defaults(update["type"], passed) if k not in known}
     return value.model_copy(update=update)
 
 
@@ -54,12 +54,12 @@ def _read_defaults(path: str, positional: int | None) -> Iterator[tuple[str, Any
     """
     module, _, name = path.partition(":")
     definitions = _find_definitions(module)
-    if (found := definitions.get(name)) is None:
+    if (definition := definitions.get(name)) is None:
         return
-    arguments = list(_arguments(found))
+    arguments = list(_arguments(definition))
     if positional is None:
         positional = 0
-        if not isinstance(found, ast.ClassDef):
+        if not isinstance(definition, ast.ClassDef):
             positional = 0 if any(argument in RESPONSE for argument, *_ in arguments) else 2
             arguments = [each for i, each in enumerate(arguments) if i < positional or each[0] not in INPUTS]
     arguments = arguments[positional:]
@@ -76,8 +76,8 @@ def _read_defaults(path: str, positional: int | None) -> Iterator[tuple[str, Any
 def _find_definitions(module: str) -> dict[str, ast.stmt]:
     """Functions and classes of a module, by name; empty if its source is not found."""
     part = Path(*module.split("."))
-    own = str(Path(rpg_megatron.__file__).parents[1])
-    for folder in (own, *sys.path) if module.startswith("rpg_megatron.") else ("", *sys.path):
+    package_root = str(Path(rpg_megatron.__file__).parents[1])
+    for folder in (package_root, *sys.path) if module.startswith("rpg_megatron.") else ("", *sys.path):
         for file in (Path(folder, part).with_suffix(".py"), Path(folder, part, "__init__.py")):
             with suppress(OSError, ValueError, SyntaxError):
                 return {getattr(node, "name", ""): node for node in ast.parse(read_text(file)).body}
@@ -98,10 +98,10 @@ def _arguments(node: ast.stmt) -> Iterator[Argument]:
             return
         function = next((each for each in node.body if getattr(each, "name", "") == "__init__"), node)
     if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and not function.decorator_list:
-        given = function.args
-        ordered = [*given.posonlyargs, *given.args]
-        defaults = [*[None] * (len(ordered) - len(given.defaults)), *given.defaults]
-        pairs = [*zip(ordered, defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+        args = function.args
+        ordered = [*args.posonlyargs, *args.args]
+        defaults = [*[None] * (len(ordered) - len(args.defaults)), *args.defaults]
+        pairs = [*zip(ordered, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
         for argument, default in pairs[function is not node :]:  # without self
             yield argument.arg, argument.annotation, default
 

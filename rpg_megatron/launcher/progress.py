@@ -189,13 +189,13 @@ class Progress:
         if int(row["step"]) <= self.step:
             return
         self.step, self.steps = int(row["step"]), steps
-        found = [
+        scores = [
             f"{key.removeprefix('eval/')} {value:.1%}"
             for key, value in row.items()
             if key.startswith("eval/") and "/avg@" in key and isinstance(value, int | float)
         ]
-        if found:
-            self._evaluation = "  ".join(found)
+        if scores:
+            self._evaluation = "  ".join(scores)
             self._print_line(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
         if self.step > 0:
             self.started_training = True
@@ -216,8 +216,8 @@ class Progress:
     def _line(self, row: dict[str, Any]) -> str:
         parts = [f"step {self.step}/{self.steps}"]
         parts += [f"{name} {_format(row.get(key), form)}" for name, key, form in _COLUMNS]
-        left = self.seconds_left()
-        return "  ".join(parts + ([f"left {clock(left)}"] if left is not None else []))
+        seconds_left = self.seconds_left()
+        return "  ".join(parts + ([f"left {clock(seconds_left)}"] if seconds_left is not None else []))
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
@@ -233,8 +233,8 @@ class Progress:
 
     def _render(self) -> Group:
         bars = Table.grid(padding=(0, 2))
-        left = self.seconds_left()
-        note = f"left {clock(left)}" if left is not None else ""
+        seconds_left = self.seconds_left()
+        note = f"left {clock(seconds_left)}" if seconds_left is not None else ""
         if self._evaluation:
             note += f"   {self._evaluation}"
         if self.steps:

@@ -36,10 +36,10 @@ def cluster_environment(address: str | None) -> dict[str, str]:
     if address is None:
         return {"GLOO_SOCKET_IFNAME": "lo"}  # gloo's default is by host name
     interface = interface_of(address)
-    found = {ADDRESS_VARIABLE: address, "GLOO_SOCKET_IFNAME": interface}
+    variables = {ADDRESS_VARIABLE: address, "GLOO_SOCKET_IFNAME": interface}
     if "NCCL_SOCKET_IFNAME" not in os.environ:
-        found["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return found
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return variables
 
 
 def base_environment(settings: Settings, token: str) -> dict[str, str]:
@@ -104,11 +104,11 @@ def _device_environment(settings: Settings, local: int) -> dict[str, str]:
         return {}
     # One thread is enough to drive the GPU. Only an offloaded optimizer computes on the CPU.
     threads = len(os.sched_getaffinity(0)) // local if settings.memory.offload_optimizer else 1
-    found = {"OMP_NUM_THREADS": str(max(1, threads))}
+    variables = {"OMP_NUM_THREADS": str(max(1, threads))}
     sharded = settings.parallel.tensor > 1 or settings.parallel.context > 1
     if sharded and CONNECTIONS_VARIABLE not in os.environ:
         # Megatron launches the communication of tensor and context parallelism before the GEMMs that it
         # overlaps with. One hardware queue keeps that order; with several, GEMMs may occupy the GPU first.
         # Megatron's argument check requires the same.
-        found[CONNECTIONS_VARIABLE] = "1"
-    return found
+        variables[CONNECTIONS_VARIABLE] = "1"
+    return variables

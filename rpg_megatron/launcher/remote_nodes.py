@@ -78,13 +78,13 @@ class RemoteNodes:
 
     def _wait_ready(self) -> None:
         self._server.wait(self._signals.check, self._print_once)
-        ours = resolved_yaml(self._settings)
+        expected = resolved_yaml(self._settings)
         for node in sorted(self._server.joined):
-            theirs = self._server.joined[node]["settings"]
-            if theirs != ours:
+            actual = self._server.joined[node]["settings"]
+            if actual != expected:
                 raise UserError(
                     f"{self.name(node)} was started with other settings: "
-                    f"{_difference(yaml.safe_load(ours), yaml.safe_load(theirs))}; give all nodes "
+                    f"{_difference(yaml.safe_load(expected), yaml.safe_load(actual))}; give all nodes "
                     "the same config, overrides and working directory"
                 )
         for channel in self._server.channels.values():
@@ -251,10 +251,10 @@ class RemoteRank:
         return self.code
 
 
-def _difference(ours: Any, theirs: Any, key: str = "") -> str:
+def _difference(here: Any, there: Any, key: str = "") -> str:
     """Describes the first value in which two settings differ."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for name in [*ours, *(theirs.keys() - ours.keys())]:
-            if ours.get(name) != theirs.get(name):
-                return _difference(ours.get(name), theirs.get(name), f"{key}.{name}" if key else name)
-    return f"{key} is {theirs!r} there and {ours!r} here"
+    if isinstance(here, dict) and isinstance(there, dict):
+        for name in [*here, *(there.keys() - here.keys())]:
+            if here.get(name) != there.get(name):
+                return _difference(here.get(name), there.get(name), f"{key}.{name}" if key else name)
+    return f"{key} is {there!r} there and {here!r} here"

@@ -293,8 +293,8 @@ def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
 
 def _changes(settings: Settings, file: Path) -> tuple[list[str], list[str]]:
     """Lines for settings that differ from those in a file: those that affect the training, and all."""
-    found = _read_settings(file)
-    plain = [yaml.safe_load(resolved_yaml(each)) for each in (found, settings)]
+    recorded = _read_settings(file)
+    plain = [yaml.safe_load(resolved_yaml(each)) for each in (recorded, settings)]
     lines = list_changes(plain[0], plain[1])
     bad = [
         line
@@ -365,20 +365,20 @@ def _rewind(folder: Path, state: dict[str, Any], notes: list[str]) -> None:
 def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
     """Remove rows after the checkpoint, and an incomplete row. Adds a note if rows before it are lost."""
     last = state["step"] - (state.get("row") is not None)  # the last row is written when the run resumes
-    end, kept = 0, -1
+    end, newest = 0, -1
     if file.exists():
         with open_own(file, "rb+") as rows:
             for row in rows:
-                step = kept
+                step = newest
                 with suppress(ValueError, OverflowError, KeyError, TypeError):  # a damaged row stays as it is
                     step = int(parse_json(row)["step"])
                 if step > last or not row.endswith(b"\n"):
                     break
-                end, kept = end + len(row), step
+                end, newest = end + len(row), step
             rows.truncate(end)
-    if end < state["metrics_bytes"] and kept < last:
+    if end < state["metrics_bytes"] and newest < last:
         notes.append(
-            f"warning: {display_path(file)} was shortened; the rows of steps {kept + 1} to {last} are lost"
+            f"warning: {display_path(file)} was shortened; the rows of steps {newest + 1} to {last} are lost"
         )
 
 

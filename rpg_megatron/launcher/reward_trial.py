@@ -88,7 +88,7 @@ def _try_sets(
         try:
             for problem in first_problems(part.data, part.where):
                 text, response, context = _first_response(settings, part, problem)
-                found = asyncio.run(
+                failures = asyncio.run(
                     scorer.try_once(
                         response,
                         problem.answer,
@@ -98,7 +98,7 @@ def _try_sets(
                         offline=offline,
                     )
                 )
-                yield from (failure.at(part.name, problem.id, text) for failure in found)
+                yield from (failure.at(part.name, problem.id, text) for failure in failures)
         except UserError:  # of the data
             continue
 

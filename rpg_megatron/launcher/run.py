@@ -217,8 +217,8 @@ class RunLauncher:
     def explain(self, stop: Interrupted) -> None:
         """Add to the message of an interrupted run how to resume it, or where its folder is."""
         newest = next(iter(list_steps(self.folder).values()), None)
-        asked = (self.folder / ORIGIN).exists()
-        if stop.requeue and newest is None and self._opened.is_new and not asked:
+        has_origin = (self.folder / ORIGIN).exists()
+        if stop.requeue and newest is None and self._opened.is_new and not has_origin:
             self._discard = True  # the same command creates it again
             stop.note = "no step was done; rerun the same command to start again"
             return

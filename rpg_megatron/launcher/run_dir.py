@@ -127,5 +127,5 @@ def _last_number(runs: Path, name: str) -> int:
 def _numbers(runs: Path, name: str) -> list[tuple[int, str]]:
     """Number and name of each run's folder."""
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
-    found = (pattern.fullmatch(entry.name) for entry in runs.iterdir())
-    return [(int(match[1]), match[0]) for match in found if match]
+    matches = (pattern.fullmatch(entry.name) for entry in runs.iterdir())
+    return [(int(match[1]), match[0]) for match in matches if match]

@@ -167,8 +167,8 @@ class Supervisor:
         Engines get SIGTERM and, after ``grace`` seconds or another signal to this process, SIGKILL. Other
         children get SIGKILL at once: they hold no resources, and SIGTERM asks ranks to save.
         """
-        seen = self._signals.count
-        self._stop(grace, hurry=lambda: self._signals.count > seen)
+        count = self._signals.count
+        self._stop(grace, hurry=lambda: self._signals.count > count)
         self.workspace.remove()
         self._reaper.dismiss()
 

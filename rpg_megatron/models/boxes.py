@@ -108,6 +108,6 @@ def check_cover(name: str, shape: Sequence[int], boxes: Iterable[Box]) -> None:
                 break  # sorted by the first dimension: no later box can overlap this one
             if box.intersect(later) is not None:
                 raise MappingError(f"{name}: {box} and {later} overlap; some elements have two owners")
-    held = sum(b.numel for b in ordered)
-    if held != full.numel:
-        raise MappingError(f"{name}: {full.numel - held} of {full.numel} elements are held by no rank")
+    covered = sum(b.numel for b in ordered)
+    if covered != full.numel:
+        raise MappingError(f"{name}: {full.numel - covered} of {full.numel} elements are held by no rank")

@@ -95,10 +95,10 @@ class MoEMapping:
         self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
     ) -> Shape:
         """See ``ModelMapping``."""
-        found = self._find(param_name, experts)
-        if found is None:
+        match = self._find(param_name, experts)
+        if match is None:
             return self.dense.local_shape(param_name, tensor=tensor, vocab_multiple=vocab_multiple)
-        return found[1].local_shape(self.shape, experts.tensor)
+        return match[1].local_shape(self.shape, experts.tensor)
 
     def pieces(
         self,
@@ -110,12 +110,12 @@ class MoEMapping:
         experts: ExpertShard = ALL_EXPERTS,
     ) -> list[Piece]:
         """See ``ModelMapping``."""
-        found = self._find(param_name, experts)
-        if found is None:
+        match = self._find(param_name, experts)
+        if match is None:
             return self.dense.pieces(
                 param_name, tensor=tensor, tensor_rank=tensor_rank, vocab_multiple=vocab_multiple
             )
-        layer, part = found
+        layer, part = match
         return part.pieces(self.shape, f"model.layers.{layer}.", experts.tensor, experts.tensor_rank)
 
     def _find(self, param_name: str, experts: ExpertShard) -> tuple[int, ParameterMapping] | None:
@@ -131,13 +131,13 @@ class MoEMapping:
             number, which = int(grouped[2]), grouped[1]
         else:
             raise MappingError(f"{param_name}: layer {layer} of this {self.shape.family} model has experts")
-        held = self._count // experts.parallel
-        if number >= held:
+        share = self._count // experts.parallel
+        if number >= share:
             raise MappingError(
-                f"{param_name}: an expert-parallel rank holds {held} of the {self._count} experts, numbered "
+                f"{param_name}: an expert-parallel rank holds {share} of the {self._count} experts, numbered "
                 "from 0"
             )
-        return layer, self._part(which, experts.rank * held + number)
+        return layer, self._part(which, experts.rank * share + number)
 
     def _part(self, which: str, expert: int) -> ParameterMapping:
         return GatedMLPMapping(expert) if which == "linear_fc1" else ExpertOutputMapping(expert)

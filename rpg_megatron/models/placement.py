@@ -97,4 +97,4 @@ def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict
                 owners[piece.hf_name].setdefault(piece.hf, SliceOwner(shards.coordinates.rank, param, piece))
     for name, shape in mapping.hf_tensors().items():
         check_cover(name, shape, owners[name])
-    return {name: sorted(found.values(), key=lambda s: s.piece.hf.start) for name, found in owners.items()}
+    return {name: sorted(slices.values(), key=lambda s: s.piece.hf.start) for name, slices in owners.items()}

@@ -54,9 +54,9 @@ def check_layout(
         split.append((shape.ffn_hidden_size, "feed-forward columns"))
     if shape.experts is not None and expert_tensor is None:
         split.append((shape.experts.ffn_hidden_size, "feed-forward columns of an expert"))
-    for count, what in split:
+    for count, dimension in split:
         if count % tensor:
-            problems.append(f"tensor={tensor} does not divide the model's {count} {what}")
+            problems.append(f"tensor={tensor} does not divide the model's {count} {dimension}")
     if (
         shape.experts is not None
         and expert_tensor is not None
@@ -131,8 +131,8 @@ def _ranks_without_experts(shape: ModelShape, parallel: ParallelSettings) -> lis
     stages = parallel.pipeline * parallel.virtual
     if stages > shape.num_layers:
         return []
-    held, first = [False] * parallel.pipeline, 0
+    has_experts, first = [False] * parallel.pipeline, 0
     for stage, count in enumerate(shape.stage_layers(stages)):
-        held[stage % parallel.pipeline] |= any(map(shape.has_experts, range(first, first + count)))
+        has_experts[stage % parallel.pipeline] |= any(map(shape.has_experts, range(first, first + count)))
         first += count
-    return [rank for rank, some in enumerate(held) if not some]
+    return [rank for rank, value in enumerate(has_experts) if not value]

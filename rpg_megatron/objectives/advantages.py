@@ -24,9 +24,9 @@ def centre(rewards: Floats, group: Integers) -> tuple[Floats, Integers, Floats]:
     _, member = np.unique(group, return_inverse=True)
     count = np.bincount(member).astype(np.float64)
     # Averages differences to one of the group's rewards: equal rewards then give 0, not a rounding error.
-    some = np.empty_like(count)
-    some[member] = rewards
-    shifted = rewards - some[member]
+    reference = np.empty_like(count)
+    reference[member] = rewards
+    shifted = rewards - reference[member]
     mean = np.bincount(member, shifted) / count
     return np.where(count[member] > 1, shifted - mean[member], rewards), member, count
 

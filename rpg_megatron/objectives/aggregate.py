@@ -1,4 +1,4 @@
-"""From losses of tokens to the loss of a batch, in a form that adds up over micro-batches and ranks."""
+"""Aggregation of per-token losses, as sums and counts that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def aggregate(
     sequence_count: int | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sum, count) of a micro-batch: the batch's loss is the total of the sums over that of the counts.
+    """(sum, count) of a micro-batch. The batch's loss is the total sum divided by the total count.
 
-    Shapes: per_token [tokens], sequences [tokens] integer labels -> a scalar and an int64 scalar. Whoever
-    holds several micro-batches, data or context ranks adds both up over all of them and divides once; then
-    the gradient does not depend on how the batch is split, provided that no sequence is split.
+    Shapes: per_token [tokens], sequences [tokens] integer labels -> a scalar and an int64 scalar. To
+    aggregate over micro-batches and ranks, sum both values, then divide once: the gradient does not depend on
+    how the batch is split, provided that no sequence is split.
 
-    ``token_mean``: every token counts alike. ``sequence_mean``: every sequence counts alike, its tokens share
-    its weight. ``constant``: every sequence's sum is divided by ``constant`` (Dr.GRPO: the largest response
-    length).
-    ``sequence_count``: as in ``sequence_lengths``; sequences without a token count for nothing.
-    ``kept``: bool [tokens]; the other tokens are left out of sums and counts as if they did not exist.
+    ``token_mean``: all tokens have equal weight. ``sequence_mean``: all sequences have equal weight, divided
+    evenly among their tokens. ``constant``: every sequence's sum is divided by ``constant`` (Dr.GRPO: the
+    largest response length).
+    ``sequence_count``: as in ``sequence_lengths``; sequences without a token are not counted.
+    ``kept``: bool [tokens]; the other tokens are left out of sums and counts.
     Sources: token mean arXiv 2503.14476; sequence mean arXiv 2402.03300; constant arXiv 2503.20783.
     """
     if kept is not None:

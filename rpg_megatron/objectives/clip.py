@@ -37,9 +37,8 @@ class Clip:
 def dual_bounds(weight: Tensor, w: Tensor, clip: Clip) -> tuple[Tensor, Tensor, Tensor]:
     """Which bound, if any, drops each token: boolean masks (high, low, c), shaped as ``weight`` and ``w``.
 
-    ``weight`` is the signed policy-gradient weight: its sign is that of the regularised advantage, since w >
-    0.
-    Source: arXiv 2505.17508, algorithm 2; at a bound itself the token is dropped.
+    ``weight`` is the signed policy-gradient weight; since w > 0, its sign is that of the regularised
+    advantage. Source: arXiv 2505.17508, algorithm 2; at a bound itself the token is dropped.
     """
     positive = weight >= 0
     high = positive & (w >= 1 + clip.high)
@@ -51,8 +50,7 @@ def dual_bounds(weight: Tensor, w: Tensor, clip: Clip) -> tuple[Tensor, Tensor, 
 def dual_clip_loss(w: Tensor, advantage: Tensor, clip: Clip) -> Tensor:
     """PPO's dual-clip loss of each token; the gradient flows through ``w`` and is zero for a dropped token.
 
-    Shapes: alike. Source: spec of the dual clip as in arXiv 2505.17508, section 3.3 with the advantage
-    detached.
+    Shapes: all the same. Source: the dual clip of arXiv 2505.17508, section 3.3, with the advantage detached.
     """
     pessimistic = torch.maximum(-w * advantage, -clip.clamp(w) * advantage)
     return torch.where(advantage >= 0, pessimistic, torch.minimum(pessimistic, -clip.c * advantage))

@@ -54,7 +54,7 @@ def rollout_correction(
         require_alike(old_logp, behaviour_logp=behaviour_logp)
     with torch.no_grad():
         gap = old_logp - behaviour_logp
-        own = clamp_log_ratio(gap)[0].exp()
+        token_ratio = clamp_log_ratio(gap)[0].exp()
         if kind == "geometric":
             total, length = sequence_sum(gap, sequences, sequence_count)
             gap = total / length
@@ -68,8 +68,8 @@ def rollout_correction(
             hit = (ratio < low) | (ratio > high)
             kept = ~hit
             if kind == "geometric":
-                ones = torch.ones_like(own)
-                factor = kept * (ones if token_high is None else own.clamp(max=token_high))
+                ones = torch.ones_like(token_ratio)
+                factor = kept * (ones if token_high is None else token_ratio.clamp(max=token_high))
             else:
                 factor = torch.where(hit, 0.0, ratio)
     return Correction(factor, kept, {"correction_ratio": ratio, "correction_hit": hit.to(ratio.dtype)})

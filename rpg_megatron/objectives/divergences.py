@@ -19,7 +19,7 @@ DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 def kl_component(divergence: Divergence, w: Tensor, log_u: Tensor, v: Tensor, beta: float) -> Tensor:
     """KL part C of the policy-gradient weight ``w A + C``, sign included; nothing is detached here.
 
-    Shapes: w, log_u, v and the result are alike. ``beta`` is the KL strength (dimensionless).
+    Shapes: w, log_u, v and the result: all the same. ``beta`` is the KL strength (dimensionless).
     Source: arXiv 2505.17508, propositions 3.2, 3.6, E.1, E.3 with v = 1; the importance weight v for an
     anchor that is not the sampling policy is derived in docs/objectives.md.
     """
@@ -51,7 +51,7 @@ def kl_penalty(divergence: Divergence, w: Tensor, log_u: Tensor, v: Tensor, beta
 def unnormalised_kl(w: Tensor, log_u: Tensor, v: Tensor) -> Tensor:
     """Importance-weighted estimate of the reverse unnormalised KL(p || r) of a token; never negative.
 
-    Shapes: alike, as in ``kl_component``. ``w k3(r/p) = w log u - w + v``, in the form that cannot overflow
+    Shapes: as ``kl_component``. ``w k3(r/p) = w log u - w + v``, in the form that cannot overflow
     before w does. Differentiable through ``w`` and ``log_u``. Source: arXiv 2505.17508, appendix D.
     """
     return w * log_u - w + v

@@ -1,4 +1,4 @@
-"""Checked log-ratios: what every loss is made of."""
+"""Log-ratio helpers with input checks, shared by all losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def require_alike(logp: Tensor, **others: Tensor) -> None:
                 f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be the same"
             )
     checks = {name: torch.isfinite(x) for name, x in {"logp": logp, **others}.items()}
-    # One answer for all of them: on a GPU the host waits for each.
+    # One result for all tensors: on a GPU the host waits for each result.
     if bool(torch.stack([finite.all() for finite in checks.values()]).all()):
         return
     for name, finite in checks.items():
@@ -36,11 +36,11 @@ def clamp_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sequence_lengths(sequences: Tensor, sequence_count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Token count of each sequence, and where each token's is to be found in it.
+    """Token count of each sequence, and each token's sequence index.
 
     Shapes: sequences [tokens] integer labels -> int64 [sequences], int64 [tokens]. ``sequence_count``: the
-    labels are int64 and lie in 0 .. sequence_count - 1, of which some may have no token. Without it they may
-    be any, and on a GPU the host waits until they are numbered.
+    labels are int64 in 0 .. sequence_count - 1; some may have no token. Without it, labels may be any
+    integers, and on a GPU the host waits until they are numbered.
     """
     if sequence_count is None:
         _, member = torch.unique(sequences, return_inverse=True)
@@ -52,7 +52,7 @@ def sequence_lengths(sequences: Tensor, sequence_count: int | None = None) -> tu
 def sequence_sum(
     values: Tensor, sequences: Tensor, sequence_count: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum of ``values`` over each sequence, given back to each of its tokens; and the sequence's token count.
+    """For each token: the sum of ``values`` over its sequence, and the token count of that sequence.
 
     Shapes: values [tokens], sequences [tokens] integer labels -> two of [tokens]; differentiable in
     ``values``. ``sequence_count``: as in ``sequence_lengths``.

@@ -38,12 +38,12 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, places: Tensor, summed: bool) -> Tensor:
+    def forward(ctx: Any, part: Tensor, places: Tensor, summed: bool) -> Tensor:
         group = mpu.get_context_parallel_group()
-        parts = mine.new_empty(places.size(0), *mine.shape)
-        dist.all_gather(list(parts), mine.contiguous(), group=group)
+        parts = part.new_empty(places.size(0), *part.shape)
+        dist.all_gather(list(parts), part.contiguous(), group=group)
         ctx.places, ctx.group, ctx.summed = places, group, summed
-        whole = mine.new_empty(places.numel(), *mine.shape[1:])
+        whole = part.new_empty(places.numel(), *part.shape[1:])
         whole[places.flatten()] = parts.flatten(0, 1)
         return whole
 
@@ -55,14 +55,14 @@ class _Gather(torch.autograd.Function):
         return gradient[ctx.places[ctx.group.rank()]], None, None
 
 
-def gather_places(mine: Tensor, places: Tensor, *, summed: bool) -> Tensor:
+def gather_places(part: Tensor, places: Tensor, *, summed: bool) -> Tensor:
     """The full row of values [t, ...] from each context rank's part [t / context, ...].
 
     places: as from ``zigzag_places``. summed: the ranks use the result for different computations, so
     gradients are summed over ranks; otherwise all ranks compute the same, and each takes its part of its own
-    gradient. Collective over the context group; with one rank returns ``mine``.
+    gradient. Collective over the context group; with one rank returns ``part``.
     """
     if places.size(0) == 1:
-        return mine
-    whole: Tensor = _Gather.apply(mine, places, summed)  # type: ignore[no-untyped-call]  # torch's own
+        return part
+    whole: Tensor = _Gather.apply(part, places, summed)  # type: ignore[no-untyped-call]  # torch's own
     return whole

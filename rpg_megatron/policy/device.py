@@ -103,9 +103,9 @@ def bind_to_numa_node(gpu: int, devices: Path = Path("/sys")) -> frozenset[int] 
     devices: the root of sysfs. Returns the cores, or None where nothing was changed: the node is unknown, or
     the job has none of its cores.
     """
-    found: Any = torch.cuda.get_device_properties(gpu)
+    gpu_info: Any = torch.cuda.get_device_properties(gpu)
     try:
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        address = f"{gpu_info.pci_domain_id:04x}:{gpu_info.pci_bus_id:02x}:{gpu_info.pci_device_id:02x}.0"
         node = int((devices / "bus" / "pci" / "devices" / address / "numa_node").read_text(encoding="ascii"))
         nodes = devices / "devices" / "system" / "node"
         listed = (nodes / f"node{node}" / "cpulist").read_text(encoding="ascii").strip()
@@ -113,11 +113,11 @@ def bind_to_numa_node(gpu: int, devices: Path = Path("/sys")) -> frozenset[int] 
         cores = {n for first, _, last in ranges for n in range(int(first), int(last or first) + 1)}
     except (AttributeError, OSError, ValueError):  # an older torch; hidden by a virtual machine; -1: no node
         return None
-    here = frozenset(cores & os.sched_getaffinity(0))
-    if not here:
+    allowed = frozenset(cores & os.sched_getaffinity(0))
+    if not allowed:
         return None
-    os.sched_setaffinity(0, here)
-    return here
+    os.sched_setaffinity(0, allowed)
+    return allowed
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

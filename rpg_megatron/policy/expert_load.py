@@ -57,11 +57,11 @@ def counts_matrix(counts: Counts, shape: ModelShape) -> NDArray[np.float64]:
     """The counts of this rank, 0 for layers of other stages: float64 [layers with experts, experts]."""
     e = shape.experts
     assert e is not None
-    found = np.zeros((len(e.layers), e.count))
-    here = [row for row, layer in enumerate(e.layers) if layer in counts]
-    if here:  # one copy from the device, not one per layer
-        found[here] = torch.stack([counts[e.layers[row]] for row in here]).cpu().numpy()
-    return found
+    matrix = np.zeros((len(e.layers), e.count))
+    local_rows = [row for row, layer in enumerate(e.layers) if layer in counts]
+    if local_rows:  # one copy from the device, not one per layer
+        matrix[local_rows] = torch.stack([counts[e.layers[row]] for row in local_rows]).cpu().numpy()
+    return matrix
 
 
 def load_metrics(counts: NDArray[np.float64], layers: tuple[int, ...]) -> dict[str, float]:

@@ -46,10 +46,10 @@ Operands = tuple[Tensor, Tensor]
 def largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
     """Largest magnitude over some dimensions, kept with size 1, or over all; NaN is ignored."""
     x = x.abs()
-    found = x.amax() if dim is None else x.amax(dim, keepdim=True)
-    if found.isnan().any():
+    amax = x.amax() if dim is None else x.amax(dim, keepdim=True)
+    if amax.isnan().any():
         return largest(x.nan_to_num(nan=0.0, posinf=torch.inf), dim)
-    return found
+    return amax
 
 
 def scale_of(amax: Tensor, form: torch.dtype, *, power_of_two: bool) -> Tensor:

@@ -36,11 +36,11 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Te
     room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = torch.empty(room + mmap.PAGESIZE, dtype=torch.uint8, device="cpu")
     first = -memory.data_ptr() % mmap.PAGESIZE
-    found = memory[first : first + nbytes].view(dtype).view(*shape)
-    if _register(found.data_ptr(), room):
+    tensor = memory[first : first + nbytes].view(dtype).view(*shape)
+    if _register(tensor.data_ptr(), room):
         # Not at process exit, when CUDA may be shut down already.
-        weakref.finalize(found, _unregister, found.data_ptr()).atexit = False
-    return found
+        weakref.finalize(tensor, _unregister, tensor.data_ptr()).atexit = False
+    return tensor
 
 
 def _register(address: int, nbytes: int) -> bool:

@@ -147,15 +147,15 @@ class PackedAttention(torch.nn.Module):
         out = []
         for n, k, v in zip(chunks, keys, values, strict=True):
             for chunk in (rank, 2 * self.context - 1 - rank):
-                seen = (chunk + 1) * n
+                end = (chunk + 1) * n
                 # Recomputed in backward: the masks of all layers would need more memory than everything else.
                 out.append(
                     checkpoint(
                         self._attend_from,
                         chunk * n,
                         next(queries),
-                        k[:seen],
-                        v[:seen],
+                        k[:end],
+                        v[:end],
                         use_reentrant=False,
                         preserve_rng_state=False,
                     )

@@ -58,7 +58,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = weight[: ctx.valid]
         for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            index, mine = _own(targets[part] - ctx.first, rows)
+            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
             gradients = d_logp[part], None if d_entropy is None else d_entropy[part]
             # In the model's precision: float32 matrix products are many times slower on a GPU.
             d_logits, d_target = _fused(_logit_gradients, rows)(
@@ -67,7 +67,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 (top[part], log_total[part], entropy[part]),
                 gradients,
                 index,
-                mine,
+                in_shard,
                 weight.dtype,
             )
             d_logits.scatter_(1, index[:, None], d_target[:, None])
@@ -98,17 +98,17 @@ def _local_sums(
         logits = _logits(hidden, weight)
         top = logits.amax(-1).float().div_(temperature)
         _reduce(top, group, dist.ReduceOp.MAX)
-        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *_own(index, weight))
+        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *_local_rows(index, weight))
     _reduce(sums, group, dist.ReduceOp.SUM)
     return top, sums
 
 
 def _sums_of_exponentials(
-    logits: Tensor, temperature: float, top: Tensor, index: Tensor, mine: Tensor
+    logits: Tensor, temperature: float, top: Tensor, index: Tensor, in_shard: Tensor
 ) -> Tensor:
-    """Of one chunk: logits [n, rows], top [n], index [n], mine [n] -> the sums of ``_local_sums`` [3, n]."""
+    """Of one chunk: logits [n, rows], top [n], index, in_shard [n] -> sums of ``_local_sums`` [3, n]."""
     z = logits.float().div_(temperature).sub_(top[:, None])
-    picked = z.gather(1, index[:, None])[:, 0].masked_fill(~mine, 0.0)
+    picked = z.gather(1, index[:, None])[:, 0].masked_fill(~in_shard, 0.0)
     mass = z.exp()
     return torch.stack([mass.sum(-1), mass.mul_(z).sum(-1), picked])
 
@@ -119,11 +119,10 @@ def _logit_gradients(
     saved: tuple[Tensor, Tensor, Tensor],
     gradients: tuple[Tensor, Tensor | None],
     index: Tensor,
-    mine: Tensor,
+    in_shard: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of one chunk's logits [n, rows], as if no row were a target's; and [n] what belongs at
-    ``index``.
+    """Gradient of one chunk's logits [n, rows] without the targets' own terms; with them, at ``index``, [n].
 
     saved: largest logit, log of the sum, entropy of each token. gradients: of log-probs and of entropies.
     """
@@ -138,12 +137,12 @@ def _logit_gradients(
         del p  # frees memory needed below
     else:
         d_logits.exp_().mul_(-d_logp[:, None])
-    picked = d_logits.gather(1, index[:, None])[:, 0] + d_logp.masked_fill(~mine, 0.0)
+    picked = d_logits.gather(1, index[:, None])[:, 0] + d_logp.masked_fill(~in_shard, 0.0)
     return d_logits.div_(temperature).to(dtype), picked.div_(temperature).to(dtype)
 
 
 def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Not yet in float32 if that is left to a compiled kernel."""
+    """Logits in float32, or in the dtype of ``hidden`` if a compiled kernel converts them."""
     logits = torch.matmul(hidden, rows.t())
     return logits if _compiles(logits) else logits.float()
 
@@ -153,8 +152,8 @@ def _compiles(tensor: Tensor) -> bool:
 
 
 def _fused(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """On a GPU, the function as a kernel or two: intermediate results in float32 would be read from and
-    written to memory ten times. Elsewhere the function itself.
+    """On a GPU, the function compiled to one or two kernels, which do not write float32 intermediate results
+    to memory. Elsewhere the function itself.
     """
     return _compiled(function) if _compiles(tensor) else function
 
@@ -164,10 +163,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _own(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A valid row for each target, and whether the target is in this rank's rows at all."""
-    mine = (index >= 0) & (index < len(weight))
-    return index.clamp(0, len(weight) - 1), mine
+def _local_rows(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A valid row index for each target, and whether this rank has the target's row."""
+    in_shard = (index >= 0) & (index < len(weight))
+    return index.clamp(0, len(weight) - 1), in_shard
 
 
 def _reduce(x: Tensor, group: Any, op: Any) -> None:

@@ -101,10 +101,10 @@ def group_by_length(lengths: Sequence[int], device: torch.device) -> LengthGroup
         return LengthGroups([(1, n) for n in lengths], None, None)
     shapes, padded, restored, offset = [], [], np.empty(sizes.sum(), np.int64), 0
     for m in members:
-        own = sizes[m, None]
-        column = np.arange(own.max())
-        rows = starts[m, None] + np.minimum(column, own - 1)
-        real = column < own
+        sizes_of_group = sizes[m, None]
+        column = np.arange(sizes_of_group.max())
+        rows = starts[m, None] + np.minimum(column, sizes_of_group - 1)
+        real = column < sizes_of_group
         restored[rows[real]] = offset + np.flatnonzero(real)
         shapes.append(rows.shape)
         padded.append(rows.ravel())
@@ -231,15 +231,15 @@ def make_micro_batch(
         if len(t.anchor):
             floats["anchor"][answer] = t.anchor
     packed = pack_lengths(lengths, device, context=context, context_rank=context_rank)
-    mine = zigzag_places(lengths, context)[context_rank]
+    own_places = zigzag_places(lengths, context)[context_rank]
     if experts is not None and any(len(t.routes) for t in trajectories):
-        packed.routes = _pack_routes(trajectories, lengths, mine, experts, device)
+        packed.routes = _pack_routes(trajectories, lengths, own_places, experts, device)
     return MicroBatch(
         trajectories=list(trajectories),
-        **{name: _copy(ints[name][mine], device)[None] for name in ("tokens", "labels")},
+        **{name: _copy(ints[name][own_places], device)[None] for name in ("tokens", "labels")},
         sequence=_copy(ints["sequence"], device),
         positions=packed.positions[None],
-        padding=_copy(padding[mine], device)[None],
+        padding=_copy(padding[own_places], device)[None],
         mask=_copy(mask, device),
         loss_positions=_copy(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),
@@ -251,11 +251,11 @@ def make_micro_batch(
 def _pack_routes(
     trajectories: Sequence[Trajectory],
     lengths: Sequence[int],
-    mine: NDArray[np.int64],
+    places: NDArray[np.int64],
     experts: ExpertShape,
     device: torch.device,
 ) -> MicroBatchRoutes:
-    """The routes at the positions ``mine`` of a row of sequences of these lengths, padding included."""
+    """The routes at the positions ``places`` of a row of sequences of these lengths, padding included."""
     size, topk = sum(lengths), experts.per_token
     # Padding may use any experts, as long as those of one token differ. These spread the work evenly.
     spread = (np.arange(size)[:, None] * topk + np.arange(topk)) % experts.count
@@ -271,8 +271,8 @@ def _pack_routes(
             )
         rows[part], real[part] = t.routes, True
         start += length
-    by_layer = np.ascontiguousarray(rows[mine].swapaxes(0, 1))
-    return MicroBatchRoutes(_copy(by_layer, device), _copy(real[mine], device))
+    by_layer = np.ascontiguousarray(rows[places].swapaxes(0, 1))
+    return MicroBatchRoutes(_copy(by_layer, device), _copy(real[places], device))
 
 
 def pack_lengths(

@@ -307,7 +307,8 @@ def build_model(
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
     make_layer = _fused_layer if fused else _local_layer
-    layers = {experts: make_layer(shape, experts) for experts in _kinds_of_layers(shape)}
+    kinds = {shape.has_experts(layer) for layer in range(shape.num_layers)}
+    layers = {experts: make_layer(shape, experts) for experts in kinds}
     if mixture := layers.get(True):
         mixture.submodules.mlp.keywords["submodules"].router = Router
     virtual = config.virtual_pipeline_model_parallel_size
@@ -315,9 +316,9 @@ def build_model(
     for number in range(virtual or 1):
         stage = number if virtual else None
         first = get_transformer_layer_offset(config, vp_stage=stage)
-        own = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
+        own_layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
         block = TransformerBlockSubmodules(
-            layer_specs=[layers[shape.has_experts(layer)] for layer in own], layer_norm=_norm(fused)
+            layer_specs=[layers[shape.has_experts(layer)] for layer in own_layers], layer_norm=_norm(fused)
         )
         gpt = GPTModel(
             config=config,
@@ -345,11 +346,6 @@ def build_model(
                 parameter.allreduce = False
         chunks.append(gpt)
     return chunks
-
-
-def _kinds_of_layers(shape: ModelShape) -> set[bool]:
-    """The kinds of layers of a model: True with experts, False dense."""
-    return {shape.has_experts(layer) for layer in range(shape.num_layers)}
 
 
 def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:

@@ -94,11 +94,11 @@ class StateOffloader:
         """Each storage of the optimizer on the models' device that is not a weight's, once."""
         weights = [p for model in self._models for p in model.parameters()]
         device = weights[0].device
-        seen = {p.untyped_storage().data_ptr() for p in weights}
+        pointers = {p.untyped_storage().data_ptr() for p in weights}
         for tensor in self._state():
             storage = tensor.untyped_storage()
-            if tensor.device == device and storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            if tensor.device == device and storage.nbytes() and storage.data_ptr() not in pointers:
+                pointers.add(storage.data_ptr())
                 yield storage
 
     def _state(self) -> Iterable[Tensor]:

@@ -103,12 +103,12 @@ allow_optimizers(OffloadingAdam)
 
 
 @contextmanager
-def _building_with(kind: str) -> Iterator[None]:
+def _inner_optimizer(kind: str) -> Iterator[None]:
     """Within the block, Megatron builds its optimizers with the right inner class.
 
     For AdamW that is the one Megatron found (Transformer Engine's or apex's), or CpuAdam if it found neither.
     """
-    found = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    original = megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER
     if kind == "schedule_free_adamw":
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = ScheduleFreeAdamW, False
     elif kind == "offloading":
@@ -124,7 +124,7 @@ def _building_with(kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = found
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = original
 
 
 def wrap_data_parallel(
@@ -209,7 +209,7 @@ def build_optimizer(
     config = optimizer_config(settings, precision, memory)
     kind = "offloading" if memory.offload_optimizer else settings.type
     # Ranks exchange their parameter groups as objects over the default group.
-    with _building_with(kind), default_group_on_host():
+    with _inner_optimizer(kind), default_group_on_host():
         overrides = get_standard_config_overrides(config)
         optimizer = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

@@ -330,11 +330,11 @@ class Policy:
         largest = torch.full((len(maxima),), -math.inf, dtype=torch.float64, device=self.device)
         absent = sums.new_zeros(())
         for report in reports if self.mesh.reports else []:
-            found = report["metrics"]
-            sums += torch.cat([report["sums"], *[found.get(name, absent).view(1) for name in means]])
+            reported = report["metrics"]
+            sums += torch.cat([report["sums"], *[reported.get(name, absent).view(1) for name in means]])
             for i, name in enumerate(maxima):
-                if name in found:
-                    largest[i] = torch.maximum(largest[i], found[name])
+                if name in reported:
+                    largest[i] = torch.maximum(largest[i], reported[name])
         if self._aux_loss is not None:  # every rank contributes
             sums = torch.cat([self._aux_loss.value().view(1), sums])
         dist.all_reduce(sums)

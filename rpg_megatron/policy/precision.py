@@ -26,7 +26,7 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
 
     Raises UserError if settings require them and the package is missing or the GPU does not support FP8.
     """
-    wanted, fp8 = settings.model.implementation, settings.precision.fp8
+    implementation, fp8 = settings.model.implementation, settings.precision.fp8
     if device.type == "cpu":
         return False
     if fp8 is not None and torch.cuda.get_device_capability(device) < HOPPER:
@@ -35,15 +35,15 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
             f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and FP8 training needs 9.0 "
             "(Hopper) or later; set precision.fp8=null"
         )
-    suits = settings.precision.dtype == "bfloat16" and wanted != "local"
-    here = suits and importlib.util.find_spec("transformer_engine") is not None
-    if not here and (fp8 is not None or wanted == "transformer_engine"):
+    suits = settings.precision.dtype == "bfloat16" and implementation != "local"
+    available = suits and importlib.util.find_spec("transformer_engine") is not None
+    if not available and (fp8 is not None or implementation == "transformer_engine"):
         key, other = ("precision.fp8", "null") if fp8 is not None else ("model.implementation", "local")
         raise UserError(
             f"{key}: the package transformer_engine is not installed; install requirements/gpu.txt and "
             f"requirements/te-torch.txt (README.md, On a cluster), or set {key}={other}"
         )
-    return here
+    return available
 
 
 def fused_weight_gradients(device: torch.device) -> bool:

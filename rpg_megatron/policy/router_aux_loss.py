@@ -57,8 +57,8 @@ class RouterAuxLoss:
         """
         sums = torch.zeros(2, dtype=torch.int64, device=self._sum.device)
         for micro_batch in micro_batches:
-            given = micro_batch.response_tokens()
-            _, count = aggregator(given.old, given)
+            response_tokens = micro_batch.response_tokens()
+            _, count = aggregator(response_tokens.old, response_tokens)
             tokens = sum(t.length - 1 for t in micro_batch.trajectories)
             sums += torch.stack([count.long(), torch.full_like(count, tokens, dtype=torch.int64)])
         dist.all_reduce(sums, group=mpu.get_data_parallel_group())
@@ -105,11 +105,11 @@ class Router(TopKRouter):
             # Megatron 0.19.2 splits the mask over tensor ranks on the first stage of a pipeline only.
             padding = padding.chunk(self.tp_group.size())[self.tp_group.rank()]
         # The router's own choice, also with replay: its load is to be balanced, not the engine's.
-        own, scores = compute_routing_scores_for_aux_loss(
+        own_choice, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, padding_mask=padding
         )
         counts, _, tokens = get_tokens_per_expert_and_token_count(
-            own, self.tp_cp_group, topk=self.topk, with_padding_mask=True
+            own_choice, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
         loss = switch_load_balancing_loss_func(
             scores, counts, tokens.clamp(min=1), self.topk, scores.size(1), moe_aux_loss_coeff=1.0

@@ -56,9 +56,9 @@ class _ChosenExperts:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         chosen = self._routes.experts[self._row, self._rows].long()
         if self._routes.changed is not None:
-            _, own = default_compute_topk(scores, topk, num_groups, group_topk)
+            _, own_choice = default_compute_topk(scores, topk, num_groups, group_topk)
             replayed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
-            self._routes.changed[self._rows] += ~replayed.gather(1, own).all(1)
+            self._routes.changed[self._rows] += ~replayed.gather(1, own_choice).all(1)
         return scores.gather(1, chosen), chosen
 
 
@@ -93,19 +93,19 @@ def count_changes(micro_batches: Sequence[MicroBatch], experts: ExpertShape, mes
     ``routes/changed_tokens``: share of the tokens with a different choice in any layer. The input of a layer
     depends on the replayed choices of the layers before it.
     """
-    found = [routes for m in micro_batches if (routes := m.packed.routes) is not None]
-    changed = [routes.changed for routes in found if routes.changed is not None]
+    replayed = [routes for m in micro_batches if (routes := m.packed.routes) is not None]
+    changed = [routes.changed for routes in replayed if routes.changed is not None]
     sums = torch.zeros(3, dtype=torch.float64)
     if changed:
         layers = torch.cat(changed)
         if mesh.pipeline > 1:
             dist.all_reduce(layers, group=mpu.get_pipeline_model_parallel_group())
-        real = torch.cat([routes.real for routes in found])
+        real = torch.cat([routes.real for routes in replayed])
         # With sequence parallelism each tensor rank has counted its part of the tokens; without it, there is
         # only one tensor rank.
         if mesh.last_stage:
-            mine = layers.masked_fill(~real, 0)
-            counts = torch.stack([mine.sum(), (mine > 0).sum(), real.sum() * (mesh.tensor_rank == 0)])
+            changes = layers.masked_fill(~real, 0)
+            counts = torch.stack([changes.sum(), (changes > 0).sum(), real.sum() * (mesh.tensor_rank == 0)])
             sums += counts.cpu()
     dist.all_reduce(sums, group=control_group())
     pairs, tokens, count = sums.tolist()

@@ -16,12 +16,12 @@ def build_schedule(settings: OptimizerSettings, steps: int) -> Callable[[int], f
     schedules start after it; a user's own schedule is called with the step of the run.
     Raises UserError if the user's code cannot be imported or called.
     """
-    warmup, own = settings.warmup_steps, isinstance(settings.schedule, ImportedSettings)
+    warmup, is_custom = settings.warmup_steps, isinstance(settings.schedule, ImportedSettings)
     factor = load_section(settings.schedule, "optimizer.schedule", positional=2)
 
     def learning_rate(step: int) -> float:
         rate = settings.lr * min(1.0, step / warmup) if warmup else settings.lr
-        if own:
+        if is_custom:
             return rate * float(factor(step, steps))
         return rate * float(factor(max(step - warmup, 1), max(steps - warmup, 1)))
 

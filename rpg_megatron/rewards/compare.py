@@ -40,16 +40,16 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _OPERATORS = re.compile(r"\\(?:sum|prod|int|lim)")
 
 
-def compare(expected: str, found: str, algebra: Algebra | None = None) -> bool | None:
+def compare(expected: str, answer: str, algebra: Algebra | None = None) -> bool | None:
     """Whether an answer agrees with the reference; both are verbatim texts."""
-    return _any(_agree(a, b, algebra) for a in read_answer(expected) for b in read_answer(found))
+    return _any(_agree(a, b, algebra) for a in read_answer(expected) for b in read_answer(answer))
 
 
-def _compare_texts(expected: str, found: str, algebra: Algebra | None) -> bool | None:
+def _compare_texts(expected: str, answer: str, algebra: Algebra | None) -> bool | None:
     """``compare`` for two texts in normal spelling."""
-    if expected == found:
+    if expected == answer:
         return True
-    return _any(_agree(a, b, algebra) for a in read_expression(expected) for b in read_expression(found))
+    return _any(_agree(a, b, algebra) for a in read_expression(expected) for b in read_expression(answer))
 
 
 def _any(verdicts: Iterable[bool | None]) -> bool | None:
@@ -74,11 +74,11 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
 
 def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
     if isinstance(a, NamedValue) or isinstance(b, NamedValue):
-        return _named(a, b, algebra)
+        return _named_values(a, b, algebra)
     if isinstance(a, Option) or isinstance(b, Option):
         return _options(a, b, algebra)
     if isinstance(a, BasedNumber) or isinstance(b, BasedNumber):
-        return _based(a, b)
+        return _based_numbers(a, b)
     if isinstance(a, Quantity) and isinstance(b, Quantity):
         return _quantities(a, b, algebra)
     if isinstance(a, Region) and isinstance(b, Region):
@@ -92,7 +92,7 @@ def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
     return False
 
 
-def _named(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
+def _named_values(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
     """X = 5 equals 5, and x = 5, but not y = 5 unless the equations are the same."""
     if isinstance(a, NamedValue) and isinstance(b, NamedValue):
         if a.name == b.name or not a.name or not b.name:
@@ -131,7 +131,7 @@ def _options(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
     return _any(_agree(r, other, algebra) for r in read_expression(option.text))
 
 
-def _based(a: Reading, b: Reading) -> bool | None:
+def _based_numbers(a: Reading, b: Reading) -> bool | None:
     r"""An answer may omit the reference's base. With a base, it may have the value of a plain reference."""
     if isinstance(a, BasedNumber) and isinstance(b, BasedNumber):
         return a == b

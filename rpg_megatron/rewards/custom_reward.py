@@ -38,14 +38,14 @@ class CustomReward(NamedTuple):
     @property
     def signature(self) -> dict[str, Any]:
         """What the pool needs to know, JSON-serialisable."""
-        found = {"inputs": self.inputs, "group": "responses" in self.inputs, "async": self.is_async}
-        return found | {"place": f"{self.file}:{self.line}" if self.file else ""}
+        description = {"inputs": self.inputs, "group": "responses" in self.inputs, "async": self.is_async}
+        return description | {"place": f"{self.file}:{self.line}" if self.file else ""}
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """Call it with its inputs; for an async function, the result is a coroutine."""
         if context := arguments.pop("context", ""):
-            found = json.loads(context)
-            arguments |= {name: found[name] for name in PROMPT if name in self.inputs}
+            values = json.loads(context)
+            arguments |= {name: values[name] for name in PROMPT if name in self.inputs}
         if not self.positional:
             return self.function(**arguments)
         first = [arguments.pop(name) for name in _POSITIONAL]
@@ -60,10 +60,10 @@ def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Seque
     Raises UserError, one line for each problem.
     """
     try:
-        found = load_function(path)
+        target = load_function(path)
     except ValueError as e:
         raise UserError(f"{where}.type: {e}") from None
-    is_class, function = isinstance(found, type), found
+    is_class, function = isinstance(target, type), target
     if is_class:
         code = CustomCode(where, path, settings, 0, instantiate=True, reserved=tuple(reserved))
         function = load_custom(code)
@@ -87,7 +87,7 @@ def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Seque
         count = len(_POSITIONAL) if positional else 0
         code = CustomCode(where, path, settings, count, keywords=inputs, reserved=tuple(reserved))
         function = load_custom(code)
-    called = type(function).__call__ if is_class else found
+    called = type(function).__call__ if is_class else target
     is_async = inspect.iscoroutinefunction(called)
     code_object = getattr(inspect.unwrap(called), "__code__", None)
     file, line = "", 0

@@ -44,16 +44,16 @@ class Found(NamedTuple):
 def find_answer(response: str, style: Style = "auto") -> str | None:
     """The last answer of a response, verbatim; None if there is none in this style."""
     if style == "answer_line":
-        found = _answer_line(response[-WINDOW:])
+        match = _answer_line(response[-WINDOW:])
     elif style == "boxed":
-        found = _boxed(response[-TAIL:])
+        match = _boxed(response[-TAIL:])
     elif style == "gsm8k":
-        found = _hashes(response[-TAIL:])
+        match = _hashes(response[-TAIL:])
     else:
         tail = response[-TAIL:]
         forms = [f for f in (_answer_line(tail), _boxed(tail), _hashes(tail, heading=True)) if f is not None]
-        found = max(forms) if forms else _hashes(tail) or _phrase(tail) or _bare(response)
-    return found.text if found is not None and found.text else None
+        match = max(forms) if forms else _hashes(tail) or _phrase(tail) or _bare(response)
+    return match.text if match is not None and match.text else None
 
 
 def _answer_line(text: str) -> Found | None:

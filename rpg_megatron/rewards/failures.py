@@ -95,10 +95,10 @@ def set_name(name: str) -> str:
 
 def first_of_each(failures: Iterable[RewardFailure], most: int = MOST) -> list[RewardFailure]:
     """The first failure of each kind."""
-    found: dict[tuple[str, ...], RewardFailure] = {}
+    first: dict[tuple[str, ...], RewardFailure] = {}
     for failure in failures:
-        found.setdefault(failure.key, failure)
-    return list(found.values())[:most]
+        first.setdefault(failure.key, failure)
+    return list(first.values())[:most]
 
 
 def guard_failures(
@@ -115,10 +115,10 @@ def guard_failures(
     if not over or guards.reward_failures != "stop":
         return warnings, None
     lines = [f"  {failure}" for count in over for failure in count.first]
-    told = "; ".join(map(str, over))
+    text = "; ".join(map(str, over))
     return warnings, "\n".join(
         [
-            f"{when}: {told}, and guards.reward_failures_share is {guards.reward_failures_share:g}; correct "
+            f"{when}: {text}, and guards.reward_failures_share is {guards.reward_failures_share:g}; correct "
             "the function or the server, or set guards.reward_failures=warn to continue. The first of each "
             "kind:",
             *lines,

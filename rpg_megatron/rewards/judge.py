@@ -87,14 +87,14 @@ class JudgeSettings(BaseModel):
 
     @field_validator("question")
     @classmethod
-    def _shows_the_response(cls, value: str) -> str:
+    def _check_template(cls, value: str) -> str:
         if "{response}" not in value:
             raise ValueError("must hold {response}, the place of the text that is judged")
         return value
 
     @field_validator("pattern")
     @classmethod
-    def _has_a_group(cls, value: str) -> str:
+    def _check_pattern(cls, value: str) -> str:
         try:
             groups = re.compile(value).groups
         except re.error as e:
@@ -104,7 +104,7 @@ class JudgeSettings(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> JudgeSettings:
+    def _check_range(self) -> JudgeSettings:
         if self.highest <= self.lowest:
             raise ValueError("highest must be above lowest")
         return self
@@ -245,13 +245,13 @@ class Judge:
 
     def _text(self, answer: bytes, counts: dict[str, float]) -> str:
         try:
-            found = json.loads(answer)
-            text = found["choices"][0]["message"]["content"]
+            reply = json.loads(answer)
+            text = reply["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError
         except (ValueError, LookupError, TypeError, RecursionError):
             raise _NoAnswer("garbage", "the answer is no chat completion") from None
-        usage = found.get("usage")
+        usage = reply.get("usage")
         used = usage if isinstance(usage, dict) else {}
         read, written = (_count(used.get(key)) for key in ("prompt_tokens", "completion_tokens"))
         counts["tokens"] += read + written

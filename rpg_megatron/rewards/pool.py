@@ -69,8 +69,8 @@ _CLOSED = Outcome(None, "crash", "the pool was closed")
 
 def read_answer(answer: dict[str, Any]) -> Outcome:
     """The outcome in an answer of ``worker_process``."""
-    found = (answer.get(key, empty) for key, empty in (("detail", ""), ("counts", {}), ("place", "")))
-    return Outcome(answer.get("value"), answer.get("failure"), *found)
+    details = (answer.get(key, empty) for key, empty in (("detail", ""), ("counts", {}), ("place", "")))
+    return Outcome(answer.get("value"), answer.get("failure"), *details)
 
 
 class RewardWorker(NamedTuple):
@@ -136,15 +136,15 @@ class ForkServer:
     def fork(self) -> RewardWorker:
         """A new worker. Restarts the fork server if it was killed."""
         for attempt in range(3):
-            ours, theirs = socket.socketpair()
-            ours.settimeout(_START_SECONDS)
+            parent_end, child_end = socket.socketpair()
+            parent_end.settimeout(_START_SECONDS)
             try:
-                with theirs:
-                    self._request_worker(theirs.fileno())
-                pid = int(ours.recv(64))
-                worker = RewardWorker(ours, pid, os.pidfd_open(pid))
+                with child_end:
+                    self._request_worker(child_end.fileno())
+                pid = int(parent_end.recv(64))
+                worker = RewardWorker(parent_end, pid, os.pidfd_open(pid))
             except (ValueError, OSError):
-                ours.close()
+                parent_end.close()
                 logger.warning("a reward worker died while starting (attempt %d)", attempt + 1)
                 continue
             with self._lock:
@@ -182,11 +182,11 @@ class ForkServer:
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         path, _, memory, deadline, custom = self._function
         where = custom[0] if custom else "reward"
-        named = json.dumps(path if custom is None else [where, path, *custom[1:]])
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", named]
-            command += [str(memory), str(deadline), str(os.getpid()), str(theirs.fileno())]
+        function = json.dumps(path if custom is None else [where, path, *custom[1:]])
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", function]
+            command += [str(memory), str(deadline), str(os.getpid()), str(child_end.fileno())]
             # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
             # ``start_child``: any thread may start it, and it watches the process, not the thread.
             with holding_warnings():
@@ -194,18 +194,18 @@ class ForkServer:
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[child_end.fileno()],
                     process_group=0,
                 )
-        ours.settimeout(_START_SECONDS)
+        parent_end.settimeout(_START_SECONDS)
         try:
-            reply = json.loads(ours.recv(65536) or b"null")
+            reply = json.loads(parent_end.recv(65536) or b"null")
         except TimeoutError:
             reply = {"error": f"{where}.type: {path}: importing it took more than {_START_SECONDS:.0f} s"}
         except ConnectionError:
             reply = None
         if not isinstance(reply, dict) or "error" in reply:
-            ours.close()
+            parent_end.close()
             process.kill()
             code = process.wait()
             raise UserError(
@@ -214,7 +214,7 @@ class ForkServer:
                 else f"{where}.type: importing {path} ended the process (exit code {code}); fix it"
             )
         self.signature = reply
-        return process, ours
+        return process, parent_end
 
     def _request_worker(self, descriptor: int) -> None:
         """Ask the fork server for a worker that serves this descriptor."""

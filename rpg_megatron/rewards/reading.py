@@ -328,14 +328,14 @@ def _unit_vectors(text: str) -> Collection | None:
     r"""4\mathbf{i} - \mathbf{j} as the tuple (4, -1)."""
     if "\\unit_" not in text:
         return None
-    found, position = {}, 0
+    values, position = {}, 0
     while position < len(text):
         match = _VECTOR_TERM.match(text, position)
-        if match is None or match[3] in found:
+        if match is None or match[3] in values:
             return None
-        found[match[3]] = f"{match[1]}{match[2] or 1}".removeprefix("+")
+        values[match[3]] = f"{match[1]}{match[2] or 1}".removeprefix("+")
         position = match.end()
-    return Collection("tuple", tuple(found.get(c, "0") for c in ("ijk" if "k" in found else "ij")))
+    return Collection("tuple", tuple(values.get(c, "0") for c in ("ijk" if "k" in values else "ij")))
 
 
 def _equation(sides: list[str]) -> Reading:

@@ -64,17 +64,17 @@ def read_region(text: str) -> Region | None:
     explicit = builder is not None or len(unions) > 1
     for union in unions:
         both = re.split(_AND if words else _CAP, union)
-        found = [_atoms(p.strip()) for p in both]
-        if any(f is None for f in found):
+        sides = [_atoms(p.strip()) for p in both]
+        if any(f is None for f in sides):
             return None
         if len(both) > 1:
             explicit = True
-            meet = _intersect([f for f in found if f is not None])
+            meet = _intersect([f for f in sides if f is not None])
             if meet is None:
                 return None
             atoms += meet
         else:
-            atoms += found[0] or []
+            atoms += sides[0] or []
             explicit = explicit or _SIGN.search(union) is not None
     if atoms and all(a.low == a.high and a.closed_low for a in atoms):  # a set of numbers
         return None
@@ -106,14 +106,14 @@ def _atoms(text: str) -> list[Atom] | None:
 
 
 def _comma(text: str) -> tuple[str, str] | None:
-    depth, found = 0, []
+    depth, positions = 0, []
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if character in ",;" and depth == 0:
-            found.append(position)
+            positions.append(position)
         if depth < 0:
             return None
-    return (text[: found[0]].strip(), text[found[0] + 1 :].strip()) if len(found) == 1 else None
+    return (text[: positions[0]].strip(), text[positions[0] + 1 :].strip()) if len(positions) == 1 else None
 
 
 def _inequality(text: str, signs: list[re.Match[str]]) -> list[Atom] | None:

@@ -254,10 +254,10 @@ class _CustomTerm:
             common["context"] = context
         each = [self._arguments(response) for response in responses]
         if self.is_group:
-            lists = {name: [one[name] for one in each] for name in each[0]}
+            lists = {name: [arguments[name] for arguments in each] for name in each[0]}
             futures = [self._pool.submit(common | {"responses": lists.pop("response")} | lists)]
         else:
-            futures = [self._pool.submit(common | one) for one in each]
+            futures = [self._pool.submit(common | arguments) for arguments in each]
         return [find_answer(r.text) for r in responses], futures
 
     async def collect(self, pending: tuple[list[str | None], list[Future[Outcome]]]) -> list[TermResult]:

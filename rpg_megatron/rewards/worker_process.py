@@ -111,7 +111,7 @@ def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
         return {"value": _plain(value), "counts": counts}
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise NoReward(f"it returned {_type_of(value)}, not a list with a reward of each response")
-    values = [_plain(_take_counts(one, counts)) for one in value]
+    values = [_plain(_take_counts(item, counts)) for item in value]
     if len(values) != count:
         raise NoReward(f"it returned {len(values)} rewards for {count} responses")
     return {"value": values, "counts": counts}

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.rollout.dynamic_sampling import Group
+from rpg_megatron.rollout.groups import TrajectorySize
 
 
 def index_of_groups(
@@ -23,17 +24,25 @@ def index_of_groups(
         return np.array(values, np.int64)
 
     numbered = zip(numbers or range(len(groups)), groups, strict=True)
-    each = [(number, g, sample) for number, g in numbered for sample in range(g.task.samples)]
+    each = [(number, g, row, size) for number, g in numbered for row, size in enumerate(_sizes(g))]
     return BatchIndex(
-        worker=column([worker_of(g.task.prompt_id) for _, g, _ in each]),
-        ticket=column([g.task.ticket for _, g, _ in each]),
-        group=column([number for number, _, _ in each]),
-        sample=column([sample for _, _, sample in each]),
-        prompt_length=column([len(g.task.prompt) for _, g, _ in each]),
-        response_length=column([n for g in groups for n in g.scores.totals or g.scores.lengths]),
-        sampled=column([n for g in groups for n in g.scores.lengths]),
-        reward=np.array([r for g in groups for r in g.scores.rewards], np.float64),
+        worker=column([worker_of(g.task.prompt_id) for _, g, _, _ in each]),
+        ticket=column([g.task.ticket for _, g, _, _ in each]),
+        group=column([number for number, _, _, _ in each]),
+        sample=column([size.sample for _, _, _, size in each]),
+        branch=column([size.branch for _, _, _, size in each]),
+        row=column([row for _, _, row, _ in each]),
+        prompt_length=column([size.prompt for _, _, _, size in each]),
+        response_length=column([size.response for _, _, _, size in each]),
+        sampled=column([size.sampled for _, _, _, size in each]),
+        reward=np.array([g.scores.rewards[size.sample] for _, g, _, size in each], np.float64),
     )
+
+
+def _sizes(group: Group) -> Sequence[TrajectorySize]:
+    prompt = len(group.task.prompt)
+    plain = (TrajectorySize(i, 0, prompt, n, n) for i, n in enumerate(group.scores.lengths))
+    return group.scores.rows or list(plain)
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -42,7 +51,8 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ``groups/*`` are fractions of the batch's groups, after dynamic sampling: all responses right, all wrong
     (``Trajectory.correct``; for a reward function that returns a number: above 0), and all rewards equal.
     Groups with equal rewards have no learning signal, also under dense rewards. ``response/length_*`` count
-    the tokens that the policy sampled.
+    the tokens that the policy sampled. ``env/branches``: rows of a response besides its first, the mean; only
+    if an episode put tokens of its own between turns.
     """
     scores = [g.scores for g in groups]
     right = [sum(s.correct) / len(s.correct) for s in scores]
@@ -53,6 +63,9 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         f"reward/{name}": float(np.mean([value for s in scores for value in s.parts[name]]))
         for name in scores[0].parts
     }
+    branches = [len(s.rows) - len(s.lengths) for s in scores if s.rows]
+    if branches:
+        parts["env/branches"] = sum(branches) / len(lengths)
     return parts | {
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": float(np.mean([c for s in scores for c in s.correct])),

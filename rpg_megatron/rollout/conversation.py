@@ -1,4 +1,4 @@
-"""A response while it is sampled: its tokens so far, and the turn that its episode waits for.
+"""A response while it is sampled: its rows so far, and the turn that its episode waits for.
 
 It hides from the episode how a turn is sampled: by which engine, in how many pieces, with which versions of
 the weights.
@@ -19,8 +19,57 @@ from rpg_megatron.rollout.episode import TokenLimit, Turn
 from rpg_megatron.rollout.groups import GroupTask
 
 
+class Row:
+    """A prompt and what follows it: a sequence of the training batch."""
+
+    def __init__(self, prompt: Tokens):
+        self.prompt = prompt
+        self.pieces: list[Sample] = []
+        """What follows the prompt. Each piece was sampled by one version of the weights, or by none."""
+        self.length = 0
+        """Tokens of ``pieces``."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """What follows the prompt, int32 [R]."""
+        return np.concatenate([np.zeros(0, np.int32), *(piece.tokens for piece in self.pieces)])
+
+    @property
+    def context(self) -> Tokens:
+        """All tokens, int32 [P + R]."""
+        return np.concatenate([self.prompt, *(piece.tokens for piece in self.pieces)])
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(len(piece.tokens) for piece in self.pieces if piece.version != NOT_SAMPLED)
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens whose routes are known: all up to the last but one that was sampled."""
+        end = self.length
+        for piece in reversed(self.pieces):
+            if piece.version != NOT_SAMPLED:
+                return len(self.prompt) + end - 1
+            end -= len(piece.tokens)
+        return 0
+
+    def append(self, piece: Sample) -> None:
+        """Add a piece at the end."""
+        self.pieces.append(piece)
+        self.length += len(piece.tokens)
+
+    def cut(self, pieces: int) -> None:
+        """Remove the pieces from this number on."""
+        del self.pieces[pieces:]
+        self.length = sum(len(piece.tokens) for piece in self.pieces)
+
+
 class Conversation:
-    """One response of a group. For one event loop."""
+    """One response of a group. For one event loop.
+
+    It has one row, unless its episode starts branches: each is a row of its own.
+    """
 
     def __init__(
         self,
@@ -35,10 +84,7 @@ class Conversation:
         tokens. on_request: called when a turn is asked for.
         """
         self.task, self.number = task, number
-        self.pieces: list[Sample] = []
-        """The response so far. Each piece was sampled by one version of the weights, or by none."""
-        self.length = 0
-        """Tokens of ``pieces``."""
+        self.rows = [Row(task.prompt)]
         self.truncated = False
         """Whether the token limit left no room for another turn."""
         self.requested = False
@@ -48,6 +94,8 @@ class Conversation:
         self._prompt, self._vocab, self._decode, self._on_request = prompt, vocab, decode, on_request
         self.turn: asyncio.Future[Turn] | None = None
         """The last turn that was asked for."""
+        self.row = self.rows[0]
+        """The row of the last turn."""
         self._start = self._end = 0
 
     @property
@@ -58,91 +106,91 @@ class Conversation:
     def continues(self, other: Conversation) -> bool:
         """Whether its turn can be in the same request as the one before: both are equal first turns."""
         follows = self.number == other.number + 1
-        return follows and not self.length and not other.length and self.room == other.room
+        first = all(len(c.rows) == 1 and not c.row.length for c in (self, other))
+        return follows and first and self.room == other.room
 
     @property
     def sampled(self) -> int:
         """Tokens of the response so far that the policy sampled."""
-        return sum(len(piece.tokens) for piece in self.pieces if piece.version != NOT_SAMPLED)
+        return sum(row.sampled for row in self.rows)
 
     @property
     def room(self) -> int:
         """Token limit of the rest of the turn."""
-        return self._end - self.length
+        return self._end - self.row.length
 
     @property
-    def tokens(self) -> Tokens:
-        """The response so far, int32 [R]."""
-        return np.concatenate([np.zeros(0, np.int32), *(piece.tokens for piece in self.pieces)])
+    def place(self) -> int:
+        """Where the rest of the turn begins, for its seed: no other place of the response has the same."""
+        return (self.rows.index(self.row) << 32) + self.row.length
 
-    @property
-    def context(self) -> Tokens:
-        """Prompt and response so far, int32 [P + R]."""
-        return np.concatenate([self.task.prompt, *(piece.tokens for piece in self.pieces)])
-
-    @property
-    def computed(self) -> int:
-        """Number of tokens whose routes are known: all up to the last but one that was sampled."""
-        end = self.length
-        for piece in reversed(self.pieces):
-            if piece.version != NOT_SAMPLED:
-                return len(self.task.prompt) + end - 1
-            end -= len(piece.tokens)
-        return 0
-
-    async def generate(self, tokens: Sequence[int], max_tokens: int | None = None) -> Turn:
-        """See ``episode.Generate``. Raises ValueError if the tokens do not continue the conversation."""
+    async def generate(
+        self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
+    ) -> Turn:
+        """See ``episode.Generate``. Raises ValueError if the tokens continue no row, and may not branch."""
         if self.turn is not None and not self.turn.done():
             raise ValueError("generate is called while it samples another turn of the response; await that")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate is called with max_tokens {max_tokens}; at least 1 is needed")
-        added = self._added(tokens)
-        left = self.task.max_tokens - self.length - len(added)
-        if left < 1:
+        row, added = self._row_of(tokens, branch)
+        limit = len(self.task.prompt) + self.task.max_tokens
+        remaining = limit - len(row.prompt) - row.length - len(added)
+        if remaining < 1:
             self.truncated = True
             raise TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens")
-        self.truncated, before = False, (len(self.pieces), self.length)
+        before = self.row, len(row.pieces)
+        self.truncated, self.row = False, row
+        if row not in self.rows:
+            self.rows.append(row)
         if len(added):
-            self._append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
-        self._start, self._end = self.length, self.length + min(left, max_tokens or left)
+            row.append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
+        self._start, self._end = row.length, row.length + min(remaining, max_tokens or remaining)
         self.turn = asyncio.get_running_loop().create_future()
         self._on_request()
         try:
             return await self.turn
         except asyncio.CancelledError:  # by a time limit of the episode: the turn is not in the response
-            del self.pieces[before[0] :]
-            self.length = before[1]
+            row.cut(before[1])
+            if not row.pieces and row is not self.rows[0]:
+                self.rows.remove(row)
+            self.row = before[0]
             raise
 
     def add(self, sample: Sample) -> None:
         """Add what an engine sampled: the rest of the turn, or the part before a weight update."""
         if sample.finish != "abort" or len(sample.tokens):
-            self._append(sample)
+            self.row.append(sample)
         if sample.finish != "abort" and self.turn is not None and not self.turn.done():
-            whole, start = self.context, len(self.task.prompt) + self._start
+            whole, start = self.row.context, len(self.row.prompt) + self._start
             self.turn.set_result(Turn(whole[:start], whole[start:], sample.finish, self._decode))
 
     def response(self) -> Response:
-        """The response so far, for the reward."""
-        tokens, last = self.tokens, self.pieces[-1].finish if self.pieces else ""
+        """The response so far, for the reward: the row of the last turn, which has the whole conversation."""
+        tokens, last = self.row.tokens, self.row.pieces[-1].finish if self.row.pieces else ""
         finish = "length" if self.truncated else last or "stop"
         return Response(self._decode(tokens.tolist()), tokens, finish, self.sampled)
 
-    def trajectory(self, response: Response, score: Score) -> Trajectory:
-        """The whole response with its score."""
-        task, sampled = self.task, [p.version != NOT_SAMPLED for p in self.pieces]
-        versions = [task.version if p.version is None else p.version for p in self.pieces]
-        lengths = [len(p.tokens) for p in self.pieces]
+    def trajectories(self, response: Response, score: Score) -> list[Trajectory]:
+        """The rows with tokens that the policy sampled, with the score; that of the last turn is the last."""
+        rows = sorted((row for row in self.rows if row.sampled), key=lambda row: row is self.row)
+        return [self._trajectory(branch, row, response, score) for branch, row in enumerate(rows)]
+
+    def _trajectory(self, branch: int, row: Row, response: Response, score: Score) -> Trajectory:
+        task, sampled = self.task, [p.version != NOT_SAMPLED for p in row.pieces]
+        versions = [task.version if p.version is None else p.version for p in row.pieces]
+        lengths = [len(p.tokens) for p in row.pieces]
+        tokens = response.tokens if row is self.row else row.tokens
         return Trajectory(
             prompt_id=task.prompt_id,
             sample=self.number,
+            branch=branch,
             group=task.ticket,
-            prompt=task.prompt,
-            response=response.tokens,
-            behaviour=np.concatenate([p.logprobs for p in self.pieces]),
+            prompt=row.prompt,
+            response=tokens,
+            behaviour=np.concatenate([p.logprobs for p in row.pieces]),
             versions=np.repeat(np.array(versions, np.int32), lengths),
             finish=response.finish,
-            text=response.text,
+            text=response.text if row is self.row else self._decode(tokens.tolist()),
             reward=score.reward,
             correct=score.correct,
             parts=score.parts,
@@ -151,36 +199,42 @@ class Conversation:
             reason=score.reason,
             seed=task.seed + self.number,
             ticket=task.ticket,
-            routes=np.concatenate([p.routes for p, s in zip(self.pieces, sampled, strict=True) if s]),
+            routes=np.concatenate([p.routes for p, s in zip(row.pieces, sampled, strict=True) if s]),
             mask=np.repeat(np.array(sampled, bool), lengths),
         )
 
-    def _append(self, piece: Sample) -> None:
-        self.pieces.append(piece)
-        self.length += len(piece.tokens)
-
-    def _added(self, tokens: Sequence[int]) -> Tokens:
-        """The tokens after those of the conversation so far."""
-        if tokens is self._prompt and not self.pieces:
-            return np.zeros(0, np.int32)
+    def _row_of(self, tokens: Sequence[int], branch: bool) -> tuple[Row, Tokens]:
+        """The row that the tokens continue, or a new one; and the tokens after those of the row."""
+        if tokens is self._prompt and len(self.rows) == 1 and not self.row.pieces:
+            return self.row, np.zeros(0, np.int32)
         try:
             given = np.asarray(tokens)
         except ValueError:  # lists of different lengths
             given = np.zeros(1)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ValueError("generate is called with something that is no list of token ids")
-        known = self.context
-        same = min(len(given), len(known))
-        different = np.flatnonzero(given[:same] != known[:same])
-        if len(different) or len(given) < len(known):
+        contexts = [(row, row.context) for row in self.rows]
+        known = self.row.context
+        continued = [(row, c) for row, c in contexts if np.array_equal(given[: len(c)], c)]
+        if continued:
+            row, known = max(continued, key=lambda pair: len(pair[1]))
+        elif branch:
+            task = self.task.prompt
+            inside = np.array_equal(given[: len(task)], task)
+            known = task if inside else given.astype(np.int32)
+            row = Row(known)
+        else:
+            same = min(len(given), len(known))
+            different = np.flatnonzero(given[:same] != known[:same])
             place = int(different[0]) if len(different) else len(given)
             raise ValueError(
                 f"generate is called with tokens that do not begin with the {len(known)} tokens of the "
                 f"conversation so far (they differ at token {place}); append to turn.context, and do not "
-                "encode its text again"
+                "encode its text again; or pass branch=True, if the history is rewritten on purpose"
             )
-        added = given[same:]
-        if len(added) and not 0 <= added.min() <= added.max() < self._vocab:
-            wrong = int(added[(added < 0) | (added >= self._vocab)][0])
+        if len(given) and not 0 <= given.min() <= given.max() < self._vocab:
+            wrong = int(given[(given < 0) | (given >= self._vocab)][0])
             raise ValueError(f"generate is called with token {wrong}; the model has {self._vocab} tokens")
-        return added.astype(np.int32)
+        if not len(given):
+            raise ValueError("generate is called without tokens")
+        return row, given[len(known) :].astype(np.int32)

@@ -116,15 +116,15 @@ class Dispatcher:
 
     async def forget(self, tickets: Sequence[int]) -> None:
         """Drop groups, finished or not."""
-        found = [self._groups.pop(ticket) for ticket in tickets if ticket in self._groups]
-        for state in found:
+        states = [self._groups.pop(ticket) for ticket in tickets if ticket in self._groups]
+        for state in states:
             if state.file is not None:
                 remove(state.file)
         for number, worker in enumerate(self._workers):
-            mine = [state.task.ticket for state in found if state.worker == number]
-            if mine:
+            own_tickets = [state.task.ticket for state in states if state.worker == number]
+            if own_tickets:
                 try:
-                    await worker.drop(mine)
+                    await worker.drop(own_tickets)
                 except WorkerDied:  # its groups are gone too
                     continue
 

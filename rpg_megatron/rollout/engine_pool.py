@@ -320,10 +320,10 @@ class EnginePool:
         since: float | None = None  # time of the first probe without an answer
         while True:
             await asyncio.sleep(interval)
-            incarnation, asked = replica.incarnation, time.monotonic()
-            since = since or asked
-            left = max(since + allowed - interval - asked, _MIN_PROBE_SECONDS)
-            healthy = replica.is_restarting or await replica.client.is_progressing(left)
+            incarnation, sent = replica.incarnation, time.monotonic()
+            since = since or sent
+            timeout = max(since + allowed - interval - sent, _MIN_PROBE_SECONDS)
+            healthy = replica.is_restarting or await replica.client.is_progressing(timeout)
             now = time.monotonic()
             if healthy and not replica.is_restarting:
                 with suppress(EngineError, ValueError):  # skip this sample
@@ -332,7 +332,7 @@ class EnginePool:
                     self._timeline.add(replica.index, values, time.monotonic())
             # During a sync, a worker may wait for a trainer's message up to the transport's timeout.
             limit = max(allowed, replica.link_timeout)
-            if healthy or incarnation != replica.incarnation or now > asked + left + _LATE_SECONDS:
+            if healthy or incarnation != replica.incarnation or now > sent + timeout + _LATE_SECONDS:
                 since = None
             elif now >= since + limit - interval and self.is_current(replica, incarnation):
                 key = "engine.health_timeout" if limit == allowed else "bridge.timeout"

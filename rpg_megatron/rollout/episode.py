@@ -1,11 +1,11 @@
-"""Episodes: how one response comes about. The seam for environments, tools and conversations of your own.
+"""Episodes: how one response is generated. Write your own for environments, tools and conversations.
 
 An episode is a coroutine function, named by ``rollout.episode``, that runs once for each response::
 
     async def episode(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode
 
 It calls ``generate`` for each turn of the policy. Between two turns it may append tokens of its own, such as
-what an environment says. Everything after the prompt is the response; only what the policy sampled is in the
+an environment's output. Everything after the prompt is the response; only what the policy sampled is in the
 loss (``Trajectory.mask``). ``single_turn`` is the default: one turn, graded by the run's reward.
 """
 
@@ -26,7 +26,7 @@ from rpg_megatron.system.custom_code import CustomCode, load_custom
 
 @dataclass(frozen=True, eq=False)
 class EpisodeTask:
-    """What an episode gets: a prompt, and how its answer is known."""
+    """Inputs of an episode."""
 
     prompt: tuple[int, ...]
     """Token ids of the prompt, which every turn begins with."""
@@ -94,11 +94,16 @@ class TokenLimit(Exception):
 class Generate(Protocol):
     """Samples one turn."""
 
-    async def __call__(self, tokens: Sequence[int], max_tokens: int | None = None) -> Turn:
+    async def __call__(
+        self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
+    ) -> Turn:
         """Let the policy continue ``tokens``, which must begin with the prompt and all turns so far.
 
-        What follows them is yours, and not in the loss. max_tokens: limit of this turn. Raises TokenLimit.
-        A weight update or a failed engine in between is not seen here.
+        What follows them is yours, and not in the loss. max_tokens: limit of this turn. branch: if the tokens
+        do not begin so, because the history was rewritten or shortened, start a new row of the batch with
+        them. Only what is sampled in a row is in its loss, so a turn that several rows share is trained once;
+        all rows have the response's reward and advantage. Later turns continue the row that they begin with.
+        Raises TokenLimit. A weight update or a failed engine in between is not seen here.
         """
         ...
 

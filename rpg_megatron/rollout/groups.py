@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -61,6 +63,18 @@ class Generated(msgspec.Struct, frozen=True):
     """Why the engine failed; empty if it did not."""
 
 
+class TrajectorySize(NamedTuple):
+    """Size of a trajectory, in tokens."""
+
+    sample: int
+    """Number of its response in the group."""
+    branch: int
+    """``Trajectory.branch``."""
+    prompt: int
+    response: int
+    sampled: int
+
+
 class GroupScores(msgspec.Struct, frozen=True):
     """The part of a graded group that the sampler keeps; all lists are in the order of its responses."""
 
@@ -83,8 +97,8 @@ class GroupScores(msgspec.Struct, frozen=True):
     """Whether the group would get the same scores again (``Scorer.repeatable``)."""
     failures: FailureCount = FailureCount()
     """Responses for which the reward failed."""
-    totals: list[int] = []
-    """Tokens of each response, sampled or not; empty: the same as ``lengths``."""
+    rows: list[TrajectorySize] = []
+    """The group's trajectories; empty: one for each response, with all of its tokens sampled."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):
@@ -131,8 +145,10 @@ class GroupWorker(Protocol):
         """Read groups from a file that ``save`` wrote. Raises UserError if it is missing or damaged."""
         ...
 
-    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
-        """Trajectories of complete groups; waits for groups that are generated again."""
+    async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
+        """Trajectories of complete groups, by their number in the group; waits for groups that are generated
+        again.
+        """
         ...
 
     async def counts(self) -> dict[str, float]:
@@ -140,10 +156,18 @@ class GroupWorker(Protocol):
         ...
 
 
+def by_response(group: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The rows of each response of a group."""
+    starts = [i for i, t in enumerate(group) if t.branch == 0]
+    return [list(group[a:b]) for a, b in pairwise([*starts, len(group)])]
+
+
 def scores_of(group: list[Trajectory]) -> GroupScores:
     """The scores of a group's trajectories."""
+    responses = by_response(group)
+    first = [rows[0] for rows in responses]
     versions: Counter[int] = Counter()
-    segments = mixed = recomputed = 0
+    segments = recomputed = 0
     for t in group:
         places = np.flatnonzero(t.mask)
         by_place = t.versions[places]
@@ -152,17 +176,18 @@ def scores_of(group: list[Trajectory]) -> GroupScores:
             if end > start:
                 versions[int(by_place[start])] += end - start
         segments += len(starts)
-        mixed += len(starts) > 1
         recomputed += sum(len(t.prompt) + int(places[start]) for start in starts[1:])
+    plain = len(responses) == len(group) and all(t.mask.all() for t in group)
+    sizes = [TrajectorySize(t.sample, t.branch, len(t.prompt), len(t.response), t.sampled) for t in group]
     return GroupScores(
-        lengths=[t.sampled for t in group],
-        rewards=[t.reward for t in group],
-        correct=[t.correct for t in group],
-        truncated=[t.finish == "length" for t in group],
-        parts={name: [t.parts[name] for t in group] for name in group[0].parts},
+        lengths=[sum(t.sampled for t in rows) for rows in responses],
+        rewards=[t.reward for t in first],
+        correct=[t.correct for t in first],
+        truncated=[t.finish == "length" for t in first],
+        parts={name: [t.parts[name] for t in first] for name in group[0].parts},
         versions=dict(versions),
         segments=segments,
-        mixed=mixed,
+        mixed=sum(len({v for t in rows for v in t.versions[t.mask].tolist()}) > 1 for rows in responses),
         recomputed=recomputed,
-        totals=[] if all(t.mask.all() for t in group) else [len(t.response) for t in group],
+        rows=[] if plain else sizes,
     )

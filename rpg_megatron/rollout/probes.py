@@ -66,15 +66,17 @@ class Probes:
             self._started.clear()
             running = sorted(self._running.items())
             answers = await asyncio.gather(*(asyncio.shield(task) for _, task in running))
-            found = [
+            answered = [
                 (engine, group)
                 for (engine, _), groups in zip(running, answers, strict=True)
                 for group in groups
             ]
-            if found:
+            if answered:
                 self._running = {}
-                groups = [group for _, group in found]
-                index = index_of_groups(groups, self._dispatcher.worker_of, [engine for engine, _ in found])
+                groups = [group for _, group in answered]
+                index = index_of_groups(
+                    groups, self._dispatcher.worker_of, [engine for engine, _ in answered]
+                )
                 return groups, index
             await self._started.wait()  # all engines have failed; wait for one that is synced again
 
@@ -89,9 +91,9 @@ class Probes:
         """
         count = self._settings.guards.probe_prompts
         places = range(max(0, version - 1) * count, (version + 1) * count)
-        found = list(zip(places, self._prompts.fetch([i % len(self._prompts) for i in places]), strict=True))
-        before, own = found[:-count], found[-count:]
-        return [*own, *([max(before, key=lambda pair: len(pair[1].tokens))] if before else [])]
+        probes = list(zip(places, self._prompts.fetch([i % len(self._prompts) for i in places]), strict=True))
+        before, current = probes[:-count], probes[-count:]
+        return [*current, *([max(before, key=lambda pair: len(pair[1].tokens))] if before else [])]
 
     async def _probe(self, replica: Replica, version: int) -> list[Group]:
         guards, rollout = self._settings.guards, self._settings.rollout
@@ -115,6 +117,6 @@ class Probes:
                 )
             )
         scores = await run_all([self._dispatcher.generate_on(replica, task) for task in tasks])
-        failed = [task.ticket for task, found in zip(tasks, scores, strict=True) if found is None]
+        failed = [task.ticket for task, score in zip(tasks, scores, strict=True) if score is None]
         await self._dispatcher.forget(failed)
-        return [Group(task, found) for task, found in zip(tasks, scores, strict=True) if found is not None]
+        return [Group(task, score) for task, score in zip(tasks, scores, strict=True) if score is not None]

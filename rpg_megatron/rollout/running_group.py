@@ -1,4 +1,4 @@
-"""A group in a sampler worker: its conversations, and the episodes that lead them."""
+"""A group in a sampler worker: its conversations, and the episodes that run them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class RunningGroup:
             inputs = json.loads(task.context) if task.context else {}
             text, row = inputs.get("prompt") or codec.decode(task.prompt.tolist()), inputs.get("row")
         for number in range(task.samples):
-            one = Conversation(task, number, prompt, vocab, codec.decode, self.changed.set)
-            given = EpisodeTask(
+            conversation = Conversation(task, number, prompt, vocab, codec.decode, self.changed.set)
+            episode_task = EpisodeTask(
                 prompt=prompt,
                 text=text,
                 answer=task.answer,
@@ -58,8 +58,8 @@ class RunningGroup:
                 encode=lambda text: tuple(codec.encode(text)),
                 decode=lambda tokens: codec.decode(list(tokens)),
             )
-            self.conversations.append(one)
-            running = asyncio.create_task(_run(episode, given, one, scorer))
+            self.conversations.append(conversation)
+            running = asyncio.create_task(_run(episode, episode_task, conversation, scorer))
             running.add_done_callback(self._on_end)
             self._episodes.append(running)
 
@@ -73,15 +73,15 @@ class RunningGroup:
     def take_due(self, limit: int) -> list[list[Conversation]]:
         """Conversations that wait for a turn, in requests: equal first turns go together, up to ``limit``."""
         requests: list[list[Conversation]] = []
-        for one in self.conversations:
-            if not one.is_due:
+        for conversation in self.conversations:
+            if not conversation.is_due:
                 continue
-            one.requested = True
+            conversation.requested = True
             last = requests[-1] if requests else []
-            if last and len(last) < limit and one.continues(last[-1]):
-                last.append(one)
+            if last and len(last) < limit and conversation.continues(last[-1]):
+                last.append(conversation)
             else:
-                requests.append([one])
+                requests.append([conversation])
         return requests
 
     def rewards(self) -> list[Score] | None:
@@ -92,13 +92,13 @@ class RunningGroup:
         for episode in filter(_has_failed, self._episodes):
             self.drop()
             episode.result()
-        found = [episode.result() for episode in self._episodes]
+        results = [episode.result() for episode in self._episodes]
         scores = [
-            score._replace(failures=one.failures)
-            for score, one in zip(found, self.conversations, strict=True)
+            score._replace(failures=conversation.failures)
+            for score, conversation in zip(results, self.conversations, strict=True)
             if score is not None
         ]
-        if scores and (len(scores) < len(found) or len({tuple(score.parts) for score in scores}) > 1):
+        if scores and (len(scores) < len(results) or len({tuple(score.parts) for score in scores}) > 1):
             raise UserError(
                 f"rollout.episode: the episodes of prompt {self.task.prompt_id} return rewards of different "
                 "kinds; return for every response a number, or the result of score, or no reward"
@@ -121,33 +121,37 @@ def _has_failed(episode: asyncio.Task[Score | None]) -> bool:
     return episode.done() and not episode.cancelled() and episode.exception() is not None
 
 
-async def _run(episode: NamedEpisode, given: EpisodeTask, one: Conversation, scorer: Scorer) -> Score | None:
+async def _run(
+    episode: NamedEpisode, inputs: EpisodeTask, conversation: Conversation, scorer: Scorer
+) -> Score | None:
     """Run an episode; returns its reward, if it sets one. Raises UserError, which names its file and line."""
-    task = one.task
+    task = conversation.task
 
     async def score(text: str | None = None) -> Score:
-        response = one.response() if text is None else one.response()._replace(text=text)
-        (found,) = await scorer.score([response], task.answer, task.context, first_only=task.correctness_only)
-        one.failures += found.failures
-        return found
+        response = conversation.response() if text is None else conversation.response()._replace(text=text)
+        (result,) = await scorer.score(
+            [response], task.answer, task.context, first_only=task.correctness_only
+        )
+        conversation.failures += result.failures
+        return result
 
     try:
         try:
-            found: Any = await episode.function(given, one.generate, score)
+            outcome: Any = await episode.function(inputs, conversation.generate, score)
         except TokenLimit:
-            found = Episode()
-        if not isinstance(found, Episode):
-            raise TypeError(f"it returned {type(found).__name__} instead of an Episode")
-        if not one.sampled:
+            outcome = Episode()
+        if not isinstance(outcome, Episode):
+            raise TypeError(f"it returned {type(outcome).__name__} instead of an Episode")
+        if not conversation.sampled:
             raise ValueError("it ended without a turn of the policy")
-        return None if found.reward is None else own_score(found.reward)
+        return None if outcome.reward is None else own_score(outcome.reward)
     except Exception as e:
         error: BaseException = e
     except asyncio.CancelledError as e:
         if (current := asyncio.current_task()) is None or current.cancelling():
             raise
         error = e  # its own
-    what = describe_error(error, episode.path)
+    problem = describe_error(error, episode.path)
     raise UserError(
-        f"rollout.episode: {episode.path} {what} (prompt {task.prompt_id}, response {one.number})"
+        f"rollout.episode: {episode.path} {problem} (prompt {task.prompt_id}, response {conversation.number})"
     ) from error

@@ -161,17 +161,20 @@ class TrajectoryClient:
         self._timeout, self._while_waiting = timeout, while_waiting
         self._clients: dict[int, Client] = {}
 
-    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
         """See ``TrajectorySource``."""
-        found: dict[int, Trajectory] = {}
+        by_place: dict[int, Trajectory] = {}
         for number in sorted(set(worker)):
-            rows = [i for i, w in enumerate(worker) if w == number]
-            for some in batched(rows, _FETCH_SIZE):
+            places = [i for i, w in enumerate(worker) if w == number]
+            for chunk in batched(places, _FETCH_SIZE):
                 answer = self._client(number).call(
-                    "fetch", list[Trajectory], [int(ticket[i]) for i in some], [int(sample[i]) for i in some]
+                    "fetch",
+                    list[Trajectory],
+                    [int(ticket[i]) for i in chunk],
+                    [int(row[i]) for i in chunk],
                 )
-                found |= dict(zip(some, answer, strict=True))
-        return [found[i] for i in range(len(worker))]
+                by_place |= dict(zip(chunk, answer, strict=True))
+        return [by_place[i] for i in range(len(worker))]
 
     def close(self) -> None:
         """Disconnect."""

@@ -30,7 +30,7 @@ def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = ()) -> list[i
     generation_config.json (config.json if there is none), and ``more``. Raises UserError if neither tokenizer
     nor checkpoint names one.
     """
-    found = {tokenizer.eos_token_id}
+    ids = {tokenizer.eos_token_id}
     listed = None
     for name in ("generation_config.json", "config.json"):
         try:
@@ -38,8 +38,8 @@ def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = ()) -> list[i
             break
         except (OSError, ValueError, AttributeError):
             continue
-    found |= set(listed) if isinstance(listed, list) else {listed}
-    stops = sorted(t for t in found if isinstance(t, int))
+    ids |= set(listed) if isinstance(listed, list) else {listed}
+    stops = sorted(t for t in ids if isinstance(t, int))
     if not stops:
         raise UserError(
             f"model.path: neither the tokenizer nor generation_config.json in {model} names an "

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,7 @@ from rpg_megatron.rollout.groups import (
     GroupScores,
     GroupTask,
     GroupWorker,
+    by_response,
     scores_of,
 )
 from rpg_megatron.rollout.running_group import RunningGroup
@@ -45,7 +47,7 @@ from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.system.messages import Server, methods_of
 
 _TOKENS_PER_REQUEST = 4096
-"""A request to an engine is for as many responses as this covers at their token limit, at least one."""
+"""Token budget of one request to an engine; a request is for at least one response."""
 CODEC = "codec.json"
 """File in the work folder with the tokenizer of the workers."""
 logger = logging.getLogger("rpg_megatron.sampler")
@@ -92,15 +94,15 @@ class Worker:
             return Generated(False)
         resent, failure, halted = 0, "", False
 
-        async def request(some: list[Conversation]) -> None:
+        async def request(due: list[Conversation]) -> None:
             nonlocal resent, failure, halted
-            first, turns = some[0], [one.turn for one in some]
+            first, turns = due[0], [conversation.turn for conversation in due]
             try:
                 samples = await self._engines[engine].generate(
-                    first.context,
-                    n=len(some),
+                    first.row.context,
+                    n=len(due),
                     max_tokens=first.room,
-                    seed=segment_seed(task.seed + first.number, first.length),
+                    seed=segment_seed(task.seed + first.number, first.place),
                     stop_token_ids=self._stops,
                     temperature=task.temperature,
                     top_p=task.top_p,
@@ -109,7 +111,7 @@ class Worker:
                     stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,
-                    routes_from=first.computed,
+                    routes_from=first.row.computed,
                 )
                 if incarnation_of(self._work, engine) != incarnation:
                     raise EngineUnavailable("")  # the answer may be from a restarted engine, without weights
@@ -117,35 +119,35 @@ class Worker:
                 failure, resent, halted = failure or str(e), resent + 1, True
                 return
             finally:
-                for one in some:
-                    one.requested = False
+                for conversation in due:
+                    conversation.requested = False
                 group.changed.set()
-            for one, turn, sample in zip(some, turns, samples, strict=True):
+            for conversation, turn, sample in zip(due, turns, samples, strict=True):
                 if self._ahead and sample.version is None and len(sample.tokens):
                     raise EngineError(
                         f"engine {engine} does not report which weights sampled a response, as rollout.ahead "
                         "needs; start it with the vLLM plug-in of this package, or set rollout.ahead to 0"
                     )
                 halted = halted or sample.finish == "abort"
-                if one.turn is turn:  # else the episode gave it up
-                    one.add(sample)
+                if conversation.turn is turn:  # else the episode has cancelled it
+                    conversation.add(sample)
 
         limit = min(self._max_sequences, max(1, _TOKENS_PER_REQUEST // task.max_tokens))
         running: set[asyncio.Task[None]] = set()
         try:
             while not group.complete:
                 if not halted:
-                    running |= {asyncio.create_task(request(some)) for some in group.take_due(limit)}
+                    running |= {asyncio.create_task(request(due)) for due in group.take_due(limit)}
                 elif not running:
                     break  # the rest needs another engine, or new weights
                 group.changed.clear()
                 await group.changed.wait()
-                for one in [one for one in running if one.done()]:
-                    running.remove(one)
-                    one.result()
+                for request_task in [r for r in running if r.done()]:
+                    running.remove(request_task)
+                    request_task.result()
         finally:
-            for one in running:
-                one.cancel()
+            for request_task in running:
+                request_task.cancel()
         complete = group.complete and not group.dropped
         if complete and group.grading is None:
             group.grading = asyncio.create_task(self._grade(group))
@@ -158,15 +160,16 @@ class Worker:
 
     async def answers(self, ticket: int) -> GroupAnswers:
         """See ``GroupWorker``."""
-        group = await self._graded(ticket)
-        correct, extracted = [t.correct for t in group], [t.extracted for t in group]
+        responses = by_response(await self._graded(ticket))
+        last = [rows[-1] for rows in responses]
+        correct, extracted = [t.correct for t in last], [t.extracted for t in last]
         return GroupAnswers(
-            responses=[t.text for t in group],
+            responses=[t.text for t in last],
             correct=correct,
             extracted=extracted,
             classes=await classify_answers(extracted, correct, self._comparer),
-            lengths=[t.sampled for t in group],
-            finishes=[t.finish for t in group],
+            lengths=[sum(t.sampled for t in rows) for rows in responses],
+            finishes=[t.finish for t in last],
         )
 
     async def drop(self, tickets: list[int]) -> None:
@@ -187,21 +190,21 @@ class Worker:
 
     async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
         """See ``GroupWorker``."""
-        found: dict[int, list[Trajectory]] = {ticket: [] for ticket in tickets}
+        by_ticket: dict[int, list[Trajectory]] = {ticket: [] for ticket in tickets}
         for t in iter_rollouts(file):
-            if t.group in found:
-                found[t.group].append(t)
-        for ticket, trajectories in found.items():
+            if t.group in by_ticket:
+                by_ticket[t.group].append(t)
+        for ticket, trajectories in by_ticket.items():
             if not trajectories:
                 raise UserError(f"{file}: group {ticket} is missing; restore the file")
             self._groups[ticket] = group = RunningGroup(_task_of(ticket, trajectories))
             group.graded.set_result(trajectories)
         self._arrived.set()
-        return [scores_of(trajectories) for trajectories in found.values()]
+        return [scores_of(trajectories) for trajectories in by_ticket.values()]
 
-    async def fetch(self, tickets: list[int], samples: list[int]) -> list[Trajectory]:
+    async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
         """See ``GroupWorker``."""
-        return [(await self._graded(ticket))[sample] for ticket, sample in zip(tickets, samples, strict=True)]
+        return [(await self._graded(ticket))[row] for ticket, row in zip(tickets, rows, strict=True)]
 
     async def counts(self) -> dict[str, float]:
         """See ``GroupWorker``."""
@@ -233,22 +236,22 @@ class Worker:
 
     async def _grade(self, group: RunningGroup) -> None:
         try:
-            found = await self._trajectories(group)
+            trajectories = await self._trajectories(group)
         except Exception as e:
             group.graded.set_exception(e)
             return
         group.conversations.clear()
         if not group.graded.done():
-            group.graded.set_result(found)
+            group.graded.set_result(trajectories)
 
     async def _trajectories(self, group: RunningGroup) -> list[Trajectory]:
         """The graded responses of a group. Raises the error of an episode."""
-        task, own = group.task, group.rewards()
-        responses = [one.response() for one in group.conversations]
+        task, episode_scores = group.task, group.rewards()
+        responses = [conversation.response() for conversation in group.conversations]
         if not task.graded:
             scores = [Score(0.0, False, None, "not graded", {})] * len(responses)
-        elif own:
-            scores = own
+        elif episode_scores:
+            scores = episode_scores
         else:
             scores = await self._scorer.score(
                 responses, task.answer, task.context, first_only=task.correctness_only
@@ -256,7 +259,8 @@ class Worker:
         if task.graded:
             group.failures = self._count_failures(task, scores)
         each = zip(group.conversations, responses, scores, strict=True)
-        return [one.trajectory(response, score) for one, response, score in each]
+        rows = (conversation.trajectories(response, score) for conversation, response, score in each)
+        return list(chain.from_iterable(rows))
 
     def _count_failures(self, task: GroupTask, scores: list[Score]) -> FailureCount:
         """Count the failures of a group; the first of each kind is logged at once."""
@@ -279,7 +283,7 @@ def _task_of(ticket: int, group: list[Trajectory]) -> GroupTask:
         first.prompt_id,
         first.prompt,
         first.answer,
-        len(group),
+        len(by_response(group)),
         first.seed,
         max_tokens=0,
         version=int(first.versions.max(initial=0)),

@@ -53,14 +53,14 @@ def share_gloo_devices() -> None:
     if getattr(plain, "__module__", None) == __name__:
         return
 
-    def init(self: Any, store: dist.Store, rank: int, size: int, *given: Any, **timeout: Any) -> None:
-        if not given and timeout:
+    def init(self: Any, store: dist.Store, rank: int, size: int, *args: Any, **timeout: Any) -> None:
+        if not args and timeout:
             options = gloo._Options()
             options._devices = _gloo_devices(os.getpid())
             options._threads = 2 * len(options._devices)
             options._timeout = timeout["timeout"]
-            given, timeout = (options,), {}
-        plain(self, store, rank, size, *given, **timeout)
+            args, timeout = (options,), {}
+        plain(self, store, rank, size, *args, **timeout)
 
     gloo.__init__ = init
 

@@ -18,9 +18,9 @@ class PlainTextConsole(Console):
 
     def __init__(self, *, stderr: bool = False, **options: Any):
         """stderr: standard error instead of standard output. options: of ``Console``."""
-        own: dict[str, Any] = {"file": unfiltered(sys.stderr if stderr else sys.stdout)}
-        own["emoji"] = False  # in "module:x: ..." there is none
-        super().__init__(**own | options)
+        defaults: dict[str, Any] = {"file": unfiltered(sys.stderr if stderr else sys.stdout)}
+        defaults["emoji"] = False  # in "module:x: ..." there is none
+        super().__init__(**defaults | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A string as a text; escaped before it is measured."""

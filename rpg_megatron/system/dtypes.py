@@ -24,10 +24,10 @@ def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a name, such as torch.bfloat16 of "bfloat16". Raises ValueError for an unknown name."""
     import torch
 
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch")
-    return found
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

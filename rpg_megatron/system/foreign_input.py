@@ -150,8 +150,8 @@ def plain_value(
         return msgspec.msgpack.decode(raw)
     if extension is None:
         raise ValueError("a value of another type")
-    found = _EXTENSION.decode(raw)
-    return extension(found.code, memoryview(found.data))
+    decoded = _EXTENSION.decode(raw)
+    return extension(decoded.code, memoryview(decoded.data))
 
 
 def _environment() -> dict[str, str]:
@@ -182,10 +182,10 @@ def _receive(process: subprocess.Popen[bytes], seconds: float, largest: int) -> 
             while len(data) < count:
                 if not selector.select(max(0.0, end - time.monotonic())):
                     raise ForeignInputError(f"not read after {seconds:.0f} s")
-                some = os.read(pipe, min(count - len(data), 1 << 20))
-                if not some:
+                chunk = os.read(pipe, min(count - len(data), 1 << 20))
+                if not chunk:
                     raise ForeignInputError(f"its reader ended: {_reason(process)}")
-                data += some
+                data += chunk
         return bytes(data)
 
     (length,) = struct.unpack(">I", take(4))

@@ -47,14 +47,14 @@ def check_files(ranks: int, requests: int) -> list[str]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, _files()[1]))
         soft = most
     least = _LEAST_FILES + _FILES_PER_RANK * ranks
-    wanted = max(least, _SPARE_FILES + requests)
+    needed = max(least, _SPARE_FILES + requests)
     problem = (
-        f"open files are limited to {soft}, up to {wanted} are needed; raise the hard limit (ulimit -Hn) in "
+        f"open files are limited to {soft}, up to {needed} are needed; raise the hard limit (ulimit -Hn) in "
         "limits.conf, or Slurm's PropagateResourceLimits"
     )
     if soft < least:
         raise UserError(problem)
-    return [problem] if soft < wanted else []
+    return [problem] if soft < needed else []
 
 
 def _files() -> tuple[int, int]:

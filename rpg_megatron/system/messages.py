@@ -68,8 +68,8 @@ class _ClientKeyCheck:
 
 def _client_socket(context: Any, token: str) -> Any:
     socket = context.socket(zmq.DEALER)
-    own = _keys(token, "client")
-    socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
+    keys = _keys(token, "client")
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     socket.curve_serverkey = _keys(token, "server").public
     socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 500
@@ -93,9 +93,9 @@ class Server:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", _ClientKeyCheck(token))
         self._socket = self._context.socket(zmq.ROUTER)
-        own = _keys(token, "server")
+        keys = _keys(token, "server")
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = own.public, own.secret
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm = 0, 0, 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -155,8 +155,8 @@ def methods_of(interface: type, instance: Any, **others: Handler) -> dict[str, H
 
     others: more methods by name, and those that the object lacks.
     """
-    found = {name: others.get(name) or getattr(instance, name) for name in _signatures(interface)}
-    return found | others
+    methods = {name: others.get(name) or getattr(instance, name) for name in _signatures(interface)}
+    return methods | others
 
 
 def remote_calls(interface: type, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -304,8 +304,8 @@ class Client:
             if not self._socket.poll(1000 * _POLL_SECONDS):
                 self._while_waiting()
             while self._socket.poll(0):
-                got, kind, value = self._socket.recv_multipart()
-                if got == number:
+                reply_to, kind, value = self._socket.recv_multipart()
+                if reply_to == number:
                     return _result(kind, value, returns)
             self._handle_events(0)
         raise ConnectionLost(f"the {self._name} has ended (while waiting for {method}); see its log")

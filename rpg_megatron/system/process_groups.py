@@ -62,16 +62,16 @@ def members(*leaders: int) -> list[int]:
 
 def _members_of(leaders: Iterable[int]) -> list[tuple[int, int]]:
     """Pid and leader of each member of the groups. Reads /proc once, for any number of leaders."""
-    wanted = {str(leader): leader for leader in leaders}
-    found = []
-    for entry in os.listdir("/proc") if wanted else ():
+    leader_of = {str(leader): leader for leader in leaders}
+    pairs = []
+    for entry in os.listdir("/proc") if leader_of else ():
         if entry.isdigit():
             fields = _stat_fields(entry)
             if fields and fields[0] not in "ZX":
-                leader = wanted.get(fields[2]) or wanted.get(fields[3])
+                leader = leader_of.get(fields[2]) or leader_of.get(fields[3])
                 if leader is not None:
-                    found.append((int(entry), leader))
-    return found
+                    pairs.append((int(entry), leader))
+    return pairs
 
 
 def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = True) -> None:
@@ -90,27 +90,27 @@ def send(leaders: Iterable[int], number: signal.Signals, *, trackers: bool = Tru
 
 def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
     """Wait until the groups have no running member. Returns those that still have one after ``seconds``."""
-    left, end = set(leaders), time.monotonic() + seconds
+    remaining, end = set(leaders), time.monotonic() + seconds
     while True:
-        left = {leader for _, leader in _members_of(left)}
-        if not left or time.monotonic() >= end:
-            return left
+        remaining = {leader for _, leader in _members_of(remaining)}
+        if not remaining or time.monotonic() >= end:
+            return remaining
         time.sleep(0.05)
 
 
 def end_groups(leaders: Iterable[int], grace: float) -> None:
     """Send SIGTERM, wait up to ``grace`` seconds, then send SIGKILL to the remaining members."""
-    left = set(leaders)
+    remaining = set(leaders)
     if grace > 0:
-        send(left, signal.SIGTERM)
-        left = wait_empty(left, grace)
-    if left:
-        send(left, signal.SIGKILL, trackers=False)
-        left = wait_empty(left, 3.0)
+        send(remaining, signal.SIGTERM)
+        remaining = wait_empty(remaining, grace)
+    if remaining:
+        send(remaining, signal.SIGKILL, trackers=False)
+        remaining = wait_empty(remaining, 3.0)
     end = time.monotonic() + 10.0
-    while left and time.monotonic() < end:
-        send(left, signal.SIGKILL)
-        left = wait_empty(left, 0.5)
+    while remaining and time.monotonic() < end:
+        send(remaining, signal.SIGKILL)
+        remaining = wait_empty(remaining, 0.5)
 
 
 def _is_tracker(pid: int) -> bool:
@@ -132,7 +132,7 @@ def leftover_segments(leaders: Iterable[int]) -> set[Path]:
 
 def segments_of(leaders: Iterable[int]) -> dict[int, set[Path]]:
     """``leftover_segments`` by leader; leaders without any are left out."""
-    found: dict[int, set[Path]] = {}
+    by_leader: dict[int, set[Path]] = {}
     for pid, leader in _members_of(leaders):
         try:
             lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -140,5 +140,5 @@ def segments_of(leaders: Iterable[int]) -> dict[int, set[Path]]:
             continue
         paths = {Path(line[line.index("/") :]) for line in lines if f" {SHARED_MEMORY}/" in line}
         if segments := {p for p in paths if "-cpushm_" in p.name or p.name.startswith("psm_")}:
-            found.setdefault(leader, set()).update(segments)
-    return found
+            by_leader.setdefault(leader, set()).update(segments)
+    return by_leader

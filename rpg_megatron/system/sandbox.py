@@ -73,12 +73,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def means() -> list[str]:
     """What this kernel has of the two, by name; empty if foreign input cannot be confined."""
-    found = []
+    available = []
     if _filter_available():
-        found.append("seccomp")
+        available.append("seccomp")
     if version := _landlock_version():
-        found.append(f"Landlock {version}")
-    return found
+        available.append(f"Landlock {version}")
+    return available
 
 
 def enter(memory: int) -> None:
@@ -136,7 +136,7 @@ class _Program(ctypes.Structure):
 def _enter_filter() -> None:
     column = list(_MACHINES).index(platform.machine())
     architecture, seccomp = _MACHINES[platform.machine()]
-    numbers = [found for each in _ALLOWED.values() if (found := each[column]) is not None]
+    numbers = [syscall for each in _ALLOWED.values() if (syscall := each[column]) is not None]
     load, equal, answer = 0x20, 0x15, 0x06
     program = [
         (load, 0, 0, 4),  # the architecture: on x86_64, programs can also use 32-bit calls
@@ -163,9 +163,9 @@ def find_reachable(_files: object, parent: int) -> Iterator[list[str]]:
         "open connections": socket.socket,
         "signal other processes": lambda: os.kill(parent, 0),
     }
-    found = []
+    reachable = []
     for name, attempt in attempts.items():
         with suppress(OSError):
             attempt()
-            found.append(name)
-    yield found
+            reachable.append(name)
+    yield reachable

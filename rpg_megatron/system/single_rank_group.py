@@ -83,11 +83,11 @@ class _SingleRankGroup(_ProcessGroup):  # type: ignore[misc]
 
     all_gather_single_coalesced = reduce_scatter_single_coalesced = alltoall
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, *_: Any) -> dist.Work:
-        return _copy([output], [given])
+    def all_to_all_single(self, output: Tensor, source: Tensor, *_: Any) -> dist.Work:
+        return _copy([output], [source])
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        return _copy([output], [given], opts)
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        return _copy([output], [source], opts)
 
     reduce_scatter_single = all_gather_single
 
@@ -96,8 +96,8 @@ def _copy(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None)
     """Copy inputs to outputs of as many elements, unless they are the same memory."""
     if getattr(opts, "reduceOp", None) == dist.ReduceOp.PREMUL_SUM:
         raise NotImplementedError(f"{SINGLE_RANK}: a reduction that scales its input")
-    for output, given in zip(outputs, inputs, strict=True):
-        values = given.detach().reshape(output.shape)
+    for output, source in zip(outputs, inputs, strict=True):
+        values = source.detach().reshape(output.shape)
         if values.data_ptr() != output.data_ptr():
             output.detach().copy_(values)
     return _Done()

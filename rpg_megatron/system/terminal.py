@@ -30,7 +30,7 @@ _LONGEST_ERROR = 16_000
 
 def printable(text: str) -> str:
     """A text with its control characters as Python's escapes; newlines and tabs stay."""
-    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:

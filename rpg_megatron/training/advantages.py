@@ -26,15 +26,17 @@ def build_advantages(settings: AnyAdvantageSettings) -> Advantages:
     def checked(rewards: NDArray[Any], group: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.float64]:
         returned = function(rewards.copy(), group.copy(), lengths.copy())
         try:
-            found = np.asarray(returned, np.float64)
+            values = np.asarray(returned, np.float64)
         except (TypeError, ValueError):  # such as None, or rows of unequal length
-            found = np.full(rewards.shape, np.nan)
-        if found.shape != rewards.shape or not np.isfinite(found).all():
-            what = f"shape {found.shape}" if found.shape != rewards.shape else "a value that is not finite"
+            values = np.full(rewards.shape, np.nan)
+        if values.shape != rewards.shape or not np.isfinite(values).all():
+            problem = (
+                f"shape {values.shape}" if values.shape != rewards.shape else "a value that is not finite"
+            )
             raise UserError(
-                f"advantage.type {settings.type}: returns {what}; return one finite number per response, "
+                f"advantage.type {settings.type}: returns {problem}; return one finite number per response, "
                 f"shape {rewards.shape}"
             )
-        return found
+        return values
 
     return checked

@@ -78,11 +78,11 @@ class BatchScatter:
             assert source is not None, "a leader has no source of trajectories"
             return fetch_planned(encoded, source)
 
-        batch, mine = run_together(lambda: fetch() if leads else ([], []))
+        batch, trajectories = run_together(lambda: fetch() if leads else ([], []))
         if self._group is not None:
             flat = self._broadcast(flatten(batch) if leads else None)
             batch = batch if leads else unflatten(*flat)
-        return batch, mine
+        return batch, trajectories
 
     def _send(self, encoded: EncodedPlan, to: int) -> None:
         for tensor in (torch.tensor([len(encoded)]), torch.from_numpy(encoded)):
@@ -140,21 +140,21 @@ def encode_plan(
 ) -> EncodedPlan:
     """A leader's part of the plan: batch sizes, and five numbers for each trajectory."""
     chosen = np.fromiter(chain.from_iterable(chain.from_iterable(plan)), np.int64)
-    columns = (index.worker, index.ticket, index.sample, index.group, advantages.view(np.int64))
+    columns = (index.worker, index.ticket, index.row, index.group, advantages.view(np.int64))
     words = [np.array(_sizes_of(plan), np.int64), *(column[chosen] for column in columns)]
     return np.concatenate(words)
 
 
 def fetch_planned(encoded: EncodedPlan, source: TrajectorySource) -> tuple[ReplicaBatch, list[Trajectory]]:
-    """Fetch the planned trajectories: nested as planned, and in batch order (by group, then sample)."""
+    """Fetch the planned trajectories: nested as planned, and in batch order (by group, then row)."""
     sizes, rest = _read_sizes(encoded)
     columns = rest.reshape(5, -1)
     order = np.lexsort((columns[2], columns[3]))
-    worker, ticket, sample, group, bits = columns[:, order]
-    mine = source.fetch(worker.tolist(), ticket.tolist(), sample.tolist())
-    for t, number, advantage in zip(mine, group.tolist(), bits.view(np.float64).tolist(), strict=True):
+    worker, ticket, row, group, bits = columns[:, order]
+    fetched = source.fetch(worker.tolist(), ticket.tolist(), row.tolist())
+    for t, number, advantage in zip(fetched, group.tolist(), bits.view(np.float64).tolist(), strict=True):
         t.group, t.advantage = number, advantage
-    return _nest([mine[i] for i in np.argsort(order).tolist()], sizes), mine
+    return _nest([fetched[i] for i in np.argsort(order).tolist()], sizes), fetched
 
 
 def flatten(batch: ReplicaBatch) -> Flat:

@@ -76,7 +76,7 @@ class SaveResult:
 
     @property
     def warning(self) -> str:
-        """What to tell the user of a failed save."""
+        """Message for the user about a failed save."""
         free = _free_space(self.folder.parents[1])
         return (
             f"step {self.step}: no checkpoint, {self.folder} cannot be written ({self.problem}); {free}"
@@ -282,10 +282,10 @@ def load_run(
 
 def _restore_generators(generators: Any, mesh: Mesh) -> None:
     if len(generators) == mesh.world:
-        own = generators[mesh.rank]
-        torch.set_rng_state(own["cpu"])
-        if "cuda" in own and torch.cuda.is_available():
-            torch.cuda.set_rng_state(own["cuda"])
+        states = generators[mesh.rank]
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 def load_model(folder: Path, policy: Policy, anchor: HeldAnchor | None, *, trusted: bool = False) -> None:

@@ -57,9 +57,9 @@ class UtilizationSampler:
     def pop(self) -> tuple[float, int]:
         """Sum of the samples, each from 0 to 1, and their number, since the last call."""
         with self._lock:
-            found = self._sum, self._count
+            samples = self._sum, self._count
             self._sum, self._count = 0.0, 0
-        return found
+        return samples
 
     def close(self) -> None:
         """Stop sampling."""
@@ -92,17 +92,17 @@ class Efficiency:
         """
         peak = torch.tensor([peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        found = {"time/unix": round(time.time(), 3)}
+        values = {"time/unix": round(time.time(), 3)}
         if self._device.type == "cuda":
             busy = torch.tensor(self._sampler.pop(), dtype=torch.float64, device=self._device)
             dist.all_reduce(busy)
             total, count = busy.tolist()
-            found |= {"gpu/utilization": total / count} if count else {}
+            values |= {"gpu/utilization": total / count} if count else {}
         if "step/tokens" not in row or "time/step" not in row:
-            return found
+            return values
         rate = row["step/tokens"] / max(row["time/step"], 1e-9)
-        found |= {"throughput/tokens_per_second": rate, "memory/peak_bytes": peak.item()}
-        return found | self.mfu(row)
+        values |= {"throughput/tokens_per_second": rate, "memory/peak_bytes": peak.item()}
+        return values | self.mfu(row)
 
     def mfu(self, row: dict[str, float]) -> dict[str, float]:
         """``gpu/mfu*``: the model's FLOPs relative to the peak of the GPUs; empty if the peak is unknown.
@@ -112,8 +112,8 @@ class Efficiency:
         """
         if self._peak is None or "step/forward_flops" not in row:
             return {}
-        one = row["step/forward_flops"] / (self._peak * self._world)
-        update, scoring = 3 * self._epochs * one, self._passes * one
+        forward = row["step/forward_flops"] / (self._peak * self._world)
+        update, scoring = 3 * self._epochs * forward, self._passes * forward
         work = {"update": update, "logprobs": scoring, "step": update + scoring}
         keys = {"update": "gpu/mfu_update", "logprobs": "gpu/mfu_logprobs", "step": "gpu/mfu"}
         return {

@@ -64,11 +64,11 @@ def _checked(loss: TokenLoss, settings: Settings) -> TokenLoss:
         out = loss(logp, tokens)
         if not isinstance(out, LossOutput):
             raise UserError(f"{name}: returns a {type(out).__name__}, not a LossOutput; see docs/extend.md")
-        for what, values in {"per_token": out.per_token, **out.metrics}.items():
+        for output, values in {"per_token": out.per_token, **out.metrics}.items():
             if not isinstance(values, Tensor) or values.shape != logp.shape:
-                found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise UserError(
-                    f"{name}: {what} is {found}; it must be a tensor with one value per token, "
+                    f"{name}: {output} is {actual}; it must be a tensor with one value per token, "
                     f"{tuple(logp.shape)} like logp"
                 )
         if settings.anchor.type == "kl_trigger" and "kl" not in out.metrics:

@@ -46,7 +46,7 @@ class WorstToken:
 
 
 def check_mismatch(
-    mine: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     version: int,
     settings: GuardSettings,
     dtype: str,
@@ -58,24 +58,24 @@ def check_mismatch(
 ) -> tuple[dict[str, float], str | None]:
     """Metrics ``mismatch/*``, and a message if they are out of bounds and the guard is on. Collective.
 
-    The result is the same on every rank; the message names the worst token of all leaders. mine: this
-    leader's trajectories, empty on other ranks. probes: this leader's probes, with the engine as ``group``,
-    compared like the batch and by ``compare_probes``; None: there are none. engines: number of engines.
+    The result is the same on every rank; the message names the worst token of all leaders. trajectories: this
+    leader's, empty on other ranks. probes: this leader's probes, with the engine as ``group``, compared like
+    the batch and by ``compare_probes``; None: there are none. engines: number of engines.
     excess: ``RolloutSettings.log_prob_excess``, for the batch only, since probes are sampled from the full
     distribution.
     """
-    gaps = find_gaps(mine, version, excess), find_gaps(probes or (), version)
+    gaps = find_gaps(trajectories, version, excess), find_gaps(probes or (), version)
     row, engine = compare_gaps(*gaps, leaders=leaders), -1
     if probes is not None:
         of_probes, engine = compare_probes(probes, version, settings, engines)
         row |= of_probes
     if not out_of_bounds(row, settings, dtype):
         return row, None
-    found = gather_objects(
-        [find_worst(mine, version, excess=excess), find_worst(probes or (), version, probes=True)],
+    pairs = gather_objects(
+        [find_worst(trajectories, version, excess=excess), find_worst(probes or (), version, probes=True)],
         list[WorstToken | None],
     )
-    worst = max(w for pair in found for w in pair if w)
+    worst = max(w for pair in pairs for w in pair if w)
     return row, describe_mismatch(row, worst, settings, dtype, step=version + 1, engine=engine)
 
 
@@ -108,27 +108,27 @@ def compare_probes(
     return row, engine
 
 
-def compare_gaps(*found: tuple[Floats, int], leaders: int) -> dict[str, float]:
+def compare_gaps(*results: tuple[Floats, int], leaders: int) -> dict[str, float]:
     """Mean, 99th percentile and maximum of the gap over tokens sampled with the same weights. Collective.
 
-    found: this leader's results of ``find_gaps``; on other ranks those without trajectories. leaders: number
-    of leaders. Returns the same numbers on every rank.
+    results: of ``find_gaps`` on this leader; on other ranks those without trajectories. leaders: number of
+    leaders. Returns the same numbers on every rank.
     """
-    gap, stale = np.concatenate([gap for gap, _ in found]), sum(stale for _, stale in found)
+    gap, stale = np.concatenate([gap for gap, _ in results]), sum(stale for _, stale in results)
     if leaders > 1:
         return summarise_sharded(gap, stale, sum_arrays)
     row: dict[str, float] = broadcast_object(summarise(gap, stale), dict[str, float])
     return row
 
 
-def find_gaps(mine: Sequence[Trajectory], version: int, excess: float = 0.0) -> tuple[Floats, int]:
+def find_gaps(trajectories: Sequence[Trajectory], version: int, excess: float = 0.0) -> tuple[Floats, int]:
     """The gaps of tokens sampled with weights ``version``, float32 [N], and the number of other tokens.
 
     excess: how far the engine's log-prob may exceed the trainer's, in nats; only the rest is a gap.
     """
-    comparable = [_comparable(t, version) for t in mine]
-    gaps = [_gap(t, excess)[chosen] for t, chosen in zip(mine, comparable, strict=True)]
-    stale = sum(t.sampled - int(chosen.sum()) for t, chosen in zip(mine, comparable, strict=True))
+    comparable = [_comparable(t, version) for t in trajectories]
+    gaps = [_gap(t, excess)[chosen] for t, chosen in zip(trajectories, comparable, strict=True)]
+    stale = sum(t.sampled - int(chosen.sum()) for t, chosen in zip(trajectories, comparable, strict=True))
     return np.concatenate(gaps) if gaps else np.zeros(0, np.float32), stale
 
 
@@ -167,12 +167,12 @@ def summarise_sharded(
     upper = np.searchsorted(ends, indices, side="right")
     chosen = np.unique(upper)
     lower = add_up(np.concatenate([_count(bits[bits >> 16 == u] & 0xFFFF) for u in chosen]))
-    found = []
+    patterns = []
     for k, u in zip(indices, upper, strict=True):
-        own = np.cumsum(lower.reshape(len(chosen), -1)[np.searchsorted(chosen, u)])
-        rest = np.searchsorted(own, k - (ends[u] - sums[2 + u]), side="right")
-        found.append((int(u) << 16) + int(rest))
-    low, high, largest = np.array(found, np.uint32).view(np.float32)
+        cumulative = np.cumsum(lower.reshape(len(chosen), -1)[np.searchsorted(chosen, u)])
+        rest = np.searchsorted(cumulative, k - (ends[u] - sums[2 + u]), side="right")
+        patterns.append((int(u) << 16) + int(rest))
+    low, high, largest = np.array(patterns, np.uint32).view(np.float32)
     # A NaN sorts above all numbers here, and makes all three NaN as in ``summarise``.
     quantile = largest if np.isnan(largest) else np.quantile(np.array([low, high]), float(index - before))
     return row | {
@@ -196,22 +196,22 @@ def out_of_bounds(row: dict[str, float], settings: GuardSettings, dtype: str) ->
 
 
 def find_worst(
-    mine: Sequence[Trajectory], version: int, *, probes: bool = False, excess: float = 0.0
+    trajectories: Sequence[Trajectory], version: int, *, probes: bool = False, excess: float = 0.0
 ) -> WorstToken | None:
     """The token with the largest gap of those sampled by weights ``version``; None without trajectories.
 
     excess: as in ``find_gaps``. probes: whether these are probes, with the engine as ``group``.
     """
-    found = []
-    for t in mine:
+    tokens = []
+    for t in trajectories:
         # Stale tokens are excluded, and those that were not sampled; a NaN counts as infinite.
         gap = np.where(_comparable(t, version), np.nan_to_num(_gap(t, excess), nan=np.inf), -1.0)
         at = int(gap.argmax())
         numbers = float(t.behaviour[at]), float(t.old[at])
         order = -t.group, -t.sample
         token = WorstToken(float(gap[at]), order, at, len(gap), t.prompt_id, t.sample, *numbers)
-        found.append(replace(token, probed=t.group) if probes else token)
-    return max(found, default=None)
+        tokens.append(replace(token, probed=t.group) if probes else token)
+    return max(tokens, default=None)
 
 
 def describe_mismatch(

@@ -21,13 +21,13 @@ from rpg_megatron.system.collectives import sum_arrays
 from rpg_megatron.training.loss import build_correction
 
 
-def off_policy_metrics(mine: Sequence[Trajectory], settings: Settings) -> dict[str, float]:
+def off_policy_metrics(trajectories: Sequence[Trajectory], settings: Settings) -> dict[str, float]:
     """``off_policy/*``, and with a correction ``correction/sequences_hit_frac``. Collective.
 
-    mine: this leader's trajectories with ``old``; empty on the other ranks. Truncated responses are excluded
-    if ``training.mask_truncated`` is set. No metrics without any tokens.
+    trajectories: this leader's, with ``old``; empty on the other ranks. Truncated responses are excluded if
+    ``training.mask_truncated`` is set. No metrics without any tokens.
     """
-    tokens = _tokens_learnt(mine, settings)
+    tokens = _loss_tokens(trajectories, settings)
     log_r, _ = clamp_log_ratio(tokens.old.double() - tokens.behaviour.double())
     responses = torch.zeros(tokens.sequence_count or 0, dtype=torch.float64)
     hits = torch.zeros_like(responses)
@@ -36,8 +36,8 @@ def off_policy_metrics(mine: Sequence[Trajectory], settings: Settings) -> dict[s
         hits.index_add_(0, tokens.sequences, hit.double())
     sums = [_weight_sums(log_r), _weight_sums(responses.index_add(0, tokens.sequences, log_r))]
     sums.append(torch.stack([-log_r.sum(), (log_r.expm1() - log_r).sum(), (hits > 0).double().sum()]))
-    found = sum_arrays(torch.cat(sums).numpy()).tolist()
-    (count, w, w2, sequences, s, s2), (k1, k3, sequences_hit) = found[:6], found[6:]
+    totals = sum_arrays(torch.cat(sums).numpy()).tolist()
+    (count, w, w2, sequences, s, s2), (k1, k3, sequences_hit) = totals[:6], totals[6:]
     if not count:
         return {}
     row = {
@@ -57,21 +57,22 @@ def _weight_sums(log_weights: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.tensor(float(len(w)), dtype=torch.float64), w.sum(), w.square().sum()])
 
 
-def correction_by_lag(mine: Sequence[Trajectory], version: int, settings: Settings) -> dict[str, float]:
+def correction_by_lag(
+    trajectories: Sequence[Trajectory], version: int, settings: Settings
+) -> dict[str, float]:
     """``correction/lag_<n>/ratio_mean`` and ``hit_frac`` for each lag n that has tokens. Collective.
 
-    mine: this leader's trajectories with ``old``; empty on the other ranks. version: that of the weights
-    before the update. The lag of a token is the number of updates between the weights that sampled it and
-    these. The means over all lags, weighted by tokens, are ``correction/ratio_mean`` and
-    ``correction/hit_frac``; like these, they exclude truncated responses if ``training.mask_truncated`` is
-    set.
+    trajectories: this leader's, with ``old``; empty on the other ranks. version: that of the weights before
+    the update. The lag of a token is the number of updates between the weights that sampled it and these. The
+    means over all lags, weighted by tokens, are ``correction/ratio_mean`` and ``correction/hit_frac``. Both
+    exclude truncated responses if ``training.mask_truncated`` is set.
     """
     assert settings.correction is not None
-    found = build_correction(settings.correction)(_tokens_learnt(mine, settings)).metrics
-    lags = version - _join((t.versions[t.mask] for t in _learnt(mine, settings)), torch.int32)
+    metrics = build_correction(settings.correction)(_loss_tokens(trajectories, settings)).metrics
+    lags = version - _join((t.versions[t.mask] for t in _in_loss(trajectories, settings)), torch.int32)
     most = settings.rollout.ahead
     known = lags <= most  # groups kept from before ``ahead`` was set may be older
-    columns = torch.ones(len(lags)), found["correction_ratio"], found["correction_hit"]
+    columns = torch.ones(len(lags)), metrics["correction_ratio"], metrics["correction_hit"]
     # bincount of no tokens gives integers
     sums = torch.stack([torch.bincount(lags[known], c[known].double(), most + 1).double() for c in columns])
     row = {}
@@ -82,21 +83,21 @@ def correction_by_lag(mine: Sequence[Trajectory], version: int, settings: Settin
     return row
 
 
-def _learnt(mine: Sequence[Trajectory], settings: Settings) -> list[Trajectory]:
+def _in_loss(trajectories: Sequence[Trajectory], settings: Settings) -> list[Trajectory]:
     cut = settings.training.mask_truncated
-    return [t for t in mine if t.sampled and not (cut and t.finish == "length")]
+    return [t for t in trajectories if t.sampled and not (cut and t.finish == "length")]
 
 
-def _tokens_learnt(mine: Sequence[Trajectory], settings: Settings) -> ResponseTokens:
+def _loss_tokens(trajectories: Sequence[Trajectory], settings: Settings) -> ResponseTokens:
     """The tokens that are in the loss; ``anchor`` and ``advantages`` are empty."""
-    learnt = _learnt(mine, settings)
+    kept = _in_loss(trajectories, settings)
     return ResponseTokens(
-        old=_join((t.old[t.mask] for t in learnt), torch.float32),
+        old=_join((t.old[t.mask] for t in kept), torch.float32),
         anchor=torch.zeros(0),
-        behaviour=_join((t.behaviour[t.mask] for t in learnt), torch.float32),
+        behaviour=_join((t.behaviour[t.mask] for t in kept), torch.float32),
         advantages=torch.zeros(0),
-        sequences=_join((np.full(t.sampled, i) for i, t in enumerate(learnt)), torch.int64),
-        sequence_count=len(learnt),
+        sequences=_join((np.full(t.sampled, i) for i, t in enumerate(kept)), torch.int64),
+        sequence_count=len(kept),
     )
 
 

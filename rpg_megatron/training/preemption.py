@@ -21,7 +21,7 @@ sysexits.h.
 
 
 class Stopped(Exception):
-    """The run stops here, to be saved and resumed. Raised on all ranks alike."""
+    """The run stops here, to be saved and resumed. Raised on every rank."""
 
 
 class StopRequest:
@@ -31,7 +31,7 @@ class StopRequest:
         self.received = False
 
     def listen(self) -> None:
-        """Handle stop signals from now on. Call it from the main thread, as often as you like."""
+        """Handle stop signals from now on. Call it from the main thread; it may be repeated."""
         for number in WARNINGS:
             signal.signal(number, self._handle)
 

@@ -79,7 +79,7 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
     signal stopped it and its state is saved.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-    # Megatron's warnings about optional packages and its own deprecations are of no use to users.
+    # Megatron's warnings about optional packages and its own deprecations do not help users.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     run_dir, work, bridge = (Path(a) for a in sys.argv[1:4])

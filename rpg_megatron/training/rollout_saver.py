@@ -36,7 +36,7 @@ class RolloutSaver:
         """
         remove_rollouts(rollouts_file(self._run_dir, step))
 
-    def start(self, step: int, mine: Sequence[Trajectory], *, routes: bool) -> None:
+    def start(self, step: int, trajectories: Sequence[Trajectory], *, routes: bool) -> None:
         """Start writing on leaders. Call it on all ranks, after ``finish`` of the previous step.
 
         The trajectories must not change until ``finish``. routes: also save their routes, if any.
@@ -44,7 +44,7 @@ class RolloutSaver:
         mesh = self._mesh
         self._file = part_file(rollouts_file(self._run_dir, step), mesh.data_rank, mesh.data)
         if mesh.leads:
-            self._writer.start(self._file, mine, routes=routes)
+            self._writer.start(self._file, trajectories, routes=routes)
 
     def finish(self) -> list[str]:
         """Wait until all leaders have written the step; returns all errors, on every rank. Collective."""

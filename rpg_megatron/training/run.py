@@ -47,7 +47,7 @@ _ENGINES_END_SECONDS = 60.0
 class RankRun:
     """Trainer, weight sync, checkpoints and metrics of one rank.
 
-    A method whose docstring says "may stop" raises Stopped, on all ranks alike, after a stop signal.
+    A method whose docstring says "may stop" raises Stopped, on every rank, after a stop signal.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class RankRun:
             return 0
         self.events.phase("checkpoint")
         # With --from, it is in the folder of a run that others may have made.
-        own = self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
-        state = self._trainer.load(self._checkpoint, trusted=own)
+        in_run_dir = self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
+        state = self._trainer.load(self._checkpoint, trusted=in_run_dir)
         self._step, self._row = state["step"], state.get("row")
         self._saved_step = self._current = self._step
         self._sampler_state, self._summary = state["sampler"], state["summary"]
@@ -408,14 +408,14 @@ class RankRun:
 
     def _export_best(self) -> dict[str, Any] | None:
         """Export the best checkpoint unless it is the last one; returns its entry in the summary."""
-        wanted = self.settings.checkpoint.keep_best
-        if wanted is None:
+        keep_best = self.settings.checkpoint.keep_best
+        if keep_best is None:
             return None
         best: dict[str, Any] | None = broadcast_object(self._best.summary(), dict[str, Any] | None)
         # Without a checkpoint of the last step, the weights in memory are its only copy.
         if best is None or self._saved_step != self._step:
             return best
-        if wanted.export and self.settings.export.enabled and best["step"] != self.steps:
+        if keep_best.export and self.settings.export.enabled and best["step"] != self.steps:
             with self._weight_sync.state_on_gpu(self.policy.offloader):
                 best["export"] = str(self._trainer.export(self._run_dir, best["step"], saved=True))
         return best

@@ -20,15 +20,15 @@ class StepWarnings:
         self._before: dict[str, set[str]] = {}
         """What was wrong with the step before, by method."""
         self._compared = False
-        """Whether it has been told that engines are not compared."""
+        """Whether the warning that engines are not compared was shown."""
 
     def check_batch(self, step: int, row: Mapping[str, float]) -> None:
         """Responses that are all cut off, and rewards that teach nothing. row: metrics of the batch."""
-        self._tell("batch", step, dict(self._of_batch(row)))
+        self._warn_new("batch", step, dict(self._batch_problems(row)))
 
     def check_update(self, step: int, row: Mapping[str, float]) -> None:
         """Updates that were skipped, and metrics that are not finite. row: metrics with those of updates."""
-        self._tell("update", step, dict(self._of_update(row)), always=True)
+        self._warn_new("update", step, dict(self._update_problems(row)), always=True)
 
     def check_probes(self, step: int, row: Mapping[str, float]) -> None:
         """Once: engines that ``guards.engine_ratio`` cannot compare. row: metrics of the mismatch."""
@@ -41,13 +41,13 @@ class StepWarnings:
             f"{row.get('async/probe_tokens', 0):.0f}; raise guards.probe_prompts or guards.probe_tokens"
         )
 
-    def _tell(self, kind: str, step: int, found: dict[str, str], *, always: bool = False) -> None:
-        for what, text in found.items():
-            if always or what not in self._before.get(kind, ()):
+    def _warn_new(self, kind: str, step: int, messages: dict[str, str], *, always: bool = False) -> None:
+        for key, text in messages.items():
+            if always or key not in self._before.get(kind, ()):
                 self._warn(f"step {step}: {text}")
-        self._before[kind] = set(found)
+        self._before[kind] = set(messages)
 
-    def _of_batch(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    def _batch_problems(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit = self._settings.rollout.max_response_tokens
         if row.get("response/truncated_frac") == 1:
             yield (
@@ -66,7 +66,7 @@ class StepWarnings:
                 "No learning signal",
             )
 
-    def _of_update(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    def _update_problems(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         limit = self._settings.guards.skipped_updates
         if skipped := int(row.get("policy/skipped_updates", 0)):
             yield (

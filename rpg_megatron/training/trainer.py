@@ -5,6 +5,7 @@ Methods are collective unless they say otherwise: every rank calls them in the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
@@ -79,7 +81,7 @@ class Batch:
 
 
 class TooManySkippedUpdates(UserError):
-    """``guards.skipped_updates`` is reached; raised on all ranks alike."""
+    """``guards.skipped_updates`` is reached; raised on every rank."""
 
 
 class Trainer:
@@ -158,10 +160,10 @@ class Trainer:
         """
         advantages = np.zeros(0)
         if index is not None:
-            advantages = self._advantages(index.reward, index.group, index.sampled)
+            advantages = self._advantages_of(index)
         plan = self._plan(index, self.settings.training.minibatches)
-        minibatches, mine = self._scatter.scatter(plan, index, advantages, source)
-        return Batch(minibatches, mine, index)
+        minibatches, trajectories = self._scatter.scatter(plan, index, advantages, source)
+        return Batch(minibatches, trajectories, index)
 
     def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
         """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
@@ -173,12 +175,24 @@ class Trainer:
         advantages = np.zeros(0 if index is None else len(index))
         batch.probes, batch.my_probes = self._scatter.scatter(self._plan(index, 1), index, advantages, source)
 
+    def _advantages_of(self, index: BatchIndex, penalty: NDArray[np.float64] | None = None) -> NDArray[Any]:
+        """Advantage of each trajectory, [N]: of its response, which may have several.
+
+        penalty: to be subtracted from the reward of each response.
+        """
+        starts = index.starts
+        rows = np.diff(np.append(starts, len(index)))
+        rewards = index.reward[starts] - (0.0 if penalty is None else penalty)
+        sampled = np.add.reduceat(index.sampled, starts) if len(starts) else index.sampled
+        return np.repeat(self._advantages(rewards, index.group[starts], sampled), rows)
+
     def _plan(self, index: BatchIndex | None, minibatches: int) -> Plan:
         if index is None:
             return []
         return plan_batches(
             (index.prompt_length + index.response_length).tolist(),
             minibatches=minibatches,
+            starts=index.starts.tolist(),
             data=self.mesh.data,
             budget=self.settings.training.tokens_per_microbatch,
             context=self.mesh.context,
@@ -231,20 +245,25 @@ class Trainer:
 
         ``reward`` of the trajectories stays the grader's.
         """
-        mine = [
+        divergences = [
             (t.group, t.sample, response_kl(t.old[t.mask], t.anchor[t.mask], settings.estimator))
             for t in batch.mine
         ]
-        everyone = gather_on_first(mine, list[tuple[int, int, float]])
-        found = {(group, sample): kl for part in everyone for group, sample, kl in part}
+        everyone = gather_on_first(divergences, list[tuple[int, int, float]])
+        kl_of = Counter[tuple[int, int]]()
+        for group, sample, kl in chain.from_iterable(everyone):
+            kl_of[group, sample] += kl
         advantages: dict[tuple[int, int], float] = {}
         if batch.index is not None:
             places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
-            kl = np.array([found[place] for place in places])
-            penalty = settings.coefficient * kl
-            new = self._advantages(batch.index.reward - penalty, batch.index.group, batch.index.sampled)
+            kl_of_responses = np.array([kl_of[places[start]] for start in batch.index.starts])
+            penalty = settings.coefficient * kl_of_responses
+            new = self._advantages_of(batch.index, penalty)
             advantages = dict(zip(places, new.tolist(), strict=True))
-            batch.metrics |= {"kl/response": float(kl.mean()), "reward/kl": float(-penalty.mean())}
+            batch.metrics |= {
+                "kl/response": float(kl_of_responses.mean()),
+                "reward/kl": float(-penalty.mean()),
+            }
         advantages = broadcast_object(advantages, dict[tuple[int, int], float])
         for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
@@ -257,8 +276,8 @@ class Trainer:
         """
         sums = torch.zeros(3, dtype=torch.float64)
         largest = torch.zeros(2, dtype=torch.float64)
-        own = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
-        for micro, row in zip(micro_batches, _logps_to_host(own) if own else [], strict=True):
+        unreplayed = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
+        for micro, row in zip(micro_batches, _logps_to_host(unreplayed) if unreplayed else [], strict=True):
             for t, logp in micro.split(row) if self.mesh.reports else ():
                 pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])[:, t.mask]
                 gaps = torch.from_numpy(pair).double().abs()
@@ -283,9 +302,12 @@ class Trainer:
         """
         if len(minibatches) == 1:
             return minibatches[0]
-        mine = list(iter_trajectories(minibatches))
+        trajectories = list(iter_trajectories(minibatches))
         budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
-        rows = [[mine[i] for i in row] for row in pack_rows([t.length for t in mine], budget, context)]
+        rows = [
+            [trajectories[i] for i in row]
+            for row in pack_rows([t.length for t in trajectories], budget, context)
+        ]
         most = torch.tensor(len(rows))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control_group())
         return rows + [[] for _ in range(int(most) - len(rows))]

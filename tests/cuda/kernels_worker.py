@@ -1,6 +1,6 @@
 """The process of test_sampling_kernels: vLLM's kernels under Triton's interpreter, on tensors of the CPU.
 
-``python kernels_worker.py FOLDER``, with ``TRITON_INTERPRET=1``. Writes what they give beside torch's answer.
+``python kernels_worker.py FOLDER``, with ``TRITON_INTERPRET=1``. Writes their results beside torch's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main() -> None:
     torch.manual_seed(0)
     temperatures = torch.tensor([0.0, 0.6, 1.0, 1.3])
     requests = torch.tensor([3, 1, 0, 2, 1], dtype=torch.int32)  # of each row
-    given = torch.randn(5, VOCABULARY) * 4
-    scaled = given.clone()
+    logits = torch.randn(5, VOCABULARY) * 4
+    scaled = logits.clone()
     apply_temperature(scaled, requests, temperatures)
-    wanted = given / torch.where(temperatures == 0, 1, temperatures)[requests.long()][:, None]
+    expected = logits / torch.where(temperatures == 0, 1, temperatures)[requests.long()][:, None]
 
     tokens = torch.tensor([0, 17, 8191, 8192, VOCABULARY - 1])
     scores = compute_topk_scores(scaled, 0, tokens)
@@ -55,7 +55,7 @@ def main() -> None:
     drawn = sample(few.expand(DRAWS, FEW), torch.full((DRAWS,), 7), torch.arange(DRAWS), 1.0)
     seeded = sample(few.expand(DRAWS, FEW), torch.arange(DRAWS), torch.full((DRAWS,), 7), 1.0)
     result = {
-        "temperature": (scaled - wanted).abs().max().item(),
+        "temperature": (scaled - expected).abs().max().item(),
         "logprobs": (scores.logprobs - exact).abs().max().item(),
         "ranks": torch.equal(scores.selected_token_ranks, ranks),
         "alone": torch.equal(together, alone),

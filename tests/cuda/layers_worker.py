@@ -44,9 +44,9 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
     layout, problems = mapping_for(shape), []
     for name, p in named_parameters(chunks):
-        wanted = layout.local_shape(name, tensor=mesh.tensor, vocab_multiple=1, experts=mesh.experts)
-        if wanted != tuple(p.shape):
-            problems.append(f"{name} has shape {tuple(p.shape)}, not {wanted}")
+        expected_shape = layout.local_shape(name, tensor=mesh.tensor, vocab_multiple=1, experts=mesh.experts)
+        if expected_shape != tuple(p.shape):
+            problems.append(f"{name} has shape {tuple(p.shape)}, not {expected_shape}")
         if p.dtype != torch.bfloat16 or p.device.type != "cuda":
             problems.append(f"{name} is {p.dtype} on {p.device}")
     models = wrap_data_parallel(chunks, settings.optimizer, settings.precision, mesh.data * mesh.context)
@@ -70,12 +70,12 @@ def main() -> None:
     folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
     parallel = case["parallel"]
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("data", 1)
-    with fake_cuda.fake_cuda(case["rank"], world) as seen:
+    with fake_cuda.fake_cuda(case["rank"], world) as recorder:
         try:
-            found = look(case)
+            result = look(case)
         except Exception:
-            found = {"error": traceback.format_exc()}
-    (folder / "result.json").write_text(json.dumps(found | {"faults": seen.faults}))
+            result = {"error": traceback.format_exc()}
+    (folder / "result.json").write_text(json.dumps(result | {"faults": recorder.faults}))
     fake_cuda.leave()
 
 

@@ -37,7 +37,7 @@ FLOAT8 = {int(tex.DType.kFloat8E4M3): torch.float8_e4m3fn, int(tex.DType.kFloat8
 def _values(x: Any, columns: bool) -> Tensor:
     """An operand as a matrix [rows, last dimension], in float32.
 
-    columns: of a quantised one, use the data for products over its rows, which are stored transposed.
+    columns: of a quantised operand, use the transposed copy, which is for products over its rows.
     """
     if not isinstance(x, QuantizedTensorStorage):
         return x.float().reshape(-1, x.shape[-1])
@@ -72,10 +72,10 @@ def create_empty_quantized_tensor(
             quantizer.dtype, None, rowwise=quantizer.rowwise_usage, columnwise=quantizer.columnwise_usage
         )
         like.internal = quantizer.internal
-    found = like.create_metadata(shape, dtype=dtype)
-    found["nontensor_kwargs"]["quantizer"] = quantizer
+    metadata = like.create_metadata(shape, dtype=dtype)
+    metadata["nontensor_kwargs"]["quantizer"] = quantizer
     parts = like.alloc_tensors(shape, device="cpu")
-    return found["cls"].__tensor_unflatten__(parts, found, tuple(shape), None)
+    return metadata["cls"].__tensor_unflatten__(parts, metadata, tuple(shape), None)
 
 
 def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
@@ -143,11 +143,11 @@ def _block_of(
     shape: Any, rows: int, columns: int, start: int, count: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """Row and column of the block of each element of a part of a flattened matrix."""
-    places = torch.arange(start, start + count)
-    found = places // columns // size, places % columns // size
+    positions = torch.arange(start, start + count)
+    block = positions // columns // size, positions % columns // size
     assert start + count <= rows * columns
-    assert int(found[1].max()) < shape[1]
-    return found
+    assert int(block[1].max()) < shape[1]
+    return block
 
 
 def fp8_block_scaling_compute_partial_amax(
@@ -169,6 +169,11 @@ def fp8_block_scaling_partial_cast(
 def fp8_transpose(x: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     turned = x.reshape(-1, x.shape[-1]).t().contiguous().view(x.shape[-1], *x.shape[:-1])
     return turned if out is None else out.copy_(turned)
+
+
+def swap_first_dims(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    swapped = x.transpose(0, 1).contiguous()
+    return swapped if out is None else out.copy_(swapped)
 
 
 def _dtype(te: Any, otherwise: torch.dtype) -> torch.dtype:
@@ -215,8 +220,8 @@ def generic_gemm(
         bias_gradient = _values(b, transb).sum(0).to(bias.dtype)
     elif bias is not None:
         value = value + bias.float()
-    given = b.size() if hasattr(b, "size") else b.shape
-    shape = value.shape if transb else (*given[:-1], value.size(-1))
+    b_shape = b.size() if hasattr(b, "size") else b.shape
+    shape = value.shape if transb else (*b_shape[:-1], value.size(-1))
     if out is None:
         assert not accumulate
         out = value.to(_dtype(dtype, torch.bfloat16)).view(shape)
@@ -284,10 +289,10 @@ def rmsnorm_bwd(
     gradient: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin: int, centred: bool
 ) -> tuple[Tensor, Tensor]:
     wide, scale = x.float(), inverse.reshape(*x.shape[:-1], 1)
-    given = gradient.reshape(x.shape).float()
-    normed, inner = wide * scale, given * weight.float()
+    dy = gradient.reshape(x.shape).float()
+    normed, inner = wide * scale, dy * weight.float()
     dx = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * scale
-    dw = (given * normed).reshape(-1, x.size(-1)).sum(0)
+    dw = (dy * normed).reshape(-1, x.size(-1)).sum(0)
     return dx.to(x.dtype), dw.to(weight.dtype)
 
 
@@ -352,9 +357,9 @@ def fused_attn_fwd(
     groups = q.size(1) // k.size(1)
     keys, values = (x.float().repeat_interleave(groups, 1) for x in (k, v))
     out, stats = torch.zeros(*q.shape[:2], v.size(-1)), torch.full((*q.shape[:2], 1), -torch.inf)
-    for rows, seen, causal in _blocks(mask, starts, starts_kv, padded, padded_kv):
-        scores = _scores(q[rows].float(), keys[seen], scale, causal)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values[seen])
+    for rows, key_rows, causal in _blocks(mask, starts, starts_kv, padded, padded_kv):
+        scores = _scores(q[rows].float(), keys[key_rows], scale, causal)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values[key_rows])
         stats[rows] = scores.logsumexp(-1).t()[..., None]
     return [out.to(dtype), stats, torch.zeros(2, dtype=torch.int64)]
 
@@ -390,21 +395,21 @@ def fused_attn_bwd(
     padded_kv: Tensor | None,
     *rest: Any,
 ) -> list[Tensor]:
-    """From the normaliser and the result that are given: with context parallelism, those of all keys."""
+    """Uses the given normaliser and output: with context parallelism, those over all keys."""
     assert layout == tex.NVTE_QKV_Layout.NVTE_THD_THD_THD
     groups = q.size(1) // k.size(1)
     keys, values = (x.float().repeat_interleave(groups, 1) for x in (k, v))
-    wide, given = q.float(), gradient.reshape(*q.shape[:2], -1).float()
-    inner = (given * out.reshape(given.shape).float()).sum(-1)
+    wide, dout = q.float(), gradient.reshape(*q.shape[:2], -1).float()
+    inner = (dout * out.reshape(dout.shape).float()).sum(-1)
     dq, dk, dv = torch.zeros_like(wide), torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, seen, causal in _blocks(mask, starts, starts_kv, padded, padded_kv):
+    for rows, key_rows, causal in _blocks(mask, starts, starts_kv, padded, padded_kv):
         normaliser = saved[0][rows].squeeze(-1).t()[..., None]
-        p = (_scores(wide[rows], keys[seen], scale, causal) - normaliser).exp()
-        dp = torch.einsum("qhd,khd->hqk", given[rows], values[seen])
+        p = (_scores(wide[rows], keys[key_rows], scale, causal) - normaliser).exp()
+        dp = torch.einsum("qhd,khd->hqk", dout[rows], values[key_rows])
         ds = p * (dp - inner[rows].t()[..., None]) * scale
-        dq[rows] = torch.einsum("hqk,khd->qhd", ds, keys[seen])
-        dk[seen] = torch.einsum("hqk,qhd->khd", ds, wide[rows])
-        dv[seen] = torch.einsum("hqk,qhd->khd", p, given[rows])
+        dq[rows] = torch.einsum("hqk,khd->qhd", ds, keys[key_rows])
+        dk[key_rows] = torch.einsum("hqk,qhd->khd", ds, wide[rows])
+        dv[key_rows] = torch.einsum("hqk,qhd->khd", p, dout[rows])
     dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
     return [*(x.to(dtype) for x in (dq, dk, dv)), None]
 
@@ -450,19 +455,19 @@ def thd_read_second_half_lse(total: Tensor, starts: Tensor, packed: bool, tokens
 
 
 def thd_grad_correction(gradient: Tensor, part: Tensor, starts: Tensor, first: str, second: str) -> None:
-    """The part has the tokens of both halves if both take from it, else those of one."""
+    """``part`` has the tokens of both halves if both are updated from it, else those of one."""
     whole = {first, second} <= {"copy", "add"}
     for rows, how in zip(_halves(starts), (first, second), strict=True):
-        given = part[rows] if whole else part[: len(rows)]
+        update = part[rows] if whole else part[: len(rows)]
         if how == "copy":
-            gradient[rows] = given
+            gradient[rows] = update
         elif how == "add":
-            gradient[rows] += given
+            gradient[rows] += update
         elif how == "zero":
             gradient[rows] = 0
 
 
-def get_fused_attn_backend(given: Any) -> tuple[Any, str]:
+def get_fused_attn_backend(params: Any) -> tuple[Any, str]:
     """Flash attention of cuDNN, which an H100 has for 16 bits."""
     return tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
 
@@ -506,8 +511,8 @@ def fused_rope_forward(
     return _rotate(x, freqs, starts, 1.0, context, rank)
 
 
-def fused_rope_backward(gradient: Tensor, *given: Any) -> Tensor:
-    freqs, _, _, _, starts, context, rank = given
+def fused_rope_backward(gradient: Tensor, *args: Any) -> Tensor:
+    freqs, _, _, _, starts, context, rank = args
     return _rotate(gradient, freqs, starts, -1.0, context, rank)
 
 
@@ -571,7 +576,7 @@ def _noted(name: str, stand_in: Any) -> Any:
 
 
 def install() -> None:
-    """Put the stand-ins in place of the kernels, wherever they were imported. All others find no driver."""
+    """Replace the kernels by the stand-ins, wherever they were imported. Other kernels find no driver."""
     import sys
 
     kernels = {n: f for n, f in vars(tex).items() if inspect.isbuiltin(f) or inspect.isroutine(f)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ LOCAL = "local layers"
 
 
 class Nothing:
-    """A stream or an event: the work of a CPU is in order."""
+    """Stands in for a stream or an event: CPU work runs in order."""
 
     def __init__(self, *_: Any, **answers: Any) -> None:
         self.__dict__ |= answers
@@ -39,8 +40,14 @@ class Nothing:
         return lambda *_, **__: self
 
 
+@contextmanager
+def one_by_one(*_: Any, **__: Any) -> Iterator[Nothing]:
+    """Collectives that NCCL joins into one; gloo, which cannot, has done each when its call returns."""
+    yield Nothing()
+
+
 class Once:
-    """A message of gloo's, for which one can wait only once; it is waited for twice, as NCCL allows."""
+    """A gloo message, which can be waited for only once. Callers wait twice, as NCCL allows."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -52,12 +59,13 @@ class Once:
 
 
 def pretend_gpu() -> None:
-    """What Transformer Engine asks of a GPU; tensors stay on the CPU."""
+    """Fake what Transformer Engine queries of a GPU; tensors stay on the CPU."""
     torch.cuda.is_available = lambda: True
     os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # of delayed scales, with torch
     torch._dynamo.config.disable = True
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     torch.cuda.Stream = torch.cuda.Event = Nothing  # type: ignore[misc]
+    torch.distributed._coalescing_manager = one_by_one
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: H100
@@ -65,9 +73,9 @@ def pretend_gpu() -> None:
     utils = dot_product_attention.dpa_utils
     choose = utils.get_attention_backend
 
-    def chosen(given: Any) -> Any:
-        given.qkv_dtype = torch.bfloat16
-        return choose(given)
+    def chosen(params: Any) -> Any:
+        params.qkv_dtype = torch.bfloat16
+        return choose(params)
 
     utils.get_attention_backend = chosen
     backends.all = lambda _: True  # of its assertions about dtypes
@@ -77,15 +85,15 @@ def pretend_gpu() -> None:
 
 def delayed_scales(model: torch.nn.Module) -> dict[str, list[float]]:
     """Of each linear layer: the scales of its input, its weight and its output's gradient."""
-    found = {}
+    scales = {}
     for name, layer in model.named_modules():
         meta, emulated = getattr(layer, "fp8_meta", None), getattr(layer, "fp8", None)
         if isinstance(emulated, torch.nn.Module):
-            found[name] = emulated.scale.tolist()
+            scales[name] = emulated.scale.tolist()
         elif meta and "scaling_fwd" in meta and "linear" in name:
             forward, backward = meta["scaling_fwd"].scale, meta["scaling_bwd"].scale
-            found[name] = [*forward[:2].tolist(), backward[0].item()]
-    return found
+            scales[name] = [*forward[:2].tolist(), backward[0].item()]
+    return scales
 
 
 def main() -> None:
@@ -132,19 +140,19 @@ def main() -> None:
             scales[len(scales)] = built.chunks[0]
         return built
 
-    held = layout_worker.HeldAnchor
+    held_anchor = layout_worker.HeldAnchor
 
-    def anchor(params: Any, given: Any) -> Any:
-        """None of FP8 parameters, which the product refuses."""
+    def anchor(params: Any, settings: Any) -> Any:
+        """No anchor for FP8 parameters, which the product rejects."""
         quantised = any(is_float8tensor(p) for p in params)
-        return Nothing(swapped_in=nullcontext) if quantised else held(params, given)
+        return Nothing(swapped_in=nullcontext) if quantised else held_anchor(params, settings)
 
     layout_worker.HeldAnchor = anchor
     layout_worker.checkpoint_policy = checkpoint_policy
     layout_worker.main()
     names = [name for name in cases if name.startswith("delayed")]
-    found = {name: delayed_scales(chunk) for name, chunk in zip(names, scales.values(), strict=True)}
-    (folder / "scales.json").write_text(json.dumps(found))
+    layer_scales = {name: delayed_scales(chunk) for name, chunk in zip(names, scales.values(), strict=True)}
+    (folder / "scales.json").write_text(json.dumps(layer_scales))
     with (folder / "kernels.txt").open("a") as f:
         f.writelines(f"{name}\n" for name in te_kernels.RAN)
 

@@ -1,8 +1,8 @@
-"""What vLLM's CUDA build makes of each example's engine command: the table in docs/performance.md.
+"""The engine that vLLM's CUDA build configures for each example: the table in docs/performance.md.
 
-Why: on a GPU an engine is another one than on a CPU (model runner, scheduling, graphs, back ends), and vLLM
-decides which, from our command line. A change of it should be seen before a GPU sees it. Not covered: what
-needs a kernel, such as the size of the KV cache.
+Why: on a GPU an engine differs from one on a CPU (model runner, scheduling, graphs, back ends), and vLLM
+derives that from our command line. A change should show before it reaches a GPU. Not covered: what needs a
+kernel, such as the size of the KV cache.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ VARIANTS: dict[str, tuple[Path, tuple[str, ...]]] = {
     "30B-A3B, FP8 engines": (MIXTURE, ("engine.quantization=fp8",)),
     "30B-A3B, router replay": (MIXTURE, ("training.router_replay=rollout",)),
 }
-"""Of settings that no example has."""
+"""Settings that no example has."""
 
 
 def cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
-    """All examples that are a run, without the paper's rows, whose engines are these too; and variants."""
+    """All examples of runs, without the paper's rows, whose engines are among these; and variants."""
     files = [*EXAMPLES.glob("*.yaml"), *(EXAMPLES / "async").glob("*"), *(EXAMPLES / "moe").glob("*")]
     named = {f"`{file.relative_to(EXAMPLES)}`": (file, ()) for file in sorted(files)}
     return named | VARIANTS
@@ -89,11 +89,11 @@ def described(config: Any) -> tuple[str, ...]:
 
 def table() -> dict[str, tuple[str, ...]]:
     """Example or variant -> the cells of its row in the page."""
-    found = {}
+    rows = {}
     for line in TABLE.read_text().split("<!-- engines -->")[1].splitlines():
         names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        found |= dict.fromkeys((name.strip() for name in names.split(";")), tuple(cells))
-    return found
+        rows |= dict.fromkeys((name.strip() for name in names.split(";")), tuple(cells))
+    return rows
 
 
 def test_the_table_has_no_other_rows():
@@ -103,7 +103,5 @@ def test_the_table_has_no_other_rows():
 @pytest.mark.parametrize("name", cases())
 def test_engine_of(name, tmp_path, monkeypatch):
     file, changes = cases()[name]
-    found = described(resolve(settings_of(file, *changes), tmp_path, monkeypatch))
-    assert found == table().get(name), (
-        f"the table in {TABLE.name} differs; {name} is now | {' | '.join(found)} |"
-    )
+    row = described(resolve(settings_of(file, *changes), tmp_path, monkeypatch))
+    assert row == table().get(name), f"the table in {TABLE.name} differs; {name} is now | {' | '.join(row)} |"

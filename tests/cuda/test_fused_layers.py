@@ -43,9 +43,9 @@ PARTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_model_of_fused_layers(name: str, tmp_path: Path) -> None:
     case = {"parallel": {}, "rank": 0, "experts": False, "precision": {}} | LAYOUTS[name]
-    found = run_ranks("tests.cuda.layers_worker", 1, tmp_path, json.dumps(case), fresh=True)
-    assert "error" not in found, found["error"]
-    assert found["problems"] == found["faults"] == []
-    assert found["parts"] == PARTS[case["experts"]]
-    assert found["optimizers"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
-    assert found["parameters"] >= 10
+    result = run_ranks("tests.cuda.layers_worker", 1, tmp_path, json.dumps(case), fresh=True)
+    assert "error" not in result, result["error"]
+    assert result["problems"] == result["faults"] == []
+    assert result["parts"] == PARTS[case["experts"]]
+    assert result["optimizers"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
+    assert result["parameters"] >= 10

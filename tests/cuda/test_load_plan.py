@@ -1,7 +1,7 @@
 """The plan by which weights reach an engine, on the models of vLLM's CUDA build: dense, experts, FP8.
 
 Why: on a GPU most modules are loaded in place, and graphs hold the addresses of all; on a CPU nearly all are
-re-packed. So the CPU's tests do not show which modules a GPU loads how. Compared with vLLM's own loading of
+re-packed. So the CPU tests do not show how a GPU loads each module. Compared with vLLM's own loading of
 the same weights, over two syncs. The tensors are on the CPU; FP8 is quantised by a product in torch in place
 of vLLM's kernel. Not covered: kernels that reorder weights on a GPU (other back ends of experts).
 """
@@ -38,7 +38,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @dataclass
 class Published:
-    """A reader of weights that are random, and others for each version."""
+    """A reader of random weights, which differ between versions."""
 
     shapes: dict[str, tuple[int, ...]]
     version: int = 0
@@ -128,19 +128,19 @@ def test_a_plan_loads_what_vllm_loads(case, make_model, tmp_path, monkeypatch):
     is_processed, cuda = weight_loader._is_processed, torch.device("cuda")
     monkeypatch.setattr(weight_loader, "_is_processed", lambda layer, _: is_processed(layer, cuda))
     before = places_of(model)
-    here = torch.device("cpu")
-    plan = weight_loader.record_plan(model, here, tuple((n, "bfloat16", s) for n, s in shapes.items()))
+    cpu = torch.device("cpu")
+    plan = weight_loader.record_plan(model, cpu, tuple((n, "bfloat16", s) for n, s in shapes.items()))
     assert plan.reason == ""
     names = {module: name for name, module in model.named_modules()}
     assert [names[p.layer].rpartition(".")[2] for p in plan.layers if not p.in_place] == processed
     for version in (1, 2):
         published = Published(shapes, version)
         with set_current_vllm_config(config):
-            weight_loader.load_published(model, SimpleNamespace(dtype=torch.bfloat16), here, plan, published)
+            weight_loader.load_published(model, SimpleNamespace(dtype=torch.bfloat16), cpu, plan, published)
         save_file({name: published.full(name) for name in shapes}, folder / "model.safetensors")
-        other, _ = make_model(folder, load_format="safetensors", **options)
-        want = tensors_of(other)
-        assert tensors_of(model).keys() == want.keys()
+        reference, _ = make_model(folder, load_format="safetensors", **options)
+        expected = tensors_of(reference)
+        assert tensors_of(model).keys() == expected.keys()
         for name, tensor in tensors_of(model).items():
-            assert torch.equal(tensor, want[name]), name
+            assert torch.equal(tensor, expected[name]), name
         assert places_of(model) == before  # graphs hold them

@@ -20,15 +20,15 @@ CHI2 = 31.3
 def test_sampling_kernels_agree_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # vLLM then takes Triton without a driver
-    found = run_ranks("tests.cuda.kernels_worker", 1, tmp_path, fresh=True)
-    assert found["temperature"] == 0.0
-    assert found["logprobs"] < 1e-5
-    assert found["ranks"]
-    assert found["greedy"]
+    result = run_ranks("tests.cuda.kernels_worker", 1, tmp_path, fresh=True)
+    assert result["temperature"] == 0.0
+    assert result["logprobs"] < 1e-5
+    assert result["ranks"]
+    assert result["greedy"]
     # A response depends on its seed and position only, not on what else is in the batch.
-    assert found["alone"]
-    assert found["turned"]
+    assert result["alone"]
+    assert result["turned"]
     for way in ("by position", "by seed"):
-        expected = [sum(found[way]) * chance for chance in found["chances"]]
-        chi2 = sum((n - e) ** 2 / e for n, e in zip(found[way], expected, strict=True))
+        expected = [sum(result[way]) * chance for chance in result["chances"]]
+        chi2 = sum((n - e) ** 2 / e for n, e in zip(result[way], expected, strict=True))
         assert chi2 < CHI2, way

@@ -36,7 +36,7 @@ from tests.support.tiny_models import make_model, use_float64
 
 WORKER = "tests.cuda.te_worker"
 LOCAL = {"path": "local layers"}
-"""Of the data: the worker's sign for Megatron's local layers."""
+"""The data path that tells the worker to use Megatron's local layers."""
 DENSE: dict[str, Any] = {
     "one rank": (1, {}, 3),
     "one rank, selective recompute": (1, {}, 3, SELECTIVE),
@@ -61,14 +61,14 @@ RING = {"thd_grad_correction", "thd_out_correction", "thd_read_half_tensor", "th
 RING |= {"thd_second_half_lse_correction"}
 """Of context parallelism."""
 CLIPPING = {"multi_tensor_scale", "multi_tensor_scale_tensor"}
-"""One or the other, by the kind of optimizer."""
+"""One of the two runs, depending on the optimizer."""
 
 
-def check_all(folder: Path, layouts: dict[str, Any], batch: Any, settings: Any, *wanted: Any) -> set[str]:
+def check_all(folder: Path, layouts: dict[str, Any], batch: Any, settings: Any, *expected: Any) -> set[str]:
     """Compare with the reference; the kernels that ran."""
     results = run_layouts(folder, layouts, batch, settings, lr=0.0, after=False, worker=WORKER)
     for name, result in results.items():
-        check(folder, name, result, batch, *wanted)
+        check(folder, name, result, batch, *expected)
     ran = set((folder / "kernels.txt").read_text().split())
     assert ran & CLIPPING
     return ran - CLIPPING
@@ -78,8 +78,8 @@ def test_dense(tmp_path: Path) -> None:
     model = make_layout_model(tmp_path / "model", tied=False)
     batch = make_batch()
     rows = score_batch(model, batch)
-    wanted = reference_update(model, batch, "rpg")
-    assert check_all(tmp_path, DENSE, batch, OBJECTIVES["rpg"], rows, wanted) == KERNELS | RING
+    expected = reference_update(model, batch, "rpg")
+    assert check_all(tmp_path, DENSE, batch, OBJECTIVES["rpg"], rows, expected) == KERNELS | RING
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_experts(tmp_path: Path) -> None:
         model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
         batch = make_batch()
         rows = score_batch(model, batch)
-        wanted = reference_update(model, batch, "rpg")
-    assert check_all(tmp_path, EXPERTS, batch, OBJECTIVES["rpg"], rows, wanted) == KERNELS | GROUPED
+        expected = reference_update(model, batch, "rpg")
+    assert check_all(tmp_path, EXPERTS, batch, OBJECTIVES["rpg"], rows, expected) == KERNELS | GROUPED
 
 
 def test_replayed_experts(tmp_path: Path) -> None:
-    batch, rows, wanted, _ = make_replayed(tmp_path / "model")
-    assert check_all(tmp_path, EXPERTS, batch, REPLAYED, rows, wanted) == KERNELS | GROUPED
+    batch, rows, expected, _ = make_replayed(tmp_path / "model")
+    assert check_all(tmp_path, EXPERTS, batch, REPLAYED, rows, expected) == KERNELS | GROUPED
 
 
 RECIPES = ("blockwise", "tensorwise", "delayed")
@@ -107,13 +107,14 @@ FP8_SIZES = {
     "vocab_size": 251,
 }
 """128 and its multiples."""
+FP8_LAYOUTS: dict[str, Any] = {"TP2+SP": (2, SP, 1), "DP2": (2, {"data": 2}, 2)}
 
 
 def test_fp8(tmp_path: Path) -> None:
     """Against the emulation for CPUs: both round the same numbers, and delayed scales follow the same passes.
 
-    In float32, so log-probs are equal but where a number lies between two of FP8 and falls to the other side;
-    that changes what follows, of this token and of later ones.
+    In float32, so log-probs are equal except where a number between two FP8 values is rounded to the other
+    one; that changes later layers and later tokens.
     """
     make_model(tmp_path / "model", noise=0.08, **FP8_SIZES)
     batch = make_batch()
@@ -122,20 +123,20 @@ def test_fp8(tmp_path: Path) -> None:
     layouts: dict[str, Any] = {"unrounded": (1, {}, 1, {"data": LOCAL})}
     for recipe in RECIPES:
         fp8 = {"precision": {"dtype": "bfloat16", "fp8": {"recipe": recipe}}}
-        for count in (1, 3):
-            layouts[f"{recipe} {count}"] = (1, {}, count, fp8)
-            layouts[f"{recipe} {count}, emulated"] = (1, {}, count, fp8 | {"data": LOCAL})
-    found = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, worker=WORKER)
+        for name, (ranks, parallel, count) in FP8_LAYOUTS.items():
+            layouts[f"{recipe} {name}"] = (ranks, parallel, count, fp8)
+            layouts[f"{recipe} {name}, emulated"] = (ranks, parallel, count, fp8 | {"data": LOCAL})
+    results = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, worker=WORKER)
     scales = json.loads((tmp_path / "scales.json").read_text())
 
     def scores(name: str) -> np.ndarray:
-        return np.concatenate([dict(parts)["logp"] for _, parts in sorted(found[name]["scored"].items())])
+        return np.concatenate([dict(parts)["logp"] for _, parts in sorted(results[name]["scored"].items())])
 
     def gradients(name: str) -> dict[str, Any]:
         return load_file(tmp_path / "gradients" / name / "model.safetensors")
 
     for recipe in RECIPES:
-        for name in (f"{recipe} 1", f"{recipe} 3"):
+        for name in (f"{recipe} {layout}" for layout in FP8_LAYOUTS):
             rounding = np.abs(scores(name) - scores("unrounded"))
             gap = np.abs(scores(name) - scores(f"{name}, emulated"))
             error, key = gradient_error(gradients(name), gradients(f"{name}, emulated"))
@@ -143,12 +144,12 @@ def test_fp8(tmp_path: Path) -> None:
             assert (rounding > 1e-3).mean() > 0.9, "nothing was rounded"
             assert (gap < 1e-5).mean() > 0.5
             assert name != f"{recipe} 1" or error < 0.02
-    one, other = scales["delayed 3"], scales["delayed 3, emulated"]
-    assert one.keys() == other.keys()
-    assert len(one) == 8
-    for layer, values in one.items():
-        assert values[:2] == pytest.approx(other[layer][:2], rel=1e-3), layer
-        assert values[2] == pytest.approx(other[layer][2], rel=0.2), layer
+    real_scales, emulated_scales = scales["delayed 3"], scales["delayed 3, emulated"]
+    assert real_scales.keys() == emulated_scales.keys()
+    assert len(real_scales) == 8
+    for layer, values in real_scales.items():
+        assert values[:2] == pytest.approx(emulated_scales[layer][:2], rel=1e-3), layer
+        assert values[2] == pytest.approx(emulated_scales[layer][2], rel=0.2), layer
         assert all(value != 1 for value in values), layer
 
 
@@ -160,14 +161,14 @@ def test_fp8_parameters(tmp_path: Path) -> None:
         t.old = t.anchor = t.behaviour = np.full(len(t.response), -5.5, np.float32)
     layouts: dict[str, Any] = {}
     for recipe in RECIPES:
-        for kept in (True, False):
-            precision = {"dtype": "bfloat16", "fp8": {"recipe": recipe, "parameters": kept}}
+        for keep in (True, False):
+            precision = {"dtype": "bfloat16", "fp8": {"recipe": recipe, "parameters": keep}}
             more = {"device": "cuda", "precision": precision, "optimizer": {"distributed": True}}
             more["anchor"] = {"type": "old"}
-            layouts[f"{recipe}{', kept' * kept}"] = (1, {}, 1, more)
-    found = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, worker=WORKER)
+            layouts[f"{recipe}{', kept' * keep}"] = (1, {}, 1, more)
+    results = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, worker=WORKER)
     for recipe in RECIPES:
-        assert found[f"{recipe}, kept"]["scored"] == found[recipe]["scored"]
-    after, before = found["blockwise, kept"]["after"], found["blockwise, kept"]["scored"]
+        assert results[f"{recipe}, kept"]["scored"] == results[recipe]["scored"]
+    after, before = results["blockwise, kept"]["after"], results["blockwise, kept"]["scored"]
     for t, again in zip(batch, after, strict=True):  # an update at a learning rate of zero
         assert again == dict(before[str(t.prompt_id)])["logp"]

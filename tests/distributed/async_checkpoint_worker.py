@@ -1,4 +1,4 @@
-"""One rank of test_async_checkpoints: saves while everything changes, then to disks that do what disks do."""
+"""One rank of test_async_checkpoints: saves while all state changes, then onto faulty disks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.checkpoint_saver import Saver
 
 GATE = threading.Event()
-"""Nothing is written before it is set."""
+"""Writes wait until it is set."""
 
 
 def hold_writes() -> None:
@@ -50,7 +50,7 @@ GATHERED: list[bool] = []
 
 
 def note_gathers() -> None:
-    """Note in ``GATHERED`` what each gather of a save gives."""
+    """Record in ``GATHERED`` whether each gather of a save returns a state."""
     gather = megatron._gather_state
 
     def note(*arguments: Any, **more: Any) -> Any:
@@ -74,7 +74,7 @@ def numbers(policy: Policy, *, init: bool = False) -> Iterator[torch.Tensor]:
 
 
 def fill(policy: Policy, value: float) -> None:
-    """The same number everywhere."""
+    """Set all of them to one number."""
     with torch.no_grad():
         for tensor in numbers(policy, init=True):
             tensor.fill_(value)
@@ -98,7 +98,7 @@ def adopt(settings: Settings, mesh: Mesh, policy: Policy, folder: Path) -> Share
 
 
 def save_while_everything_changes(case: dict, device: torch.device) -> None:
-    """Save 1 (anchor -1); before anything is written, all is spoilt. Then save 2, and wait for it."""
+    """Save 1 (anchor -1); all state is overwritten before anything is written. Then save 2, and wait."""
     settings = Settings.model_validate(case["settings"])
     mesh, policy, anchor = build(settings, device)
     publisher = adopt(settings, mesh, policy, Path(case["bridge"])) if case["bridge"] else None
@@ -123,7 +123,7 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
     saver.start(2, dict)
     fill(policy, -1000)
     assert [o.problem for o in saver.pop_results()] == [None]
-    # Only the first replica holds it all, in host memory; the others would hold it for nothing.
+    # Only the first replica gathers the state in host memory; on the others it would be wasted.
     assert [mesh.data_rank == 0] * 2 * settings.optimizer.distributed == GATHERED
     dist.barrier()
     if publisher:
@@ -132,7 +132,7 @@ def save_while_everything_changes(case: dict, device: torch.device) -> None:
 
 
 class Disk:
-    """Rank 0 does something to the disk, then all ranks save; what became of it."""
+    """Rank 0 changes the disk, then all ranks save; ``rows`` has the outcomes."""
 
     def __init__(self, case: dict, device: torch.device) -> None:
         settings = Settings.model_validate(case["settings"])
@@ -147,7 +147,7 @@ class Disk:
     def save(
         self, name: str, before: Callable[[], None] = lambda: None, midway: Callable[[], None] | None = None
     ) -> bool:
-        """One save; says whether it is whole. midway: done when all is planned and nothing written."""
+        """One save; returns whether it succeeded. midway: called after planning, before any write."""
         if self.mesh.rank == 0:
             before()
         dist.barrier()
@@ -187,12 +187,12 @@ class Disk:
         dist.barrier()
 
     def limit_files(self, number: int) -> None:
-        """On this rank no file may be larger."""
+        """Limit the size of this rank's files; a negative number removes the limit."""
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (number if number >= 0 else hard, hard))
 
     def remove(self) -> None:
-        """The folder of the checkpoints, or what stands in its place."""
+        """Remove the checkpoint folder, or the file in its place."""
         if self.checkpoints.is_dir():
             shutil.rmtree(self.checkpoints)
         else:
@@ -204,10 +204,10 @@ class Disk:
         self.checkpoints.write_text("")
 
     def try_everything(self, mounted: bool) -> None:
-        """Name by name; a save that is expected to work follows each kind of trouble."""
+        """All cases; after each kind of fault comes a save that must work."""
         self.save_twice()
         self.save("first")
-        # A disk that takes files up to a size: rank 1's only, then everyone's down to the smallest.
+        # Limited file sizes: on rank 1 only, then on all ranks, down to zero.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         for size in (100_000, 3_000, 100, 0):
             if self.mesh.rank == 1 or size < 100_000:
@@ -226,7 +226,7 @@ class Disk:
             self.try_small_disk()
 
     def bring_back(self) -> None:
-        """The run's folder, where it was."""
+        """Move the run's folder back."""
         if self.run.exists():
             shutil.rmtree(self.run)
         shutil.move(self.run.with_name("moved"), self.run)
@@ -254,9 +254,9 @@ class Disk:
         sizes = [0]
         if folder:
             sizes = [-(-f.stat().st_size // 4096) for f in folder.rglob("*") if f.is_file()]
-        told = [sum(sizes), len(sizes)]
-        dist.broadcast_object_list(told, src=0)
-        need, files = told
+        counts = [sum(sizes), len(sizes)]
+        dist.broadcast_object_list(counts, src=0)
+        need, files = counts
         for pages in (0, 1, need // 3, 2 * need // 3, *range(need - files - 2, need + 8)):
             if self.save(f"{pages} of {need} pages", before=lambda pages=pages: leave(pages)):
                 break

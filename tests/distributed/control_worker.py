@@ -37,8 +37,8 @@ TRACES = [torch.randn(3, 5).bfloat16(), torch.randn(3, 5).t(), torch.zeros(0, 3)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What callers exchange, all kinds of it."""
+class Message:
+    """All kinds of values that callers exchange."""
 
     rank: int
     sums: dict[tuple[str, int], int]
@@ -58,17 +58,20 @@ class Evil:
         return Path.touch, (self._file,)
 
 
-def told_by(rank: int) -> Told:
-    """Of another size on each rank. NaN in an array is not the usual one."""
+def message_of(rank: int) -> Message:
+    """Its size differs between ranks. The NaN in the array has an unusual payload."""
     array = np.array([1.5, 0, -0.0] * (rank * 500 + 1), np.float32)
     array.view(np.uint32)[1] = 0x7FC01234
     numbers = [0.1, -0.0, math.inf, math.nan, 5e-324, 3.0]
-    return Told(rank, {("weight", 2): 2**64 - 1, ("weight", 0): 0}, {"a", "ü"}, (True, "no"), numbers, array)
+    sums = {("weight", 2): 2**64 - 1, ("weight", 0): 0}
+    return Message(rank, sums, {"a", "ü"}, (True, "no"), numbers, array)
 
 
-def same(found: Any, wanted: Told) -> bool:
-    pairs = (found.array, wanted.array), (np.array(found.numbers), np.array(wanted.numbers))
-    return bool(found == wanted) and all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+def same(received: Any, expected: Message) -> bool:
+    pairs = (received.array, expected.array), (np.array(received.numbers), np.array(expected.numbers))
+    return bool(received == expected) and all(
+        a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs
+    )
 
 
 def main() -> None:
@@ -79,12 +82,12 @@ def main() -> None:
     BatchScatter(mesh)
     with default_group_on_host():
         dist.all_gather_object([None] * world, "as Megatron plans a save")
-    mine, everyone = told_by(rank), [told_by(r) for r in range(world)]
+    message, messages = message_of(rank), [message_of(r) for r in range(world)]
     rows = [
-        *zip(gather_objects(mine, Told), everyone, strict=True),
-        *zip(gather_objects(mine, Told, new_host_group()), everyone, strict=True),
-        *zip(gather_on_first(mine, Told), everyone if rank == 0 else [], strict=True),
-        (broadcast_object(mine, Told), everyone[0]),
+        *zip(gather_objects(message, Message), messages, strict=True),
+        *zip(gather_objects(message, Message, new_host_group()), messages, strict=True),
+        *zip(gather_on_first(message, Message), messages if rank == 0 else [], strict=True),
+        (broadcast_object(message, Message), messages[0]),
     ]
     dist.barrier()
     result = {
@@ -92,16 +95,16 @@ def main() -> None:
         "traces": all(torch.equal(_receive(decode(encode(_send(t)), _Sent)), t) for t in TRACES),
         "ports": gather_objects(len(listening_ports())),
     }
-    touched, said = folder / "touched", ""
+    touched, error = folder / "touched", ""
     if rank == 0:
         try:
             gather_objects("hello")
         except RuntimeError as e:
-            said = str(e)
-        result |= {"touched": touched.exists(), "said": said}
+            error = str(e)
+        result |= {"touched": touched.exists(), "said": error}
         (folder / "result.json").write_text(json.dumps(result))
     else:
-        # As another process could that connects in this rank's place: torch's own messages, with a pickle.
+        # What a process that connects in this rank's place could send: torch's messages, with a pickle.
         with suppress(pickle.UnpicklingError):
             dist.all_gather_object([None] * world, Evil(touched), group=control_group())
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One rank's policy on a fake H100 (fake_cuda): all that a step does with it, once, and what was seen.
+"""One rank's policy on a fake H100 (fake_cuda): everything that a step does with it, once.
 
 ``python fake_cuda_worker.py FOLDER CASE``: CASE is JSON with ``settings`` or the ``files`` that have them,
 the ``rank``, changes to the model's ``shape``, and ``plant`` to make faults on purpose. Of several files the
@@ -48,38 +48,38 @@ LENGTHS = [60, 40]
 
 
 class Report:
-    """Waits by part, of us and of others, for result.json."""
+    """Waits of each part, by owner, for result.json."""
 
-    def __init__(self, seen: fake_cuda.Seen) -> None:
-        self.seen = seen
+    def __init__(self, recorder: fake_cuda.Recorder) -> None:
+        self.recorder = recorder
         self.parts: dict[str, Counter[tuple[str, str]]] = {}
         self.error = ""
         self.more = 0
-        """So many micro-batches more has the longer one of two updates."""
+        """Micro-batches by which the longer of two updates exceeds the shorter."""
         self.planted: dict[str, Any] = {}
         self.planned_communicators: list[Any] = []
-        """Of ``plan``: size, and whether messages are sent to single ranks."""
+        """From ``plan``: size, and whether messages go to single ranks."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        before = self.seen.waits.copy()
+        before = self.recorder.waits.copy()
         try:
             yield
         finally:
-            self.parts[name] = self.seen.waits - before
+            self.parts[name] = self.recorder.waits - before
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "faults": self.seen.faults,
+            "faults": self.recorder.faults,
             "error": self.error,
             "more": self.more,
             "planted": self.planted,
-            "messages": self.seen.messages,
-            "communicators": [[size, sorted(ops)] for size, ops in self.seen.communicators.values()],
+            "messages": self.recorder.messages,
+            "communicators": [[size, sorted(ops)] for size, ops in self.recorder.communicators.values()],
             "planned": self.planned_communicators,
             "waits": {
-                name: {f"{owner}: {where}": n for (owner, where), n in sorted(found.items())}
-                for name, found in self.parts.items()
+                name: {f"{owner}: {where}": n for (owner, where), n in sorted(counts.items())}
+                for name, counts in self.parts.items()
             },
         }
 
@@ -92,7 +92,7 @@ def settings_of(case: dict[str, Any]) -> list[Settings]:
 
 
 def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Report) -> None:
-    """Build a policy and do with it what a run does, in a run's order."""
+    """Build a policy and call what a run calls, in the same order."""
     settings = every[0]
     device = start_device("cuda")
     start_process_group(device)
@@ -109,24 +109,24 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     report.planned_communicators = [[c.size, c.peers > 0] for _, c in planned if c.size > 1]
 
     def packs(number: int) -> list[MicroBatch]:
-        found = []
+        micro_batches = []
         for i in range(number):
             batch = batch_of(LENGTHS, shape.vocab_size, seed=i)
             for t in batch:
                 t.old = t.anchor = t.behaviour
-            found.append(policy.pack(batch))
-        return found
+            micro_batches.append(policy.pack(batch))
+        return micro_batches
 
     if case.get("plant"):
         report.planted = plant_faults(policy, packs(1), report)
         return
     few = mesh.pipeline if settings.parallel.virtual > 1 else 1
-    given = packs(few)
+    scored = packs(few)
     # What a stage of a pipeline receives: the shape of an activation.
-    rows = given[0].tokens.size(1) // (mesh.tensor if settings.parallel.sequence else 1)
+    rows = scored[0].tokens.size(1) // (mesh.tensor if settings.parallel.sequence else 1)
     fake_cuda.received_shape[:] = [rows, 1, shape.hidden_size]
     with report.part("score"):
-        policy.logprobs(given)
+        policy.logprobs(scored)
     if trainer.anchor is not None:
         with report.part("anchor"), trainer.anchor.swapped_in():
             pass
@@ -135,7 +135,7 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
         with policy.updating():
             policy.update(packs(number), build_loss(s), build_aggregator(s), lr=1e-6)
 
-    if mesh.rank == 0 and mesh.pipeline == 1:  # others would be sent their batch
+    if mesh.rank == 0 and mesh.pipeline == 1:  # other ranks receive their batch
         step(trainer, report)
     for number, s in enumerate(every):
         with report.part(f"update {number}"):
@@ -160,7 +160,7 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
         for *_, (_, tensors) in save._strategy.writer.write_buckets:
             for item, x in tensors:
                 if x.device.type != "cpu":
-                    report.seen.fault(f"Megatron cannot write {item.index.fqn}: on {x.device}")
+                    report.recorder.fault(f"Megatron cannot write {item.index.fqn}: on {x.device}")
 
 
 def step(trainer: Trainer, report: Report) -> None:
@@ -197,22 +197,22 @@ def publish(settings: Settings, shape: Any, policy: Policy, folder: Path, report
 
 
 def _check_file(tensors: dict[str, torch.Tensor], path: Path, metadata: object) -> None:
-    """Takes the place of safetensors, which wants memory: what it would not write."""
+    """Replaces safetensors, which needs real memory; reports tensors that it would not write."""
     for name, x in tensors.items():
         if x.device.type != "cpu" or not x.is_contiguous():
-            fake_cuda.SEEN.fault(f"safetensors cannot write {name}: on {x.device}, strides {x.stride()}")
+            fake_cuda.RECORDER.fault(f"safetensors cannot write {name}: on {x.device}, strides {x.stride()}")
     path.write_bytes(b"")
 
 
 def _peer(tensor: int, value: Any, rank: int) -> Any:
-    """What another rank of the same stage would say: what this one does, with its own numbers."""
+    """The value of another rank of the same stage: this rank's, with the other's coordinates."""
 
     def placed(holding: RankShards) -> RankShards:
         p = holding.coordinates
         e = p.experts
         part = replace(e, rank=rank // e.tensor % e.parallel, tensor_rank=rank % e.tensor)
-        other = replace(p, rank=rank, tensor_rank=rank % tensor, data_rank=rank // tensor, experts=part)
-        return replace(holding, coordinates=other)
+        moved = replace(p, rank=rank, tensor_rank=rank % tensor, data_rank=rank // tensor, experts=part)
+        return replace(holding, coordinates=moved)
 
     if isinstance(value, RankShards):
         return placed(value)
@@ -231,12 +231,12 @@ class _AnySum(dict[Any, int]):
 
 
 def plant_faults(policy: Policy, packs: list[MicroBatch], report: Report) -> dict[str, Any]:
-    """Make each fault once; what was seen of it."""
+    """Make each fault once; returns the faults and waits that were recorded."""
     loss, aggregator = build_loss(policy.settings), build_aggregator(policy.settings)
 
-    def update(given: list[MicroBatch], by: Callable[..., Any] = loss) -> None:
+    def update(micro_batches: list[MicroBatch], by: Callable[..., Any] = loss) -> None:
         with policy.updating():
-            policy.update(given, by, aggregator, lr=1e-6)
+            policy.update(micro_batches, by, aggregator, lr=1e-6)
 
     def through_numpy(logp: torch.Tensor, tokens: Any) -> Any:
         np.mean(logp.detach().numpy())
@@ -271,17 +271,17 @@ def plant_faults(policy: Policy, packs: list[MicroBatch], report: Report) -> dic
         "objects over NCCL": lambda: dist.all_gather_object([None], 1),
         "barrier over NCCL": lambda: dist.barrier(),
     }
-    found = {}
+    detected = {}
     for name, make in faults.items():
-        before = len(report.seen.faults)
+        before = len(report.recorder.faults)
         with report.part(name):
             try:
                 make()
             except (RuntimeError, TypeError, ValueError) as e:
                 print(f"{name}: {e}")
         waits = {where: n for (owner, where), n in report.parts[name].items() if owner == fake_cuda.OURS}
-        found[name] = {"faults": report.seen.faults[before:], "waits": waits}
-    return found
+        detected[name] = {"faults": report.recorder.faults[before:], "waits": waits}
+    return detected
 
 
 def main() -> None:
@@ -291,8 +291,8 @@ def main() -> None:
     every = settings_of(case)
     parallel = every[0].parallel
     fake_cuda.peer_value[0] = partial(_peer, parallel.tensor)
-    with fake_cuda.fake_cuda(case.get("rank", 0), parallel.world) as seen:
-        report = Report(seen)
+    with fake_cuda.fake_cuda(case.get("rank", 0), parallel.world) as recorder:
+        report = Report(recorder)
         try:
             drive(every, case, folder, report)
         except Exception:

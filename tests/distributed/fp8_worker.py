@@ -21,8 +21,8 @@ from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
 
-def watch(layer: torch.nn.Module, kept: dict[str, torch.Tensor], name: str) -> None:
-    """Keep the operands of a layer's next products; the last ones stay."""
+def watch(layer: torch.nn.Module, operands_by_name: dict[str, torch.Tensor], name: str) -> None:
+    """Record the operands of a layer's products; later ones replace earlier ones."""
     product = getattr(layer, "fp8", None)
     if product is None:
         return
@@ -30,7 +30,7 @@ def watch(layer: torch.nn.Module, kept: dict[str, torch.Tensor], name: str) -> N
 
     def watched(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         x, w = operands(*args)
-        kept.update({f"{name} x": x, f"{name} w": w})
+        operands_by_name.update({f"{name} x": x, f"{name} w": w})
         return x, w
 
     product.for_output = watched
@@ -41,9 +41,9 @@ def measure(case: dict[str, Any], settings: Settings, mesh: Mesh, device: torch.
     batch = batch_of([40, 90, 33, 64, 21], 256)
     packs = [policy.pack(micro) for micro in cut_unevenly(batch, case.get("microbatches", 1), mesh)]
     first = policy.chunks[0].decoder.layers[0]
-    found: dict[str, Any] = {"raw w": first.self_attention.linear_qkv.weight.detach().clone()}
-    watch(first.self_attention.linear_qkv, found, "qkv")
-    watch(first.self_attention.linear_proj, found, "proj")
+    values: dict[str, Any] = {"raw w": first.self_attention.linear_qkv.weight.detach().clone()}
+    watch(first.self_attention.linear_qkv, values, "qkv")
+    watch(first.self_attention.linear_proj, values, "proj")
 
     def logprobs() -> torch.Tensor:
         parts = [p.split(v[0]) for p, v in zip(packs, policy.logprobs(packs), strict=True)]
@@ -51,16 +51,16 @@ def measure(case: dict[str, Any], settings: Settings, mesh: Mesh, device: torch.
 
     if case.get("load"):
         load_weights(Path(case["load"]), policy.chunks, 256)
-    found["logp"] = logprobs()
-    kept = {name: value.clone() for name, value in found.items()}
-    found["logp again"] = logprobs()
+    values["logp"] = logprobs()
+    first_pass = {name: value.clone() for name, value in values.items()}
+    values["logp again"] = logprobs()
     for _ in range(case.get("updates", 1)):
         with policy.updating():
             policy.update(packs, build_loss(settings), build_aggregator(settings), lr=0.0)
     products = {n: m for n, m in policy.chunks[0].named_modules() if isinstance(m, EmulatedProduct)}
     result = {
-        **found,
-        **kept,
+        **values,
+        **first_pass,
         "gradients": {n: p.main_grad.clone() for n, p in policy.named_parameters()},
         "products": sorted(products),
         "scales": {n: m.scale for n, m in products.items() if hasattr(m, "scale")},

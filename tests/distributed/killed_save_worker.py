@@ -41,7 +41,7 @@ def main() -> None:
         if mesh.rank == 0:
             print(f"saving {step}", flush=True)
         saver.start(step, dict)
-        fill(policy, float("nan"))  # what is written is no longer here
+        fill(policy, float("nan"))  # the background save must not read these
         saver.wait()
         (outcome,) = saver.pop_results()
         assert outcome.problem is None, outcome

@@ -50,9 +50,9 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         if pack.packed.routes is not None:
             pack.packed.routes.start_counting()
     for pack, values in zip(packs, policy.logprobs(packs), strict=True):
-        for row, what in enumerate(("logp", "entropy")):
+        for row, kind in enumerate(("logp", "entropy")):
             for trajectory, part in pack.split(values[row]):
-                scored.setdefault(trajectory.prompt_id, []).append((what, part.tolist()))
+                scored.setdefault(trajectory.prompt_id, []).append((kind, part.tolist()))
 
     changes = count_changes(packs, policy.replayed, mesh) if policy.replayed else {}
     for pack in packs if policy.replayed else ():
@@ -68,13 +68,15 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     policy._optimizer.step = watched
     anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
     before = [packs[: case["before"]]] if "before" in case else []
-    for given in [*before, *[packs] * case["updates"]]:
+    for update_packs in [*before, *[packs] * case["updates"]]:
         with policy.updating():
-            update = policy.update(given, build_loss(settings), build_aggregator(settings), lr=case["lr"])
+            update = policy.update(
+                update_packs, build_loss(settings), build_aggregator(settings), lr=case["lr"]
+            )
 
     def logprobs() -> list[list[float]]:
-        """Every trajectory is scored by every rank here, so that one rank can be read alone."""
-        packs = [policy.pack(list(some)) for some in batched(trajectories, 3)]
+        """Every rank scores every trajectory, so that one rank's result suffices."""
+        packs = [policy.pack(list(group)) for group in batched(trajectories, 3)]
         scored = zip(packs, policy.logprobs(packs), strict=True)
         return [part.tolist() for pack, values in scored for _, part in pack.split(values[0])]
 
@@ -85,8 +87,8 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
     placement = mesh.coordinates(settings.model.vocab_multiple)
-    for what, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
-        export_hf(folder / what / name, settings.model.path, params, layout, placement, dtype=torch.float32)
+    for kind, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
+        export_hf(folder / kind / name, settings.model.path, params, layout, placement, dtype=torch.float32)
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, scored if mesh.reports else {})
     cuts: list = [None] * mesh.world
@@ -116,8 +118,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     device = start_device("cpu")
     start_process_group(device)
-    for what in ("weights", "gradients"):
-        (folder / what).mkdir(exist_ok=True)
+    for kind in ("weights", "gradients"):
+        (folder / kind).mkdir(exist_ok=True)
     cases = json.loads((folder / "cases.json").read_text())
     results: dict[str, dict] = {}
     cut, mesh = None, None

@@ -19,11 +19,11 @@ def main() -> None:
     device = start_device("cpu")
     start_process_group(device)
     mesh = start_mesh(ParallelSettings())
-    found = head_peaks(make_checkpoint(folder / "model", VOCABULARY), mesh, device, TOKENS)
-    found |= {"tokens": TOKENS, "vocab": VOCABULARY, "chunk": CHUNK}
+    result = head_peaks(make_checkpoint(folder / "model", VOCABULARY), mesh, device, TOKENS)
+    result |= {"tokens": TOKENS, "vocab": VOCABULARY, "chunk": CHUNK}
     for name, backward in (("scoring", False), ("update", True)):
-        found[f"plain {name}"] = [plain_peak(n, backward=backward) for n in (1024, 2048)]
-    (folder / "result.json").write_text(json.dumps(found))
+        result[f"plain {name}"] = [plain_peak(n, backward=backward) for n in (1024, 2048)]
+    (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

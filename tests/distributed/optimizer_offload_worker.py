@@ -1,4 +1,4 @@
-"""One rank of test_optimizer_offload: resume_worker on a machine whose CPU passes for a GPU and its host."""
+"""One rank of test_optimizer_offload: resume_worker, with the CPU in place of a GPU and its host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IS_CUDA = Tensor.is_cuda.__get__
 
 
 class TwoDevices(torch.overrides.TorchFunctionMode):
-    """Has every tensor pass for one on a GPU, but for copies to the host and what is made of those."""
+    """Makes every tensor appear to be on a GPU, except copies to the host and tensors made from them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_CUDA:
@@ -36,7 +36,7 @@ class TwoDevices(torch.overrides.TorchFunctionMode):
 
 
 class DoneAtOnce:
-    """A stream and its events where everything has been done when a call returns."""
+    """A stream and its events whose work is complete when a call returns."""
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -57,19 +57,19 @@ def main() -> None:
     start_device = policy_device.start_device
 
     def start(device: str) -> torch.device:
-        found = start_device(device)
+        target = start_device(device)
         torch.cuda.current_stream = lambda device=None: DoneAtOnce()  # type: ignore[assignment,return-value]
-        return found
+        return target
 
     step = HybridDeviceOptimizer.step
 
-    def told(self: HybridDeviceOptimizer, closure: None = None) -> None:
+    def printing_step(self: HybridDeviceOptimizer, closure: None = None) -> None:
         groups = self.gpu_optimizer.param_groups if self.gpu_optimizer else []
         print(f"update: {len(self.cpu_optimizers)} off, {sum(len(g['params']) for g in groups)} on")
         step(self, closure)
 
     policy_device.start_device = start
-    HybridDeviceOptimizer.step = told
+    HybridDeviceOptimizer.step = printing_step
     with TwoDevices():
         measure_cases(resume_worker.run)
 

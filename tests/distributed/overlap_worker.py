@@ -21,7 +21,7 @@ from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, cut_unevenly
 
 BUCKET = 1000
-"""Parameters of a bucket at least: about one tensor in each, where by default all would share one."""
+"""Minimum parameters of a bucket: about one tensor in each; by default all would share one."""
 
 
 def run(case: dict, folder: Path, device: torch.device) -> dict:
@@ -35,11 +35,11 @@ def run(case: dict, folder: Path, device: torch.device) -> dict:
 
     def replicas_agree() -> bool:
         """Whether the ranks that should hold the same weights do."""
-        mine = [hashlib.md5(p.detach().numpy().tobytes()).digest() for _, p in policy.named_parameters()]
+        digests = [hashlib.md5(p.detach().numpy().tobytes()).digest() for _, p in policy.named_parameters()]
         group = mpu.get_data_parallel_group(with_context_parallel=True)
-        everyone: list = [None] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        agree = torch.tensor([int(all(other == everyone[0] for other in everyone))])
+        all_digests: list = [None] * group.size()
+        dist.all_gather_object(all_digests, digests, group=group)
+        agree = torch.tensor([int(all(rank_digests == all_digests[0] for rank_digests in all_digests))])
         dist.all_reduce(agree, op=dist.ReduceOp.MIN)
         return bool(agree)
 

@@ -26,19 +26,19 @@ def saved_bytes(case: dict, device: torch.device) -> int:
     policy = Policy(settings, shape, mesh, device, lambda policy: None)
     pack = policy.pack(trajectories(case["lengths"], shape.vocab_size))
     weights = {p.untyped_storage().data_ptr() for _, p in policy.named_parameters()}
-    seen: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         place = tensor.untyped_storage().data_ptr()
         # What the loss saves is no more than a few numbers a token. Backward saves what it recomputes.
         if place not in weights and torch._C._current_graph_task_id() == -1:
-            seen.setdefault(place, tensor)  # held, so that no other tensor comes to lie there
+            storages.setdefault(place, tensor)  # kept alive, so that no other tensor gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), policy.updating():
         policy.update([pack], build_loss(settings), build_aggregator(settings), lr=1e-6)
     mpu.destroy_model_parallel()
-    return sum(t.untyped_storage().nbytes() for t in seen.values())
+    return sum(t.untyped_storage().nbytes() for t in storages.values())
 
 
 def main() -> None:
@@ -46,11 +46,11 @@ def main() -> None:
     device = start_device("cpu")
     start_process_group(device)
     cases = json.loads((folder / "case.json").read_text())
-    mine = {name: saved_bytes(case, device) for name, case in cases.items()}
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    saved = {name: saved_bytes(case, device) for name, case in cases.items()}
+    all_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, saved)
     if dist.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(everyone))
+        (folder / "result.json").write_text(json.dumps(all_ranks))
     dist.barrier()
     dist.destroy_process_group()
 

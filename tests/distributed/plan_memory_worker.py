@@ -34,11 +34,11 @@ def resident(key: str) -> int:
 
 def trajectories(lengths: list[int], vocab: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
-    made = []
+    batch = []
     for i, n in enumerate(lengths):
         prompt = rng.integers(0, vocab, n // 4)
         response = rng.integers(0, vocab, n - n // 4)
-        made.append(
+        batch.append(
             Trajectory(
                 prompt_id=i,
                 sample=0,
@@ -53,7 +53,7 @@ def trajectories(lengths: list[int], vocab: int) -> list[Trajectory]:
                 advantage=(-1.0) ** i,
             )
         )
-    return made
+    return batch
 
 
 def main() -> None:
@@ -102,8 +102,8 @@ def main() -> None:
         adopt=not settings.optimizer.distributed,
     )
     phase("publisher")
-    held = settings.anchor.type != "old"
-    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor) if held else None
+    has_anchor = settings.anchor.type != "old"
+    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor) if has_anchor else None
     phase("anchor")
     with published(publisher, 0):
         pass
@@ -141,7 +141,7 @@ def main() -> None:
     staged = sum(tensor.nbytes for _, tensors in buckets for _, tensor in tensors)
     del saves, buckets
     publisher.close()
-    mine = {
+    report = {
         "stage": mesh.pipeline_rank,
         "replica": mesh.data_rank * mesh.context + mesh.context_rank,
         "parameters": sum(p.numel() for _, p in policy.named_parameters()),
@@ -151,10 +151,10 @@ def main() -> None:
         "grown": grown,
         "transient": transient,
     }
-    everyone: list = [None] * mesh.world
-    dist.all_gather_object(everyone, mine)
+    reports: list = [None] * mesh.world
+    dist.all_gather_object(reports, report)
     if mesh.rank == 0:
-        (folder / "result.json").write_text(json.dumps(everyone))
+        (folder / "result.json").write_text(json.dumps(reports))
     dist.barrier()
     dist.destroy_process_group()
 

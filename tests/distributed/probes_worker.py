@@ -45,15 +45,15 @@ class Workers(ListSource):
 
 
 class StandIn:
-    """The sampler and its client's place in a run."""
+    """Stands in for the sampler and its client."""
 
     def __init__(self, mesh: Mesh, answer: RolloutBatch, source: Workers | None):
         self._mesh, self._answer, self._source = mesh, answer, source
 
     def call_with_resync(self, call: Callable[[Any], Any]) -> Any:
-        found = call(self) if self._mesh.rank == 0 else None
+        result = call(self) if self._mesh.rank == 0 else None
         dist.barrier()
-        return found
+        return result
 
     def rollout(self, step: int, version: int) -> RolloutBatch:
         assert version == step - 1
@@ -114,7 +114,7 @@ def with_guard(trainer: Trainer, mode: str) -> None:
 
 
 def replayed(trainer: Trainer, step: Batch, folder: Path) -> bool:
-    """Whether the step, trained again from its rollouts with the same weights, is the same bits."""
+    """Whether the step, trained again from its rollouts with the same weights, gives the same bits."""
     saver = RolloutSaver(folder, trainer.mesh)
     saver.start(STEP, step.mine, routes=False)
     assert saver.finish() == []
@@ -133,7 +133,7 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     trainer = Trainer(settings, mesh, device)
     sections = case["settings"]
     without = sections | {"rollout": sections["rollout"] | {"ahead": 0}}
-    other, third = Trainer(Settings.model_validate(without), mesh, device), Trainer(settings, mesh, device)
+    plain, third = Trainer(Settings.model_validate(without), mesh, device), Trainer(settings, mesh, device)
     batch, probes = pickle.loads((folder / "batch.pkl").read_bytes())
     score(trainer, [*batch, *probes])
     draw = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
         t.behaviour[~t.mask] = 0
 
     wrong = [replace(t, behaviour=t.behaviour + (t.group == 2) * np.float32(0.01)) for t in probes]
-    said, _ = check(trainer, batch, wrong)
+    wrong_probe, _ = check(trainer, batch, wrong)
     older = [replace(t, versions=np.full_like(t.versions, STEP - 2)) for t in batch]
     alone, _ = check(trainer, older, wrong[-1:])
     lacking, _ = check(trainer, batch, [])
@@ -152,23 +152,23 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     with_guard(trainer, "stop")
     WARNED.clear()
     fine, step = check(trainer, batch, probes)
-    straight = make_run(other, batch, None)
-    wanted = straight.collect(STEP)
-    straight.compute_log_probs(wanted)
-    pairs = zip(iter_trajectories(step.minibatches), iter_trajectories(wanted.minibatches), strict=True)
+    straight = make_run(plain, batch, None)
+    plain_step = straight.collect(STEP)
+    straight.compute_log_probs(plain_step)
+    pairs = zip(iter_trajectories(step.minibatches), iter_trajectories(plain_step.minibatches), strict=True)
     same = all(a.old.tobytes() == b.old.tobytes() for a, b in pairs)
-    for one, its in ((trainer, step), (other, wanted)):
-        one.update(STEP, its, lambda done, total: None)
-    weights = zip(trainer.policy.named_parameters(), other.policy.named_parameters(), strict=True)
+    for run_trainer, run_step in ((trainer, step), (plain, plain_step)):
+        run_trainer.update(STEP, run_step, lambda done, total: None)
+    weights = zip(trainer.policy.named_parameters(), plain.policy.named_parameters(), strict=True)
     same &= all(torch.equal(a, b) for (_, a), (_, b) in weights)
     everyone = gather_objects(
         {
-            "said": [said, alone, lacking, off, fine],
+            "said": [wrong_probe, alone, lacking, off, fine],
             "warned": list(WARNED),
             "same": same,
             "replayed": replayed(third, step, folder / case["name"]),
             "metrics": step.metrics,
-            "wanted": wanted.metrics,
+            "wanted": plain_step.metrics,
             "rows": [[(t.group, t.sample) for t in row] for row in step.probes[0]],
             "gap": max(
                 (float(np.abs(t.old - t.behaviour).max()) for t in iter_trajectories(step.probes)),

@@ -36,12 +36,12 @@ GUARDS = GuardSettings()
 
 
 def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
-    """Trajectories of uneven lengths, every number of which is another; group and advantage are not set."""
+    """Trajectories of uneven lengths, with distinct numbers; the advantage is not set."""
     draw = np.random.default_rng(seed)
     batch = []
     for i in range(count):
         prompt, response = int(draw.integers(1, 9)), int(draw.integers(1, longest))
-        mask = draw.random(response) < (1 if i % 3 else 0.6)  # a third of them has tokens of others
+        mask = draw.random(response) < (1 if i % 3 else 0.6)  # a third has tokens that were not sampled
         mask[-1] = True
         batch.append(
             Trajectory(
@@ -64,7 +64,7 @@ def make_batch(count: int, longest: int, seed: int) -> list[Trajectory]:
 
 
 def scored(t: Trajectory, seed: int) -> np.ndarray:
-    """What stands for a trajectory's log-probs: a function of its tokens."""
+    """Stand-in for a trajectory's log-probs; the same on every rank."""
     draw = np.random.default_rng([seed, t.group, t.sample])
     apart = np.where(t.mask, draw.normal(0, 1e-2, len(t.response)), -5)
     return (t.behaviour + apart).astype(np.float32)
@@ -79,7 +79,7 @@ def describe(t: Trajectory) -> list[object]:
 def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
     mesh = start_mesh(ParallelSettings(**parallel))
     scatter, saver = BatchScatter(mesh), RolloutSaver(folder, mesh)
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for step, count in enumerate((16, 8)):  # a second batch is no remnant of the first
         batch = make_batch(count, 40, step)
         advantages = np.random.default_rng(step).normal(size=count)
@@ -92,47 +92,49 @@ def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
             index.ticket += 1000  # of the run
             plan = plan_batches([t.length for t in batch], minibatches=2, data=mesh.data, budget=64)
         source = ListSource(replace(t, group=t.group + 1000) for t in batch) if mesh.leads else None
-        share, mine = scatter.scatter(plan, index, advantages, source)
+        share, local = scatter.scatter(plan, index, advantages, source)
         for t in iter_trajectories(share):
             t.old = t.anchor = scored(t, step)
         everyone = gather_objects([[[describe(t) for t in micro] for micro in mini] for mini in share])
-        same = {id(t) for t in mine} == {id(t) for t in iter_trajectories(share)} if mesh.leads else not mine
+        same = (
+            {id(t) for t in local} == {id(t) for t in iter_trajectories(share)} if mesh.leads else not local
+        )
         fetched = gather_objects(source.fetched if source else 0)
-        found |= save(saver, mesh, folder, step, mine, whole)
-        row, message = check_mismatch(mine, VERSION, GUARDS, "float32", leaders=mesh.data)
+        result |= save(saver, mesh, folder, step, local, whole)
+        row, message = check_mismatch(local, VERSION, GUARDS, "float32", leaders=mesh.data)
         worst = find_worst(whole, VERSION)
         assert worst
-        wanted = summarise(*find_gaps(whole, VERSION))
-        text = describe_mismatch(wanted, worst, GUARDS, "float32", VERSION + 1)
-        said = gather_objects((row, message), tuple[dict[str, float], str | None])
-        agree = said == [(row, message)] * mesh.world
+        expected = summarise(*find_gaps(whole, VERSION))
+        text = describe_mismatch(expected, worst, GUARDS, "float32", VERSION + 1)
+        rows_and_messages = gather_objects((row, message), tuple[dict[str, float], str | None])
+        agree = rows_and_messages == [(row, message)] * mesh.world
         if mesh.rank == 0:
             parts = plan_batches([t.length for t in batch], minibatches=2, data=mesh.data, budget=64)
-            found |= {
+            result |= {
                 f"shares {step}": everyone,
                 f"wanted {step}": [
                     [[[describe(whole[i]) for i in micro] for micro in mini] for mini in p] for p in parts
                 ],
                 f"fetched {step}": fetched,
                 f"count {step}": count,
-                f"mismatch {step}": [row, wanted],
+                f"mismatch {step}": [row, expected],
                 f"message {step}": [message, text],
             }
-        found[f"same {step}"] = all(gather_objects(same)) and agree
-        found[f"order {step}"] = all(
-            gather_objects(sorted((t.group, t.sample) for t in mine) == [(t.group, t.sample) for t in mine])
+        result[f"same {step}"] = all(gather_objects(same)) and agree
+        result[f"order {step}"] = all(
+            gather_objects(sorted((t.group, t.sample) for t in local) == [(t.group, t.sample) for t in local])
         )
-    found["data ranks"] = gather_objects(mpu.get_data_parallel_rank())
-    found["replicas"] = [mesh.replica(d) for d in range(mesh.data)]
-    found["texts"] = gather_objects([t.text for t in iter_trajectories(share)])
-    found["failed fetch"] = gather_objects(fail(scatter, mesh, plan, index, advantages, source))
+    result["data ranks"] = gather_objects(mpu.get_data_parallel_rank())
+    result["replicas"] = [mesh.replica(d) for d in range(mesh.data)]
+    result["texts"] = gather_objects([t.text for t in iter_trajectories(share)])
+    result["failed fetch"] = gather_objects(fail(scatter, mesh, plan, index, advantages, source))
     mpu.destroy_model_parallel()
-    return found
+    return result
 
 
 @contextmanager
 def slow_writes() -> Iterator[None]:
-    """Whoever does not wait for this rank's part finds it missing."""
+    """Delays this rank's part: a rank that does not wait for it finds it missing."""
     write = rollout_files.write_rollouts
 
     def slow(file: Path, trajectories: Sequence[Trajectory], *, routes: bool = False) -> None:
@@ -145,9 +147,9 @@ def slow_writes() -> Iterator[None]:
 
 
 def save(
-    saver: RolloutSaver, mesh: Mesh, folder: Path, step: int, mine: list[Trajectory], whole: list[Trajectory]
+    saver: RolloutSaver, mesh: Mesh, folder: Path, step: int, local: list[Trajectory], whole: list[Trajectory]
 ) -> dict[str, object]:
-    """Write the step over what another layout left; then again, where one leader cannot write."""
+    """Write the step over another layout's files; then again, when one leader cannot write."""
     file = rollouts_file(folder, step)
     if mesh.rank == 0:
         write_rollouts(file, whole[:1])
@@ -155,7 +157,7 @@ def save(
     barrier()
     last = mesh.rank == mesh.replica(mesh.data - 1)[0]
     with slow_writes() if last else nullcontext():
-        saver.start(step, mine, routes=False)
+        saver.start(step, local, routes=False)
         failures = saver.finish()
     read = [to_row(t) for t in read_rollouts(file)] if mesh.rank == 0 else []
     barrier()
@@ -166,11 +168,11 @@ def save(
     if last:
         blocked.mkdir(parents=True)
     barrier()
-    saver.start(step, mine, routes=False)
-    told = gather_objects(saver.finish())
+    saver.start(step, local, routes=False)
+    errors = gather_objects(saver.finish())
     return {
         f"written {step}": failures == [] and read == [to_row(t) for t in whole],
-        f"told {step}": [told, str(blocked)],
+        f"told {step}": [errors, str(blocked)],
         f"again {step}": saver.finish(),
     }
 
@@ -183,7 +185,7 @@ def fail(
     advantages: np.ndarray,
     source: ListSource | None,
 ) -> str:
-    """What each rank says when the last leader's source has lost its trajectories."""
+    """Each rank's error when the last leader's source has lost its trajectories."""
     if mesh.rank == mesh.replica(mesh.data - 1)[0]:
 
         class Lost:

@@ -31,28 +31,28 @@ def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
 
 
 def scored_apart(trainer: Trainer, folder: Path) -> float:
-    """The largest difference of a step's log-probs to those of each sequence in a row of its own."""
+    """The largest difference between a step's log-probs and those of each sequence packed alone."""
     batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
     trainer.compute_log_probs(batch)
-    mine = list(iter_trajectories(batch.minibatches))
-    rows = [trainer.policy.pack([t]) for t in mine]
+    trajectories = list(iter_trajectories(batch.minibatches))
+    rows = [trainer.policy.pack([t]) for t in trajectories]
     alone = [row.split(out[0]) for row, out in zip(rows, trainer.policy.logprobs(rows), strict=True)]
     return max(np.abs(t.old - logp.numpy()).max() for ((t, logp),) in alone)
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor | int]:
     """Weights, master weights, moments and step counts of this rank."""
-    found: dict[str, torch.Tensor | int] = {
+    tensors: dict[str, torch.Tensor | int] = {
         f"weight {n}": p.detach().clone() for n, p in trainer.policy.named_parameters()
     }
     optimizer = trainer.policy._optimizer
     for i, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         for j, group in enumerate(part.optimizer.param_groups):
-            found |= {f"{key} {i} {j}": group[key] for key in ("step", "k") if key in group}
+            tensors |= {f"{key} {i} {j}": group[key] for key in ("step", "k") if key in group}
             for k, p in enumerate(group["params"]):
-                found[f"master {i} {j} {k}"] = p.detach().clone()
-                found |= {f"{n} {i} {j} {k}": v.clone() for n, v in part.optimizer.state[p].items()}
-    return found
+                tensors[f"master {i} {j} {k}"] = p.detach().clone()
+                tensors |= {f"{n} {i} {j} {k}": v.clone() for n, v in part.optimizer.state[p].items()}
+    return tensors
 
 
 def differing(a: dict, b: dict) -> list[str]:
@@ -62,9 +62,9 @@ def differing(a: dict, b: dict) -> list[str]:
 
 def measure(case: dict, folder: Path, device: torch.device) -> dict:
     mesh = start_mesh(Settings.model_validate(case["settings"]).parallel)
-    trainer, other = start(case, mesh, device), start(case, mesh, device)
-    for one in (trainer, other):
-        train(one, 1, folder)
+    trainer, reference = start(case, mesh, device), start(case, mesh, device)
+    for each in (trainer, reference):
+        train(each, 1, folder)
     scored = scored_apart(trainer, folder)
     before = state(trainer)
     name, poisoned = next((n, p) for n, p in trainer.policy.named_parameters() if case["parameter"] in n)
@@ -73,19 +73,19 @@ def measure(case: dict, folder: Path, device: torch.device) -> dict:
     changed = differing(before, state(trainer))
     if hook:
         hook.remove()
-    after = [train(one, 3, folder)["policy/grad_norm"] for one in (trainer, other)]
-    apart = differing(state(trainer), state(other))
+    after = [train(each, 3, folder)["policy/grad_norm"] for each in (trainer, reference)]
+    apart = differing(state(trainer), state(reference))
 
     if mesh.rank == case["rank"]:
         poisoned.register_hook(lambda g: g * torch.nan)
-    said = ""
+    error = ""
     try:
         train(trainer, 4, folder)
         train(trainer, 5, folder)
     except UserError as e:
-        said = str(e)
+        error = str(e)
     everyone = gather_objects(
-        {"metrics": metrics, "changed": changed, "after": after, "apart": apart, "said": said, "name": name}
+        {"metrics": metrics, "changed": changed, "after": after, "apart": apart, "said": error, "name": name}
         | {"scored": float(scored)}
     )
     mpu.destroy_model_parallel()

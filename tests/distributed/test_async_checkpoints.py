@@ -52,7 +52,7 @@ def can_mount(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[list[dict]], bool]]:
-    """Folder of the runs, what each save on each rank came to, and whether there was a small disk."""
+    """Folder of the runs, the rows of each rank's saves, and whether a small disk was mounted."""
     folder = tmp_path_factory.mktemp("saving")
     make_layout_model(folder / "model", tied=False)
     small = can_mount(folder / "mount")
@@ -98,24 +98,24 @@ def test_a_checkpoint_holds_what_was_when_it_was_begun(saved: Any, name: str, st
 
 
 def test_no_disk_spoils_a_checkpoint_or_the_run(saved: Any) -> None:
-    _, (rows, others), _ = saved
+    _, (rows, rank_1_rows), _ = saved
     newest = None
-    for row, other in zip(rows, others, strict=True):
-        told = f"{row['name']}: {row}"
-        assert (row["problem"] is None) == (other["problem"] is None), told
-        assert row["whole"] == row["named"], told
+    for row, rank_1_row in zip(rows, rank_1_rows, strict=True):
+        message = f"{row['name']}: {row}"
+        assert (row["problem"] is None) == (rank_1_row["problem"] is None), message
+        assert row["whole"] == row["named"], message
         works = row["name"].startswith(("first", "after", "removed between", "mounted", "room", "writable"))
         fails = row["name"].startswith(
             ("no file", "removed midway", "a file", "the run is gone", "read-only", "0 ")
         )
-        assert not works or row["problem"] is None, told
-        assert not fails or row["problem"], told
-        assert row["name"] == "read-only" or not row["parts"], told
+        assert not works or row["problem"] is None, message
+        assert not fails or row["problem"], message
+        assert row["name"] == "read-only" or not row["parts"], message
         if row["problem"] is None:
             newest = row["step"]
-            assert row["whole"][0] == row["latest"] == newest, told
+            assert row["whole"][0] == row["latest"] == newest, message
         elif row["name"] not in ("removed midway", "a file in its place", "the run is gone"):
-            assert row["whole"][0] == row["latest"] == newest, told
+            assert row["whole"][0] == row["latest"] == newest, message
     problems = {row["name"]: row["problem"] for row in rows}
     assert problems["no file over 100000"].startswith("rank 1: ")
     assert "File too large" in problems["no file over 3000"]
@@ -128,7 +128,7 @@ def test_a_full_and_a_read_only_disk(saved: Any) -> None:
     problems = {row["name"]: row["problem"] for row in rows}
     full = [problem for name, problem in problems.items() if name.endswith("pages")]
     assert len(full) >= 8
-    assert full.pop() is None  # the smallest room that does
+    assert full.pop() is None  # the smallest size that suffices
     assert all("No space left on device" in problem for problem in full), full
     # For the weights on some rank; then, page by page, for index, small files, manifest, latest.json.
     assert any(problem.startswith("rank") for problem in full)

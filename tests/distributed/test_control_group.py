@@ -19,8 +19,8 @@ from tests.support.ranks import run_to_end
 def run(world: int, folder: Path) -> Any:
     environment = {"RPG_RENDEZVOUS": str(folder / "rendezvous")}
     worker = "tests.distributed.control_worker"
-    codes, told = run_to_end(worker, world, folder, [str(folder)], environment=environment)
-    assert codes[0] == 0, told
+    codes, output = run_to_end(worker, world, folder, [str(folder)], environment=environment)
+    assert codes[0] == 0, output
     return json.loads((folder / "result.json").read_text())
 
 

@@ -40,15 +40,15 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 WEIGHTS = 4 * 9 + 3
-"""Tensors of a checkpoint, which has those of all experts of a layer in one; a dense layer has one fewer."""
+"""Tensors of a checkpoint, where all experts of a layer share one; a dense layer has one fewer."""
 
 
 def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str]) -> None:
     """Each layout of ``saved`` makes three updates; each of ``loaded`` the third from every checkpoint."""
     cases: dict[str, Any] = {}
     for source in saved:
-        then = [None, f"{source}: second", f"{source}: third"]
-        cases[f"{source}, straight"] = make_resume_case(folder, kind, LAYOUTS[source], None, then)
+        saves = [None, f"{source}: second", f"{source}: third"]
+        cases[f"{source}, straight"] = make_resume_case(folder, kind, LAYOUTS[source], None, saves)
         for name in loaded:
             run = f"{source} to {name}"
             cases[run] = make_resume_case(folder, kind, LAYOUTS[name], f"{source}: second", [run])
@@ -57,16 +57,16 @@ def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str]) -> Non
     config = json.loads((folder / "model" / "config.json").read_text())
     count = WEIGHTS - len(config["mlp_only_layers"])
     for source in saved:
-        wanted = results[f"{source}, straight"][2]
+        expected = results[f"{source}, straight"][2]
         third = step_folder(folder / kind / f"{source}: third", 1)
         for name in loaded:
             run, tolerance = f"{source} to {name}", 0.0 if name == source else 1e-6
-            (got,) = results[run]
+            (actual,) = results[run]
             for key in ("loss", "grad_norm"):
-                assert abs(got[key] - wanted[key]) <= tolerance, (kind, run, key, got, wanted)
-            made = step_folder(folder / kind / run, 1)
-            assert not find_problems(made), run
-            compare(third, made, tolerance, count=count)
+                assert abs(actual[key] - expected[key]) <= tolerance, (kind, run, key, actual, expected)
+            checkpoint = step_folder(folder / kind / run, 1)
+            assert not find_problems(checkpoint), run
+            compare(third, checkpoint, tolerance, count=count)
 
 
 def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A mixture of experts gives transformers' numbers in every layout of its ranks, and its weights come back.
+"""A mixture of experts gives transformers' numbers in every layout, and its export equals its source.
 
 Why: experts that are cut, sent or summed over the wrong ranks, a router that normalises in another order, or
 an expert's gradient that is counted twice all give plausible numbers. Proved on real Megatron-Core in fp32
@@ -103,9 +103,9 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 
 
 def transformers_error(
-    model: PreTrainedModel, batch: list, rows: list, wanted: dict[str, Any]
+    model: PreTrainedModel, batch: list, rows: list, expected: dict[str, Any]
 ) -> tuple[float, float]:
-    """Of transformers in float32, against float64: log-probs, and gradients by their largest element."""
+    """Errors of transformers in float32: log-probs, and gradients relative to their largest element."""
     narrow = copy.deepcopy(model).float()
     narrow.zero_grad()
     with torch.no_grad():
@@ -113,8 +113,8 @@ def transformers_error(
             float((a.double() - torch.from_numpy(b)).abs().max())
             for (a, _), (b, _) in zip(reference_logprobs(narrow, batch), rows, strict=True)
         )
-    found = reference_update(narrow, batch, "rpg")
-    return logp, gradient_error(found["gradients"], wanted["gradients"])[0]
+    update = reference_update(narrow, batch, "rpg")
+    return logp, gradient_error(update["gradients"], expected["gradients"])[0]
 
 
 @pytest.mark.parametrize(
@@ -133,23 +133,25 @@ def test_experts_in_every_layout(
         model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **MODELS[name])
         batch = make_batch()
         rows = score_batch(model, batch)
-        wanted = reference_update(model, batch, "rpg")
-    own = transformers_error(model, batch, rows, wanted)
+        expected = reference_update(model, batch, "rpg")
+    float32_errors = transformers_error(model, batch, rows, expected)
     source = load_file(tmp_path / "model" / "model.safetensors")
-    told = [f"{'transformers, float32':64s} log-probs {own[0]:.1e}, gradients {own[1]:.1e}"]
+    lines = [
+        f"{'transformers, float32':64s} log-probs {float32_errors[0]:.1e}, gradients {float32_errors[1]:.1e}"
+    ]
     results = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, timeout=600)
     for layout, result in results.items():
-        check(tmp_path, layout, result, batch, rows, wanted)
+        check(tmp_path, layout, result, batch, rows, expected)
         exported = load_file(tmp_path / "weights" / layout / "model.safetensors")
         assert set(exported) == set(source), layout
         for key, weight in source.items():
             assert torch.equal(exported[key], weight), f"{layout}: {key} is not what it was"
         gradients = load_file(tmp_path / "gradients" / layout / "model.safetensors")
-        worst, where = gradient_error(gradients, wanted["gradients"])
+        worst, where = gradient_error(gradients, expected["gradients"])
         logp = max(
             np.abs(dict(parts)["logp"] - rows[int(key)][0]).max() for key, parts in result["scored"].items()
         )
-        told.append(f"{layout:64s} log-probs {logp:.1e}, gradients {worst:.1e} ({where})")
+        lines.append(f"{layout:64s} log-probs {logp:.1e}, gradients {worst:.1e} ({where})")
     with capsys.disabled():
         print(f"\n{name}: largest differences to float64, of gradients relative to the largest element")
-        print("\n".join(told))
+        print("\n".join(lines))

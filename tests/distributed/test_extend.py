@@ -104,8 +104,8 @@ def test_the_examples_of_the_page_train(tmp_path: Path, sections: dict[str, Any]
     lengths = np.array([sum(TURNS.get(i, (len(t.response),))[::2]) for i, t in enumerate(batch)])
     advantages = (rewards - rewards.reshape(4, 3).mean(1).repeat(3)) / np.sqrt(lengths)
     # At the first update the ratio is 1, and the mean |loss| of both updates is close to that of |A|.
-    wanted = (np.abs(advantages) * lengths).sum() / lengths.sum()
-    assert rows[0]["policy/loss_abs"] == pytest.approx(wanted, rel=0.1)
+    expected = (np.abs(advantages) * lengths).sum() / lengths.sum()
+    assert rows[0]["policy/loss_abs"] == pytest.approx(expected, rel=0.1)
     check_board(tmp_path / "TP1", rows)
 
 
@@ -124,11 +124,11 @@ def test_the_rewards_and_prompts_of_the_page(configs: list[dict[str, Any]]) -> N
         assert first.row == {"prompt": first.text, "answer": int(first.answer), "level": 3}
         context = json.dumps({"prompt": first.text, "messages": [], "row": first.row})
         texts, lengths = [f"Answer: {a}" for a in (first.answer, first.answer, -1)], (120, 60, 120)
-        seen = [Response(t, np.zeros(n, np.int32), "stop") for t, n in zip(texts, lengths, strict=True)]
-        seen[0] = seen[0]._replace(finish="length")
+        responses = [Response(t, np.zeros(n, np.int32), "stop") for t, n in zip(texts, lengths, strict=True)]
+        responses[0] = responses[0]._replace(finish="length")
         scorer = Scorer(settings.reward, 200)
         try:
-            scores = asyncio.run(scorer.score(seen, first.answer, context))
+            scores = asyncio.run(scorer.score(responses, first.answer, context))
         finally:
             scorer.close()
     assert all(f"Problem: {first.text}\nSolution: {text}\n" in judge.question(text) for text in texts)
@@ -140,17 +140,17 @@ def test_the_rewards_and_prompts_of_the_page(configs: list[dict[str, Any]]) -> N
     assert parts["classifier"] == [0.75] * 3
 
 
-@pytest.mark.long  # four more layouts; the default tier has one, and test_layouts the losses of ours in all
+@pytest.mark.long  # four more layouts; the default tier has one, and test_layouts has our own losses in all
 def test_own_metrics_are_the_same_in_every_layout(tmp_path: Path, sections: dict[str, Any]) -> None:
     write_rewarded_batch(tmp_path, 3)
-    wanted = train(tmp_path, sections, 1, {"TP1": {}}, steps=4)["TP1"]
-    assert len(wanted) == 4
+    expected = train(tmp_path, sections, 1, {"TP1": {}}, steps=4)["TP1"]
+    assert len(expected) == 4
     gaps: dict[str, float] = dict.fromkeys(OWN, 0.0)
     for name, rows in train(tmp_path, sections, 2, LAYOUTS, steps=4).items():
-        for row, one in zip(rows, wanted, strict=True):
+        for row, expected_row in zip(rows, expected, strict=True):
             for key in OWN:
                 tolerance = 1e-5 if key.endswith("_max") else 1e-6
-                gaps[key] = max(gaps[key], abs(row[key] - one[key]))
-                assert row[key] == pytest.approx(one[key], rel=0, abs=tolerance), (name, key)
+                gaps[key] = max(gaps[key], abs(row[key] - expected_row[key]))
+                assert row[key] == pytest.approx(expected_row[key], rel=0, abs=tolerance), (name, key)
         check_board(tmp_path / name, rows)
     print(gaps)

@@ -1,11 +1,11 @@
 """The policy's path on GPUs, on a machine without one: fake CUDA tensors in fake NCCL groups.
 
 Why: a tensor on the wrong device, in the wrong group or of the wrong dtype ends a run in its first minute on
-a cluster, and a line that makes the host wait for the device is found there by a slow step at best. Each
+a cluster, and a line that makes the host wait for the device shows there only as a slow step. Each
 layout is run as one of its ranks (fake_cuda_worker): build, pack, score, anchor, updates, offload and reload;
-without pipeline stages a whole step on rank 0, checksums, publication by shared memory and export; alone, the
-plan of a save. What this cannot show, fake_cuda says: values, kernels, memory, the order of streams and
-messages. Layers are the local ones, not Transformer Engine's.
+without pipeline stages a whole step on rank 0, checksums, publication by shared memory and export; on one
+rank, the plan of a save. fake_cuda lists what this cannot show: values, kernels, memory, the order of streams
+and messages. Layers are the local ones, not Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tests.support.recipes import EXAMPLES, H100, ROWS
 
 WAITS_PER_MICROBATCH = 2
 WAITS = {"score": 0, "step": 5, "anchor": 2, "park": 2, "checksums": 1}
-"""Of ours, however large the model: an anchor is swapped in and out, memory lent and taken back. A step
-scores one micro-batch, with an anchor twice, and brings back log-probs of each and the entropy."""
+"""Waits in our code, whatever the model's size: an anchor is swapped in and out, memory is offloaded and
+reloaded. A step scores one micro-batch, with an anchor twice, and copies the log-probs of each and the
+entropy."""
 WAITS_PER_UPDATE = 2
 MEGATRONS = [
     "/p2p_communication.py",  # stages tell each other how long a micro-batch is
@@ -31,7 +32,7 @@ MEGATRONS = [
     "/cpu_offloading/hybrid_optimizer.py",  # gradients to the offloaded part, once for each tensor
     "/moe/",  # how many tokens each expert gets, in each layer
 ]
-"""Files of Megatron's in which the host waits in an update."""
+"""Megatron files in which the host waits during an update."""
 
 POINT_TO_POINT = {"send", "recv_", "alltoall_base_"}
 """Operations for which NCCL connects each pair of ranks."""
@@ -110,7 +111,7 @@ MORE_LAYOUTS = {
 
 
 def examples() -> dict[str, dict[str, Any]]:
-    """The layouts of the example files, and with each one the files that use it, one for each loss."""
+    """Each layout of the example files, with the files that use it, one for each loss."""
     layouts: dict[str, dict[str, Path]] = {}
     for file in [EXAMPLES / "quickstart.yaml", *H100, *ROWS]:
         s = load_settings(file).model_dump(mode="json")
@@ -118,52 +119,52 @@ def examples() -> dict[str, dict[str, Any]]:
         layout = [s["parallel"], s["memory"], s["precision"], optimizer, s["anchor"]["type"] != "old"]
         loss = [s[k] for k in ("objective", "aggregation", "correction", "anchor")]
         layouts.setdefault(json.dumps(layout[:4]), {}).setdefault(json.dumps(loss), file)
-    found = {}
+    cases = {}
     for files in layouts.values():
         first, *_ = files.values()
-        found[str(first.relative_to(EXAMPLES))] = {
+        cases[str(first.relative_to(EXAMPLES))] = {
             "files": [str(file) for file in files.values()],
             "shape": {"num_layers": 1},
         }
-    return found
+    return cases
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """What is wrong with a run, each with its line."""
-    found = [*result["faults"], *([result["error"][-600:]] if result["error"] else [])]
+    """The problems of a run, each with its source line."""
+    lines = [*result["faults"], *([result["error"][-600:]] if result["error"] else [])]
     waits = result["waits"]
     for name, longer in waits.items():
         if not name.startswith("longer "):
             continue
         shorter = waits[name.removeprefix("longer ")]
         more = {where: n - shorter.get(where, 0) for where, n in longer.items()}
-        found += too_many(name, of_ours(more), WAITS_PER_MICROBATCH * result["more"])
+        lines += too_many(name, of_ours(more), WAITS_PER_MICROBATCH * result["more"])
         fixed = {where: n for where, n in of_ours(shorter).items() if not more.get(where)}
-        found += too_many(f"{name}, whatever its length", fixed, WAITS_PER_UPDATE)
+        lines += too_many(f"{name}, whatever its length", fixed, WAITS_PER_UPDATE)
         unknown = [w for w in more if w not in of_ours(more) and not any(f in w for f in MEGATRONS)]
-        found += [f"{name}: {where}: whose wait is it?" for where in unknown]
+        lines += [f"{name}: {where}: whose wait is it?" for where in unknown]
     for name, bound in WAITS.items():
         if name in waits:
             of_experts = 1 if name == "step" and any("expert_load" in where for where in waits[name]) else 0
-            found += too_many(name, of_ours(waits[name]), bound + of_experts)
-    return found
+            lines += too_many(name, of_ours(waits[name]), bound + of_experts)
+    return lines
 
 
 def of_ours(waits: dict[str, int]) -> dict[str, int]:
     return {where: n for where, n in waits.items() if where.startswith("rpg_megatron: ")}
 
 
-def too_many(what: str, waits: dict[str, int], bound: int) -> list[str]:
+def too_many(part: str, waits: dict[str, int], bound: int) -> list[str]:
     if sum(waits.values()) <= bound:
         return []
-    return [f"{what}: the host waits {n} times in {where}" for where, n in waits.items() if n]
+    return [f"{part}: the host waits {n} times in {where}" for where, n in waits.items() if n]
 
 
 def check(case: dict[str, Any], folder: Path) -> None:
     result = run_ranks("tests.distributed.fake_cuda_worker", 1, folder, json.dumps(case))
-    found = problems(result)
-    assert not found, "\n".join(found)
-    assert any(name.startswith("longer update") for name in result["waits"])  # it came so far
+    lines = problems(result)
+    assert not lines, "\n".join(lines)
+    assert any(name.startswith("longer update") for name in result["waits"])  # it reached the updates
     used = [[size, bool(POINT_TO_POINT & set(ops))] for size, ops in result["communicators"] if size > 1]
     assert sorted(used) == sorted(result["planned"]), result["communicators"]
 
@@ -181,8 +182,8 @@ def test_every_layout_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", examples())
 def test_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -> None:
-    given = examples()[name]
-    check({**given, "files": given["files"][:1]}, tmp_path)
+    example = examples()[name]
+    check({**example, "files": example["files"][:1]}, tmp_path)
 
 
 @pytest.mark.long
@@ -192,17 +193,17 @@ def test_every_loss_of_an_example_runs_on_fake_gpus(name: str, tmp_path: Path) -
 
 
 def test_planted_faults_are_found(tmp_path: Path) -> None:
-    """Each is found, by the line that it is made in or that first meets it."""
+    """Each is reported with the line that makes it or first uses it."""
     result = run_ranks(
         "tests.distributed.fake_cuda_worker", 1, tmp_path, json.dumps(case("bfloat16") | {"plant": True})
     )
     assert not result["error"]
-    here = "tests/distributed/fake_cuda_worker.py:"
-    lines = dict.fromkeys(result["planted"], here) | {
+    worker = "tests/distributed/fake_cuda_worker.py:"
+    lines = dict.fromkeys(result["planted"], worker) | {
         "CPU tensor in a micro-batch": "rpg_megatron/policy/microbatch.py:"
     }
     assert len(lines) == 11
-    for name, found in result["planted"].items():
-        waits = {f"rpg_megatron: {where}": n for where, n in found["waits"].items()}
-        told = found["faults"] + too_many(name, waits, WAITS_PER_MICROBATCH + WAITS_PER_UPDATE)
-        assert any(lines[name] in line for line in told), f"{name} is not found: {told}"
+    for name, detected in result["planted"].items():
+        waits = {f"rpg_megatron: {where}": n for where, n in detected["waits"].items()}
+        messages = detected["faults"] + too_many(name, waits, WAITS_PER_MICROBATCH + WAITS_PER_UPDATE)
+        assert any(lines[name] in line for line in messages), f"{name} is not found: {messages}"

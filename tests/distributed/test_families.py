@@ -135,17 +135,17 @@ FEW = (
     "qwen3, wide: TP4, 12 query heads in 2 groups",
     "qwen2, deep: PP4xVPP2, layers 1 and 1, 2 and 1, 1 and 1, 1 and 1",
 )
-"""What is looked at where time is short."""
+"""Cases of the default tier."""
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.long)], ids=["few", "all"])
 def test_families_in_every_layout(tmp_path: Path, few: bool) -> None:
-    batch, rows, wanted = {}, {}, {}
+    batch, rows, expected = {}, {}, {}
     for name, (family, changes, _) in MODELS.items():
         model = make_model(tmp_path / name, family, **AWKWARD | changes)
         batch[name] = make_batch()
         rows[name] = score_batch(model, batch[name])
-        wanted[name] = reference_update(model, batch[name], "rpg")
+        expected[name] = reference_update(model, batch[name], "rpg")
         (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(batch[name]))
     runs = {
         f"{name}: {where}": (name, *layout)
@@ -167,7 +167,7 @@ def test_families_in_every_layout(tmp_path: Path, few: bool) -> None:
         (tmp_path / "cases.json").write_text(json.dumps(cases))
         for run, result in run_ranks("tests.distributed.layout_worker", world, tmp_path).items():
             name, _, parallel, _ = runs[run]
-            check(tmp_path, run, result, batch[name], rows[name], wanted[name])
+            check(tmp_path, run, result, batch[name], rows[name], expected[name])
             source = load_file(tmp_path / name / "model.safetensors")
             exported = load_file(tmp_path / "weights" / run / "model.safetensors")
             assert set(exported) == set(source), run
@@ -178,6 +178,6 @@ def test_families_in_every_layout(tmp_path: Path, few: bool) -> None:
             bounds = list(pairwise(accumulate(layers, initial=0)))
             stages = [{int(n.split(".")[2]) for n in names if ".layers." in n} for names in result["names"]]
             for rank in range(pipeline):
-                held = {layer for b in bounds[rank::pipeline] for layer in range(*b)}
-                assert stages.count(held) == len(stages) // pipeline, run
+                expected_layers = {layer for b in bounds[rank::pipeline] for layer in range(*b)}
+                assert stages.count(expected_layers) == len(stages) // pipeline, run
             assert all(len(set(names)) == len(names) for names in result["names"]), run

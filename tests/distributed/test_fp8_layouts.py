@@ -1,4 +1,4 @@
-"""Emulated FP8 in a whole policy: what several ranks round is what Transformer Engine's would round.
+"""Emulated FP8 in a whole policy: several ranks round the same values as Transformer Engine's would.
 
 Proved: under tensor (and sequence) parallelism blocks are those of one rank, bit for bit; a tensor's own
 scale is taken on each rank for its part of the weights, over all of them for tokens that are cut over ranks;
@@ -45,7 +45,7 @@ def settings_of(checkpoint: Path, recipe: str | None, **sections: Any) -> dict[s
 
 
 def run(folder: Path, cases: dict[str, dict[str, Any]], world: int) -> dict[str, list[dict[str, Any]]]:
-    """Of each case, what each rank found."""
+    """Each rank's results, by case."""
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
     run_ranks("tests.distributed.fp8_worker", world, folder)
@@ -53,7 +53,7 @@ def run(folder: Path, cases: dict[str, dict[str, Any]], world: int) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def found(
+def results(
     tmp_path_factory: pytest.TempPathFactory, make_checkpoint: Callable[..., Path]
 ) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("fp8")
@@ -86,81 +86,81 @@ def found(
 
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2+SP"])
-def test_operands_on_two_ranks_are_those_of_one(found: dict[str, Any], layout: str) -> None:
+def test_operands_on_two_ranks_are_those_of_one(results: dict[str, Any], layout: str) -> None:
     for recipe in RECIPES:
-        (one,), ranks = found[f"{recipe} none"], found[f"{recipe} {layout}"]
+        (single,), ranks = results[f"{recipe} none"], results[f"{recipe} {layout}"]
         for rank in ranks:  # tokens that are cut over ranks are gathered, with one scale or whole blocks
-            real = min(len(rank["qkv x"]), len(one["qkv x"]))  # what fills micro-batches up differs
-            assert torch.equal(rank["qkv x"][:real], one["qkv x"][:real]), recipe
+            real = min(len(rank["qkv x"]), len(single["qkv x"]))  # padding differs
+            assert torch.equal(rank["qkv x"][:real], single["qkv x"][:real]), recipe
         rows = torch.cat([r["qkv w"] for r in ranks])
         columns = torch.cat([r["proj w"] for r in ranks], dim=1)
-        alike = torch.equal(rows, one["qkv w"]) and torch.equal(columns, one["proj w"])
-        assert alike == (recipe != "tensorwise")
+        equal = torch.equal(rows, single["qkv w"]) and torch.equal(columns, single["proj w"])
+        assert equal == (recipe != "tensorwise")
         if recipe == "tensorwise":  # each rank has a scale of its own for its part
-            parts = [round_whole(part, E4M3) for part in one["raw w"].chunk(2)]
+            parts = [round_whole(part, E4M3) for part in single["raw w"].chunk(2)]
             assert torch.equal(rows, torch.cat(parts))
 
 
-def test_delayed_scales_are_agreed_upon(found: dict[str, Any]) -> None:
-    (one,) = found["delayed none"]
+def test_delayed_scales_are_agreed_upon(results: dict[str, Any]) -> None:
+    (single,) = results["delayed none"]
     first = "decoder.layers.0.self_attention.linear_qkv.fp8"
     for layout in ("TP2", "TP2+SP", "DP2"):
-        a, b = (rank["scales"] for rank in found[f"delayed {layout}"])
+        a, b = (rank["scales"] for rank in results[f"delayed {layout}"])
         assert all(torch.equal(a[n], b[n]) for n in a), layout
-        assert all(torch.equal(a[n][1], one["scales"][n][1]) for n in a), layout  # of whole weights
-        assert torch.equal(a[first][0], one["scales"][first][0]), layout
+        assert all(torch.equal(a[n][1], single["scales"][n][1]) for n in a), layout  # of whole weights
+        assert torch.equal(a[first][0], single["scales"][first][0]), layout
         if layout != "DP2":  # which has other micro-batches
             for name, scale in a.items():  # what deeper layers see differs by rounding
-                assert (scale / one["scales"][name] - 1).abs().max() < 0.3, (layout, name)
+                assert (scale / single["scales"][name] - 1).abs().max() < 0.3, (layout, name)
 
 
-def test_layouts_give_the_same_logprobs_but_for_rounding(found: dict[str, Any]) -> None:
-    (plain,) = found["bf16"]
+def test_layouts_give_the_same_logprobs_but_for_rounding(results: dict[str, Any]) -> None:
+    (plain,) = results["bf16"]
     for recipe in RECIPES:
-        (one,) = found[f"{recipe} none"]
-        from_bf16 = (one["logp"] - plain["logp"]).abs().mean()
+        (single,) = results[f"{recipe} none"]
+        from_bf16 = (single["logp"] - plain["logp"]).abs().mean()
         assert 0.01 < from_bf16 < 0.2, recipe
         for layout in ("TP2", "TP2+SP"):
-            for rank in found[f"{recipe} {layout}"]:
-                apart = (rank["logp"] - one["logp"]).abs().mean()
-                assert apart < (2.0 if recipe == "tensorwise" else 1.0) * from_bf16, (recipe, layout)
+            for rank in results[f"{recipe} {layout}"]:
+                gap = (rank["logp"] - single["logp"]).abs().mean()
+                assert gap < (2.0 if recipe == "tensorwise" else 1.0) * from_bf16, (recipe, layout)
 
 
-def test_layouts_give_the_same_gradients_but_for_rounding(found: dict[str, Any]) -> None:
-    """Of the first norm, behind every product; without the sum over ranks it would be another one."""
+def test_layouts_give_the_same_gradients_but_for_rounding(results: dict[str, Any]) -> None:
+    """Gradients of the first norm, which depend on every product and on the sum over ranks."""
     name = "decoder.layers.0.input_layernorm.weight"
     for recipe in RECIPES:
-        wanted = found[f"{recipe} none"][0]["gradients"][name]
+        expected = results[f"{recipe} none"][0]["gradients"][name]
         for layout in ("TP2", "TP2+SP"):
-            for rank in found[f"{recipe} {layout}"]:
-                apart = (rank["gradients"][name] - wanted).norm() / wanted.norm()
-                assert apart < 0.5, (recipe, layout)
+            for rank in results[f"{recipe} {layout}"]:
+                gap = (rank["gradients"][name] - expected).norm() / expected.norm()
+                assert gap < 0.5, (recipe, layout)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputed_layers_and_second_passes_give_the_same_bits(found: dict[str, Any], recipe: str) -> None:
-    (none,), (selective,), (full,) = (found[f"{recipe} {how}"] for how in ("none", "selective", "full"))
-    for other in (selective, full):
+def test_recomputed_layers_and_second_passes_give_the_same_bits(results: dict[str, Any], recipe: str) -> None:
+    (none,), (selective,), (full,) = (results[f"{recipe} {how}"] for how in ("none", "selective", "full"))
+    for recomputed in (selective, full):
         for name, gradient in none["gradients"].items():
-            assert torch.equal(gradient, other["gradients"][name]), name
-        assert torch.equal(none["after"], other["after"])
-        assert all(torch.equal(scale, other["scales"][n]) for n, scale in none["scales"].items())
+            assert torch.equal(gradient, recomputed["gradients"][name]), name
+        assert torch.equal(none["after"], recomputed["after"])
+        assert all(torch.equal(scale, recomputed["scales"][n]) for n, scale in none["scales"].items())
     assert torch.equal(none["logp"], none["logp again"])
     # Weights have not changed: without gradients the scales stay, and updates move them.
     assert torch.equal(none["logp"], none["after"]) == (recipe != "delayed")
 
 
-def test_which_layers_are_emulated(found: dict[str, Any]) -> None:
+def test_which_layers_are_emulated(results: dict[str, Any]) -> None:
     parts = ["mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv"]
-    wanted = [f"decoder.layers.{layer}.{part}.fp8" for layer in range(3) for part in parts]
-    assert found["blockwise none"][0]["products"] == wanted
-    assert found["ends in bf16"][0]["products"] == wanted[4:8]
-    assert found["bf16"][0]["products"] == found["without"][0]["products"] == []
+    expected = [f"decoder.layers.{layer}.{part}.fp8" for layer in range(3) for part in parts]
+    assert results["blockwise none"][0]["products"] == expected
+    assert results["ends in bf16"][0]["products"] == expected[4:8]
+    assert results["bf16"][0]["products"] == results["without"][0]["products"] == []
 
 
-def test_delayed_scales_are_in_checkpoints(found: dict[str, Any]) -> None:
-    (saved,), (resumed,) = found["delayed none"], found["resumed"]
+def test_delayed_scales_are_in_checkpoints(results: dict[str, Any]) -> None:
+    (saved,), (resumed,) = results["delayed none"], results["resumed"]
     assert torch.equal(resumed["logp"], saved["after"])
     assert not torch.equal(resumed["logp"], saved["logp"])  # with scales of 1
     # A run without FP8 takes the checkpoint, too.
-    assert torch.equal(found["without"][0]["logp"], found["bf16"][0]["logp"])
+    assert torch.equal(results["without"][0]["logp"], results["bf16"][0]["logp"])

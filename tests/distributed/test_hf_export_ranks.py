@@ -37,7 +37,7 @@ def _export_rank(rank, world, folder):
         params = stage_values(layout, place, 2, random_state_dict(layout))
         args = (folder / name, folder / "source", params, layout, place)
         export_hf(*args, dtype=torch.bfloat16, max_shard_bytes=8000)
-    # Only rank 0 looks at the folder, but every rank has to hear of it, or the others wait for ever.
+    # Only rank 0 checks the folder, but every rank must get the error, or the others wait forever.
     with pytest.raises(UserError, match="already exists"):
         export_hf(*args, dtype=torch.bfloat16)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The same batch gives the same, and right, log-probs, loss and gradients in every parallel layout.
+"""The same batch gives the same, correct log-probs, loss and gradients in every parallel layout.
 
 Proved: real Megatron-Core with our packing, attention, norm, log-prob head and normalisation, in fp32 over
 gloo, against transformers in float64, one sequence at a time: log-probs and entropies of each token, the loss
@@ -64,11 +64,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
 """Name -> (ranks, parallel settings, micro-batches; 0: packed to a token budget)."""
 REPEATED = ("TP1, 2 micro-batches", "TP1, 3 micro-batches", "CP2xTP2")
 TIED = ("TP1", "PP2", "DP2, 7 micro-batches", "PP2xVPP2", "TP2xPP2", "TP2xPP2xVPP2+SP", "CP2xPP2")
-"""What ties could break; the rest is looked at untied."""
+"""Layouts that tied embeddings could break; the others run untied."""
 SEQUENCES = ("TP2+SP", "DP2, 7 micro-batches", "CP2")
-"""What whole sequences could break."""
+"""Layouts that losses of whole sequences could break."""
 ENTROPIES = ("TP1, 2 micro-batches", "TP2+SP", "CP2")
-"""What the entropy's gradient could break: a vocabulary and a sequence that are split over ranks."""
+"""Layouts that the entropy's gradient could break: vocabulary and sequence split over ranks."""
 REJECTED = (
     "TP1",
     "TP1, 3 micro-batches",
@@ -77,7 +77,7 @@ REJECTED = (
     "CP2",
     "CP2xDP2, packed to a budget",
 )
-"""What denominators without rejected tokens could break: micro-batches and ranks with different counts."""
+"""Layouts that denominators without rejected tokens could break: counts differ between their ranks."""
 
 
 @pytest.mark.parametrize(
@@ -98,23 +98,23 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, nam
     model = make_layout_model(tmp_path / "model", tied=tied)
     batch = make_batch()
     rows = score_batch(model, batch)
-    wanted = reference_update(model, batch, kind)
+    expected = reference_update(model, batch, kind)
     results = run_layouts(tmp_path, {name: LAYOUTS[name] for name in names}, batch, OBJECTIVES[kind])
     for name, result in results.items():
-        check(tmp_path, name, result, batch, rows, wanted)
+        check(tmp_path, name, result, batch, rows, expected)
         exported = Qwen3ForCausalLM.from_pretrained(tmp_path / "weights" / name, dtype=torch.float64).eval()
         with torch.no_grad():
             after = reference_logprobs(exported, batch)
-        for t, got, (logp, _) in zip(batch, result["after"], after, strict=True):
-            np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: export, {t.prompt_id}")
-        for t, got, (logp, _) in zip(batch, result["anchored"], rows, strict=True):
-            np.testing.assert_allclose(got, logp, atol=2e-5, err_msg=f"{name}: held anchor, {t.prompt_id}")
+        for t, logps, (logp, _) in zip(batch, result["after"], after, strict=True):
+            np.testing.assert_allclose(logps, logp, atol=2e-5, err_msg=f"{name}: export, {t.prompt_id}")
+        for t, logps, (logp, _) in zip(batch, result["anchored"], rows, strict=True):
+            np.testing.assert_allclose(logps, logp, atol=2e-5, err_msg=f"{name}: held anchor, {t.prompt_id}")
 
 
 MASKED = ("TP2", "TP2+SP", "PP2", "DP2, 7 micro-batches", "DP2, packed to a budget", "CP2")
-"""What a mask could break, without any that need more processes."""
+"""Layouts that a mask could break, of at most two ranks."""
 INFLUENCES = {"last before a part": (3, 19), "first after a part": (3, 50)}
-"""Sampled tokens beside those that were not: prompt, place in the response."""
+"""Sampled tokens next to tokens that were not: prompt, position in the response."""
 
 
 @pytest.mark.parametrize(
@@ -137,31 +137,33 @@ def test_only_sampled_tokens_have_a_gradient(
     model = make_layout_model(tmp_path / "model", tied=False)
     batch = make_masked_batch()
     rows = score_batch(model, batch)
-    wanted = {}
+    expected = {}
     for kind in kinds:
         model.zero_grad()
-        wanted[kind] = reference_update(model, batch, kind)
-    cases, others = {}, {}
+        expected[kind] = reference_update(model, batch, kind)
+    cases, batches = {}, {}
     for layout, sizes in LAYOUTS.items():  # so that cases of one layout follow each other
-        own = {kind: (*sizes, OBJECTIVES[kind]) for kind in kinds if layout in kinds[kind]}
-        if "rpg" in own:
+        layout_cases = {kind: (*sizes, OBJECTIVES[kind]) for kind in kinds if layout in kinds[kind]}
+        if "rpg" in layout_cases:
             changed = {"other numbers": _with_other_numbers(batch)}
             places = INFLUENCES.items() if layout in influenced else ()
-            changed |= {what: _with_influence(batch, *place) for what, place in places}
-            own |= dict.fromkeys(changed, own["rpg"])
-            others |= {f"{what}, {layout}": other for what, other in changed.items()}
-        cases |= {f"{what}, {layout}": case for what, case in own.items()}
-    results = run_layouts(tmp_path, cases, batch, {}, others=others, lr=0.0, after=False)
+            changed |= {case_name: _with_influence(batch, *place) for case_name, place in places}
+            layout_cases |= dict.fromkeys(changed, layout_cases["rpg"])
+            batches |= {
+                f"{case_name}, {layout}": changed_batch for case_name, changed_batch in changed.items()
+            }
+        cases |= {f"{case_name}, {layout}": case for case_name, case in layout_cases.items()}
+    results = run_layouts(tmp_path, cases, batch, {}, batches=batches, lr=0.0, after=False)
 
     for kind, layouts in kinds.items():
         for layout in layouts:
             name = f"{kind}, {layout}"
-            check(tmp_path, name, results[name], batch, rows, wanted[kind])
+            check(tmp_path, name, results[name], batch, rows, expected[kind])
     for layout in kinds["rpg"]:
         first = _gradient_bits(tmp_path, f"rpg, {layout}")
         assert _gradient_bits(tmp_path, f"other numbers, {layout}") == first, layout
-        for what in INFLUENCES if layout in influenced else ():
-            assert _gradient_bits(tmp_path, f"{what}, {layout}") != first, f"{what}, {layout}"
+        for case_name in INFLUENCES if layout in influenced else ():
+            assert _gradient_bits(tmp_path, f"{case_name}, {layout}") != first, f"{case_name}, {layout}"
 
 
 def _with_other_numbers(batch: Sequence[Trajectory]) -> list[Trajectory]:
@@ -229,10 +231,14 @@ def test_optimizers_end_where_the_reference_does(tmp_path: Path, kind: str, layo
         reference.step()
         if free:
             reference.eval()
-    wanted = model.state_dict()
+    expected = model.state_dict()
     for name in results:
-        got = load_file(tmp_path / "weights" / name / "model.safetensors")
-        for key, weight in got.items():
+        exported = load_file(tmp_path / "weights" / name / "model.safetensors")
+        for key, weight in exported.items():
             torch.testing.assert_close(
-                weight.double(), wanted[key], rtol=0, atol=5e-6, msg=lambda m, k=key, n=name: f"{n}, {k}: {m}"
+                weight.double(),
+                expected[key],
+                rtol=0,
+                atol=5e-6,
+                msg=lambda m, k=key, n=name: f"{n}, {k}: {m}",
             )

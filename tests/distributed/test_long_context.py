@@ -1,4 +1,4 @@
-"""Long and uneven sequences: packed rows, context ranks and recomputation leave every gradient as it is.
+"""Long and uneven sequences: packed rows, context ranks and recomputation change no gradient.
 
 Why: each of them reorders sums or cuts sequences, and a mistake shows as a plausible loss. Real Megatron-Core
 in float32 over gloo; the reference is the same batch without the feature, one sequence at a time where
@@ -53,14 +53,16 @@ def compare(
     folder: Path, results: dict[str, Any], name: str, reference: str, tolerance: float = 1e-5
 ) -> None:
     """Loss and every gradient, relative to the mean |loss| of a token and a tensor's largest element."""
-    got, wanted = results[name]["update"], results[reference]["update"]
-    assert got["tokens"] == wanted["tokens"], name
-    assert abs(got["loss"] - wanted["loss"]) <= tolerance * wanted["abs_loss"], name
-    assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), name
-    mine, theirs = (load_file(folder / "gradients" / n / "model.safetensors") for n in (name, reference))
-    assert set(mine) == set(theirs), name
-    for key, gradient in theirs.items():
-        error = (mine[key] - gradient).abs().max() / gradient.abs().max()
+    actual, expected = results[name]["update"], results[reference]["update"]
+    assert actual["tokens"] == expected["tokens"], name
+    assert abs(actual["loss"] - expected["loss"]) <= tolerance * expected["abs_loss"], name
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
+    gradients, reference_gradients = (
+        load_file(folder / "gradients" / n / "model.safetensors") for n in (name, reference)
+    )
+    assert set(gradients) == set(reference_gradients), name
+    for key, gradient in reference_gradients.items():
+        error = (gradients[key] - gradient).abs().max() / gradient.abs().max()
         assert error <= tolerance, f"{name}: gradient of {key} off by {error:.1e} of its largest element"
 
 
@@ -106,8 +108,8 @@ def test_packed_equals_one_sequence_at_a_time(tmp_path: Path, batches: int) -> N
             cases[f"{seed}, {name}"] = {**case(tmp_path, {}, count, 513), "batch": file.name}
     results = {}
     # Torch's process groups, and with them 60 threads and 80 files a case, last as long as the process.
-    for some in itertools.batched(cases.items(), 40):
-        results |= run_cases(tmp_path, dict(some), 1, timeout=500)
+    for group in itertools.batched(cases.items(), 40):
+        results |= run_cases(tmp_path, dict(group), 1, timeout=500)
     for seed in range(batches):
         compare(tmp_path, results, f"{seed}, packed", f"{seed}, alone")
 
@@ -139,12 +141,12 @@ def test_memory_at_8192_tokens_and_a_real_vocabulary(tmp_path: Path) -> None:
     Hidden states are those of the two layers that are kept, what the layers add while they are computed
     again included. Plain torch needs over ten times as much at 8192 tokens, by a line through 1024 and 2048.
     """
-    found = run_ranks("tests.distributed.memory_worker", 1, tmp_path, timeout=2400)
-    tokens, vocab, chunk = found["tokens"], found["vocab"], found["chunk"]
+    peaks = run_ranks("tests.distributed.memory_worker", 1, tmp_path, timeout=2400)
+    tokens, vocab, chunk = peaks["tokens"], peaks["vocab"], peaks["chunk"]
     assert (tokens, vocab) == (8192, 151936)
     hidden_states = 4 * tokens * 256 * 3  # what goes into each layer, and what comes out of the last
     for name in ("scoring", "update"):
-        assert found[name] <= hidden_states + 2.5 * 4 * chunk * vocab, (name, found)
-        small, large = found[f"plain {name}"]
-        assert small + (large - small) * 7 >= 10 * found[name], (name, found)
-    assert found["largest"] == chunk * vocab
+        assert peaks[name] <= hidden_states + 2.5 * 4 * chunk * vocab, (name, peaks)
+        small, large = peaks[f"plain {name}"]
+        assert small + (large - small) * 7 >= 10 * peaks[name], (name, peaks)
+    assert peaks["largest"] == chunk * vocab

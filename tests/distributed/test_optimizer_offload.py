@@ -1,4 +1,4 @@
-"""An optimizer of which a share is in host memory makes the same updates, and checkpoints load either way.
+"""An optimizer with a share in host memory makes the same updates, and checkpoints load either way.
 
 Why: Megatron's offloading optimizer has separate code for updates and checkpoints, with pitfalls (see
 ``policy/optimizer.py``). Proved: with everything offloaded, or half, three updates end at the weights, main
@@ -24,9 +24,9 @@ from tests.support.ranks import run_ranks
 
 
 def make_offload_case(
-    folder: Path, share: float, data: int, load: str | None, then: list[str | None]
+    folder: Path, share: float, data: int, load: str | None, saves: list[str | None]
 ) -> dict[str, Any]:
-    case = make_resume_case(folder, "distributed", {"data": data}, load, then)
+    case = make_resume_case(folder, "distributed", {"data": data}, load, saves)
     case["settings"] |= {
         "device": "cuda",
         "precision": {"dtype": "bfloat16"},
@@ -41,8 +41,8 @@ def make_offload_case(
 def test_the_same_updates_and_checkpoints_for_each_other(tmp_path: Path, data: int, share: float) -> None:
     write_batch(tmp_path)
 
-    def make(of: float, load: str | None, then: list[str | None]) -> dict[str, Any]:
-        return make_offload_case(tmp_path, of, data, load, then)
+    def make(of: float, load: str | None, saves: list[str | None]) -> dict[str, Any]:
+        return make_offload_case(tmp_path, of, data, load, saves)
 
     cases = {
         "on the device": make(0, None, [None, "second", "third"]),
@@ -53,14 +53,14 @@ def test_the_same_updates_and_checkpoints_for_each_other(tmp_path: Path, data: i
     }
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     results = run_ranks("tests.distributed.optimizer_offload_worker", data, tmp_path)
-    found = re.findall(r"update: (\d+) off, (\d+) on", (tmp_path / "rank_0.log").read_text())
-    halves = [(int(off), int(on)) for off, on in found]
-    assert len(halves) == 3 + 1 + 1  # and no update that nobody asked for
+    counts = re.findall(r"update: (\d+) off, (\d+) on", (tmp_path / "rank_0.log").read_text())
+    halves = [(int(off), int(on)) for off, on in counts]
+    assert len(halves) == 3 + 1 + 1  # and no other update
     assert all(off and bool(on) == (share < 1) for off, on in halves[:4]), halves
-    wanted = results["on the device"]
+    expected = results["on the device"]
     for name, reports in results.items():
-        for got, report in zip(reports[::-1], wanted[::-1], strict=False):
-            assert got == pytest.approx(report, rel=1e-5), name
-    made = tmp_path / "distributed"
+        for actual, report in zip(reports[::-1], expected[::-1], strict=False):
+            assert actual == pytest.approx(report, rel=1e-5), name
+    folder = tmp_path / "distributed"
     for name in ("off third", "off from on", "on from off", "another from off"):
-        compare(step_folder(made / "third", 1), step_folder(made / name, 1), 1e-6)
+        compare(step_folder(folder / "third", 1), step_folder(folder / name, 1), 1e-6)

@@ -4,8 +4,8 @@ Why: both leave something unfinished behind when a call returns. A gradient that
 micro-batch is in, or a weight that is read before it has been gathered, gives plausible numbers. Proved, on
 real Megatron over gloo in float32 with a bucket for every tensor: two steps of two updates each, the second
 of which starts on weights that other ranks still hold, end at the weights, losses, norms and log-probs of
-runs without overlap. Ranks do differ between the updates of a step, so the gather is put off, and are alike
-when the step is over: that is when weights are published, saved and scored with.
+runs without overlap. Ranks do differ between the updates of a step, so the gather is deferred, and agree when
+the step is over: that is when weights are published, saved and used to score.
 Not covered: NCCL, that it is faster.
 """
 
@@ -46,13 +46,15 @@ def compare(results: dict[str, Any], layout: str) -> None:
     assert overlapped["buckets"] > plain["buckets"], layout
     assert plain["within"] == [True] * 4, layout
     assert overlapped["within"] == ["plain" in layout] * 4, layout
-    for got, wanted in zip(overlapped["reports"], plain["reports"], strict=True):
-        assert got == pytest.approx(wanted, rel=1e-5), layout
-    for mine, theirs in zip(overlapped["weights"], plain["weights"], strict=True):
-        for key, weight in theirs.items():
-            torch.testing.assert_close(mine[key], weight, atol=1e-6, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
-    for got, wanted in zip(overlapped["scored"], plain["scored"], strict=True):
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), atol=2e-5, rtol=0)
+    for actual, expected in zip(overlapped["reports"], plain["reports"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5), layout
+    for weights, plain_weights in zip(overlapped["weights"], plain["weights"], strict=True):
+        for key, weight in plain_weights.items():
+            torch.testing.assert_close(
+                weights[key], weight, atol=1e-6, rtol=0, msg=lambda m, k=key: f"{k}: {m}"
+            )
+    for actual, expected in zip(overlapped["scored"], plain["scored"], strict=True):
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), atol=2e-5, rtol=0)
 
 
 def test_overlap_changes_no_number_on_two_ranks(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def large(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) -> None:
-    """Two steps in this layout; every rank's peak within this fraction of its plan."""
+    """Run two steps; every rank's peak must be within this fraction of its plan."""
     microbatches = 2
     case = {
         "settings": settings.model_dump(mode="json"),
@@ -118,30 +118,30 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
         "tests.distributed.plan_memory_worker", settings.parallel.world, folder, timeout=550, fresh=True
     )
     shape = read_model_shape(settings.model.path)
-    told = []
-    for found in ranks:
+    peaks = []
+    for rank in ranks:
         plan = rank_memory(
             settings,
             shape,
-            stage=found["stage"],
-            publishes=found["replica"] == 0,
+            stage=rank["stage"],
+            publishes=rank["replica"] == 0,
             tokens=TOKENS,
             microbatches=microbatches,
             device="cpu",
         )
         (save,) = (part.nbytes for part in plan.parts if part.name == SAVE)
-        assert found["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        assert rank["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
         print(
-            f"a save: {save / 1e6:.1f} MB planned, {found['staged'] / 1e6:.1f} copied, "
-            f"the process grew by {found['grown'] / 1e6:.1f}"
+            f"a save: {save / 1e6:.1f} MB planned, {rank['staged'] / 1e6:.1f} copied, "
+            f"the process grew by {rank['grown'] / 1e6:.1f}"
         )
         # The process grows by less where malloc has freed memory.
-        assert 0.8 * save - 4e6 < found["grown"] < 1.1 * save + 4e6
-        told.append((plan.peak, max(found["peaks"].values()), found["peaks"]))
-        assert found["parameters"] == plan.parameters
-        assert abs(found["baseline"] - IMPORTS) < 0.15 * IMPORTS
-    print([(planned, measured, round(planned / measured, 3)) for planned, measured, _ in told])
-    assert all(abs(planned / measured - 1) <= within for planned, measured, _ in told), told
+        assert 0.8 * save - 4e6 < rank["grown"] < 1.1 * save + 4e6
+        peaks.append((plan.peak, max(rank["peaks"].values()), rank["peaks"]))
+        assert rank["parameters"] == plan.parameters
+        assert abs(rank["baseline"] - IMPORTS) < 0.15 * IMPORTS
+    print([(planned, measured, round(planned / measured, 3)) for planned, measured, _ in peaks])
+    assert all(abs(planned / measured - 1) <= within for planned, measured, _ in peaks), peaks
 
 
 def test_a_small_rank_holds_what_is_planned(
@@ -163,7 +163,7 @@ def test_a_rank_with_experts_holds_what_is_planned(
     layout: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", **SMALL, **EXPERTS)
-    # Here malloc keeps the most, and not the same in each run.
+    # malloc retains the most here, and not the same amount in each run.
     within = 0.15 if layout.endswith(("ETP2", "full")) else 0.1
     check(settings_for(model, **EXPERT_LAYOUTS[layout]), tmp_path, bridge, within)
 

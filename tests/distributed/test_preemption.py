@@ -1,10 +1,10 @@
 """A warned run stops where it waits, saves a complete state, and resumes from it bit-identically.
 
-Why: a warning that comes in a sync or an evaluation is rare, and what is lost then (a row, an evaluation, the
-place in the data) nobody looks for. Proved with real ranks, whose sampler is a stand-in so that the moment of
-the signal is exact: in a rollout, in a sync, in an evaluation and when the row is about to be written. What
-is saved says which step it is of and what is still due; rows and weights at the end are those of ranks that
-nobody stopped, and so are the rollouts; and each step trained again from the journal is the same bit for bit,
+Why: a warning during a sync or an evaluation is rare, and nobody notices what is lost then (a row, an
+evaluation, the position in the data). Proved with real ranks, whose sampler is a stand-in so that the moment
+of the signal is exact: in a rollout, in a sync, in an evaluation and when the row is about to be written. The
+saved state has its step and what is still due; rows, weights and rollouts at the end are those of ranks that
+were not stopped; and each step trained again from the journal is the same bit for bit,
 with one leader and with two. A warning before there is anything to save just ends the ranks. The best
 checkpoints are kept and exported, also by a run that was stopped. Not covered: engines, the launcher, random
 moments (tests/integration).
@@ -52,7 +52,7 @@ TOKEN = "token"
 
 
 class StandIn:
-    """A sampler that makes its responses up, and warns the ranks instead of answering a chosen request."""
+    """A sampler with random responses, which warns the ranks instead of answering a chosen request."""
 
     METHODS = ("rollout", "release", "restore", "sync", "evaluate", "counts")
 
@@ -60,8 +60,8 @@ class StandIn:
         self._batch, self._address = work / BATCH, f"ipc://{work / SOCKET}"
         self.place = 0
         self.warn_at = ("", 0)
-        self.asked: Counter[str] = Counter()
-        """Requests of the present ranks."""
+        self.requests: Counter[str] = Counter()
+        """Requests of the current ranks, by method."""
         self.ranks: list[subprocess.Popen[bytes]] = []
         threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
 
@@ -73,8 +73,8 @@ class StandIn:
     def _handler(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         @wraps(method)
         async def handle(*arguments: Any) -> Any:
-            self.asked[method.__name__] += 1
-            if self.warn_at == (method.__name__, self.asked[method.__name__]):
+            self.requests[method.__name__] += 1
+            if self.warn_at == (method.__name__, self.requests[method.__name__]):
                 for rank in self.ranks:
                     rank.send_signal(signal.SIGTERM)
                 await asyncio.Event().wait()
@@ -117,7 +117,7 @@ class StandIn:
 
     def evaluate(self) -> EvaluatedSets:
         score = [self.place % 2 == 0]
-        result = EvalResult(0, "1", "1", ["1"], score, ["1"], [0], [1], ["stop"], "heldout")
+        result = EvalResult(0, "1", "1", ["1"], score, ["1"], [1], ["stop"], "heldout", classes=[0])
         return EvaluatedSets([result], [FailureCount("heldout", 0, 1)])
 
     def counts(self) -> dict[str, float]:
@@ -125,7 +125,7 @@ class StandIn:
 
 
 class Ranks:
-    """One run's ranks, started again and again."""
+    """The ranks of one run, which is resumed several times."""
 
     def __init__(self, folder: Path, config: Path, layout: str, *more: str):
         self.run, self.work, self.bridge = folder / "run", folder / "work", folder / "bridge"
@@ -149,7 +149,7 @@ class Ranks:
         self.sampler = StandIn(self.work)
 
     def go(self, warn_at: tuple[str, int] = ("", 0)) -> list[int]:
-        """Go on from the newest checkpoint; exit codes. warn_at: (request, its number)."""
+        """Resume from the newest checkpoint; returns exit codes. warn_at: (request, its number)."""
         newest = list(list_steps(self.run).values())[:1]
         if newest:  # as the launcher does
             size = read_state(newest[0])["metrics_bytes"]
@@ -158,7 +158,7 @@ class Ranks:
             self.sampler.place = 0
             (self.run / "metrics.jsonl").unlink(missing_ok=True)
         self.sampler.warn_at = warn_at
-        self.sampler.asked.clear()
+        self.sampler.requests.clear()
         self.sampler.ranks = self.start("tests.distributed.preempted_rank", *map(str, newest))
         return [rank.wait(300) for rank in self.sampler.ranks]
 
@@ -194,11 +194,11 @@ class Ranks:
 
 @pytest.fixture(params=["tensor", "data"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path, config_file: Path) -> Iterator[tuple[Ranks, Ranks]]:
-    """Of one leader, and of two."""
-    both = [Ranks(tmp_path / name, config_file, request.param) for name in ("stopped", "straight")]
-    yield both[0], both[1]
-    for one in both:
-        for rank in one.sampler.ranks:
+    """With one leader, and with two."""
+    runs = [Ranks(tmp_path / name, config_file, request.param) for name in ("stopped", "straight")]
+    yield runs[0], runs[1]
+    for run in runs:
+        for rank in run.sampler.ranks:
             rank.kill()
             rank.wait()
 
@@ -206,8 +206,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, config_file: Path) -> I
 @pytest.mark.long
 def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
     stopped, straight = pair
-    other = threading.Thread(target=straight.go)
-    other.start()
+    thread = threading.Thread(target=straight.go)
+    thread.start()
     assert stopped.go(("rollout", 1)) == [-signal.SIGTERM] * WORLD
     assert not list_steps(stopped.run)
 
@@ -233,16 +233,16 @@ def test_a_warning_wherever_a_run_waits(pair: tuple[Ranks, Ranks]) -> None:
     assert "eval/heldout/avg@1" in saved["row"]
 
     assert stopped.go() == [0] * WORLD, stopped.log()
-    other.join(300)
+    thread.join(300)
     assert (straight.run / "summary.json").exists(), straight.log()
     assert [row["step"] for row in stopped.rows()] == list(range(STEPS + 1))
     assert stopped.rows() == straight.rows()
     name = f"hf/step_{STEPS:06d}/model.safetensors"
-    weights, wanted = load_file(stopped.run / name), load_file(straight.run / name)
-    assert all(torch.equal(weight, wanted[key]) for key, weight in weights.items())
+    weights, expected = load_file(stopped.run / name), load_file(straight.run / name)
+    assert all(torch.equal(weight, expected[key]) for key, weight in weights.items())
     for step in range(1, STEPS + 1):
-        written, other = (read_rollouts(rollouts_file(ranks.run, step)) for ranks in (stopped, straight))
-        assert [to_row(t) for t in written] == [to_row(t) for t in other]
+        batch, expected_batch = (read_rollouts(rollouts_file(r.run, step)) for r in (stopped, straight))
+        assert [to_row(t) for t in batch] == [to_row(t) for t in expected_batch]
     check_replay(straight)
 
 
@@ -274,16 +274,16 @@ def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path, config_file: P
         assert stopped.go() == [0] * WORLD, stopped.log()
         assert short.go() == [0] * WORLD, short.log()
     finally:
-        for one in runs.values():
-            for rank in one.sampler.ranks:
+        for run in runs.values():
+            for rank in run.sampler.ranks:
                 rank.kill()
                 rank.wait()
     assert list(list_steps(stopped.run)) == [5, 2]
-    found = json.loads((stopped.run / "checkpoints" / "best.json").read_text())
-    wanted = {"step": 2, "folder": "step_000002", "value": 1.0}
-    assert found == {"metric": "eval/heldout/avg@1", "mode": "max", "best": [wanted]}
+    best_file = json.loads((stopped.run / "checkpoints" / "best.json").read_text())
+    expected = {"step": 2, "folder": "step_000002", "value": 1.0}
+    assert best_file == {"metric": "eval/heldout/avg@1", "mode": "max", "best": [expected]}
     assert sorted(folder.name for folder in (stopped.run / "hf").iterdir()) == ["step_000002", "step_000005"]
-    exported, trained = (load_file(one.run / "hf/step_000002/model.safetensors") for one in (stopped, short))
+    exported, trained = (load_file(run.run / "hf/step_000002/model.safetensors") for run in (stopped, short))
     assert all(torch.equal(weight, trained[key]) for key, weight in exported.items())
     summary = json.loads((stopped.run / "summary.json").read_text())
     assert (summary["best"]["step"], summary["export"]) == (2, str(stopped.run / "hf" / "step_000005"))

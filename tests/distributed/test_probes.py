@@ -1,4 +1,4 @@
-"""A step with ``rollout.ahead`` on ranks: probes are scored beside it, compared, and change nothing in it.
+"""A step with ``rollout.ahead`` on ranks: probes are scored with it, compared, and change nothing in it.
 
 Why: a batch that was sampled ahead may have no token of the present weights, and the guard on mismatch would
 be silent. Proved, with real Megatron in fp32 and a sampler that is a stand-in: every probe is fetched once,
@@ -67,8 +67,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for name in cases:
         (folder / name).mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
-    found = run_ranks("tests.distributed.probes_worker", 2, folder)
-    return {name: result["ranks"] for name, result in found.items()}
+    output = run_ranks("tests.distributed.probes_worker", 2, folder)
+    return {name: result["ranks"] for name, result in output.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,8 +76,8 @@ def test_probes_change_nothing_in_the_step(results: dict, layout: str) -> None:
     for rank in results[layout]:
         assert rank["same"]
         assert rank["replayed"]
-        found = {k: v for k, v in rank["metrics"].items() if k in rank["wanted"]}
-        assert found == rank["wanted"]
+        metrics = {k: v for k, v in rank["metrics"].items() if k in rank["wanted"]}
+        assert metrics == rank["wanted"]
         more = {key.split("/")[0] for key in rank["metrics"].keys() - rank["wanted"].keys()}
         assert more == {"async", "mismatch", "correction"}
 
@@ -88,8 +88,8 @@ def test_every_probe_is_scored_in_a_row_of_a_replica(results: dict, layout: str)
     replicas = ranks if layout == "DP2" else ranks[:1]
     assert all(rank["rows"] == replicas[0]["rows"] for rank in ranks) or layout == "DP2"
     assert len({len(rank["rows"]) for rank in ranks}) == 1
-    held = [tuple(probe) for rank in replicas for row in rank["rows"] for probe in row]
-    assert sorted(held) == sorted(zip(ENGINES, range(5), strict=True))
+    scored = [tuple(probe) for rank in replicas for row in rank["rows"] for probe in row]
+    assert sorted(scored) == sorted(zip(ENGINES, range(5), strict=True))
     assert max(len(row) for rank in ranks for row in rank["rows"]) <= 2  # of 100 tokens; each has 41 to 49
     assert all(rank["gap"] < 1e-5 for rank in ranks)
 
@@ -97,9 +97,9 @@ def test_every_probe_is_scored_in_a_row_of_a_replica(results: dict, layout: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_guard_names_the_engine(results: dict, layout: str) -> None:
     first, second = (rank["said"] for rank in results[layout])
-    said, alone, lacking, off, fine = first
-    assert "step 6: engine and trainer disagree" in said
-    assert "of prompt 3, sample 4 (probe of engine 2): engine" in said
+    wrong_probe, alone, lacking, off, fine = first
+    assert "step 6: engine and trainer disagree" in wrong_probe
+    assert "of prompt 3, sample 4 (probe of engine 2): engine" in wrong_probe
     assert second[0] == ""  # rank 0 ends the run
     assert "(probe of engine 2)" in alone  # without a token of the batch
     assert lacking == second[2]
@@ -113,25 +113,25 @@ def test_the_guard_names_the_engine(results: dict, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_correction_by_lag(results: dict, layout: str) -> None:
-    mine = [np.array(t)[:, np.array(t[2]) >= 0] for rank in results[layout] for t in rank["mine"]]
-    old, behaviour, versions = np.concatenate(mine, axis=1)
-    wanted = rollout_correction(
+    sampled = [np.array(t)[:, np.array(t[2]) >= 0] for rank in results[layout] for t in rank["mine"]]
+    old, behaviour, versions = np.concatenate(sampled, axis=1)
+    expected = rollout_correction(
         torch.tensor(old), torch.tensor(behaviour), torch.zeros(len(old)), kind="truncate", high=1.5
     ).metrics
     row = results[layout][1]["metrics"]
     for key, column in (("ratio_mean", "correction_ratio"), ("hit_frac", "correction_hit")):
-        parts = [wanted[column].numpy()[versions == 5 - lag] for lag in range(3)]
+        parts = [expected[column].numpy()[versions == 5 - lag] for lag in range(3)]
         for lag, part in enumerate(parts):
             assert row[f"correction/lag_{lag}/{key}"] == pytest.approx(part.mean(), abs=1e-5)
         together = sum(row[f"correction/lag_{lag}/{key}"] * len(part) for lag, part in enumerate(parts))
         assert together / len(old) == pytest.approx(row[f"correction/{key}"], abs=1e-6)
-    log_r = np.concatenate([np.subtract(t[0], t[1]) for t in mine])
-    whole = np.exp([np.subtract(t[0], t[1]).sum() for t in mine])
+    log_r = np.concatenate([np.subtract(t[0], t[1]) for t in sampled])
+    whole = np.exp([np.subtract(t[0], t[1]).sum() for t in sampled])
     for key, w in (("token", np.exp(log_r)), ("sequence", whole)):
         assert row[f"off_policy/ess_{key}"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), abs=1e-5)
     assert row["off_policy/kl_k1"] == pytest.approx(-log_r.mean(), abs=1e-5)
     assert row["off_policy/kl_k3"] == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), abs=1e-5)
-    hit = [bool((np.exp(np.subtract(t[0], t[1])) > 1.5).any()) for t in mine]
+    hit = [bool((np.exp(np.subtract(t[0], t[1])) > 1.5).any()) for t in sampled]
     assert row["correction/sequences_hit_frac"] == pytest.approx(np.mean(hit), abs=1e-9)
     assert row["correction/lag_0/hit_frac"] == 0 < row["correction/lag_1/hit_frac"]
     assert "correction/lag_3/ratio_mean" not in row

@@ -52,14 +52,14 @@ def _rank(rank, commands, answers, folder, bucket_bytes, dtype, private):
 
 @pytest.fixture
 def trainers(tmp_path):
-    made = []
+    ranks = []
 
     def make(bucket_bytes=3000, dtype=torch.float32, private=None):
-        made.append(PublishingRanks(_rank, 2, tmp_path, bucket_bytes, dtype, private))
-        return made[-1]
+        ranks.append(PublishingRanks(_rank, 2, tmp_path, bucket_bytes, dtype, private))
+        return ranks[-1]
 
     yield make
-    for t in made:
+    for t in ranks:
         t.stop()
 
 
@@ -75,17 +75,17 @@ def halves(rank):
     return out
 
 
-def read(reader, manifest, wanted):
-    """One sync of one worker: the boxes it asked for, and what it summed."""
+def read(reader, manifest, boxes):
+    """One sync of one worker: the boxes that it read, and its sums."""
     reader.open(manifest.place, manifest.version)
-    assert reader.check(wanted) == {}
+    assert reader.check(boxes) == {}
     reader.begin()
-    got = {}
-    for name, box in wanted:
-        got[name] = torch.full(box.extent, float("nan"))
+    tensors = {}
+    for name, box in boxes:
+        tensors[name] = torch.full(box.extent, float("nan"))
         for part, where in reader.cut(name, box):
-            got[name][Box(where.offset_in(box), where.extent).slices()] = part.float()
-    return got, reader.end()
+            tensors[name][Box(where.offset_in(box), where.extent).slices()] = part.float()
+    return tensors, reader.end()
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_workers_get_their_slices_again_and_again(trainers, tmp_path, bucket_byt
         total = dict.fromkeys(sd, 0)
         moved = 0
         for rank, reader in enumerate(readers):
-            wanted = halves(rank)
-            got, sums = read(reader, manifest, wanted)
-            for name, box in wanted:
-                assert torch.equal(got[name], sd[name][box.slices()].to(dtype).float()), name
+            boxes = halves(rank)
+            tensors, sums = read(reader, manifest, boxes)
+            for name, box in boxes:
+                assert torch.equal(tensors[name], sd[name][box.slices()].to(dtype).float()), name
                 total[name] = (total[name] + sums[name][0]) % MODULUS
             moved += sum(n for _, n in sums.values())
         for name, tensor in manifest.tensors.items():
@@ -135,19 +135,19 @@ def test_a_check_without_an_apply_leaves_nothing_behind(trainers):
     reader.release()
     t.tell("retract")
     manifest = t.publish(2, 2)
-    got, _ = read(reader, manifest, halves(1))
+    tensors, _ = read(reader, manifest, halves(1))
     sd = random_state_dict(LAYOUT, seed=2)
-    assert all(torch.equal(got[n], sd[n][b.slices()]) for n, b in halves(1))
-    # Half way through an apply: the links are given up, and the next sync makes new ones.
+    assert all(torch.equal(tensors[n], sd[n][b.slices()]) for n, b in halves(1))
+    # In the middle of an apply: the links are dropped, and the next sync makes new ones.
     reader.check(halves(0))
     reader.begin()
     next(reader.cut(*halves(0)[0]))
     reader.release()
     t.tell("retract")
     manifest = t.publish(3, 3)
-    got, _ = read(reader, manifest, halves(0))
+    tensors, _ = read(reader, manifest, halves(0))
     sd = random_state_dict(LAYOUT, seed=3)
-    assert all(torch.equal(got[n], sd[n][b.slices()]) for n, b in halves(0))
+    assert all(torch.equal(tensors[n], sd[n][b.slices()]) for n, b in halves(0))
     t.tell("retract")
 
 
@@ -164,7 +164,7 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     with pytest.raises(ShardError, match="no publication is open"):
         reader.check(halves(0))
     t.tell("retract")
-    # The trainers are busy with something else: nobody serves what the manifest promises.
+    # The trainers have retracted the publication: no rank serves what the manifest names.
     reader.open(manifest.place, 4)
     began = time.monotonic()
     with pytest.raises(ShardError, match=r"trainer rank [01] does not answer"):
@@ -207,10 +207,10 @@ def test_streams_send_every_element_once_in_order_of_the_reads():
         ),
     }
     manifest = Manifest("process_group", {}, 0, (Shard(0, HEADER_BYTES), Shard(1, HEADER_BYTES)), tensors)
-    wanted = [("n", Box((1,), (3,))), ("w", Box((2, 3), (9, 4)))]
+    boxes_read = [("n", Box((1,), (3,))), ("w", Box((2, 3), (9, 4)))]
     for most in (1, 40, 100, 10_000):
-        streams = plan_streams(manifest, wanted, most, exclusive_bytes(manifest, wanted))
-        seen = {name: torch.zeros(t.shape) for name, t in tensors.items()}
+        streams = plan_streams(manifest, boxes_read, most, exclusive_bytes(manifest, boxes_read))
+        counts = {name: torch.zeros(t.shape) for name, t in tensors.items()}
         for shard, buckets in streams.items():
             parts = list(itertools.chain(*buckets))
             assert [p.hf_name for p in parts] == sorted((p.hf_name for p in parts), key="nw".index)
@@ -218,10 +218,10 @@ def test_streams_send_every_element_once_in_order_of_the_reads():
                 assert message_bytes(bucket) <= most or len(bucket) == 1
             for part in parts:
                 assert part.nbytes == 4 * part.box.numel
-                seen[part.hf_name][part.box.slices()] += 1
+                counts[part.hf_name][part.box.slices()] += 1
                 if part.hf_name == "w":
                     part.box.offset_in(whole[shard])
-        for name, box in wanted:
-            want = torch.zeros(tensors[name].shape)
-            want[box.slices()] = 1
-            assert torch.equal(seen[name], want)
+        for name, box in boxes_read:
+            expected = torch.zeros(tensors[name].shape)
+            expected[box.slices()] = 1
+            assert torch.equal(counts[name], expected)

@@ -1,7 +1,7 @@
 """Two trainer ranks publish one model, as its two halves and as replicas on two nodes; readers find it whole.
 
-Real gloo processes: which rank publishes what, and what the others hear of a failure, is agreed on between
-them. Not covered: vLLM (tests/integration).
+Real gloo processes: ranks agree on which of them publishes a tensor, and learn of each other's failures. Not
+covered: vLLM (tests/integration).
 """
 
 import os
@@ -66,15 +66,15 @@ def _replica(rank, folder, manifests, done):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     layout = mapping_for(TINY)
     place = RankCoordinates(rank, 1, 0, 0, data_rank=rank, context_rank=0, vocab_multiple=1)
-    # Replicas have the same weights, of course; here they differ, so that it shows who was asked.
+    # Real replicas have the same weights; here they differ, to show which one was read.
     params = stage_values(layout, place, 1, random_state_dict(layout, seed=rank))
     node = folder / f"node-{rank}"
     shared = SharedMemoryPublisher(node, place, params, layout, torch.float32)
-    told = shared.publish(1)
+    manifest = shared.publish(1)
     group = GroupPublisher(
         "127.0.0.1", place, params, layout, torch.float32, timeout=60, bucket_bytes=1 << 20, colocated_in=node
     )
-    manifests.put((rank, told, group.publish(1)))
+    manifests.put((rank, manifest, group.publish(1)))
     done.wait()
     group.close()
     shared.close()
@@ -88,24 +88,24 @@ def test_colocated_engines_read_from_their_own_node(tmp_path):
     processes = mp.start_processes(
         _replica, (tmp_path, manifests, done), nprocs=2, join=False, start_method="forkserver"
     )
-    (_, shared, sent), (_, *others) = sorted(
+    (_, shared, sent), (_, *second) = sorted(
         (manifests.get(timeout=120) for _ in range(2)), key=lambda x: x[0]
     )
-    assert others == [None, None]
+    assert second == [None, None]
     try:
         for rank in (0, 1):
-            want = random_state_dict(mapping_for(TINY), seed=rank)
+            expected = random_state_dict(mapping_for(TINY), seed=rank)
             node = tmp_path / f"node-{rank}"
             memory = ShardReader(node)
             memory.open(shared.place, 1)
             assert [shard.rank for shard in memory.manifest.shards] == [rank]
             messages = GroupReader(torch.device("cpu"), node_name(node))
             messages.open(sent.place, 1)
-            wanted = [(name, Box.whole(tensor.shape)) for name, tensor in want.items()]
-            messages.check(wanted)
+            boxes = [(name, Box.whole(tensor.shape)) for name, tensor in expected.items()]
+            messages.check(boxes)
             messages.begin()
             for reader in (memory, messages):
-                assert all(torch.equal(reader.whole(name), tensor) for name, tensor in want.items())
+                assert all(torch.equal(reader.whole(name), tensor) for name, tensor in expected.items())
                 reader.close()
     finally:
         done.set()

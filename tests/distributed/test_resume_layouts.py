@@ -1,13 +1,13 @@
 """A training checkpoint loads in any layout, and the next update is the right one.
 
-Why: optimizer state that is silently lost or dealt out wrongly shows only as a run that learns worse; in
+Why: optimizer state that is lost or assigned wrongly shows only as a run that learns worse; in
 Megatron a rank that owns no parameter of a group can lose the step count that way.
 Proved, on real Megatron over gloo in fp32: after three updates at TP2xPP2, saved after the second, a policy
 that loads the checkpoint at DP4 (TP1), PP2xVPP2xDP2, on one rank, and back at TP2xPP2 from what DP4
 wrote, makes the next update with the same loss and gradient norm, and ends with the same weights, moments and
-held anchor; for the distributed, the plain and the Schedule-Free optimizer (where time is short, the last two
+held anchor; for the distributed, the plain and the Schedule-Free optimizer (in the default tier, the last two
 at DP4 only), with a vocabulary that the layouts pad differently. At the layout that saved, every number is
-the same bit for bit. Where there is time, also at TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2
+the same bit for bit. Long: also at TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2
 on as few ranks as they need, and back at TP2xPP2 from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
 newest one loads; only kills that fell within a save count.
@@ -55,7 +55,7 @@ NEEDED = {
     "plain": ("DP4",),
     "schedule-free": ("DP4",),
 }
-"""What is looked at where time is short; then one rank and the way back only for the first."""
+"""Cases of the default tier, with one rank and the way back only for the first."""
 FEWER: dict[str, tuple[int, dict[str, Any]]] = {
     "TP1": (1, {}),
     "TP2": (2, {"tensor": 2}),
@@ -73,13 +73,13 @@ def run_cases(folder: Path, world: int, cases: dict[str, Any]) -> dict[str, Any]
 def check(
     folder: Path, results: dict[str, Any], kind: str, name: str, *, back: bool, tolerance: float
 ) -> None:
-    """A case against the run that never stopped; ``back``: it made the fourth update, not the third."""
+    """Compare a case with the uninterrupted run; ``back``: it made the fourth update, not the third."""
     place, update = ("fourth", 3) if back else ("third", 2)
-    wanted, (got,) = results[f"{kind}, straight"][update], results[f"{kind}, {name}"]
+    expected, (actual,) = results[f"{kind}, straight"][update], results[f"{kind}, {name}"]
     for key in ("loss", "grad_norm"):
-        assert abs(got[key] - wanted[key]) <= tolerance, (kind, name, key, got, wanted)
+        assert abs(actual[key] - expected[key]) <= tolerance, (kind, name, key, actual, expected)
     folders = [step_folder(folder / kind / run, 1) for run in (place, name)]
-    assert not any(find_problems(found) for found in folders)
+    assert not any(find_problems(checkpoint) for checkpoint in folders)
     compare(folders[0], folders[1], tolerance)
 
 
@@ -155,7 +155,7 @@ def start_saving(folder: Path, world: int) -> tuple[list[Any], TextIO]:
 
 
 def kill(workers: list[Any]) -> None:
-    """All of them at once."""
+    """Kill all workers at the same time."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for worker in workers:
             if worker.is_alive():
@@ -165,7 +165,7 @@ def kill(workers: list[Any]) -> None:
 
 
 def describe(folder: Path, step: int) -> str:
-    """How far the save of a step had come."""
+    """The stage that the save of a step had reached."""
     place = step_folder(folder, step)
     if place.exists():
         return "named"
@@ -191,7 +191,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
             assert workers[0].is_alive(), "".join(before)
             if len(moments) == kills:
                 break  # it has loaded what the last kill left
-            # Two saves are left to end, to know how long one takes.
+            # Two saves may finish, to measure how long one takes.
             saves = (m for line in lines if (m := re.fullmatch(r"saved (\d+) in (\S+)\n", line)))
             _, saved = next(saves), next(saves)
             step, seconds = int(saved[1]) + 1, float(saved[2])
@@ -208,7 +208,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(
         else:
             moments.append(f"{share:.0%}: {describe(tmp_path, step)}")
         whole = [step for step, place in list_steps(tmp_path).items() if not find_problems(place)]
-        # What was said to be saved is there, and nothing passes for whole that is not.
+        # Every reported save exists, and every listed checkpoint is whole.
         assert whole, list((tmp_path / "checkpoints").iterdir())
         assert whole[0] >= step - 1
         assert len(whole) == len(list_steps(tmp_path))

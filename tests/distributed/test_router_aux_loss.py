@@ -1,11 +1,11 @@
-"""The coefficient of the auxiliary loss means what it says, with every aggregation and in every layout.
+"""The auxiliary loss has its configured weight, with every aggregation and in every layout.
 
 Why: Megatron divides all gradients by what the loss counts, and each rank sees a part of the tokens; a factor
 that is wrong by the share of prompts, of padding or of a rank trains all the same. With a coefficient that
 gives this loss a large part of the gradient, every gradient, its norm and the metric are compared with
-float64: transformers' model, the formula written out anew, and the micro-batches of the layout, since the
-load is that of a micro-batch. They are ragged, some are empty, context ranks have padding, and an update on
-other tokens comes first. Log-probs, and the loss that is reported, are bit for bit those without it.
+float64: transformers' model, a second implementation of the formula, and the micro-batches of the layout,
+since the load is that of a micro-batch. They are ragged, some are empty, context ranks have padding, and an
+update on other tokens comes first. Log-probs and the reported loss are bit for bit those without it.
 Not covered here: bfloat16, Transformer Engine's layers, waits of the host (test_fake_cuda).
 """
 
@@ -95,11 +95,11 @@ def test_the_auxiliary_loss_of_an_update(
             with torch.no_grad(), forced(model, batch) if file == "replay.pkl" else nullcontext():
                 rows[file] = [(a.numpy(), b.numpy()) for a, b in reference_logprobs(model, batch)]
             for t, (logp, _) in zip(batch, rows[file], strict=True):
-                own = np.random.default_rng(t.prompt_id)
-                t.old = (logp + own.normal(0, 0.15, len(logp))).astype(np.float32)
-                t.anchor = (logp + own.normal(0, 0.3, len(logp))).astype(np.float32)
+                noise = np.random.default_rng(t.prompt_id)
+                t.old = (logp + noise.normal(0, 0.15, len(logp))).astype(np.float32)
+                t.anchor = (logp + noise.normal(0, 0.3, len(logp))).astype(np.float32)
             (tmp_path / file).write_bytes(pickle.dumps(batch))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for world in sorted({w for w, *_ in layouts.values()}):
         cases = {
             name: case_of(tmp_path / "model", name, parallel, micro, more)
@@ -107,9 +107,9 @@ def test_the_auxiliary_loss_of_an_update(
             if w == world
         }
         (tmp_path / "cases.json").write_text(json.dumps(cases))
-        found |= run_ranks("tests.distributed.layout_worker", world, tmp_path, timeout=600)
-    told = []
-    for name, result in found.items():
+        results |= run_ranks("tests.distributed.layout_worker", world, tmp_path, timeout=600)
+    lines = []
+    for name, result in results.items():
         file = "replay.pkl" if "replay" in name else "batch.pkl"
         batch, kind = batches[file], "gspo" if "sequences" in name else "rpg"
         coefficient = 0.0 if name == "without" else COEFFICIENT
@@ -120,22 +120,22 @@ def test_the_auxiliary_loss_of_an_update(
             (coefficient * aux).backward()
             share = float(norm(model))
             with forced(model, batch) if file == "replay.pkl" else nullcontext():
-                wanted = reference_update(model, batch, kind)  # adds to the gradients
+                expected = reference_update(model, batch, kind)  # adds to the gradients
         assert layers == LAYERS
-        check(tmp_path, name, result, batch, rows[file], wanted)
+        check(tmp_path, name, result, batch, rows[file], expected)
         value = result["update"]["aux_loss"]
         if name == "without":
             assert value is None
             continue
         mean = float(aux.detach()) / LAYERS
         assert value == pytest.approx(mean, rel=1e-6), name
-        part = share / wanted["norm"]
+        part = share / expected["norm"]
         assert part > 0.2, name  # else a wrong factor would not be seen
         gradients = load_file(tmp_path / "gradients" / name / "model.safetensors")
-        error, where = gradient_error(gradients, wanted["gradients"])
-        told.append(f"{name:50s} {part:.2f}; {value:.6f}, off by {value - mean:.1e}; {error:.1e} ({where})")
+        error, where = gradient_error(gradients, expected["gradients"])
+        lines.append(f"{name:50s} {part:.2f}; {value:.6f}, off by {value - mean:.1e}; {error:.1e} ({where})")
     without, *same = (
-        r for name, r in found.items() if layouts[name][:3] == (1, {}, 5) and "replay" not in name
+        r for name, r in results.items() if layouts[name][:3] == (1, {}, 5) and "replay" not in name
     )
     for result in same:
         assert result["scored"] == without["scored"]
@@ -143,7 +143,7 @@ def test_the_auxiliary_loss_of_an_update(
     assert same
     with capsys.disabled():
         print("\nauxiliary loss: norm of its gradient over that of all; value, and differences to float64")
-        print("\n".join(told))
+        print("\n".join(lines))
 
 
 def case_of(model: Path, name: str, parallel: dict, micro: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Experts that are replayed are those of the token, the layer and the micro-batch, in every layout.
 
 Why: a route of a neighbouring token, of another layer or of a later micro-batch gives plausible numbers. Each
-trajectory has random experts, alike neither the router's own nor one another, and log-probs, loss and every
+trajectory has random experts, unlike the router's and one another's, and log-probs, loss and every
 gradient are compared with transformers in float64, whose routers are forced to the same experts, and with one
 rank. What the routers would have chosen is counted as transformers counts it.
 Not covered here: where routes come from (tests/integration/test_router_replay_run.py), their way to the ranks
@@ -49,23 +49,23 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
 def test_replayed_experts_in_every_layout(
     tmp_path: Path, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    batch, rows, wanted, counts = make_replayed(tmp_path / "model")
-    found = run_layouts(tmp_path, layouts, batch, REPLAYED, lr=0.0, after=False, timeout=600)
-    told = []
-    one = load_file(tmp_path / "gradients" / "one rank" / "model.safetensors")
-    for name, result in found.items():
-        check(tmp_path, name, result, batch, rows, wanted)
+    batch, rows, expected, counts = make_replayed(tmp_path / "model")
+    results = run_layouts(tmp_path, layouts, batch, REPLAYED, lr=0.0, after=False, timeout=600)
+    lines = []
+    single = load_file(tmp_path / "gradients" / "one rank" / "model.safetensors")
+    for name, result in results.items():
+        check(tmp_path, name, result, batch, rows, expected)
         gradients = load_file(tmp_path / "gradients" / name / "model.safetensors")
-        error, where = gradient_error(gradients, {key: value.double() for key, value in one.items()})
+        error, where = gradient_error(gradients, {key: value.double() for key, value in single.items()})
         gap = max(
-            np.abs(np.subtract(dict(parts)["logp"], dict(found["one rank"]["scored"][key])["logp"])).max()
+            np.abs(np.subtract(dict(parts)["logp"], dict(results["one rank"]["scored"][key])["logp"])).max()
             for key, parts in result["scored"].items()
         )
-        told.append(f"{name:40s} log-probs {gap:.1e}, gradients {error:.1e} ({where}), {result['changes']}")
+        lines.append(f"{name:40s} log-probs {gap:.1e}, gradients {error:.1e} ({where}), {result['changes']}")
         assert result["changes"] == pytest.approx(counts), name
         assert gap <= 8e-6, name  # sums in another order: a log-prob of -8 has steps of 1e-6
-        absolute = max(float((gradients[key] - g).abs().max()) for key, g in one.items())
+        absolute = max(float((gradients[key] - g).abs().max()) for key, g in single.items())
         assert absolute <= 1e-6, name
     with capsys.disabled():
         print("\nreplayed experts: largest differences to one rank, gradients by their largest element")
-        print("\n".join(told))
+        print("\n".join(lines))

@@ -1,7 +1,7 @@
 """An update whose gradient is not finite on a single rank is skipped by all of them, and changes nothing.
 
 Why: Megatron's optimizer steps in float32 and bfloat16 whatever the norm is: one overflow on one rank, and
-every weight is NaN; a rank that skips alone leaves the others with other weights, which no error shows.
+every weight is NaN; a rank that skips alone then has different weights, without any error.
 Proved, with real Megatron over gloo in fp32, where a hook spoils one parameter's gradient on the last rank (a
 norm's, of which the gradient norm counts the first rank's copy only, or one that is cut):
 weights, master weights, both moments and step counts of every rank are the same bits after a step of two such
@@ -35,7 +35,7 @@ CASES = {
 
 
 FEW = ("TP2, a parameter that is cut", "PP2", "DP2, distributed", "DP2, schedule-free")
-"""What is looked at where time is short."""
+"""Cases of the default tier."""
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""A trace of the policy is the same whole model's, however it is cut over ranks and stages.
+"""A trace of the policy is that of the whole model, however it is cut over ranks and stages.
 
 Why: the audit compares shares of heads and columns that ranks hold in Megatron's own order; one that is put
 together wrongly would be reported as a fault of the weights. Every step must follow from the ones before it
 by the Hugging Face weights. Transformer Engine's dense layers compute norms within the linear layers behind
-them: those values are seen nowhere, and an identity that stands in their place must not be taken for them.
+them: those values cannot be observed, and the identity in their place must not be taken for them.
 Not covered: the engine's share (tests/integration/test_audit.py), GPUs.
 """
 

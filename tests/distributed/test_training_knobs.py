@@ -2,7 +2,7 @@
 
 Proved with real Megatron on two data-parallel ranks in fp32: with ``reward.kl`` the advantages on every rank
 are those of rewards minus the KL of the response's sampled tokens, in its group; two epochs are the same
-updates, bit for bit, as a batch whose mini-batches come twice, with the old policy of before the first. Not
+updates, bit for bit, as a batch whose mini-batches come twice, with the old policy from before the first. Not
 covered: the gradient of a KL in the reward (tests/unit/test_baselines.py).
 """
 
@@ -41,14 +41,14 @@ def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
     (tmp_path / "case.json").write_text(json.dumps(case))
     result = run_ranks("tests.distributed.training_knobs_worker", 2, tmp_path)
 
-    found = {(group, sample): rest for part in result["ranks"] for group, sample, *rest in part}
-    assert len(found) == len(batch)
-    kl = np.array([found[t.group, t.sample][0] for t in batch])
+    by_sample = {(group, sample): values for part in result["ranks"] for group, sample, *values in part}
+    assert len(by_sample) == len(batch)
+    kl = np.array([by_sample[t.group, t.sample][0] for t in batch])
     assert np.abs(kl).min() > 1e-6
     rewards = np.array([t.reward for t in batch]) - 0.5 * kl
-    wanted = (rewards.reshape(4, 3) - rewards.reshape(4, 3).mean(1, keepdims=True)).ravel()
-    advantages = [found[t.group, t.sample][1] for t in batch]
-    assert advantages == pytest.approx(wanted, abs=1e-6)
+    expected = (rewards.reshape(4, 3) - rewards.reshape(4, 3).mean(1, keepdims=True)).ravel()
+    advantages = [by_sample[t.group, t.sample][1] for t in batch]
+    assert advantages == pytest.approx(expected, abs=1e-6)
     row = result["row"]
     assert row["kl/response"] == pytest.approx(kl.mean(), rel=1e-9)
     assert row["reward/kl"] == pytest.approx(-0.5 * kl.mean(), rel=1e-9)

@@ -1,4 +1,4 @@
-"""Data-parallel replicas share the sending of weights; links are made together; nobody polls the store.
+"""Data-parallel replicas share the sending of weights; links are made together; no process polls the store.
 
 Real gloo ranks with shards cut by other means than the layouts (``megatron_shards``), which count the bytes
 that they send; the engines' workers are readers in the test's process. Not covered: vLLM (tests/integration),
@@ -66,18 +66,18 @@ def _rank(rank, commands, answers, folder, tensor, data):
 
 @pytest.fixture
 def trainers(tmp_path):
-    made = []
+    groups = []
 
-    def make(tensor, data):  # replicas of so many ranks
-        made.append(PublishingRanks(_rank, tensor * data, tmp_path, tensor, data))
-        return made[-1]
+    def make(tensor, data):  # ``data`` replicas of ``tensor`` ranks
+        groups.append(PublishingRanks(_rank, tensor * data, tmp_path, tensor, data))
+        return groups[-1]
 
     yield make
-    for t in made:
+    for t in groups:
         t.stop()
 
 
-def wanted(worker):
+def boxes_read(worker):
     """What a worker of two reads: its half of each matrix, by tensor parallelism, and all of the norms."""
     place = grid(SHAPE, WORKERS, 1, vocab_multiple=16)[worker]
     return [
@@ -90,9 +90,9 @@ def wanted(worker):
 def read(reader, manifest, worker):
     """One sync of one worker; its acknowledgement."""
     reader.open(manifest.place, manifest.version)
-    reader.check(wanted(worker))
+    reader.check(boxes_read(worker))
     reader.begin()
-    for name, box in wanted(worker):
+    for name, box in boxes_read(worker):
         assert all(torch.isfinite(part).all() for part, _ in reader.cut(name, box))
     return {"rank": worker, "sums": reader.end()}
 
@@ -119,8 +119,8 @@ def test_every_replica_sends_an_equal_share(trainers, tensor, data, engines):
             # The norms come from the rank that a worker reads the rest from.
             assert [len(reader._links) for reader in engine] == [1] * WORKERS
         sent = t.tell("retract")
-        asked = engines * sum(4 * box.numel for worker in range(WORKERS) for _, box in wanted(worker))
-        assert sum(sent) - before == pytest.approx(asked, rel=0.05)  # messages are padded
+        requested = engines * sum(4 * box.numel for worker in range(WORKERS) for _, box in boxes_read(worker))
+        assert sum(sent) - before == pytest.approx(requested, rel=0.05)  # messages are padded
         before = sum(sent)
         assert max(sent) == pytest.approx(before / (tensor * data), rel=0.02)
 
@@ -152,7 +152,7 @@ def test_links_are_made_at_the_same_time(trainers, monkeypatch):
     reader = GroupReader(torch.device("cpu"))
     reader.open(manifest.place, 0)
     before = len(listening_ports())
-    reader.check(wanted(0) + wanted(1))
+    reader.check(boxes_read(0) + boxes_read(1))
     assert len(reader._links) == len(listening_ports()) - before == 2, "a port for each link"
 
 
@@ -160,7 +160,7 @@ def test_ranks_stop_serving_when_the_store_is_gone(trainers):
     t = trainers(2, 1)
     reader = GroupReader(torch.device("cpu"))
     reader.open(t.publish(0).place, 0)
-    reader.check(wanted(0) + wanted(1))  # both ranks serve
+    reader.check(boxes_read(0) + boxes_read(1))  # both ranks serve
     t.processes[0].kill()  # the store is in rank 0
     t.processes[0].join()
     began = time.monotonic()
@@ -184,15 +184,15 @@ def test_a_wait_for_a_request_blocks_in_the_store():
     host = Rendezvous.host("127.0.0.1", timeout=20, backend="gloo")
     waiting = host.reconnect()
     waiting.store = Counted(waiting.store)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(waiting.wait_request("inbox")), daemon=True)
+    requests = []
+    thread = threading.Thread(target=lambda: requests.append(waiting.wait_request("inbox")), daemon=True)
     thread.start()
     time.sleep(0.5)
     assert waiting.store.calls == ["set_timeout", "queue_pop"]
     host.store.queue_push("inbox", "unsigned")
     host.send_request("inbox", {"kind": "hello"})
     thread.join(60)
-    assert found == [{"kind": "hello"}]
+    assert requests == [{"kind": "hello"}]
 
 
 def test_an_idle_wait_in_a_folder_looks_ever_less_often(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_an_idle_wait_in_a_folder_looks_ever_less_often(tmp_path, monkeypatch):
     assert all(pause <= max(0.002, 0.1 * sum(slept[:i])) + 1e-9 for i, pause in enumerate(slept))
 
 
-def test_a_queue_that_is_emptied_while_it_is_written_to_takes_the_message(tmp_path, monkeypatch):
+def test_a_queue_emptied_during_a_write_takes_the_message(tmp_path, monkeypatch):
     """The reader removes an empty queue, also just after a writer has found that it exists."""
     store, make = FolderStore(tmp_path), Path.mkdir
     store.queue_push("inbox", "first")

@@ -25,15 +25,15 @@ from tests.support.rank_policy import checkpoint_policy
 
 def batch(vocab: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
-    found = []
+    rows = []
     for i, (prompt, response) in enumerate([(5, 9), (17, 4), (3, 12)]):
         tokens = rng.integers(vocab, size=prompt + response).astype(np.int32)
         nothing = np.zeros(response, np.float32)
         versions = np.zeros(response, np.int32)
-        found.append(
+        rows.append(
             Trajectory(i, 0, tokens[:prompt], tokens[prompt:], nothing, versions, finish="length", text="")
         )
-    return found
+    return rows
 
 
 class NormAndLinear(nn.Module):
@@ -48,7 +48,7 @@ class NormAndLinear(nn.Module):
 
 
 def fuse_norms(policy: Policy) -> None:
-    """Put the norms where Transformer Engine's dense layers have them; they leave an identity behind."""
+    """Put the norms where Transformer Engine's dense layers have them, with an identity in their place."""
     for chunk in policy.chunks:
         for layer in chunk.decoder.layers:
             attention, mlp = layer.self_attention, layer.mlp
@@ -71,7 +71,7 @@ def main() -> None:
         if fused:
             fuse_norms(policy)
         trajectories = batch(shape.vocab_size)
-        # Two micro-batches: what a hook keeps must be told apart.
+        # Two micro-batches, whose values a hook must keep apart.
         packs = [policy.pack(trajectories[:2]), policy.pack(trajectories[2:])]
         traced = trace_policy(policy, shape, packs)
         if mesh.rank == 0:

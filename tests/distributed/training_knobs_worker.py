@@ -32,7 +32,7 @@ def scored(trainer: Trainer, folder: Path) -> Batch:
 
 
 def weights(trainer: Trainer) -> float:
-    """Changes with any bit of a weight, all but surely."""
+    """A number that almost surely changes with any bit of a weight."""
     return sum(p.detach().double().sin().sum().item() for _, p in trainer.policy.named_parameters())
 
 
@@ -59,8 +59,8 @@ def main() -> None:
     once, twice = make(case, mesh, device, 1), make(case, mesh, device, 1)
     first = scored(twice, folder)
     first.minibatches = first.minibatches * 2
-    for one, share in ((once, scored(once, folder)), (twice, first)):
-        one.update(1, share, lambda done, total: None)
+    for each, share in ((once, scored(once, folder)), (twice, first)):
+        each.update(1, share, lambda done, total: None)
     if mesh.rank == 0:
         result = {
             "ranks": ranks,

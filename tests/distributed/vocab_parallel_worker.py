@@ -15,7 +15,7 @@ from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
 
 CASES = [(250, 2), (251, 1), (251, 9), (253, 19), (33, 95)]
-"""(vocabulary, padding behind it); in the last, one of two ranks has padding alone."""
+"""(vocabulary, padding after it); in the last case, one of two ranks has only padding."""
 
 
 def largest_tensor(tokens: int, vocab: int, chunk: int) -> int:

@@ -38,26 +38,26 @@ def publish(folder: Path) -> None:
                 p.normal_()
         manifest = publisher.publish(version)
         assert manifest is not None
-        told = json.dumps([manifest.place, version, {n: t.checksum for n, t in manifest.tensors.items()}])
-        subprocess.run([*command, told], check=True, env=os.environ)
-        wanted = {name: p.detach().cpu() for name, p in params.items()}
-        save_file(wanted, folder / f"wanted_{version}.safetensors")
+        request = json.dumps([manifest.place, version, {n: t.checksum for n, t in manifest.tensors.items()}])
+        subprocess.run([*command, request], check=True, env=os.environ)
+        weights = {name: p.detach().cpu() for name, p in params.items()}
+        save_file(weights, folder / f"wanted_{version}.safetensors")
         publisher.retract()
     publisher.close()
     (folder / "result.json").write_text("true")
 
 
-def read(folder: Path, told: str) -> None:
+def read(folder: Path, request: str) -> None:
     from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 
-    place, version, sums = json.loads(told)
+    place, version, sums = json.loads(request)
     reader = ShardReader(folder / "bridge")
     manifest = reader.open(place, version)
-    wanted = [(name, Box.whole(tensor.shape)) for name, tensor in manifest.tensors.items()]
-    found = reader.check(wanted)
-    assert {name: total for name, (total, _) in found.items()} == sums
+    boxes = [(name, Box.whole(tensor.shape)) for name, tensor in manifest.tensors.items()]
+    sums_read = reader.check(boxes)
+    assert {name: total for name, (total, _) in sums_read.items()} == sums
     reader.begin()
-    save_file({name: reader.whole(name).cpu() for name, _ in wanted}, folder / f"read_{version}.safetensors")
+    save_file({name: reader.whole(name).cpu() for name, _ in boxes}, folder / f"read_{version}.safetensors")
     reader.end()
     reader.close()
 

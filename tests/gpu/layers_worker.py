@@ -41,49 +41,51 @@ class Builder:
 
 
 def names(shape: ModelShape, model: GPTModel) -> list[str]:
-    """What the layout does not know, or has in another shape, or the model lacks."""
-    layout, problems, held = mapping_for(shape), [], set()
+    """Names that the layout or the model lacks, and parameters of another shape than the layout's."""
+    layout, problems, known = mapping_for(shape), [], set()
     for name, p in named_parameters([model]):
         if layout.local_shape(name, tensor=1, vocab_multiple=1) != tuple(p.shape):
             problems.append(f"{name} has shape {tuple(p.shape)}")
         pieces = layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1)
-        held |= {piece.hf_name for piece in pieces}
-    return problems + sorted(held ^ set(layout.hf_tensors()))
+        known |= {piece.hf_name for piece in pieces}
+    return problems + sorted(known ^ set(layout.hf_tensors()))
 
 
 def same(a: GPTModel, b: GPTModel, build: Builder, folder: Path) -> bool:
-    """Whether b has a's weights after it has loaded a's checkpoint, whoever's layers they are of."""
+    """Whether b has a's weights after it has loaded a's checkpoint, whichever layers they use."""
     folder.mkdir()
     save_weights(folder, [a])
     load_weights(folder, [b], SHAPE.vocab_size)
     again = folder.with_suffix(".again")
     again.mkdir()
     save_weights(again, [b])
-    other = build(SHAPE, None, fused=False)
-    load_weights(again, [other], SHAPE.vocab_size)
-    wanted = build(SHAPE, None, fused=False)
-    load_weights(folder, [wanted], SHAPE.vocab_size)
+    loaded = build(SHAPE, None, fused=False)
+    load_weights(again, [loaded], SHAPE.vocab_size)
+    expected = build(SHAPE, None, fused=False)
+    load_weights(folder, [expected], SHAPE.vocab_size)
     return all(
         bool((p == q).all())
-        for (_, p), (_, q) in zip(named_parameters([other]), named_parameters([wanted]), strict=True)
+        for (_, p), (_, q) in zip(named_parameters([loaded]), named_parameters([expected]), strict=True)
     )
 
 
 def main() -> None:
     folder, build = Path(sys.argv[1]), Builder(*start("cuda"))
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for family, changes in FAMILIES.items():
         shape = replace(SHAPE, family=family, **changes)
         for recipe in (None, "blockwise", "tensorwise", "delayed"):
             model = build(shape, FP8Settings(recipe=recipe) if recipe else None, fused=True)
-            found[f"{family} {recipe}"] = names(shape, model)
+            result[f"{family} {recipe}"] = names(shape, model)
     delayed = FP8Settings(recipe="delayed")
     kinds = {"own": (None, False), "fused": (None, True), "delayed": (delayed, True)}
-    for one, (fp8, fused) in kinds.items():
-        for other, (others, too) in kinds.items():
-            source, target = build(SHAPE, fp8, fused=fused), build(SHAPE, others, fused=too)
-            found[f"{one} -> {other}"] = same(source, target, build, folder / f"{one}-{other}")
-    (folder / "result.json").write_text(json.dumps(found))
+    for source_kind, (fp8, fused) in kinds.items():
+        for target_kind, (target_fp8, target_fused) in kinds.items():
+            source, target = build(SHAPE, fp8, fused=fused), build(SHAPE, target_fp8, fused=target_fused)
+            result[f"{source_kind} -> {target_kind}"] = same(
+                source, target, build, folder / f"{source_kind}-{target_kind}"
+            )
+    (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

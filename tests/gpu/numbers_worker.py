@@ -20,16 +20,19 @@ def main() -> None:
     model = write_checkpoint(folder / "model", shape)
     batch = batch_of([40, 300, 123], shape.vocab_size)
     recipes = ["blockwise", "tensorwise", "delayed", "blockwise+params"] if device.type == "cuda" else []
-    found = {}
+    measured = {}
     for name in ("fp32", "bf16", *recipes):
         forget()
-        found[name] = numbers(build(shape, mesh, device, name, model, **SECTIONS), batch)
+        measured[name] = numbers(build(shape, mesh, device, name, model, **SECTIONS), batch)
     gaps = {}
     for name, base in (("bf16", "fp32"), *((recipe, "bf16") for recipe in recipes)):
-        (logp, grad), (other, others) = found[name], found[base]
-        gaps[name] = [float((logp - other).abs().mean()), float((grad - others).norm() / others.norm())]
+        (logp, grad), (base_logp, base_grad) = measured[name], measured[base]
+        gaps[name] = [
+            float((logp - base_logp).abs().mean()),
+            float((grad - base_grad).norm() / base_grad.norm()),
+        ]
     gaps["transformers"] = [
-        float((by_transformers(model, batch, device) - found["fp32"][0]).abs().mean()),
+        float((by_transformers(model, batch, device) - measured["fp32"][0]).abs().mean()),
         0.0,
     ]
     (folder / "result.json").write_text(json.dumps(gaps))

@@ -25,5 +25,5 @@ def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
         assert set(read) == set(layout.hf_tensors())
         for name, param in params.items():
             for piece in layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
-                got, wanted = read[piece.hf_name][piece.hf.slices()], param[piece.local.slices()]
-                assert torch.equal(got, wanted), (version, piece.hf_name)
+                actual, expected = read[piece.hf_name][piece.hf.slices()], param[piece.local.slices()]
+                assert torch.equal(actual, expected), (version, piece.hf_name)

@@ -12,8 +12,8 @@ from tests.support.ranks import run_alone
 
 
 def test_names_and_checkpoints(tmp_path: Path) -> None:
-    found = run_alone("tests.gpu.layers_worker", tmp_path)
-    checkpoints = {name: result for name, result in found.items() if "->" in name}
+    results = run_alone("tests.gpu.layers_worker", tmp_path)
+    checkpoints = {name: result for name, result in results.items() if "->" in name}
     assert checkpoints == dict.fromkeys(checkpoints, True)
-    assert {name: result for name, result in found.items() if result and "->" not in name} == {}
-    assert len(found) == 3 * 4 + 3 * 3
+    assert {name: result for name, result in results.items() if result and "->" not in name} == {}
+    assert len(results) == 3 * 4 + 3 * 3

@@ -27,11 +27,11 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     (rank,) = run_ranks(worker, 1, tmp_path, "cuda", fresh=True)["one GPU"]["ranks"]
     assert rank["returned"] == rank["apart"] == []
     assert rank["released"]
-    here, away = rank["memory"]
-    assert len(set(here)) == len(set(away)) == 1
+    loaded, away = rank["memory"]
+    assert len(set(loaded)) == len(set(away)) == 1
     # The other trainer, which never offloads, keeps its own memory, and so do this one's weights.
-    _, held, _, _, weights = rank["bytes"]
-    offloaded = held + rank["gradients"]
+    _, state_bytes, _, _, weights = rank["bytes"]
+    offloaded = state_bytes + rank["gradients"]
     assert offloaded > 5 * weights
     for freed in rank["freed"]:
         assert abs(freed - offloaded) <= offloaded / 100

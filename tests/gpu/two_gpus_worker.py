@@ -31,17 +31,17 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
 
 WAIT_SECONDS = 4.0
-"""So long rank 0 lets the other one wait."""
+"""Seconds for which rank 1 waits for rank 0."""
 READER_SECONDS = 120.0
 LAYOUT = mapping_for(SHAPES["tiny"])
 
 
 def wait_for_first(device: torch.device) -> dict[str, Any]:
-    """Rank 1 waits for rank 0 as it does while responses are sampled: is its GPU free meanwhile?
+    """Rank 1 waits for rank 0, as while responses are sampled: is its GPU free meanwhile?
 
-    Another thread of rank 1 then puts a little work on the default stream and takes its time.
+    Another thread of rank 1 puts a little work on the default stream and measures its duration.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def look() -> None:
         time.sleep(WAIT_SECONDS / 4)
@@ -50,10 +50,10 @@ def wait_for_first(device: torch.device) -> dict[str, Any]:
         began = time.monotonic()
         work = torch.ones(1 << 20, device=device)
         work.mul_(2).sum().item()
-        found["work"] = time.monotonic() - began
+        result["work"] = time.monotonic() - began
         # Over the second before it is asked; what the work itself took is a millionth of that.
         time.sleep(WAIT_SECONDS / 2)
-        found["busy"] = utilization(device)
+        result["busy"] = utilization(device)
 
     looking = threading.Thread(target=look)
     if dist.get_rank() == 0:
@@ -62,21 +62,21 @@ def wait_for_first(device: torch.device) -> dict[str, Any]:
         looking.start()
     began = time.monotonic()
     broadcast_object("go on")
-    found["waited"] = time.monotonic() - began
+    result["waited"] = time.monotonic() - began
     if looking.ident is not None:
         looking.join()
-    return found
+    return result
 
 
 def utilization(device: torch.device) -> int | None:
-    """Percent of the last second in which kernels ran on the GPU; None where the driver does not tell."""
+    """Percent of the last second in which kernels ran on the GPU; None if the driver does not report it."""
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     if device.type == "cpu":
         return None
-    told = subprocess.run(
+    output = subprocess.run(
         [*query, "-i", f"GPU-{gpu_of(device)}"], capture_output=True, text=True, check=False
     )
-    return int(told.stdout) if told.stdout.strip().isdigit() else None
+    return int(output.stdout) if output.stdout.strip().isdigit() else None
 
 
 def parameters(place: RankCoordinates, device: torch.device) -> dict[str, torch.Tensor]:
@@ -95,30 +95,30 @@ def parameters(place: RankCoordinates, device: torch.device) -> dict[str, torch.
 def publish(publisher: Any, folder: Path, readers: list[tuple[str, str]]) -> list[Any]:
     """Two versions, as ``training/weight_sync`` publishes them: rank 0 lets engines read, the others wait.
 
-    readers: what reads, each by its device and node. Returns what each of them found, in both versions.
+    readers: device and node of each reader. Returns what each of them read, in both versions.
     """
-    found: list[Any] = []
+    reads: list[Any] = []
     for version in (1, 2):
         manifest = publisher.publish(version)
         if manifest is not None:
             sums = {name: t.checksum for name, t in manifest.tensors.items()}
             for device, node in readers:
-                told = json.dumps([manifest.transport, manifest.place, version, node])
-                command = [sys.executable, __file__, str(folder), "read", device, told]
+                request = json.dumps([manifest.transport, manifest.place, version, node])
+                command = [sys.executable, __file__, str(folder), "read", device, request]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=READER_SECONDS)
                 assert done.returncode == 0, done.stderr[-3000:]
-                told_sums, ranks_read = json.loads(done.stdout.splitlines()[-1])
-                assert told_sums == sums
-                found.append({"device": device, "ranks_read": ranks_read})
+                read_sums, ranks_read = json.loads(done.stdout.splitlines()[-1])
+                assert read_sums == sums
+                reads.append({"device": device, "ranks_read": ranks_read})
         broadcast_object("read")
         publisher.retract()
     publisher.close()
-    return found
+    return reads
 
 
-def read(folder: Path, device: torch.device, told: str) -> None:
+def read(folder: Path, device: torch.device, request: str) -> None:
     """Read a whole publication; prints each tensor's sum, and which ranks it was read from."""
-    transport, place, version, node = json.loads(told)
+    transport, place, version, node = json.loads(request)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     reader: Any = (
@@ -126,14 +126,14 @@ def read(folder: Path, device: torch.device, told: str) -> None:
         if transport == "cuda_ipc"
         else GroupReader(device, node=node)
     )
-    wanted = [(n, Box.whole(t.shape)) for n, t in reader.open(place, version).tensors.items()]
-    summed = reader.check(wanted)
+    boxes = [(n, Box.whole(t.shape)) for n, t in reader.open(place, version).tensors.items()]
+    summed = reader.check(boxes)
     reader.begin()
-    for name, _ in wanted:
+    for name, _ in boxes:
         reader.whole(name)
-    found = reader.end() | summed
-    ranks = sorted({rank for name, _ in wanted for rank in reader.ranks_read(name)})
-    print(json.dumps([{name: found[name][0] for name, _ in wanted}, ranks]))
+    sums = reader.end() | summed
+    ranks = sorted({rank for name, _ in boxes for rank in reader.ranks_read(name)})
+    print(json.dumps([{name: sums[name][0] for name, _ in boxes}, ranks]))
     reader.close()
 
 

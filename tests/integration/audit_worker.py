@@ -1,4 +1,4 @@
-"""One trainer rank of test_audit: plants fault after fault, in the engine or in itself, and audits each."""
+"""One trainer rank of test_audit: plants one fault after the other, in the engine or itself, and audits."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def packs(run: RankRun, spoil: Callable[[MicroBatch], None]) -> Iterator[None]:
     plain = Policy.pack
 
     def pack(self: Policy, trajectories: list) -> MicroBatch:
-        made = plain(self, trajectories)
-        spoil(made)
-        return made
+        batch = plain(self, trajectories)
+        spoil(batch)
+        return batch
 
     Policy.pack = pack
     yield
@@ -150,7 +150,7 @@ def main() -> None:
         settings, run_dir, work, bridge, os.environ[TOKEN_VARIABLE], start_mesh(settings.parallel), device
     )
     request = auditing.AuditRequest()
-    given = auditing.choose_tokens(settings, request)[:3]
+    tokens = auditing.choose_tokens(settings, request)[:3]
     true = run_dir / "weights"
     run.write_checkpoint(true)
     others = {"version 0": StoredWeights(faults / "earlier")}
@@ -164,7 +164,7 @@ def main() -> None:
         load(run, settings.model.path)
         with TRAINER_FAULTS.get(case, lambda _: nullcontext())(run):
             verdict, _ = auditing.audit_engine(
-                run, 0, engine_socket(work, 0), bridge, os.environ[TOKEN_VARIABLE], given, true, others
+                run, 0, engine_socket(work, 0), bridge, os.environ[TOKEN_VARIABLE], tokens, true, others
             )
         if verdict is not None:
             results[case] = verdict.to_json()

@@ -29,12 +29,12 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         return started[-1]
 
     yield start
-    for one in started:
-        for pid in one.processes():
+    for running in started:
+        for pid in running.processes():
             os.kill(pid, signal.SIGKILL)
-        one.process.wait()
-        assert one.process.stderr is not None
-        one.process.stderr.close()
+        running.process.wait()
+        assert running.process.stderr is not None
+        running.process.stderr.close()
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def launch(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Launch]]
         return started[-1]
 
     yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
-        wait_for(lambda one=one: not living(one.stand_ins()), 20)
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.communicate()
+        wait_for(lambda launcher=launcher: not living(launcher.stand_ins()), 20)
 
 
 @pytest.fixture(name="forked_starts", scope="module")

@@ -34,7 +34,7 @@ PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
 
 
 class Engines:
-    """Rank 0's line to the engines: coroutines run in a thread, so that requests go on while ranks work."""
+    """Rank 0's connection to the engines: coroutines run in a thread, beside the ranks' work."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -148,7 +148,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": [], "odd": []}
     version = case["version"]
 
-    def bring(kind: str, asked: Any = None) -> None:
+    def bring(kind: str, responses: Any = None) -> None:
         nonlocal version
         version += 1
         with published(publishers[kind], version) as manifest:
@@ -163,8 +163,8 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         for kind in publishers:
             perturb(policy, 2 * change + (kind == "process_group"), shape.tied_embeddings, case["noise"])
             bring(kind)
-            asked = engines.start(engines.generate(change, 12)).result() if engines else None
-            samples = from_rank_0(asked)
+            responses = engines.start(engines.generate(change, 12)).result() if engines else None
+            samples = from_rank_0(responses)
             errors = [
                 float(np.abs(a - b).max())
                 for a, b in zip(score(policy, samples), behaviours(samples), strict=True)

@@ -1,7 +1,7 @@
 """Weight updates within responses: a real engine, the product's sampler, and weights that differ much.
 
 Why: the log-prob that the engine reports must be that of the weights which the trajectory names for the
-token; otherwise the importance ratios of asynchronous training are wrong without a sign. The reference is
+token; otherwise the importance ratios of asynchronous training are silently wrong. The reference is
 transformers on each version's weights. Not covered: the trainer (test_training), tensor parallelism.
 """
 
@@ -105,24 +105,24 @@ def test_tokens_are_those_of_the_version_that_they_name(
     assert {0, 1, 2} <= versions
     assert max(len(set(t.versions.tolist())) for t in trajectories) >= 3  # two updates within a response
     assert {v for t in probes for v in t.versions.tolist()} == {0, 1, 2, 3}
-    found = [*trajectories, *probes]
+    sampled = [*trajectories, *probes]
     for version in range(4):
         folder = weights.exported(version, tmp_path / f"version-{version}")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for t in found:
-            own = t.versions == version
-            if own.any():
+        for t in sampled:
+            of_version = t.versions == version
+            if of_version.any():
                 expected = reference(model, t)
-                np.testing.assert_allclose(t.behaviour[own], expected[own], atol=1e-4, rtol=0)
-                other = t.versions != version  # the versions do differ
-                if other.sum() > 20:
-                    assert np.abs(t.behaviour - expected)[other].max() > 1e-2
+                np.testing.assert_allclose(t.behaviour[of_version], expected[of_version], atol=1e-4, rtol=0)
+                of_others = t.versions != version  # the versions do differ
+                if of_others.sum() > 20:
+                    assert np.abs(t.behaviour - expected)[of_others].max() > 1e-2
 
 
 def test_a_sync_forgets_cached_prefixes(
     engine: Engine, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same prompt before and after updates; without the reset, what is cached of old weights shows."""
+    """The same prompt before and after updates; without the reset, blocks cached with old weights show."""
     weights, prompt = Weights(checkpoint), [1 + i % 200 for i in range(70)]
 
     def sync(version: int) -> torch.nn.Module:
@@ -135,8 +135,8 @@ def test_a_sync_forgets_cached_prefixes(
         """Largest difference of an answer's log-probs to the model's; prompt tokens from the cache."""
         before = cache_hits(engine)
         tokens, logps = answer(engine, prompt)
-        own = reference_of(model, prompt, tokens)
-        return float(np.abs(logps - own).max()), cache_hits(engine) - before
+        expected = reference_of(model, prompt, tokens)
+        return float(np.abs(logps - expected).max()), cache_hits(engine) - before
 
     first = sync(10)
     assert error(first)[0] < 1e-4
@@ -157,7 +157,8 @@ def test_a_sync_forgets_cached_prefixes(
         return await post(self, path, {**body, "steps": steps}, timeout)
 
     monkeypatch.setattr(Engine, "post", incomplete)
-    assert error(sync(12)) == (pytest.approx(0, abs=1e-4), 0)  # vLLM's pause forgets too, but is not needed
+    # vLLM's pause resets the cache too, but is not needed.
+    assert error(sync(12)) == (pytest.approx(0, abs=1e-4), 0)
     left_out.add("reset")
     off, hits = error(sync(13))
     assert hits == 64

@@ -1,4 +1,4 @@
-"""vLLM's scheduler for GPUs, on a CPU: what an engine does while the steps of a GPU run behind it.
+"""vLLM's scheduler for GPUs, on a CPU: what an engine does while steps still run on the GPU.
 
 With async scheduling an engine queues the next step before it knows the tokens of the last one. So a request
 is interrupted, or a weight update begins, while two steps are on the device. Here the server, EngineCore,
@@ -69,7 +69,7 @@ def rig(request, tmp_path_factory):
 
 @dataclass
 class Request:
-    """One prompt, and what may be asked of it."""
+    """One prompt and its sampling parameters."""
 
     prompt: list[int]
     seed: int
@@ -84,8 +84,8 @@ class Request:
         return cls(prompt, rng.randrange(2**31), rng.randint(1, length), rng.choice([1, 1, 3]), stop)
 
 
-class Asked:
-    """Requests to an engine, and the check of their answers."""
+class CheckedEngine:
+    """Sends requests to an engine and checks the answers."""
 
     def __init__(self, rig: Rig):
         self.rig = rig
@@ -120,8 +120,8 @@ class Asked:
         )
 
     def check(self, request: Request, samples: list, versions: set[int]) -> int:
-        """Each sample is of one of these versions, whole or the start of what it would have become; returns
-        the number of its tokens.
+        """Each sample is of one of these versions, complete or a prefix of the complete response; returns the
+        number of tokens.
         """
         total = 0
         for i, sample in enumerate(samples):
@@ -149,19 +149,19 @@ class Asked:
 
 
 def test_answers_under_load(rig):
-    """Long prompts are split, prompts share blocks, requests are preempted for want of blocks."""
+    """Long prompts are split, prompts share blocks, requests are preempted for lack of blocks."""
     rng = random.Random(1)
     shared = [rng.randrange(VOCAB) for _ in range(200)]
     requests = [Request.draw(rng, 150, [*shared, i] if i % 3 == 0 else None) for i in range(40)]
 
     async def go():
-        asked = Asked(rig)
-        await asked.sync(asked.publish(1))
-        answers = await asyncio.gather(*map(asked.ask, requests))
+        engine = CheckedEngine(rig)
+        await engine.sync(engine.publish(1))
+        answers = await asyncio.gather(*map(engine.ask, requests))
         for request, samples in zip(requests, answers, strict=True):
-            asked.check(request, samples, {1})
+            engine.check(request, samples, {1})
             assert all(sample.finish != "abort" for sample in samples)
-        await asked.client.close()
+        await engine.client.close()
 
     asyncio.run(go())
     counts = rig.engine.rpc("toy_counts")[0]
@@ -175,28 +175,28 @@ def test_interrupted_with_two_steps_on_the_device(rig):
     requests = [Request(r.prompt, r.seed, 400) for r in (Request.draw(rng, 1) for _ in range(6))]
 
     async def go():
-        asked = Asked(rig)
-        await asked.sync(asked.publish(2))
-        manifest = asked.publish(3)
-        running = [asyncio.create_task(asked.ask(request)) for request in requests]
+        engine = CheckedEngine(rig)
+        await engine.sync(engine.publish(2))
+        manifest = engine.publish(3)
+        running = [asyncio.create_task(engine.ask(request)) for request in requests]
         await asyncio.sleep(0.3)
         with Hold(rig.engine.bridge) as hold:
             await asyncio.to_thread(hold.wait)
-            sync = asyncio.create_task(asked.sync(manifest, interrupt=True))
-            late = asyncio.create_task(asked.ask(requests[0]))
+            sync = asyncio.create_task(engine.sync(manifest, interrupt=True))
+            late = asyncio.create_task(engine.ask(requests[0]))
             await asyncio.sleep(0.5)
             assert not sync.done(), "the weights must not change under a running step"
         await sync
         answers = await asyncio.gather(*running)
-        totals = [asked.check(r, s, {2}) for r, s in zip(requests, answers, strict=True)]
+        totals = [engine.check(r, s, {2}) for r, s in zip(requests, answers, strict=True)]
         assert [s.finish for (s,) in answers] == ["abort"] * len(requests)
         assert max(totals) > 0
-        asked.check(requests[0], await late, {2, 3})
+        engine.check(requests[0], await late, {2, 3})
         # What was stored before is not used again: the prefix cache was emptied.
-        again = await asyncio.gather(*map(asked.ask, requests))
+        again = await asyncio.gather(*map(engine.ask, requests))
         for request, samples in zip(requests, again, strict=True):
-            assert asked.check(request, samples, {3}) == 400
-        await asked.client.close()
+            assert engine.check(request, samples, {3}) == 400
+        await engine.client.close()
         return totals
 
     print(asyncio.run(go()))
@@ -210,36 +210,36 @@ def test_a_step_that_outlives_its_request(rig):
     prompt = [rng.randrange(VOCAB) for _ in range(BATCH + 4)]
 
     async def go():
-        asked = Asked(rig)
-        await asked.sync(asked.publish(4))
-        tokens, _ = respond(prompt, 7, asked.weights[4], 50)
+        engine = CheckedEngine(rig)
+        await engine.sync(engine.publish(4))
+        tokens, _ = respond(prompt, 7, engine.weights[4], 50)
         stop = next(i for i in range(20, 50) if tokens[i] not in tokens[:i])
         request = Request(prompt, 7, 50, stop=(tokens[stop],))
-        manifest = asked.publish(5)
+        manifest = engine.publish(5)
         with Hold(rig.engine.bridge, steps=2 + stop) as hold:  # the prompt takes two, each later token one
-            asked.check(request, await asked.ask(request), {4})
+            engine.check(request, await engine.ask(request), {4})
             await asyncio.to_thread(hold.wait)
-            sync = asyncio.create_task(asked.sync(manifest))
+            sync = asyncio.create_task(engine.sync(manifest))
             await asyncio.sleep(0.5)
             assert not sync.done()
             assert rig.engine.process.alive()
         await sync
-        asked.check(request, await asked.ask(request), {5})
-        await asked.client.close()
+        engine.check(request, await engine.ask(request), {5})
+        await engine.client.close()
 
     asyncio.run(go())
 
 
 @pytest.mark.parametrize("syncs", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_groups_over_many_syncs(rig, syncs, tmp_path):
-    """Responses in segments: each is continued with new weights, which compute prompt and response anew."""
+    """Responses in segments: each is continued with new weights, which recompute prompt and response."""
     rng = random.Random(4)
     first = 10
 
     async def go():
-        asked = Asked(rig)
+        engine = CheckedEngine(rig)
         settings = Settings.model_validate(settings_for(rig.model, 1))
-        worker = Worker(settings, codec_of(ByteTokenizer()), [asked.client], tmp_path, [STOP])
+        worker = Worker(settings, codec_of(ByteTokenizer()), [engine.client], tmp_path, [STOP])
         serving, over = asyncio.Event(), False
 
         async def sample(ticket: int) -> GroupTask:
@@ -258,22 +258,22 @@ def test_groups_over_many_syncs(rig, syncs, tmp_path):
                 tasks.append(await sample(100 * len(tasks) + slot))
             return tasks
 
-        await asked.sync(asked.publish(first))
+        await engine.sync(engine.publish(first))
         serving.set()
         running = [asyncio.create_task(keep_sampling(slot)) for slot in range(5)]
         for version in range(first + 1, first + 1 + syncs):
-            manifest = asked.publish(version)
+            manifest = engine.publish(version)
             await asyncio.sleep(rng.random() * 0.5)
             serving.clear()
-            await asked.sync(manifest, interrupt=True)
+            await engine.sync(manifest, interrupt=True)
             serving.set()
         over = True
         segments = 0
         for task in chain.from_iterable(await asyncio.gather(*running)):
             for t in await worker.fetch([task.ticket] * 4, list(range(4))):
-                segments += check_segments(asked.weights, t)
+                segments += check_segments(engine.weights, t)
         worker.close()
-        await asked.client.close()
+        await engine.client.close()
         return segments
 
     segments = asyncio.run(go())
@@ -285,7 +285,7 @@ def check_segments(weights: dict[int, int], t: Trajectory) -> int:
     """Each segment is what its version of the weights gives for prompt and response so far."""
     prompt, response = t.prompt.tolist(), t.response.tolist()
     starts = [i for i in range(len(response)) if i == 0 or t.versions[i] != t.versions[i - 1]]
-    known = 0
+    covered = 0
     for start, end in zip(starts, [*starts[1:], len(response)], strict=True):
         version = int(t.versions[start])
         seed = segment_seed(t.seed, start)
@@ -294,7 +294,7 @@ def check_segments(weights: dict[int, int], t: Trajectory) -> int:
         assert response[start:end] == expected
         assert t.behaviour[start:end].tolist() == logprobs
         routes = routes_of(stored_entries([*prompt, *response[: end - 1]], weights[version]))
-        np.testing.assert_array_equal(t.routes[known : len(prompt) + end - 1], routes[known:])
-        known = len(prompt) + end - 1
-    assert len(t.routes) == known
+        np.testing.assert_array_equal(t.routes[covered : len(prompt) + end - 1], routes[covered:])
+        covered = len(prompt) + end - 1
+    assert len(t.routes) == covered
     return len(starts)

@@ -1,6 +1,6 @@
-"""``rpg-megatron audit`` names what was planted: in a real vLLM engine, or in a real Megatron trainer.
+"""``rpg-megatron audit`` names faults that are planted in a real vLLM engine or Megatron trainer.
 
-Why: a mismatch number says that engine and trainer differ, and leaves the user alone with the question where.
+Why: a mismatch number says that engine and trainer differ, but not where.
 Here the answer is known beforehand: a fault is planted, and the verdict must name kind, layer and parameter;
 without a fault it must be clean. One engine serves all faults (and test_training): wrong weights reach it
 through the bridge, as right ones do. Not covered: GPUs, quantised engines, Llama's and Qwen2's vLLM models
@@ -101,10 +101,10 @@ def test_a_clean_pair_is_clean(reports: dict[str, dict]) -> None:
 
 
 def check_norm(report: dict, rounding: float = 1e-3) -> None:
-    found = only_finding(report)
-    assert (found["kind"], found["side"], found["layers"]) == ("weights", "engine", [1])
-    assert found["parameters"] == ["model.layers.1.post_attention_layernorm.weight"]
-    assert found["values"]["factor"] == pytest.approx(1.01, abs=rounding)
+    finding = only_finding(report)
+    assert (finding["kind"], finding["side"], finding["layers"]) == ("weights", "engine", [1])
+    assert finding["parameters"] == ["model.layers.1.post_attention_layernorm.weight"]
+    assert finding["values"]["factor"] == pytest.approx(1.01, abs=rounding)
     assert report["first"]["site"] == "layers.1.mlp_norm"
 
 
@@ -114,17 +114,17 @@ def test_a_norm_that_is_one_percent_off(reports: dict[str, dict]) -> None:
 
 
 def test_one_channel_of_a_norm_that_is_one_percent_off(reports: dict[str, dict]) -> None:
-    found = only_finding(reports["norm_channel"])
-    assert found["parameters"] == ["model.layers.1.self_attn.k_norm.weight"]
-    assert "k_norm.weight of the engine is wrong: the output is off by 1.0%" in found["text"]
+    finding = only_finding(reports["norm_channel"])
+    assert finding["parameters"] == ["model.layers.1.self_attn.k_norm.weight"]
+    assert "k_norm.weight of the engine is wrong: the output is off by 1.0%" in finding["text"]
 
 
 def check_rope(report: dict) -> None:
-    found = only_finding(report)
-    assert (found["kind"], found["side"]) == ("rope", "trainer")
-    assert found["layers"] == [0, 1, 2, 3]
-    assert found["values"]["base"] == pytest.approx(50_000, rel=0.02)
-    assert "configured is 10,000" in found["text"]
+    finding = only_finding(report)
+    assert (finding["kind"], finding["side"]) == ("rope", "trainer")
+    assert finding["layers"] == [0, 1, 2, 3]
+    assert finding["values"]["base"] == pytest.approx(50_000, rel=0.02)
+    assert "configured is 10,000" in finding["text"]
     assert report["first"]["site"] == "layers.0.query_rope"
 
 
@@ -134,10 +134,10 @@ def test_a_wrong_rope_base(reports: dict[str, dict]) -> None:
 
 
 def check_qkv(report: dict) -> None:
-    found = only_finding(report)
-    assert (found["kind"], found["side"], found["layers"]) == ("weights", "engine", [1])
-    assert found["parameters"] == [f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"]
-    assert "v_proj.weight of the engine are wrong: 3 outputs are off, by up to" in found["text"]
+    finding = only_finding(report)
+    assert (finding["kind"], finding["side"], finding["layers"]) == ("weights", "engine", [1])
+    assert finding["parameters"] == [f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"]
+    assert "v_proj.weight of the engine are wrong: 3 outputs are off, by up to" in finding["text"]
 
 
 def test_swapped_qkv_groups(reports: dict[str, dict]) -> None:
@@ -145,10 +145,10 @@ def test_swapped_qkv_groups(reports: dict[str, dict]) -> None:
 
 
 def check_temperature(report: dict, side: str, value: float) -> None:
-    found = only_finding(report)
-    assert (found["kind"], found["side"]) == ("temperature", side)
-    assert found["values"]["temperature"] == pytest.approx(value, rel=0.02)
-    assert re.search(r"configured is 1\b", found["text"])
+    finding = only_finding(report)
+    assert (finding["kind"], finding["side"]) == ("temperature", side)
+    assert finding["values"]["temperature"] == pytest.approx(value, rel=0.02)
+    assert re.search(r"configured is 1\b", finding["text"])
     assert report["first"]["site"] == "logprobs"
 
 
@@ -159,10 +159,10 @@ def test_a_wrong_temperature(reports: dict[str, dict]) -> None:
 
 
 def check_stale(report: dict) -> None:
-    found = only_finding(report)
-    assert (found["kind"], found["side"], found["layers"]) == ("layer", "engine", [2])
-    assert "layer 2 of the engine is stale: the weights are those of version 0" in found["text"]
-    assert "model.layers.2.mlp.down_proj.weight" in found["parameters"]
+    finding = only_finding(report)
+    assert (finding["kind"], finding["side"], finding["layers"]) == ("layer", "engine", [2])
+    assert "layer 2 of the engine is stale: the weights are those of version 0" in finding["text"]
+    assert "model.layers.2.mlp.down_proj.weight" in finding["parameters"]
 
 
 def test_a_stale_layer(reports: dict[str, dict]) -> None:
@@ -170,13 +170,13 @@ def test_a_stale_layer(reports: dict[str, dict]) -> None:
 
 
 def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_path: Path) -> None:
-    """A run's folder: its newest export and its journal; the engine loads weights of its own."""
+    """A run's folder: its newest export and its journal; the engine loads other weights."""
     run = tmp_path / "run-001"
     (run / "rollouts").mkdir(parents=True)
     shutil.copytree(checkpoints / "trained", run / "hf" / "step_000003")
     (run / "config.yaml").write_text(load_settings(QUICKSTART, [*SMALL, "parallel.tensor=1"]).to_yaml())
     numbers = np.arange(20, 30, dtype=np.int32)
-    some = [
+    trajectories = [
         Trajectory(
             prompt_id=i,
             sample=0,
@@ -191,7 +191,7 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
         )
         for i in range(8)
     ]
-    write_rollouts(run / "rollouts" / "step_000003.parquet", some)
+    write_rollouts(run / "rollouts" / "step_000003.parquet", trajectories)
     command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(run)]
     command += ["--engine-model", str(checkpoints / "faults" / "norm"), "--json", str(tmp_path / "copy.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
@@ -205,8 +205,8 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
     assert report["model"] == str(run / "hf" / "step_000003")
     check_norm(report["engines"][0])
     # The six worst responses, half of each; the last place of a sequence predicts and is not read.
-    given = sum(3 + i + 5 for i in range(2, 8))
-    assert report["engines"][0]["tokens"] == given + report["engines"][0]["logprobs"]["tokens"] - 6
+    prompt_tokens = sum(3 + i + 5 for i in range(2, 8))
+    assert report["engines"][0]["tokens"] == prompt_tokens + report["engines"][0]["logprobs"]["tokens"] - 6
     folder = tmp_path / "quickstart-audit-001"
     assert json.loads((folder / "audit.json").read_text()) == report
     assert not (folder / "weights").exists()
@@ -223,14 +223,14 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
         "DP2": ["parallel.tensor=1", "parallel.data=2"],
     }
     cases = ["clean", "norm", "qkv", "stale", "rope", "temperature"]
-    own = [f"precision.dtype={dtype}", "engine.tensor=2"]
-    engine = [*SMALL, "model.path=" + str(checkpoints / "trained"), EAGER, *own]
+    settings = [f"precision.dtype={dtype}", "engine.tensor=2"]
+    engine = [*SMALL, "model.path=" + str(checkpoints / "trained"), EAGER, *settings]
     with running_service(tmp_path, load_settings(QUICKSTART, engine)) as service:
-        found = [
-            audit_faults(service, checkpoints, name, cases, [*layout, *own])
+        all_reports = [
+            audit_faults(service, checkpoints, name, cases, [*layout, *settings])
             for name, layout in layouts.items()
         ]
-    for reports in found:
+    for reports in all_reports:
         assert reports["clean"]["clean"], reports["clean"]["findings"]
         check_norm(reports["norm"], rounding=1e-3 if dtype == "float32" else 6e-3)  # 2 ** -7 is one step
         check_qkv(reports["qkv"])
@@ -243,24 +243,24 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
 @pytest.mark.timeout(1200)
 def test_an_engine_of_another_dtype_or_rope(checkpoints: Path, tmp_path: Path) -> None:
     """The engine reads another base from its config.json, or was told to compute in bfloat16."""
-    other = tmp_path / "other"
-    shutil.copytree(checkpoints / "trained", other)
-    described = json.loads((other / "config.json").read_text())
+    model = tmp_path / "other"
+    shutil.copytree(checkpoints / "trained", model)
+    described = json.loads((model / "config.json").read_text())
     described["rope_parameters"]["rope_theta"] = 20_000.0
-    (other / "config.json").write_text(json.dumps(described))
+    (model / "config.json").write_text(json.dumps(described))
     command = [sys.executable, "-m", "rpg_megatron.cli", "audit", str(QUICKSTART), *SMALL]
     command += [f"model.path={checkpoints / 'trained'}", f"runs={tmp_path / 'runs'}", "parallel.tensor=1"]
-    for options, kind, said in (
-        (["--engine-model", str(other)], "rope", "the engine rotates positions with base 20,0"),
+    for options, kind, message in (
+        (["--engine-model", str(model)], "rope", "the engine rotates positions with base 20,0"),
         (["engine.arguments=['--dtype', 'bfloat16']"], "precision", "the engine computes in bfloat16"),
     ):
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500, check=False)
         assert (done.returncode, done.stderr) == (1, ""), done.stdout + done.stderr
-        assert f"{kind}: {said}" in done.stdout
+        assert f"{kind}: {message}" in done.stdout
 
 
 def test_further_faults_have_names_too(reports: dict[str, dict]) -> None:
-    wanted = {
+    expected = {
         "misplaced": (
             "layer",
             "engine",
@@ -276,7 +276,7 @@ def test_further_faults_have_names_too(reports: dict[str, dict]) -> None:
         "packing": ("packing", "trainer", "only when packed: each sequence alone is right"),
         "positions": ("packing", "trainer", "positions are wrong in the trainer, layers 0-3"),
     }
-    for case, (kind, side, text) in wanted.items():
-        for found in reports[case]["findings"]:
-            assert (found["kind"], found["side"]) == (kind, side), (case, found)
+    for case, (kind, side, text) in expected.items():
+        for finding in reports[case]["findings"]:
+            assert (finding["kind"], finding["side"]) == (kind, side), (case, finding)
         assert text in reports[case]["findings"][0]["text"], case

@@ -1,4 +1,4 @@
-"""``rpg-megatron audit`` of a mixture names what was planted: in a real vLLM engine, or in a real trainer.
+"""``rpg-megatron audit`` of a mixture names faults that are planted in a real vLLM engine or trainer.
 
 Why: as test_audit, for layers with experts: their routers and sums are hooked in vLLM's own modules and in
 Megatron's, whose ranks hold other experts in every layout. Not covered: GPUs, Transformer Engine's grouped
@@ -47,8 +47,8 @@ def stale_row(weights: Weights) -> None:
 
 
 def swap_experts(weights: Weights) -> None:
-    for one, other in zip(names(1), names(5), strict=True):
-        weights[one], weights[other] = weights[other], weights[one]
+    for first, second in zip(names(1), names(5), strict=True):
+        weights[first], weights[second] = weights[second], weights[first]
 
 
 def scale_row(weights: Weights) -> None:
@@ -96,12 +96,12 @@ def check_clean(report: dict, logprobs: float) -> None:
 
 
 def check_fault(report: dict, case: str) -> None:
-    found = only_finding(report)
+    finding = only_finding(report)
     kind = "layer" if case == "stale" else "weights"
-    assert (found["kind"], found["side"], found["layers"]) == (kind, "engine", [2]), found
+    assert (finding["kind"], finding["side"], finding["layers"]) == (kind, "engine", [2]), finding
     begins, ends = TEXTS[case]
-    assert found["text"].startswith(begins)
-    assert found["text"].endswith(ends)
+    assert finding["text"].startswith(begins)
+    assert finding["text"].endswith(ends)
 
 
 def check_trainer(report: dict, named: str = "") -> None:
@@ -109,9 +109,9 @@ def check_trainer(report: dict, named: str = "") -> None:
     assert [(f["kind"], f["side"], f["layers"]) for f in report["findings"]] == [
         ("weights", "trainer", [i]) for i in range(4)
     ], report["findings"]
-    for i, found in enumerate(report["findings"]):
-        assert found["text"].startswith(f"model.layers.{i}.mlp.experts of the trainer is wrong: ")
-        assert found["text"].endswith(named)
+    for i, finding in enumerate(report["findings"]):
+        assert finding["text"].startswith(f"model.layers.{i}.mlp.experts of the trainer is wrong: ")
+        assert finding["text"].endswith(named)
 
 
 def test_faults_of_experts_and_routers(checkpoints: Path, tmp_path: Path) -> None:
@@ -136,12 +136,12 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
         "TP2+SP, ETP2": [*split, "parallel.expert=1", "parallel.expert_tensor=2"],
         "PP2": ["parallel.data=1", "parallel.expert=1", "parallel.pipeline=2"],
     }
-    own = [f"precision.dtype={dtype}", "engine.tensor=2", "guards.mismatch_mean=1"]
+    settings = [f"precision.dtype={dtype}", "engine.tensor=2", "guards.mismatch_mean=1"]
     engine = ["engine.max_sequences=16", f"model.path={checkpoints / 'trained'}", EAGER, "evaluation=null"]
     cases = ["clean", "half", "row", "stale", "trainer_expert"]
-    with running_service(tmp_path, load_settings(QUICKSTART_MOE, [*engine, *own])) as service:
+    with running_service(tmp_path, load_settings(QUICKSTART_MOE, [*engine, *settings])) as service:
         for name, layout in layouts.items():
-            reports = audit_faults(service, checkpoints, name, cases, [*layout, *own], QUICKSTART_MOE)
+            reports = audit_faults(service, checkpoints, name, cases, [*layout, *settings], QUICKSTART_MOE)
             check_clean(reports["clean"], 1e-4 if dtype == "float32" else 1)
             check_fault(reports["half"], "half")
             check_fault(reports["row"], "row")

@@ -47,7 +47,7 @@ DRIFTED = CLEAN | {
 
 
 def writes(report: dict) -> str:
-    """What a rank does instead of auditing."""
+    """The code that a rank runs instead of auditing."""
     text = json.dumps(report)
     check = "assert len(sys.argv) == 4 and pathlib.Path(sys.argv[1], 'audit_request.json').exists()"
     return f"{check}; pathlib.Path(sys.argv[1], 'audit.json').write_text({text!r}); os._exit(0)"
@@ -59,18 +59,18 @@ def launch(launch: Callable[..., Launch]) -> Callable[..., Launch]:
 
 
 def test_agreement_is_exit_code_0(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    one = launch(rank_0=writes(CLEAN), rank_1="os._exit(0)")
-    code, out, err = one.finish()
+    launcher = launch(rank_0=writes(CLEAN), rank_1="os._exit(0)")
+    code, out, err = launcher.finish()
     assert (code, err) == (0, "")
     assert "clean: every module of both sides matches its input" in out
     assert "report: runs/tiny-audit-001/audit.json" in out
     assert "choices of experts" not in out, "of a dense model"
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 def test_drift_is_exit_code_1_and_the_place_is_marked(launch: Callable[..., Launch], tmp_path: Path) -> None:
-    one = launch("--json", str(tmp_path / "copy.json"), rank_0=writes(DRIFTED), rank_1="os._exit(0)")
-    code, out, err = one.finish()
+    launcher = launch("--json", str(tmp_path / "copy.json"), rank_0=writes(DRIFTED), rank_1="os._exit(0)")
+    code, out, err = launcher.finish()
     assert (code, err) == (1, "")
     assert "layer    input     norm" in out
     assert "    0    0e+00   *2e-07" in out
@@ -78,22 +78,22 @@ def test_drift_is_exit_code_1_and_the_place_is_marked(launch: Callable[..., Laun
     assert out.count("weights: model.layers.0.input_layernorm.weight is off.") == 6
     assert "and 3 more findings" in out
     assert json.loads((tmp_path / "copy.json").read_text()) == DRIFTED
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 def test_a_process_that_dies_is_neither(launch: Callable[..., Launch]) -> None:
-    one = launch(rank_0="print('last words', flush=True); os._exit(1)")
-    code, _, err = one.finish()
+    launcher = launch(rank_0="print('last words', flush=True); os._exit(1)")
+    code, _, err = launcher.finish()
     assert code == 3
     assert "last words" in err
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 def test_ctrl_c_leaves_nothing(launch: Callable[..., Launch]) -> None:
-    one = launch()
-    one.wait_until_up()
-    one.process.send_signal(signal.SIGINT)
-    code, _, err = one.finish()
+    launcher = launch()
+    launcher.wait_until_up()
+    launcher.process.send_signal(signal.SIGINT)
+    code, _, err = launcher.finish()
     assert code == 130
     assert err.startswith("stopped: Ctrl-C; the audit's folder is kept: ")
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)

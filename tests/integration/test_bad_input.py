@@ -37,7 +37,7 @@ def _truncate(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "messages"),
     [
         (["training.stepz=3"], ["unknown key 'training.stepz'", "'training.steps'"]),
         (["model.path=/nowhere/model"], ["/nowhere/model", "not a directory"]),
@@ -60,24 +60,24 @@ def _truncate(file: Path) -> None:
     ],
 )
 def test_what_is_found_before_anything_starts(
-    command, config_file: Path, overrides: list[str], said: list[str]
+    command, config_file: Path, overrides: list[str], messages: list[str]
 ):
-    one = command("train", str(config_file), *overrides)
-    code, err = one.finish()
-    check_refused(one, config_file, code, err, said)
+    train = command("train", str(config_file), *overrides)
+    code, err = train.finish()
+    check_refused(train, config_file, code, err, messages)
 
 
-def check_refused(one: Command, config_file: Path, code: int, err: str, said: list[str]) -> None:
+def check_refused(train: Command, config_file: Path, code: int, err: str, messages: list[str]) -> None:
     assert code == 2, err
     assert err.startswith("error: ")
     assert "Traceback" not in err
-    assert [text for text in said if text not in err] == [], err
-    one.assert_nothing_left()
+    assert [text for text in messages if text not in err] == [], err
+    train.assert_nothing_left()
     assert not (config_file.parent / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "messages"),
     [
         (lambda m: _truncate(m / "model.safetensors"), ["model.safetensors", "truncated or corrupt"]),
         (lambda m: (m / "model.safetensors").unlink(), ["model.safetensors"]),
@@ -86,11 +86,11 @@ def check_refused(one: Command, config_file: Path, code: int, err: str, said: li
     ],
     ids=["truncated weights", "no weights", "broken config.json", "no tokenizer"],
 )
-def test_a_damaged_model(command, config_file: Path, broken: Path, damage, said: list[str]):
+def test_a_damaged_model(command, config_file: Path, broken: Path, damage, messages: list[str]):
     damage(broken)
-    one = command("train", str(config_file), f"model.path={broken}")
-    code, err = one.finish()
-    check_refused(one, config_file, code, err, said)
+    train = command("train", str(config_file), f"model.path={broken}")
+    code, err = train.finish()
+    check_refused(train, config_file, code, err, messages)
 
 
 def test_weights_of_another_size_than_config_json_says(
@@ -99,13 +99,13 @@ def test_weights_of_another_size_than_config_json_says(
     model = make_checkpoint(tmp_path / "model", num_hidden_layers=1)
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 2}))
-    one = command("train", str(config_file), f"model.path={model}")
-    code, err = one.finish()
-    check_refused(one, config_file, code, err, ["layers.1."])
+    train = command("train", str(config_file), f"model.path={model}")
+    code, err = train.finish()
+    check_refused(train, config_file, code, err, ["layers.1."])
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer"\n', "bad.jsonl:2"),
         ('{"prompt": "1+1", "answer": "2"}\n\n{"prompt": "2+2"}\n', "bad.jsonl:3"),
@@ -114,25 +114,25 @@ def test_weights_of_another_size_than_config_json_says(
     ],
     ids=["not JSON", "a key missing", "empty", "empty lines"],
 )
-def test_a_bad_data_set(command, config_file: Path, tmp_path: Path, content: str, said: str):
+def test_a_bad_data_set(command, config_file: Path, tmp_path: Path, content: str, message: str):
     (tmp_path / "bad.jsonl").write_text(content)
-    one = command("train", str(config_file), f"data.path={tmp_path}/bad.jsonl")
-    code, err = one.finish()
-    check_refused(one, config_file, code, err, [said])
+    train = command("train", str(config_file), f"data.path={tmp_path}/bad.jsonl")
+    code, err = train.finish()
+    check_refused(train, config_file, code, err, [message])
 
 
 def test_a_port_that_is_taken(command, config_file: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        one = command("train", str(config_file), f"rendezvous_port={port}")
-        code, err = one.finish()
-    check_refused(one, config_file, code, err, ["rendezvous_port", str(port)])
+        train = command("train", str(config_file), f"rendezvous_port={port}")
+        code, err = train.finish()
+    check_refused(train, config_file, code, err, ["rendezvous_port", str(port)])
 
 
 def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):
-    # vLLM has the option; what it asks for is not in the model.
-    one = command("train", str(config_file), "engine.arguments=[--quantization=awq]")
-    code, err = one.finish(180)
+    # The option is valid, but the model has no AWQ config.
+    train = command("train", str(config_file), "engine.arguments=[--quantization=awq]")
+    code, err = train.finish(180)
     assert code == 2, err
     assert err.startswith("error: engine 0 ")
     assert "VllmConfig: Value error, Cannot find the config file for awq" in err
@@ -140,30 +140,30 @@ def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Pat
     log = config_file.parent / "runs" / "tiny-001" / "logs" / "engine_0.log"
     assert str(log) in err
     assert log.is_file()
-    one.assert_nothing_left()
+    train.assert_nothing_left()
 
 
 def test_an_engine_that_is_too_slow_is_ended(command, config_file: Path):
-    one = command("train", str(config_file), "engine.start_timeout=3")
-    code, err = one.finish(120)
+    train = command("train", str(config_file), "engine.start_timeout=3")
+    code, err = train.finish(120)
     assert code == 2, err
     assert "engine.start_timeout" in err
-    one.assert_nothing_left()
+    train.assert_nothing_left()
 
 
 # 6 s: the engine imports. When it is up, the next test kills it; test_launcher has more, with stand-ins.
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 6.0, pytest.param(20.0, marks=pytest.mark.long)])
 def test_ctrl_c_while_starting(command, config_file: Path, seconds: float):
-    # So many steps that a quick machine is still at work when the signal comes.
-    one = command("train", str(config_file), "training.steps=100000")
-    wait_for_our_code(one.process)
+    # Enough steps that a fast machine still trains when the signal comes.
+    train = command("train", str(config_file), "training.steps=100000")
+    wait_for_our_code(train.process)
     time.sleep(seconds)
-    files = one.shared_memory()
-    one.process.send_signal(signal.SIGINT)
-    code, err = one.finish()
-    assert code in (130, -signal.SIGINT), err  # the second between two blocks that guard imports
+    files = train.shared_memory()
+    train.process.send_signal(signal.SIGINT)
+    code, err = train.finish()
+    assert code in (130, -signal.SIGINT), err  # the second: between two blocks that guard imports
     assert code != 130 or err.startswith("stopped: Ctrl-C")
-    one.assert_nothing_left()
+    train.assert_nothing_left()
     assert [file for file in files if file.exists()] == []
 
 
@@ -180,15 +180,15 @@ def test_a_signal_when_the_engine_is_up(
 ):
     """With two engine workers: they outlive their server by default and leave files in shared memory."""
     with forked_starts() if start == "forked" else nullcontext():
-        one = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
-    one.wait_for_output("step 2/100000", 500)
-    files = one.shared_memory()
+        train = command("train", str(config_file), "engine.tensor=2", "training.steps=100000")
+    train.wait_for_output("step 2/100000", 500)
+    files = train.shared_memory()
     # vLLM's workers share memory only in its build for AVX-512.
     assert [f for f in files if "cpushm" in f.name] or "avx512f" not in Path("/proc/cpuinfo").read_text()
-    one.process.send_signal(number)
-    returned, _ = one.finish(60)
+    train.process.send_signal(number)
+    returned, _ = train.finish(60)
     assert returned == code
-    one.assert_nothing_left(seconds=10)
+    train.assert_nothing_left(seconds=10)
     assert [file for file in files if file.exists()] == []
     metrics = config_file.parent / "runs" / "tiny-001" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()[:3]]

@@ -1,4 +1,4 @@
-"""Trainer layouts into every engine layout by every transport, for each family of models, at length.
+"""Weights from trainer layouts into every engine layout by every transport, for each family of models.
 
 Real Megatron ranks, changed by random noise between syncs, and real vLLM engines with one and two workers
 that start with weights of their own. What is compared are log-probs of tokens that the engines sampled, also

@@ -1,12 +1,12 @@
-"""A real vLLM server takes weights from published Megatron shards and then computes what it should.
+"""A real vLLM server takes weights from published Megatron shards and then computes the right log-probs.
 
 This is the proof that layouts, publication, plug-in and controller agree with vLLM's own loaders. Two
-engines, with one worker and with two, start with random weights (``--load-format dummy``): what they get
-right came through the bridge. First real Megatron ranks in a few layouts feed both by every transport, and
-what is compared are log-probs of tokens that the engines sampled, also of responses that were under way when
-the weights changed. Then the engine with one worker meets faults, and is compared with transformers: shards
-are cut for tensor parallel size 2 by other means than the layouts (``megatron_shards``), and published by two
-gloo processes.
+engines, with one worker and with two, start with random weights (``--load-format dummy``): right results
+prove that weights came through the bridge. First real Megatron ranks in a few layouts feed both by every
+transport, and log-probs of tokens that the engines sampled are compared, also of responses that were under
+way when the weights changed. Then the engine with one worker is given faults, and compared with transformers:
+shards are cut for tensor parallel size 2 by other means than the layouts (``megatron_shards``), and published
+by two gloo processes.
 
 Not covered: GPUs and captured graphs, quantised engines. The tests marked long repeat the main faults with
 two workers, with loading in place (a stand-in for the GPU: CPU re-packing is switched off), and with whole
@@ -98,7 +98,7 @@ def engines(folder):
 
 @pytest.fixture(scope="module")
 def rig(folder, engines):
-    """The engine with one worker, and trainers; they have the bridge's folder to themselves from now on."""
+    """The engine with one worker, and trainers; from now on nobody else uses the bridge's folder."""
     with running_rig(folder, engines[0]) as rig:
         yield rig
 
@@ -132,7 +132,7 @@ def check_two_syncs(rig, mode):
     assert sum(report.bytes_per_worker) == expected, "each worker reads its slices and no more"
 
 
-def test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig):
+def test_a_flipped_bit_is_named_and_old_weights_are_served(rig):
     rig.publish(seed=4, version=10)
     rig.engine.sync(10)
     rig.publish(seed=5, version=11)
@@ -179,16 +179,16 @@ def test_another_model_is_refused_by_the_check(rig):
     ):
         raw = json.loads(file.read_text())
         change(raw["tensors"])
-        other = rig.engine.bridge / "other.json"
-        other.write_text(json.dumps(raw))
+        changed = rig.engine.bridge / "other.json"
+        changed.write_text(json.dumps(raw))
         with pytest.raises(CheckFailed, match=says):
-            rig.engine.sync(26, read_manifest(other))
+            rig.engine.sync(26, read_manifest(changed))
         assert rig.error(6) < TOLERANCE
     rig.engine.sync(26)
     assert rig.error(7) < TOLERANCE
 
 
-def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig):
+def test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig):
     rig.publish(seed=7, version=30)
     rig.engine.sync(30)
     rig.publish(seed=8, version=31)
@@ -205,7 +205,7 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
         assert rig.engine.call("POST", "/update_weights", body)[0] == 200, "a worker must never raise"
         for answer in rig.engine.rpc("rpg_ack"):
             assert says in answer["error"]
-    # The controller ends here, with the session open and the engine paused; the next one finds it so.
+    # The controller ends here; the next one finds the session open and the engine paused.
     report = rig.engine.sync(31)
     assert rig.error(8) < TOLERANCE
     assert report.version == 31
@@ -213,8 +213,8 @@ def test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovere
 
 @pytest.mark.parametrize("syncs", [60, pytest.param(200, marks=pytest.mark.long)])
 def test_many_syncs_leave_nothing_behind(rig, syncs):
-    def held():
-        """Open files, threads and resident bytes of everybody, and what lies in shared memory."""
+    def usage():
+        """Open files, threads and resident bytes of all processes, and the files in shared memory."""
         group = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if in_group(p)]
         pids = [*group, *(p.pid for p in rig.trainers.processes)]
         files = {p: len(os.listdir(f"/proc/{p}/fd")) for p in pids}
@@ -233,8 +233,8 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
         manifest = rig.publish(i, 100 + i, transport)
         rig.engine.sync(100 + i, manifest)
         if i == 19:
-            before = held()
-    after = held()
+            before = usage()
+    after = usage()
     assert rig.error(syncs - 1) < TOLERANCE
     assert after[3] == before[3]
     assert after[0].keys() == before[0].keys()
@@ -246,7 +246,7 @@ def test_many_syncs_leave_nothing_behind(rig, syncs):
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_sync_leaves_marks_of_progress(rig, transport):
-    """A long one would be taken for a hang without them: the core answers nothing meanwhile."""
+    """Without them a long sync would look like a hang: the core does not answer meanwhile."""
     mark = rig.engine.bridge / f"progress-{rig.engine.process.pid}"
     manifest = rig.publish(2, 30, transport)
     mark.unlink(missing_ok=True)
@@ -279,7 +279,7 @@ def test_every_route_asks_for_the_token(rig, engines):
 
 
 def test_a_failing_apply_is_not_resumed(rig):
-    """Last: it leaves the engine to be restarted. The shards vanish from under the check's verdict."""
+    """Last: the engine must be restarted afterwards. The shards change after the check has passed."""
     rig.publish(seed=9, version=40)
 
     async def post(path, body, timeout):
@@ -311,8 +311,8 @@ def test_transformers_loads_an_export(tmp_path):
     verify_hf_checkpoint(tmp_path / "out", layout)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
-    found = model.state_dict()
-    assert all(torch.equal(found[n], w.bfloat16()) for n, w in weights.items())
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[n], w.bfloat16()) for n, w in weights.items())
 
 
 @pytest.mark.long
@@ -321,8 +321,8 @@ def test_two_engine_workers(tmp_path, tied):
     name = "qwen3, tied" if tied else "qwen3"
     with bridge_engines(tmp_path, name, [2]) as (engine,), running_rig(tmp_path, engine) as rig:
         check_two_syncs(rig, mode="slices")
-        test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)
-        test_apply_without_a_check_changes_nothing_and_a_dead_controller_is_recovered_from(rig)
+        test_a_flipped_bit_is_named_and_old_weights_are_served(rig)
+        test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig)
 
 
 @pytest.mark.long
@@ -333,7 +333,7 @@ def test_other_ways_into_the_engine(tmp_path, stand_in, mode):
         running_rig(tmp_path, engine) as rig,
     ):
         check_two_syncs(rig, mode)
-        test_a_flipped_bit_is_refused_by_name_and_the_old_weights_serve_on(rig)
+        test_a_flipped_bit_is_named_and_old_weights_are_served(rig)
         stats = engine.rpc("rpg_ack")
         if mode == "slices":
             assert stats[0]["layers_processed"] == 0
@@ -343,7 +343,7 @@ def test_other_ways_into_the_engine(tmp_path, stand_in, mode):
 
 @pytest.mark.long
 def test_a_module_that_shares_the_embedding_is_repacked_too(tmp_path):
-    """Without that, a tied Llama on CPU serves new layers under an old output matrix, and nothing says so.
+    """Without that, a tied Llama on CPU serves new layers with an old output matrix, without an error.
 
     In vLLM's Llama a second module, ``lm_head``, shares the embedding's parameter; in Qwen3 none does.
     """

@@ -1,11 +1,11 @@
 """Colocated engines and trainer give the same results as separate ones, bit for bit.
 
 Why: an engine that is woken before it has its weights, a moment that is lost on its way to host memory, or a
-checkpoint of a state that is away would each train on without an error. Proved on a CPU with real engines and
+checkpoint of an offloaded state would each train on without an error. Proved on a CPU with real engines and
 two trainer ranks, fp32: a run of four steps whose engines sleep and wake around every update ends with the
 weights, rollouts, evaluations and metrics of one whose engines stay awake; so does one that was warned in the
 middle, saved, and resumed. vLLM's states and routes are its own, but on a CPU its workers keep their memory.
-Not covered: GPUs (tests/gpu), where the memory is really given away.
+Not covered: GPUs (tests/gpu), where the memory is really freed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShortRun(Run):
         self.more = [*SETTINGS, *more]
 
     def start(self, *more: str) -> Command:
-        """The command, once more."""
+        """Start the command again."""
         return super().start(*self.more, *more)
 
 

@@ -1,6 +1,6 @@
 """Colocated engines on two nodes give, bit for bit, what they give on one.
 
-Why: an engine that was told to sleep but never heard it, or that has the weights of another step, samples
+Why: an engine that missed the request to sleep, or that has the weights of another step, samples
 on without an error. Two launchers on one machine are two nodes: each has folders, a trainer rank and an
 engine of its own; the second engine is reached over TCP, and no node reads the other's memory. Proved with
 real ranks and engines in fp32, two steps with a checkpoint after each, against a run on one node with the
@@ -51,18 +51,18 @@ class Nodes(Run):
         ]
 
     def end(self) -> Nodes:
-        """Wait until it has ended well, with nothing left."""
+        """Wait until it has ended successfully, with nothing left."""
         try:
-            for one in self.launchers:
-                code, err = one.finish(1800)
-                assert (code, err) == (0, ""), one.out.read_text() + err
+            for launcher in self.launchers:
+                code, err = launcher.finish(1800)
+                assert (code, err) == (0, ""), launcher.out.read_text() + err
         finally:
-            for one in self.launchers:
-                if one.process.poll() is None:
-                    process_groups.send(one.sessions if one.processes() else [], signal.SIGKILL)
-                    one.process.wait()
-        for one in self.launchers:
-            one.assert_nothing_left(seconds=10)
+            for launcher in self.launchers:
+                if launcher.process.poll() is None:
+                    process_groups.send(launcher.sessions if launcher.processes() else [], signal.SIGKILL)
+                    launcher.process.wait()
+        for launcher in self.launchers:
+            launcher.assert_nothing_left(seconds=10)
         return self
 
     def log(self, name: str) -> str:
@@ -88,33 +88,33 @@ def test_two_nodes_are_one(tmp_path: Path, on_one_node, layout: list[str], trans
     assert_same(run, on_one_node(*layout), STEPS)
     assert re.search(r"engine \d is up.*engines sleep; starting", run.launchers[0].out.read_text(), re.DOTALL)
     for index in (0, 1):
-        told = run.log(f"engine_{index}")
+        log = run.log(f"engine_{index}")
         for tags in ("['weights']", "['kv_cache']"):
-            assert told.count(f"seconds to wake up tags {tags}.") == STEPS + 1
+            assert log.count(f"seconds to wake up tags {tags}.") == STEPS + 1
         # At the start, before each update, and twice for each checkpoint, in which it sleeps and wakes.
-        assert told.count("sleep mode is not supported on CPU") >= 1 + STEPS + 2 * STEPS
+        assert log.count("sleep mode is not supported on CPU") >= 1 + STEPS + 2 * STEPS
     assert all(row["mismatch/logp_max"] < 1e-3 for row in run.rows()[1:])
 
 
 def test_a_core_that_hangs_on_the_other_node(
     tmp_path: Path, on_one_node, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noticed from the first node, killed and restarted on its own; the other engine does its work."""
-    one = Nodes(tmp_path, "hung", 2, *WHOLE, "bridge.transport=shared_memory", "engine.health_timeout=30")
-    first, other = one.launchers
+    """Detected from the first node, restarted on its own node; the other engine takes over its work."""
+    run = Nodes(tmp_path, "hung", 2, *WHOLE, "bridge.transport=shared_memory", "engine.health_timeout=30")
+    first, second = run.launchers
     first.wait_for_output("engine 1 is up", 900)
-    (server,) = [pid for pid in other.processes() if is_server(pid)]
+    (server,) = [pid for pid in second.processes() if is_server(pid)]
     core = find_core(server)
     first.wait_for_output("step 0/", 600)  # now the first rollout begins
     began = time.monotonic()
     os.kill(core, signal.SIGSTOP)
     first.wait_for_output("engine 1 hangs: its core did not answer for 30 s (engine.health_timeout)", 300)
     noticed = time.monotonic() - began
-    one.end()
+    run.end()
     with capsys.disabled():
         print(f"\nhung on the other node: noticed after {noticed:.0f} s")
-    assert sum(row["engine/restarts"] for row in one.rows()) == 1
-    assert_same(one, on_one_node(*WHOLE), STEPS)
+    assert sum(row["engine/restarts"] for row in run.rows()) == 1
+    assert_same(run, on_one_node(*WHOLE), STEPS)
 
 
 def is_server(pid: int) -> bool:

@@ -1,7 +1,7 @@
-"""HF checkpoints become Megatron's and come back bit by bit, through the command lines and the files.
+"""HF checkpoints convert to Megatron and back bit by bit, through the command lines and the files.
 
-Why: a converter is trusted with a model that took weeks; what it must not do is change it, leave half of it,
-or take damage for weights. Real Megatron-Core on gloo ranks, random models of awkward sizes: a vocabulary
+Why: a converter is trusted with a model that took weeks; it must not change it, write half of it, or accept
+damaged weights. Real Megatron-Core on gloo ranks, random models of awkward sizes: a vocabulary
 that tensor parallelism does not divide, layers that stages do not, query groups that are cut, tied
 embeddings. ``make test`` has one case per family (Qwen2's is the fixture ``pair``, which comes back in
 ``test_a_checkpoint_of_megatron_lm_needs_a_config``); the grid of layouts is ``long``. The contents of a
@@ -57,8 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_model(folder: Path, family: str, **changes: Any) -> Path:
     """A random model of awkward sizes in several files, with stand-ins for a tokenizer and its template."""
-    name, own = FAMILIES[family]
-    make_model(folder, name, max_shard_size="200KB", **AWKWARD | own | changes)
+    name, family_changes = FAMILIES[family]
+    make_model(folder, name, max_shard_size="200KB", **AWKWARD | family_changes | changes)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -86,7 +86,7 @@ def fail(tool: str, *arguments: str | Path, code: int = 2) -> str:
 
 
 def difference(output: str) -> float:
-    """What --verify printed."""
+    """The difference that --verify printed."""
     match = re.search(r"max \|difference\| from transformers (\S+)", output)
     assert match, output
     return float(match[1])
@@ -97,13 +97,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_same(source: Path, back: Path) -> None:
-    """Every tensor bit by bit, and whatever else belongs to the checkpoint."""
-    ours, theirs = tensors(source), tensors(back)
-    assert set(ours) == set(theirs)
-    for name, t in ours.items():
-        assert theirs[name].dtype == t.dtype, name
+    """Every tensor bit by bit, and all other files of the checkpoint."""
+    expected, actual = tensors(source), tensors(back)
+    assert set(expected) == set(actual)
+    for name, t in expected.items():
+        assert actual[name].dtype == t.dtype, name
         bits = torch.int16 if t.itemsize == 2 else torch.int32
-        assert torch.equal(theirs[name].view(bits), t.view(bits)), f"{name} is not what it was"
+        assert torch.equal(actual[name].view(bits), t.view(bits)), f"{name} is not what it was"
     for name in ("config.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == json.loads((source / name).read_text())
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
@@ -114,16 +114,16 @@ def check_same(source: Path, back: Path) -> None:
 def there_and_back(
     folder: Path, source: Path, written: tuple[int, int], read: tuple[int, int] | None, verify: str = ""
 ) -> None:
-    """Convert at one layout, back at another (None: as written); ``verify``: the tool that is to."""
+    """Convert at one layout, back at another (None: as written); ``verify``: the tool that verifies."""
     sizes = ("--tp", written[0], "--pp", written[1])
     there = ("--hf", source, "--out", folder / "there", *sizes)
     back = ("--megatron", folder / "there", "--out", folder / "back")
     if read is not None:
         back = (*back, "--tp", read[0], "--pp", read[1])
     for tool, arguments in (("hf_to_megatron", there), ("megatron_to_hf", back)):
-        wanted = verify in (tool, "both")
-        output = succeed(tool, *map(str, arguments), *(["--verify"] if wanted else []))
-        if wanted:
+        verified = verify in (tool, "both")
+        output = succeed(tool, *map(str, arguments), *(["--verify"] if verified else []))
+        if verified:
             assert difference(output) <= 1e-5
     check_same(source, folder / "back")
 
@@ -138,7 +138,7 @@ def there_and_back(
         pytest.param(
             "qwen2-tied", torch.float32, {}, (2, 2), (1, 1), "hf_to_megatron", marks=pytest.mark.long
         ),
-        # Experts are cut over the tensor ranks; test_experts has bit-identical exports where time is short.
+        # Experts are cut over the tensor ranks; test_experts has bit-identical exports in the default tier.
         pytest.param("qwen3-moe", torch.float32, {}, (2, 2), (1, 3), "both", marks=pytest.mark.long),
         pytest.param(
             "qwen3-moe", torch.bfloat16, {}, (1, 1), (2, 1), "megatron_to_hf", marks=pytest.mark.long
@@ -223,18 +223,18 @@ def test_a_stock_vllm_serves_an_exported_mixture(tmp_path: Path) -> None:
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
 
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    for ids, found in zip(prompts, json.loads(lines[0].removeprefix("FOUND ")), strict=True):
+    for ids, logprobs in zip(prompts, json.loads(lines[0].removeprefix("FOUND ")), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1].double()
-        wanted = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        gap = (torch.tensor(found, dtype=torch.float64) - wanted).abs().max().item()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        gap = (torch.tensor(logprobs, dtype=torch.float64) - expected).abs().max().item()
         print(f"vLLM against transformers: {gap:.1e}")
         assert gap <= 1e-4
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """An HF checkpoint in several files, and the same at TP2, by ``rpg-megatron``. Not to be changed."""
+    """An HF checkpoint in several files, and the same at TP2, by ``rpg-megatron``. Do not change them."""
     folder = tmp_path_factory.mktemp("pair")
     source = write_model(folder / "hf", "qwen2")
     command = [sys.executable, "-m", "rpg_megatron.cli", "convert", "hf-to-megatron", "--tp", "2", "--verify"]
@@ -250,8 +250,8 @@ def test_the_checkpoint_holds_megatrons_tensors(pair: tuple[Path, Path]) -> None
     shape, weights = read_model_shape(source), tensors(source)
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
     reader = torch_checkpoint.FileSystemReader(megatron / "release")
-    found = reader.read_metadata().state_dict_metadata
-    state = {n: torch.empty(m.size) for n, m in found.items() if hasattr(m, "size")}
+    metadata = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(m.size) for n, m in metadata.items() if hasattr(m, "size")}
     torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
     names = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -259,12 +259,12 @@ def test_the_checkpoint_holds_megatrons_tensors(pair: tuple[Path, Path]) -> None
     }
     for key, value in state.items():
         name = next((key.replace(a, b) for a, b in names.items() if a in key), key)
-        wanted = megatron_value(name, weights, shape, tensor=1, tensor_rank=0, vocab_multiple=1)
-        if value.size(0) > wanted.size(0):
+        expected = megatron_value(name, weights, shape, tensor=1, tensor_rank=0, vocab_multiple=1)
+        if value.size(0) > expected.size(0):
             assert value.shape[0] == 252
             assert not value[251:].any()
             value = value[:251]
-        assert torch.equal(value, wanted), key
+        assert torch.equal(value, expected), key
     assert len(state) == 3 + 7 * shape.num_layers
 
 
@@ -278,9 +278,9 @@ def test_a_checkpoint_of_megatron_lm_needs_a_config(pair: tuple[Path, Path], tmp
     assert succeed("megatron_to_hf", *arguments, "--config", source)
     check_same(source, tmp_path / "back")
 
-    other = write_model(tmp_path / "other", "qwen2-tied", intermediate_size=104)
+    other_model = write_model(tmp_path / "other", "qwen2-tied", intermediate_size=104)
     shutil.rmtree(tmp_path / "back")
-    error = fail("megatron_to_hf", *arguments, "--config", other)
+    error = fail("megatron_to_hf", *arguments, "--config", other_model)
     assert "unexpected: output_layer.weight" in error
     assert "wrong shape: decoder.layers.4.mlp.linear_fc2.weight is [48, 100], not [48, 104]" in error
     assert not list(tmp_path.glob("*back*"))
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_megatron_lm_needs_a_config(pair: tuple[Path, Path], tmp
 
 @pytest.mark.long
 def test_a_step_of_a_run_needs_no_config(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Its settings name the model; the run stands for it, too."""
+    """Its settings name the model; the run's folder works too."""
     step = write_step(tmp_path / "r-001", 3, pair[0], pair[1] / "release", tensor=2)
     assert succeed("megatron_to_hf", "--megatron", tmp_path / "r-001", "--out", tmp_path / "back")
     check_same(pair[0], tmp_path / "back")
@@ -367,11 +367,13 @@ def test_truncated_hf_files_are_all_named(pair: tuple[Path, Path], tmp_path: Pat
 def test_a_dry_run_prints_every_piece_and_writes_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, megatron = pair
     out = tmp_path / "out"
-    there = succeed("hf_to_megatron", "--hf", source, "--out", out, "--tp", "2", "--pp", "3", "--dry-run")
-    back = succeed("megatron_to_hf", "--megatron", megatron, "--tp", "2", "--pp", "3", "--dry-run")
-    assert there == back
+    to_megatron = succeed(
+        "hf_to_megatron", "--hf", source, "--out", out, "--tp", "2", "--pp", "3", "--dry-run"
+    )
+    to_hf = succeed("megatron_to_hf", "--megatron", megatron, "--tp", "2", "--pp", "3", "--dry-run")
+    assert to_megatron == to_hf
     assert list(tmp_path.iterdir()) == []
-    lines = there.splitlines()
+    lines = to_megatron.splitlines()
     last = lines.index("rank 5: tensor 1 of 2, stage 2 of 3, layers 4-4")
     at = lines.index("  output_layer.weight [126, 48]", last)
     assert lines[at + 1 : at + 3] == [
@@ -418,14 +420,14 @@ def test_wrong_logits_are_noticed(pair: tuple[Path, Path], tmp_path: Path) -> No
 
 def marked(mark: str) -> list[int]:
     """Living processes that descend from a command started with this mark in its environment."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 @pytest.fixture
@@ -447,20 +449,20 @@ def stopped_at(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
             assert process.poll() is None, "ended before it started its ranks"
         wait_for(lambda: len(marked(mark)) >= 3, 60)  # the ranks import Megatron
         if while_it_writes:
-            everyone = marked(mark)
+            pids = marked(mark)
             while not (tmp_path / ".out.incomplete" / "result" / "release").exists():
                 assert process.poll() is None, "ended before it wrote"
-            signal_all(everyone, signal.SIGSTOP)
+            signal_all(pids, signal.SIGSTOP)
             assert not (tmp_path / "out").exists(), "the conversion was over before it was stopped"
         process.send_signal(number)
         if while_it_writes:
-            signal_all(everyone, signal.SIGCONT)
+            signal_all(pids, signal.SIGCONT)
         process.stderr.read()
         code = process.wait(60)
         deadline = time.monotonic() + 20
-        while (left := marked(mark)) and time.monotonic() < deadline:
+        while (remaining := marked(mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return code, left
+        return code, remaining
 
     yield stop
     for pid in marked(mark):
@@ -480,7 +482,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
 
 def test_a_signal_waits_until_no_child_is_half_known(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """Raised out of ``Popen.poll``, a Ctrl-C once left its lock taken: the conversion hung, then."""
+    """Raised inside ``Popen.poll``, a Ctrl-C once left its lock held, and the conversion hung."""
     reached, plain = [], ConvertProcesses.count
 
     def count(processes: ConvertProcesses, size: int) -> None:
@@ -497,7 +499,7 @@ def test_a_signal_waits_until_no_child_is_half_known(pair: tuple[Path, Path], tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_conversion_leaves_one_folder_that_the_next_removes(
+def test_a_killed_conversions_folder_is_removed_by_the_next(
     stopped_at: Any, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     assert stopped_at(True, signal.SIGKILL) == (-9, [])

@@ -96,70 +96,70 @@ def scores() -> Iterator[Callable[..., tuple[list[Score], dict[str, float]]]]:
         reward: dict[str, Any], texts: Sequence[str], **how: Any
     ) -> tuple[list[Score], dict[str, float]]:
         scorers.append(Scorer(settings(reward).reward, 100))
-        seen = [Response(t, np.arange(i + 1, dtype=np.int32), "stop") for i, t in enumerate(texts)]
-        found = asyncio.run(scorers[-1].score(seen, "5", CONTEXT, **how))
+        responses = [Response(t, np.arange(i + 1, dtype=np.int32), "stop") for i, t in enumerate(texts)]
+        results = asyncio.run(scorers[-1].score(responses, "5", CONTEXT, **how))
         counts = scorers[-1].pop_counts()
         again = scorers[-1].pop_counts()
         assert again == dict.fromkeys(counts, 0.0), "counted twice, or a series that ends"
-        return found, counts
+        return results, counts
 
     yield score
     for scorer in scorers:
         scorer.close()
 
 
-def own(name: str, **more: Any) -> dict[str, Any]:
+def reward_of(name: str, **more: Any) -> dict[str, Any]:
     return {"type": f"custom_rewards_of_test:{name}", **more}
 
 
 def test_several_terms_each_with_what_it_asks_for(scores: Callable[..., Any], tmp_path: Path) -> None:
     terms = {
         "right": {"type": "answer_line", "wrong": 0.0},
-        "old": own("old", weight=2.0),
-        "sees": own("sees", target=2, weight=0.5),
-        "ranks": own("ranks", weight=0.25, failed=-4.0),
-        "made": own("Made", base=3, weight=0.0),
-        "counts": own("counts", wrong=-2.0),
-        "swapped": own("swapped"),
-        "whole": own("group"),
+        "old": reward_of("old", weight=2.0),
+        "sees": reward_of("sees", target=2, weight=0.5),
+        "ranks": reward_of("ranks", weight=0.25, failed=-4.0),
+        "made": reward_of("Made", base=3, weight=0.0),
+        "counts": reward_of("counts", wrong=-2.0),
+        "swapped": reward_of("swapped"),
+        "whole": reward_of("group"),
     }
     texts = ["Answer: 5", "5", "", "none"]
-    found, counts = scores({"terms": terms, "overlong": {"buffer": 99, "factor": 1.0}}, texts)
-    assert [s.correct for s in found] == [True, False, False, False], "the first term decides"
-    assert [s.extracted for s in found] == ["5", None, None, None]
+    results, counts = scores({"terms": terms, "overlong": {"buffer": 99, "factor": 1.0}}, texts)
+    assert [s.correct for s in results] == [True, False, False, False], "the first term decides"
+    assert [s.extracted for s in results] == ["5", None, None, None]
     overlong = [0.0, *(-n / 99 for n in (1, 2, 3))]
-    assert [list(s.parts.values()) for s in found] == [
+    assert [list(s.parts.values()) for s in results] == [
         [1.0, -1.0, 0.5, 2.0, 4.0, 0.5, 9.0, 9.0, overlong[0]],
         [0.0, 1.0, 1.0, 3.0, 4.0, 0.5, 1.0, 1.0, overlong[1]],
         [0.0, -1.0, 1.5, -4.0, 4.0, 0.5, 0.0, 0.0, overlong[2]],
         [0.0, -1.0, 2.0, 5.0, 4.0, -2.0, 4.0, 4.0, overlong[3]],
     ]
-    assert list(found[0].parts) == [*terms, "overlong"]
+    assert list(results[0].parts) == [*terms, "overlong"]
     weights = [1.0, 2.0, 0.5, 0.25, 0.0, 1.0, 1.0, 1.0, 1.0]
-    for score in found:
+    for score in results:
         assert score.reward == sum(w * v for w, v in zip(weights, score.parts.values(), strict=True))
     assert counts["reward/errors"] == 2, "no reward for the empty one of ranks, and for none of counts"
     assert counts["reward/counts/words"] == 4
-    seen = ["P", [{"role": "user", "content": "P"}], {"level": 2}]
+    context = ["P", [{"role": "user", "content": "P"}], {"level": 2}]
     for i, text in enumerate(texts):
-        whole = [text, "5", *seen, list(range(i + 1)), "stop", 2]
+        whole = [text, "5", *context, list(range(i + 1)), "stop", 2]
         assert (tmp_path / f"seen{i + 1}").read_text() == repr(whole)
 
 
 def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., Any]) -> None:
-    found, counts = scores(own("sees", target=4), ["a", "b"])
-    assert [(s.reward, s.parts, s.correct) for s in found] == [
+    results, counts = scores(reward_of("sees", target=4), ["a", "b"])
+    assert [(s.reward, s.parts, s.correct) for s in results] == [
         (0.25, {"correctness": 0.25}, True),
         (0.5, {"correctness": 0.5}, True),
     ]
     assert list(counts) == [f"reward/{name}" for name in ("timeouts", "crashes", "out_of_memory", "errors")]
-    terms = {"right": {"type": "boxed"}, "sees": own("sees")}
+    terms = {"right": {"type": "boxed"}, "sees": reward_of("sees")}
     (evaluated,), _ = scores({"terms": terms}, ["\\boxed{5}"], first_only=True)
     assert (evaluated.correct, evaluated.parts) == (True, {"right": 1.0}), "evaluations need no more"
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "told"),
+    ("name", "more", "message"),
     [
         ("wrong", {}, "has an argument 'prompt', but none named 'response'; name that one so"),
         ("both", {}, "asks for 'response' and 'responses': keep"),
@@ -171,15 +171,15 @@ def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., An
         ("Made", {}, "reward.base: custom_rewards_of_test:Made needs this setting"),
     ],
 )
-def test_what_is_wrong_is_one_line(name: str, more: dict[str, Any], told: str) -> None:
+def test_what_is_wrong_is_one_line(name: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         load_reward("reward", f"custom_rewards_of_test:{name}", more, ("type", "weight"))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_each_wrong_term_is_told_before_the_start() -> None:
-    terms = {"a": own("sees", tarte=1), "b": own("none"), "c": own("old")}
+    terms = {"a": reward_of("sees", tarte=1), "b": reward_of("none"), "c": reward_of("old")}
     with pytest.raises(UserError) as error:
         Scorer(settings({"terms": terms}).reward, 1).close()
     first, second = str(error.value).splitlines()
@@ -187,35 +187,37 @@ def test_each_wrong_term_is_told_before_the_start() -> None:
     assert second.startswith("reward.terms.b.type: ")
 
 
-def test_async_calls_run_together_and_bad_ones_cost_themselves_only(scores: Callable[..., Any]) -> None:
+def test_async_calls_run_together_and_fail_alone(scores: Callable[..., Any]) -> None:
     texts = ["hang", "crash", *("x" * n for n in range(1, 17))]
-    found, counts = scores(own("waits", wrong=-1.0) | {"async_deadline": 2.0}, texts)
-    assert [score.reward for score in found] == [-1.0, -1.0, *range(1, 17)]
+    results, counts = scores(reward_of("waits", wrong=-1.0) | {"async_deadline": 2.0}, texts)
+    assert [score.reward for score in results] == [-1.0, -1.0, *range(1, 17)]
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)
-    assert [score.reason.rpartition(": ")[2].partition(" at ")[0] for score in found[:2]] == [
+    assert [score.reason.rpartition(": ")[2].partition(" at ")[0] for score in results[:2]] == [
         "ended after 2 s",
         "the process died",
     ]
 
 
-def test_time_outs_and_cancelled_tasks_of_the_function_itself_are_errors(scores: Callable[..., Any]) -> None:
-    found, counts = scores(own("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
-    assert [score.reward for score in found] == [-1.0, -1.0, 1.0]
+def test_own_time_outs_and_cancelled_tasks_are_errors(scores: Callable[..., Any]) -> None:
+    results, counts = scores(reward_of("raises", wrong=-1.0), ["own limit", "cancelled", "fine"])
+    assert [score.reward for score in results] == [-1.0, -1.0, 1.0]
     expected = ("TimeoutError", "async with asyncio"), ("CancelledError", "await task")
-    for score, (name, line) in zip(found[:2], expected, strict=True):
-        told, _, place = score.reason.rpartition(" at ")
-        assert told == f"custom_rewards_of_test:raises: error: {name}"
+    for score, (name, line) in zip(results[:2], expected, strict=True):
+        reason, _, place = score.reason.rpartition(" at ")
+        assert reason == f"custom_rewards_of_test:raises: error: {name}"
         assert line in MODULE.splitlines()[int(place.rpartition(":")[2]) - 1]
     assert (counts["reward/timeouts"], counts["reward/errors"]) == (0, 2)
 
 
-def test_a_call_that_blocks_the_others_is_killed_and_they_are_made_again(
+def test_a_blocking_call_is_killed_and_the_others_are_repeated(
     scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "_GRACE_SECONDS", 0.5)
     texts = ["block", "crash once", *("x" * n for n in range(1, 9))]
-    found, counts = scores(own("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts)
-    assert [score.reward for score in found] == [-1.0, 10.0, *range(1, 9)]
+    results, counts = scores(
+        reward_of("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts
+    )
+    assert [score.reward for score in results] == [-1.0, 10.0, *range(1, 9)]
     assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 0)
 
 
@@ -224,14 +226,14 @@ def test_a_call_that_blocks_the_others_is_killed_and_they_are_made_again(
 
 @pytest.fixture
 def judge() -> Iterator[StandInJudge]:
-    with stand_in_judge() as found:
-        yield found
+    with stand_in_judge() as server:
+        yield server
 
 
 def judged(judge: StandInJudge, **more: Any) -> dict[str, Any]:
     quick = {"timeout": 1.0, "retries": 1, "backoff": 0.01, "question": "{response}", "highest": 100}
-    own = {"type": "rpg_megatron.rewards.judge:Judge", "url": judge.url, "model": "m"}
-    return own | quick | {"failed": -0.5, "prompt_cost": 2.0, "output_cost": 10.0, "rest_after": 99} | more
+    base = {"type": "rpg_megatron.rewards.judge:Judge", "url": judge.url, "model": "m"}
+    return base | quick | {"failed": -0.5, "prompt_cost": 2.0, "output_cost": 10.0, "rest_after": 99} | more
 
 
 def test_a_judge_that_fails_costs_scores_and_counts_them(
@@ -246,17 +248,17 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
     good = ["once", *("y" * n for n in (0, 7, 50))]
     monkeypatch.setenv("URL_OF_TEST", judge.url)
     reward = judged(judge, key_variable="KEY_OF_TEST", url="$URL_OF_TEST")
-    found, counts = scores(reward, [*bad, *good])
-    assert [s.reward for s in found] == [*[-0.5] * 8, 0.04, 0.0, 0.07, 0.5]
-    told = {key.removeprefix("reward/correctness/"): value for key, value in counts.items()}
-    assert told == {
+    results, counts = scores(reward, [*bad, *good])
+    assert [s.reward for s in results] == [*[-0.5] * 8, 0.04, 0.0, 0.07, 0.5]
+    totals = {key.removeprefix("reward/correctness/"): value for key, value in counts.items()}
+    assert totals == {
         "reward/timeouts": 0.0,
         "reward/crashes": 0.0,
         "reward/out_of_memory": 0.0,
         "reward/errors": 8.0,
         "failures": 8.0,
         "skipped": 0.0,
-        "requests": float(sum(judge.asked.values())),
+        "requests": float(sum(judge.requests.values())),
         "timeouts": 2.0,
         "errors": 2.0 + 1 + 2 + 2 + 1,
         "garbage": 2.0,
@@ -264,15 +266,15 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
         "tokens": 6 * 110.0,
         "cost": pytest.approx(6 * (200 + 100) / 1e6),
     }
-    assert {question: judge.asked[question] for question in bad[:-1]} == dict(
+    assert {question: judge.requests[question] for question in bad[:-1]} == dict(
         slow=2, broken=2, refused=1, garbage=2, dies=2, vague=1, half=2
     )
     assert judge.keys == {"bearer s3cret"}
     logged = capfd.readouterr().err  # the process's, which goes to the sampler's log
     for kind in ("timed out", "status 500", "status 401", "no chat completion", "no score between"):
         assert logged.count(kind) == 1, logged
-    assert "s3cret" not in logged + caplog.text + "".join(s.reason for s in found)
-    causes = {failure.detail for score in found for failure in score.failures}
+    assert "s3cret" not in logged + caplog.text + "".join(s.reason for s in results)
+    causes = {failure.detail for score in results for failure in score.failures}
     assert causes == {
         f"judge $URL_OF_TEST: {cause}"
         for cause in (
@@ -290,16 +292,16 @@ def test_a_judge_that_fails_costs_scores_and_counts_them(
 def test_no_more_requests_at_a_time_than_allowed(judge: StandInJudge, scores: Callable[..., Any]) -> None:
     judge.delay = 0.05
     reward = judged(judge, lowest=-20, highest=20) | {"concurrency": 3}
-    found, _ = scores(reward, ["z" * n for n in range(20)])
-    assert [s.reward for s in found] == [(n + 20) / 40 for n in range(20)]
+    results, _ = scores(reward, ["z" * n for n in range(20)])
+    assert [s.reward for s in results] == [(n + 20) / 40 for n in range(20)]
     assert judge.most == 3
 
 
 def test_a_judge_that_is_down_is_left_alone(judge: StandInJudge, scores: Callable[..., Any]) -> None:
     reward = judged(judge, rest_after=2, retries=0) | {"concurrency": 1}
-    found, counts = scores(reward, ["broken 0", "fine", *(f"broken {n}" for n in range(1, 10))])
-    assert [s.reward for s in found] == [-0.5, 0.04, *[-0.5] * 9]
-    assert list(judge.asked) == ["broken 0", "fine", "broken 1", "broken 2"], "two failures in a row"
+    results, counts = scores(reward, ["broken 0", "fine", *(f"broken {n}" for n in range(1, 10))])
+    assert [s.reward for s in results] == [-0.5, 0.04, *[-0.5] * 9]
+    assert list(judge.requests) == ["broken 0", "fine", "broken 1", "broken 2"], "two failures in a row"
     assert counts["reward/correctness/skipped"] == 7
 
 
@@ -313,40 +315,40 @@ def test_a_judge_is_asked_again_after_waits_that_grow(
 
     async def waits_of(text: str) -> list[float]:
         waits.clear()
-        made = Judge(JudgeSettings(url=judge.url, model="m", question="{response}"))
+        client = Judge(JudgeSettings(url=judge.url, model="m", question="{response}"))
         with pytest.raises(NoReward):
-            await made(text, "5", "P")
-        assert made._http is not None
-        await made._http.close()
+            await client(text, "5", "P")
+        assert client._http is not None
+        await client._http.close()
         return list(waits)
 
     monkeypatch.setattr(judge_module, "asyncio", SimpleNamespace(sleep=sleep))
-    for number, wait in enumerate(found := asyncio.run(waits_of("broken"))):
+    for number, wait in enumerate(delays := asyncio.run(waits_of("broken"))):
         assert 0.5 * 2**number <= wait <= 1.5 * 2**number
-    assert len(found) == 3
+    assert len(delays) == 3
     assert asyncio.run(waits_of("busy")) == [7.0] * 3, "the server's Retry-After"
     for judge.retry_after in ("²", "-5", "nan", "Wed, 21 Oct", "9" * 400):
-        assert len(found := asyncio.run(waits_of("busy"))) == 3
-        assert max(found) <= (30.0 if "9" in judge.retry_after else 6.0)
+        assert len(delays := asyncio.run(waits_of("busy"))) == 3
+        assert max(delays) <= (30.0 if "9" in judge.retry_after else 6.0)
     assert asyncio.run(waits_of("moved")) == []
-    assert judge.asked["moved"] == 1, "the key is for the server of the settings only"
+    assert judge.requests["moved"] == 1, "the key is for the server of the settings only"
 
 
 def test_of_a_judges_answer_4_mib_are_read(judge: StandInJudge) -> None:
     async def scores() -> list[float]:
-        made = Judge(JudgeSettings(url=judge.url, model="m", question="{response}", highest=99, retries=0))
-        found = [(await made("long", "5", "P"))[0]]
+        client = Judge(JudgeSettings(url=judge.url, model="m", question="{response}", highest=99, retries=0))
+        values = [(await client("long", "5", "P"))[0]]
         with pytest.raises(NoReward):
-            await made("too long", "5", "P")
-        assert made._http is not None
-        await made._http.close()
-        return found
+            await client("too long", "5", "P")
+        assert client._http is not None
+        await client._http.close()
+        return values
 
     assert asyncio.run(scores()) == [4 / 99]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"url": "http://user:pass@a/v1"}, "and hold no user or password"),
         ({"url": "localhost:8001"}, "reward.url: must begin with http://"),
@@ -358,8 +360,8 @@ def test_of_a_judges_answer_4_mib_are_read(judge: StandInJudge) -> None:
         ({"modl": "m"}, "did you mean 'model'?"),
     ],
 )
-def test_a_wrong_judge_is_told_before_the_start(change: dict[str, Any], told: str) -> None:
+def test_a_wrong_judge_is_told_before_the_start(change: dict[str, Any], message: str) -> None:
     settings = {"url": "http://a/v1", "model": "m", "question": "{response}"} | change
     with pytest.raises(UserError) as error:
         load_reward("reward", "rpg_megatron.rewards.judge:Judge", settings, ("type",))
-    assert told in str(error.value)
+    assert message in str(error.value)

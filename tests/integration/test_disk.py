@@ -1,6 +1,6 @@
 """A run whose disk fills up continues, ends with one message when it must, and resumes when there is space.
 
-Why: the disk of a long run does fill up, at night; what counts is that nothing learnt before is lost.
+Why: the disk of a long run does fill up; nothing learnt before may be lost.
 Proved, with a real engine by the command line, on a small disk: with too little room for a checkpoint the run
 warns, counts it and continues; with no room for a row of metrics it ends with exit code 2, without traceback,
 process or shared memory left; the newest checkpoint is whole, and the same command finishes the run with
@@ -56,7 +56,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, room: int) -> None:
-    """Leave so many bytes."""
+    """Fill the disk, but leave this many bytes."""
     with (disk / "ballast").open("ab") as file:
         while (free := shutil.disk_usage(disk).free - room) > 0:
             file.write(bytes(min(free, 1 << 20)))
@@ -64,7 +64,7 @@ def fill(disk: Path, room: int) -> None:
 
 
 def words_of_processes() -> list[list[str]]:
-    """The command lines of what runs for this test. Asked for like this, ends meanwhile do no harm."""
+    """The command lines of this test's processes. ``process_iter`` tolerates that processes end meanwhile."""
     lines = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     # Not pytest itself, whose arguments may name the test.
     return [words for words in lines if "test_a_run_trains_on" in " ".join(words) and "pytest" not in words]
@@ -81,7 +81,7 @@ def shared_memory() -> set[Path]:
 def test_a_disk_that_is_full_at_the_end_is_no_success(
     disk: Path, tmp_path: Path, exports: str, code: int
 ) -> None:
-    """No room for the last checkpoint, or for the export: said, and done when the command is run again."""
+    """No room for the last checkpoint, or for the export: reported, and made when the command runs again."""
     run, log = disk / "full-001", tmp_path / "log"
     command = [sys.executable, "-m", "rpg_megatron.cli", "train", str(QUICKSTART), *SETTINGS]
     command += ["training.steps=4", "checkpoint={every: 2, keep: 1}", f"export.enabled={exports}"]
@@ -97,13 +97,13 @@ def test_a_disk_that_is_full_at_the_end_is_no_success(
         finally:
             process.kill()
             process.wait()
-    told = log.read_text()
-    assert "Traceback" not in told
+    output = log.read_text()
+    assert "Traceback" not in output
     if code == 74:
-        assert "last checkpoint  NOT WRITTEN: " in told
+        assert "last checkpoint  NOT WRITTEN: " in output
         assert sum(row.get("checkpoint/failed", 0) for row in read_rows(run)) == 1
     else:
-        assert "cannot be written ([Errno 28] No space left on device" in told
+        assert "cannot be written ([Errno 28] No space left on device" in output
         assert not list((run / "hf").glob(".*"))
     (disk / "ballast").unlink()
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
@@ -125,9 +125,9 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
-    def wait_for(what: Callable[[], bool]) -> None:
+    def wait_for(condition: Callable[[], bool]) -> None:
         end = time.monotonic() + TIMEOUT
-        while not what():
+        while not condition():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
@@ -151,9 +151,9 @@ def test_a_run_trains_on_without_room_and_ends_when_it_must(disk: Path, tmp_path
     finally:
         process.kill()
         process.wait()
-    told = log.read_text()
-    assert "Traceback" not in told, told
-    assert "cannot be written ([Errno 28] No space left on device" in told
+    output = log.read_text()
+    assert "Traceback" not in output, output
+    assert "cannot be written ([Errno 28] No space left on device" in output
     assert words_of_processes() == []
     assert not any(place.exists() for place in shared)
     steps = list_steps(run)

@@ -32,8 +32,8 @@ time.time = lambda: real() + seconds
 
 
 def environment_of(**changes: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    return kept | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"} | changes
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    return inherited | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"} | changes
 
 
 def doctor(*arguments: str, before: str = "", python: str = sys.executable, **environment: str):
@@ -51,9 +51,9 @@ def doctor(*arguments: str, before: str = "", python: str = sys.executable, **en
 
 def checks_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
     assert "Traceback" not in done.stderr, done.stderr
-    told = json.loads(done.stdout)
-    assert told["ok"] == (done.returncode == 0)
-    return {check["name"]: check for check in told["nodes"][0]["checks"]}
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.returncode == 0)
+    return {check["name"]: check for check in report["nodes"][0]["checks"]}
 
 
 def test_a_sound_machine_is_all_green(config_file: Path, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def botched(workplace: Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("machine", "check", "found", "fix"),
+    ("machine", "check", "finding", "fix"),
     [
         ("careless", "model", "/nowhere/model is not a directory", "give the folder of a Hugging Face"),
         ("careless", "data", "none.jsonl", "."),
@@ -187,11 +187,11 @@ def botched(workplace: Path) -> dict[str, dict[str, str]]:
     ],
 )
 def test_what_is_broken_is_named_with_its_fix(
-    machine: str, check: str, found: str, fix: str, request: pytest.FixtureRequest
+    machine: str, check: str, finding: str, fix: str, request: pytest.FixtureRequest
 ) -> None:
     line = request.getfixturevalue(machine)[check]
     assert line["verdict"] == "failed"
-    assert re.search(found, line["found"] + line["fix"]), line
+    assert re.search(finding, line["found"] + line["fix"]), line
     assert re.search(fix, line["found"] + line["fix"]), line
     assert line["fix"]
 
@@ -237,11 +237,11 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
             env=environment_of(**step, **more),
         )
 
-    other = start(1, PYTHONPATH=f"{REPOSITORY}:{shift}", CLOCK_SHIFT="3600")
+    second = start(1, PYTHONPATH=f"{REPOSITORY}:{shift}", CLOCK_SHIFT="3600")
     first = start(0)
     out, err = first.communicate(timeout=280)
-    assert other.communicate(timeout=280) == ("", "")
-    assert (first.returncode, other.returncode, err) == (1, 0, "")
+    assert second.communicate(timeout=280) == ("", "")
+    assert (first.returncode, second.returncode, err) == (1, 0, "")
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
     assert re.search(r"n1 \d+ \d* ?\d+ n2", words), "the first node is sound"
@@ -260,18 +260,18 @@ def test_the_tasks_of_a_step_try_their_network(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
     def start(task: int, *command: str) -> subprocess.Popen[str]:
-        own = environment_of(**step, SLURM_PROCID=str(task), SLURMD_NODENAME="localhost")
+        environment = environment_of(**step, SLURM_PROCID=str(task), SLURMD_NODENAME="localhost")
         return subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
-            env=own,
+            env=environment,
         )
 
-    both = [start(task, "-c", probe) for task in range(2)]
-    for out, err in [task.communicate(timeout=150) for task in both]:
+    tasks = [start(task, "-c", probe) for task in range(2)]
+    for out, err in [task.communicate(timeout=150) for task in tasks]:
         assert err == ""
         assert re.search(r"name='between nodes', verdict='ok', .*2 tasks, gloo: \d+\.\d GB/s", out), out
     wrong = start(0, "-m", "rpg_megatron.commands.doctor.network", str(tmp_path), "cpu", "nowhere")

@@ -1,7 +1,7 @@
 """An engine that dies twice of the same error, with no step between, is not restarted a third time.
 
-Why: a request that kills an engine kills each new one too, and each takes a minute to start. Stand-ins say
-what the test gives them and end; process, log and restart are real. Not covered: the whole launcher
+Why: a request that kills an engine kills each new one too, and each takes a minute to start. Stand-ins print
+the test's text and end; process, log and restart are real. Not covered: the whole launcher
 (test_launcher.py), vLLM's own messages (test_engine_command.py).
 """
 
@@ -30,7 +30,7 @@ DEAD = LINE.format(1, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore enc
 
 
 class StandIn(EngineProcess):
-    """Up as soon as the test says so."""
+    """Healthy when the test sets ``up``."""
 
     up = False
 
@@ -54,14 +54,14 @@ def test_an_engine_that_dies_twice_in_the_same_way(
     places: Any = {"log": log, "bridge_dir": tmp_path, "token": "secret", "socket": tmp_path / "0.sock"}
     engine = StandIn(load_settings(config_file), 0, **places)
     engine._command = ["sh", "-c", SAYS_AND_ENDS, str(words)]
-    said: list[str] = []
+    messages: list[str] = []
     shown: Any = SimpleNamespace(
-        status=said.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
+        status=messages.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
     )
     engines = Engines(load_settings(config_file), tmp_path, shown, shown, restarts=99)
 
     def die(message: str, step: int) -> str:
-        """What is shown when it dies after a step with a message in its log."""
+        """The message that is shown when it dies after a step with a message in its log."""
         wait_for(engine.has_begun, 30)
         engine.up = True
         engines.check(lambda: False)
@@ -71,7 +71,7 @@ def test_an_engine_that_dies_twice_in_the_same_way(
         (tmp_path / "w").rename(words)
         wait_for(lambda: not engine.alive(), 30)
         engines.check(lambda: False)
-        return next(text for text in reversed(said) if "restart" in text)
+        return next(text for text in reversed(messages) if "restart" in text)
 
     engines.start(engine)
     try:
@@ -79,7 +79,7 @@ def test_an_engine_that_dies_twice_in_the_same_way(
         assert first.startswith(f"warning: engine 0 died: {OUT_OF_RANGE.format(10)}; restart 1 of 99; log: ")
         die(LINE.format(11, OUT_OF_RANGE.format(11)), step=1)  # a step was completed
         for _ in range(2):
-            assert "engine 0 died; restart" in die("", step=1)  # killed: nothing tells why
+            assert "engine 0 died; restart" in die("", step=1)  # killed: the log has no reason
             assert "engine 0 died; restart" in die(DEAD, step=1)
         die(LINE.format(12, OUT_OF_RANGE.format(12)), step=1)
         die(LINE.format(13, "ValueError: another"), step=1)
@@ -93,7 +93,7 @@ def test_an_engine_that_dies_twice_in_the_same_way(
         f"{OUT_OF_RANGE.format(15)}; a new engine would get the same requests: "
     )
     assert str(error.value).endswith("engine_0.log")
-    assert len([text for text in said if "; restart " in text]) == 9
+    assert len([text for text in messages if "; restart " in text]) == 9
 
 
 BY_RUNNER = """
@@ -118,7 +118,7 @@ REFUSES = 'echo "api_server.py: error: argument --x: no"; exit 2'
     ],
     ids=["V1 starts", "neither starts", "chosen", "on a CPU", "another is up", "meanwhile", "arguments"],
 )
-def test_an_engine_that_does_not_start_is_started_once_with_runner_v1(
+def test_a_failed_start_is_repeated_once_with_runner_v1(
     config_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -133,42 +133,42 @@ def test_an_engine_that_does_not_start_is_started_once_with_runner_v1(
     if variable:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
     settings = load_settings(config_file, [f"device={device}", "engine.replicas=2"])
-    said: list[str] = []
+    messages: list[str] = []
     shown: Any = SimpleNamespace(
-        status=said.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
+        status=messages.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
     )
     engines = Engines(settings, tmp_path, shown, shown, restarts=0)
-    made = []
+    processes = []
     for index in range(2 if another else 1):
         places: Any = {"log": tmp_path / f"{index}.log", "bridge_dir": tmp_path, "token": "secret"}
-        made.append(StandIn(settings, index, socket=tmp_path / f"{index}.sock", **places))
-        made[-1]._command = ["sh", "-c", script if index == 0 else "sleep 60"]
-        engines.start(made[-1])
-    one = made[0]
+        processes.append(StandIn(settings, index, socket=tmp_path / f"{index}.sock", **places))
+        processes[-1]._command = ["sh", "-c", script if index == 0 else "sleep 60"]
+        engines.start(processes[-1])
+    first = processes[0]
     try:
         if another:
-            made[1].up = True
+            processes[1].up = True
         if another == "is up":
             engines.check(lambda: False)
-        wait_for(lambda: not one.alive(), 30)
+        wait_for(lambda: not first.alive(), 30)
         if starts == 2:
             engines.check(lambda: False)
-            (warning,) = [text for text in said if text.startswith("warning")]
+            (warning,) = [text for text in messages if text.startswith("warning")]
             assert warning.startswith(
                 "warning: engine 0 ended while starting: NotImplementedError: no kernel; starting it once "
                 "more with vLLM's model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0); log: "
             )
-            wait_for(lambda: "runner V1" in one.log.read_text(), 30)
+            wait_for(lambda: "runner V1" in first.log.read_text(), 30)
         if "sleep" in script:
-            one.up = True
+            first.up = True
             engines.check(lambda: False)
             assert engines.all_up
         else:
-            wait_for(lambda: not one.alive(), 30)
+            wait_for(lambda: not first.alive(), 30)
             with pytest.raises(UserError, match="arguments" if script is REFUSES else "ended while starting"):
                 engines.check(lambda: False)
     finally:
         engines.stop(0.0)
-    assert one.log.read_text().count("no kernel") + one.log.read_text().count("runner V1") == (
+    assert first.log.read_text().count("no kernel") + first.log.read_text().count("runner V1") == (
         0 if script is REFUSES else starts
     )

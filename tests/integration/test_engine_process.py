@@ -76,9 +76,6 @@ def wait_for(condition, seconds: float = 10.0) -> bool:  # type: ignore[no-untyp
     return condition()
 
 
-# -- command line and environment ----------------------------------------------------------------------------
-
-
 # -- life ----------------------------------------------------------------------------------------------------
 
 
@@ -120,8 +117,8 @@ def test_an_option_that_vllm_refuses_is_one_line(
     engine.start()
     with pytest.raises(UserError) as error:
         engine.wait_healthy()
-    told = "engine 2: vLLM refuses engine.arguments: unrecognized arguments: --x=1; correct them"
-    assert str(error.value) == told
+    expected = "engine 2: vLLM refuses engine.arguments: unrecognized arguments: --x=1; correct them"
+    assert str(error.value) == expected
 
 
 def test_broken_and_stuck_engines_say_why(
@@ -147,10 +144,10 @@ def test_broken_and_stuck_engines_say_why(
     assert not members(group)
 
 
-def test_shared_memory_of_an_engine_that_ends_while_it_starts_is_removed(
+def test_shared_memory_of_a_failed_start_is_removed(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of vLLM's workers are; the files of other processes, of whatever name, are not touched."""
+    """Files of vLLM's workers are removed; those of other processes, whatever their names, are not."""
     with tempfile.NamedTemporaryFile(prefix="psm_", dir="/dev/shm") as foreign:
         foreign.truncate(4096)
         with mmap.mmap(foreign.fileno(), 4096):
@@ -159,8 +156,8 @@ def test_shared_memory_of_an_engine_that_ends_while_it_starts_is_removed(
             with pytest.raises(UserError, match="ended while starting"):
                 engine.wait_healthy()
         assert Path(foreign.name).exists()
-    made = (tmp_path / "e.log").read_text().split("made ")[1].split()[0]
-    assert not Path(made).exists()
+    file = (tmp_path / "e.log").read_text().split("made ")[1].split()[0]
+    assert not Path(file).exists()
 
 
 def test_wrong_token_is_a_bug_of_ours(
@@ -230,14 +227,14 @@ def test_socket_paths_that_cannot_be_used(
     with pytest.raises(UserError, match="is no socket; move it"):
         engine.start()
     engine.socket.unlink()
-    other = socket.socket(socket.AF_UNIX)
-    other.bind(str(engine.socket))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(engine.socket))
     with pytest.raises(UserError, match="left by a dead process; delete it"):
         engine.start()
-    other.listen()
+    listener.listen()
     with pytest.raises(UserError, match="another process listens on"):
         engine.start()
-    other.close()
+    listener.close()
     engine.socket = tmp_path / ("x" * 120)
     with pytest.raises(UserError, match="longer than 107 bytes"):
         engine.start()

@@ -1,8 +1,8 @@
-"""Whatever a launcher does to its engines, it does to all at the same time.
+"""A launcher probes, puts to sleep and ends all of its engines at the same time.
 
 Why: a scheduler's warning leaves seconds to stop colocated engines, and a run may have hundreds. Stand-ins
-answer, or end, only when every one of them has been asked: one after the other nobody would. Not covered:
-the real engine (test_rollout_engine.py), engines on two nodes (test_launcher_nodes.py).
+answer, or end, only when all of them have been asked: with one request after the other none would. Not
+covered: the real engine (test_rollout_engine.py), engines on two nodes (test_launcher_nodes.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build(kind: type[EngineProcess], settings: Settings, folder: Path, count: in
 @contextmanager
 def answering(engines: list[EngineProcess]) -> Iterator[list[bytes]]:
     """Answer the engines' requests as soon as there are as many as engines; yields their first lines."""
-    asked: list[bytes] = []
+    request_lines: list[bytes] = []
     ended = threading.Event()
 
     def serve() -> None:
@@ -76,7 +76,7 @@ def answering(engines: list[EngineProcess]) -> Iterator[list[bytes]]:
             while not ended.is_set():
                 for key, _ in selector.select(0.05):
                     connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
-                    asked.append(connection.recv(4096).partition(b"\r\n")[0])
+                    request_lines.append(connection.recv(4096).partition(b"\r\n")[0])
                     open_.append(connection)
                 if len(open_) == len(engines):
                     for connection in open_:
@@ -88,7 +88,7 @@ def answering(engines: list[EngineProcess]) -> Iterator[list[bytes]]:
     thread = threading.Thread(target=serve)
     thread.start()
     assert listening.wait(60)
-    yield asked
+    yield request_lines
     ended.set()
     thread.join()
 
@@ -114,7 +114,7 @@ def test_64_engines_are_probed_and_put_to_sleep_at_once(
     monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
     processes = build(Listening, settings, tmp_path, 64)
     engines = Engines(settings, tmp_path, QUIET, QUIET, restarts=0)
-    with answering(processes) as asked:
+    with answering(processes) as request_lines:
         for process in processes:
             engines.start(process)
         assert not engines.all_up
@@ -127,7 +127,7 @@ def test_64_engines_are_probed_and_put_to_sleep_at_once(
             agent._probe()
             assert agent._healthy == set(range(64))
     line = b"GET /health HTTP/1.1"
-    assert asked == [line] * 128 + [b"POST /sleep?level=2&mode=abort HTTP/1.1"] * 64 + [line] * 64
+    assert request_lines == [line] * 128 + [b"POST /sleep?level=2&mode=abort HTTP/1.1"] * 64 + [line] * 64
 
 
 def end_by_warning(settings: Settings, folder: Path, processes: list[EngineProcess]) -> None:

@@ -1,7 +1,7 @@
 """An environment of two turns, as one file outside the repository, trains with a real engine.
 
 Why: the second turn's log-probs agree only if engine and trainer have the same tokens before it, in the same
-positions; with experts also only if the routes of both turns are put together rightly. Not covered: GPUs.
+positions; with experts also only if the routes of both turns are joined correctly. Not covered: GPUs.
 """
 
 from __future__ import annotations

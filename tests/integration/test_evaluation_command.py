@@ -65,10 +65,10 @@ def rows(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def wait_for_results(one: Command, folder: Path, count: int) -> None:
+def wait_for_results(evaluation: Command, folder: Path, count: int) -> None:
     end = time.monotonic() + 500
     while sum(len(rows(folder, name)) for name in ("a", "sums")) < count:
-        assert one.process.poll() is None, one.finish()
+        assert evaluation.process.poll() is None, evaluation.finish()
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -88,20 +88,20 @@ def majority(row: dict) -> bool:
     return row["correct"][row["extracted"].index(winner)]
 
 
-def assert_figures(told: dict, found: list[dict], n: int) -> None:
-    assert (told["problems"], told["samples"]) == (len(found), n)
-    expected = {f"avg@{n}": statistics.mean(sum(r["correct"]) / n for r in found)}
+def assert_figures(figures: dict, graded: list[dict], n: int) -> None:
+    assert (figures["problems"], figures["samples"]) == (len(graded), n)
+    expected = {f"avg@{n}": statistics.mean(sum(r["correct"]) / n for r in graded)}
     expected |= {
-        f"pass@{k}": statistics.mean(pass_by_enumeration(r["correct"], k) for r in found)
+        f"pass@{k}": statistics.mean(pass_by_enumeration(r["correct"], k) for r in graded)
         for k in (1, 2, 4)
         if k <= n
     }
-    expected[f"maj@{n}"] = statistics.mean(majority(r) for r in found)
-    assert {key: part["value"] for key, part in told["metrics"].items()} == pytest.approx(expected)
-    for part in told["metrics"].values():
+    expected[f"maj@{n}"] = statistics.mean(majority(r) for r in graded)
+    assert {key: part["value"] for key, part in figures["metrics"].items()} == pytest.approx(expected)
+    for part in figures["metrics"].values():
         assert part["low"] <= part["value"] <= part["high"]
-    lengths = [length for r in found for length in r["lengths"]]
-    assert told["length"] == pytest.approx(
+    lengths = [length for r in graded for length in r["lengths"]]
+    assert figures["length"] == pytest.approx(
         {
             "mean": statistics.mean(lengths),
             "p50": statistics.median(lengths),
@@ -109,7 +109,7 @@ def assert_figures(told: dict, found: list[dict], n: int) -> None:
             "max": max(lengths),
         }
     )
-    assert told["truncated"]["frac"] == sum(f == "length" for r in found for f in r["finishes"]) / len(
+    assert figures["truncated"]["frac"] == sum(f == "length" for r in graded for f in r["finishes"]) / len(
         lengths
     )
 
@@ -117,37 +117,37 @@ def assert_figures(told: dict, found: list[dict], n: int) -> None:
 def assert_graded(folder: Path, name: str, data: Path) -> None:
     """Every problem is there once, in order, with its verdicts."""
     problems = [json.loads(line) for line in data.read_text().splitlines()]
-    found = rows(folder, name)
-    assert [r["prompt_id"] for r in found] == list(range(len(problems)))
-    for row, problem in zip(found, problems, strict=True):
+    graded = rows(folder, name)
+    assert [r["prompt_id"] for r in graded] == list(range(len(problems)))
+    for row, problem in zip(graded, problems, strict=True):
         assert (row["prompt"], row["answer"]) == (problem["prompt"], problem["answer"])
         verdicts = [grade(text, problem["answer"]) for text in row["responses"]]
         assert row["correct"] == [v.correct for v in verdicts]
         assert row["extracted"] == [v.extracted for v in verdicts]
 
 
-def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
+def test_an_interrupted_evaluation_resumes_with_right_figures(
     command, options: list[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     options += ["--out", str(out)]
-    one: Command = command(*options)
-    wait_for_results(one, out, 3)
-    segments = one.shared_memory()
-    os.kill(one.process.pid, signal.SIGTERM)
-    code, told = one.finish(timeout=120)
-    assert code == 75, told
-    assert "problems graded so far: " in told
-    one.assert_nothing_left()
+    evaluation: Command = command(*options)
+    wait_for_results(evaluation, out, 3)
+    segments = evaluation.shared_memory()
+    os.kill(evaluation.process.pid, signal.SIGTERM)
+    code, err = evaluation.finish(timeout=120)
+    assert code == 75, err
+    assert "problems graded so far: " in err
+    evaluation.assert_nothing_left()
     assert [file for file in segments if file.exists()] == []
     before = {name: rows(out, name) for name in ("a", "sums")}
     assert 3 <= sum(map(len, before.values())) < 40
     assert not (out / "summary.json").exists()
 
     refused: Command = command(*options, "--temperature", "0.5")
-    code, told = refused.finish()
+    code, err = refused.finish()
     assert (code, refused.out.read_text()) == (2, "")
-    assert "evaluation.temperature: 1.0 -> 0.5" in told
+    assert "evaluation.temperature: 1.0 -> 0.5" in err
 
     again: Command = command(*options, "--json")
     code, progress = again.finish(timeout=600)
@@ -156,45 +156,47 @@ def test_ended_in_the_middle_it_goes_on_and_its_figures_are_right(
     summary = json.loads(again.out.read_text())
     assert summary["folder"] == str(out)
     for name, data, n in (("a", "a.jsonl", N), ("sums", "b.jsonl", FEWER)):
-        found = rows(out, name)
-        assert_figures(summary["sets"][name], found, n)
+        graded = rows(out, name)
+        assert_figures(summary["sets"][name], graded, n)
         assert_graded(out, name, tmp_path / data)
-        assert all(row in found for row in before[name]), "what was graded is kept, not sampled again"
+        assert all(row in graded for row in before[name]), "what was graded is kept, not sampled again"
     assert summary["sets"]["a"]["metrics"][f"avg@{N}"]["value"] > 0.1, "it has learnt some sums"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "pattern"),
     [
         (None, r"prompt 0, answer \d+\n  Compute .*\n-- response 0: (correct|wrong), \d+ tokens"),
         ("Compute 1+1+1", r"prompt 0, no answer\n  Compute 1\+1\+1\n-- response 0: \d+ tokens"),
     ],
 )
-def test_new_responses_of_a_run_are_sampled_and_graded(tmp_path: Path, prompt: str | None, told: str) -> None:
+def test_new_responses_of_a_run_are_sampled_and_graded(
+    tmp_path: Path, prompt: str | None, pattern: str
+) -> None:
     run = tmp_path / "runs" / "a-001"
     shutil.copytree(QUICKSTART / "model", run / "hf" / "step_000002")
     (run / "config.yaml").write_text(resolved_yaml(load_settings(QUICKSTART.with_suffix(".yaml"))))
     text = [] if prompt is None else ["--prompt", prompt]
-    one = Command(tmp_path, "sample", str(run), "--live", "--step", "2", "-n", "3", *text)
-    code, err = one.finish(600)
+    sample = Command(tmp_path, "sample", str(run), "--live", "--step", "2", "-n", "3", *text)
+    code, err = sample.finish(600)
     assert code == 0, err
-    assert re.search(told, one.out.read_text())
-    assert one.out.read_text().count("-- response") == 3
-    one.assert_nothing_left()
+    assert re.search(pattern, sample.out.read_text())
+    assert sample.out.read_text().count("-- response") == 3
+    sample.assert_nothing_left()
 
 
 @pytest.mark.parametrize(
-    ("step", "told"), [(7, "no checkpoint of step 7; there are: step_000002"), (None, "is not")]
+    ("step", "message"), [(7, "no checkpoint of step 7; there are: step_000002"), (None, "is not")]
 )
-def test_what_cannot_be_sampled_is_one_message(tmp_path: Path, step: int | None, told: str) -> None:
+def test_what_cannot_be_sampled_is_one_message(tmp_path: Path, step: int | None, message: str) -> None:
     run = tmp_path / "a-001"
     (run / "hf" / "step_000002").mkdir(parents=True)
     if step is not None:
         (run / "config.yaml").write_text(resolved_yaml(load_settings(QUICKSTART.with_suffix(".yaml"))))
     else:
         (run / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         print_live_samples(run, step, None, 3)
 
 
@@ -203,17 +205,17 @@ def test_a_checkpoint_of_a_run_is_converted_for_the_engines(
     command, options: list[str], tmp_path: Path
 ) -> None:
     """The weights are the quickstart's model's, so the responses are; the copy is gone at the end."""
-    code, told = command(*options, "--out", str(tmp_path / "hf")).finish(timeout=600)
-    assert code == 0, told
+    code, err = command(*options, "--out", str(tmp_path / "hf")).finish(timeout=600)
+    assert code == 0, err
     megatron = ["--hf", str(QUICKSTART / "model"), "--out", str(tmp_path / "megatron")]
-    code, told = command("convert", "hf-to-megatron", *megatron).finish(timeout=300)
-    assert code == 0, told
+    code, err = command("convert", "hf-to-megatron", *megatron).finish(timeout=300)
+    assert code == 0, err
     step = write_step(tmp_path / "r-001", 3, QUICKSTART / "model", tmp_path / "megatron" / "release")
-    one: Command = command(options[0], str(step), *options[2:], "--out", str(tmp_path / "out"))
-    code, told = one.finish(timeout=600)
-    assert code == 0, told
-    one.assert_nothing_left()
-    assert str(step) in one.out.read_text()
+    evaluation: Command = command(options[0], str(step), *options[2:], "--out", str(tmp_path / "out"))
+    code, err = evaluation.finish(timeout=600)
+    assert code == 0, err
+    evaluation.assert_nothing_left()
+    assert str(step) in evaluation.out.read_text()
     for name in ("a", "sums"):
         same = [
             a == b for a, b in zip(rows(tmp_path / "hf", name), rows(tmp_path / "out", name), strict=True)
@@ -228,35 +230,35 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
     command, options: list[str], tmp_path: Path, victim: str
 ) -> None:
     whole: Command = command(*options, "--out", str(tmp_path / "whole"))
-    code, told = whole.finish(timeout=600)
-    assert code == 0, told
+    code, err = whole.finish(timeout=600)
+    assert code == 0, err
     assert "avg@4" in whole.out.read_text()
     out = tmp_path / "out"
     options += ["--out", str(out)]
-    one: Command = command(*options, "engine.health_timeout=20")
-    wait_for_results(one, out, 3)
-    pids = {"launcher": one.process.pid}
-    for pid in one.processes():
+    evaluation: Command = command(*options, "engine.health_timeout=20")
+    wait_for_results(evaluation, out, 3)
+    pids = {"launcher": evaluation.process.pid}
+    for pid in evaluation.processes():
         words = read_proc_file(pid, "cmdline").split(b"\0")
         if b"rpg_megatron.commands.eval.process" in words:
             pids["evaluator"] = pid
         if b"vllm.entrypoints.openai.api_server" in words:
             pids["engine"] = pid
-    if victim == "core":  # it hangs, and its server goes on answering
+    if victim == "core":  # it hangs, but its server still answers
         os.kill(find_core(pids["engine"]), signal.SIGSTOP)
     else:
         os.kill(pids[victim], signal.SIGKILL)
-    code, told = one.finish(timeout=120)
-    assert code == (-9 if victim == "launcher" else 1), told
+    code, err = evaluation.finish(timeout=120)
+    assert code == (-9 if victim == "launcher" else 1), err
     if victim != "launcher":
-        assert "rerun the same command to resume" in told
+        assert "rerun the same command to resume" in err
         # The launcher may not have seen yet that the engine, which has answered, is up.
         reasons = {"engine": "engine 0 (died|ended while starting)", "evaluator": "evaluator was killed"}
-        assert re.search(reasons.get(victim, "engine 0 hangs: "), told)
-    one.assert_nothing_left(30)
+        assert re.search(reasons.get(victim, "engine 0 hangs: "), err)
+    evaluation.assert_nothing_left(30)
     again: Command = command(*options, "--engines", "2")
-    code, told = again.finish(timeout=600)
-    assert code == 0, told
+    code, err = again.finish(timeout=600)
+    assert code == 0, err
     again.assert_nothing_left()
     for name in ("a", "sums"):
         same = [a == b for a, b in zip(rows(tmp_path / "whole", name), rows(out, name), strict=True)]

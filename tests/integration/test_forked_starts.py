@@ -1,4 +1,4 @@
-"""A process that is forked (``tests/support/forking``) is what a started one is, to all who look at it.
+"""A forked process (``tests/support/forking``) looks and ends like a started one.
 
 Why: most tests of whole runs rely on it: they kill, signal and find processes by what is compared here.
 Not covered: what a process imports, its memory, global random generators.
@@ -30,8 +30,8 @@ OTHERS = 1 << (signal.SIGSEGV - 1) | 1 << 32
 REAPER = [sys.executable, "-P", "-m", "rpg_megatron.launcher.reaper"]
 
 
-def seen(command: list[str], starts: Starts, folder: Path, **options: Any) -> dict[str, Any]:
-    """What /proc tells of a process that waits for its input, and how it ends."""
+def appearance(command: list[str], starts: Starts, folder: Path, **options: Any) -> dict[str, Any]:
+    """What /proc shows of a process that waits for its input, and how it ends."""
     # Without LC_CTYPE, Python adds it for the programs that it starts.
     environment = {"PATH": os.environ["PATH"], "A": "1 2\n3", "LC_CTYPE": "C.UTF-8"}
     with starts(), (folder / "log").open("w") as log:
@@ -43,17 +43,17 @@ def seen(command: list[str], starts: Starts, folder: Path, **options: Any) -> di
     ignored = 1 << (signal.SIGUSR1 - 1)
     wait_for(lambda: int(re.findall(r"SigIgn:\s*(\w+)", (place / "status").read_text())[0], 16) & ignored, 60)
     status = (place / "status").read_text()
-    found = {name: (place / name).read_bytes() for name in ("cmdline", "environ")}
-    found |= dict(re.findall(r"(PPid|Umask|SigBlk|SigIgn|SigCgt):\s*(\w+)", status))
-    found["SigCgt"] = int(found["SigCgt"], 16) & ~OTHERS
-    found["folder"] = os.readlink(place / "cwd")
-    found["files"] = {fd.name: os.readlink(fd).split(":")[0] for fd in (place / "fd").iterdir()}
-    found["leads"] = [get(process.pid) == process.pid for get in (os.getsid, os.getpgid)]
+    facts = {name: (place / name).read_bytes() for name in ("cmdline", "environ")}
+    facts |= dict(re.findall(r"(PPid|Umask|SigBlk|SigIgn|SigCgt):\s*(\w+)", status))
+    facts["SigCgt"] = int(facts["SigCgt"], 16) & ~OTHERS
+    facts["folder"] = os.readlink(place / "cwd")
+    facts["files"] = {fd.name: os.readlink(fd).split(":")[0] for fd in (place / "fd").iterdir()}
+    facts["leads"] = [get(process.pid) == process.pid for get in (os.getsid, os.getpgid)]
     process.kill()
-    found["end"] = process.wait(), process.returncode
+    facts["end"] = process.wait(), process.returncode
     assert process.stdin is not None
     process.stdin.close()
-    return found
+    return facts
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,9 @@ def test_a_forked_process_looks_as_one_that_was_started(
     tmp_path: Path, options: dict[str, Any], dies_with_its_parent: bool
 ) -> None:
     command = with_parent_death_signal(REAPER, signal.SIGKILL) if dies_with_its_parent else REAPER
-    fresh, forked = (seen(command, starts, tmp_path, **options) for starts in (fresh_starts, forked_starts))
+    fresh, forked = (
+        appearance(command, starts, tmp_path, **options) for starts in (fresh_starts, forked_starts)
+    )
     assert forked == fresh
     assert fresh["cmdline"].endswith(b"rpg_megatron.launcher.reaper\0")
     assert fresh["PPid"] == str(os.getpid())
@@ -102,9 +104,9 @@ def test_it_ends_with_its_parent(tmp_path: Path, starts: Starts) -> None:
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     wait_for(lambda: b"launcher.reaper" in read_proc_file(pid, "cmdline"), 60)
-    held = os.pidfd_open(pid)
+    handle = os.pidfd_open(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert select.select([held], [], [], 60)[0], "it outlives its parent"
-    os.close(held)
+    assert select.select([handle], [], [], 60)[0], "it outlives its parent"
+    os.close(handle)

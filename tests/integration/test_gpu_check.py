@@ -1,7 +1,7 @@
 """``tools/gpu_check.sh``: its arguments, its output without a GPU, and its table of results.
 
-Why: minutes on a borrowed GPU are few; the script that uses them must not fail for reasons of its own.
-A call may find another machine than the last one had. GPU and packages are stand-ins, mostly Python too. Not
+Why: minutes on a borrowed GPU are few; the script must not waste them by faults of its own.
+A call may run on another machine than the last one. GPU and packages are stand-ins, mostly Python too. Not
 covered: the parts themselves, which need a GPU.
 """
 
@@ -64,8 +64,8 @@ def check(
 ) -> tuple[int, str, str]:
     """Run it; with a stand-in for the GPU's tool if ``gpu``, and for Python unless ``python`` names one."""
     tools, archives = folder / "tools", folder / "archives"
-    for made in (tools, archives):
-        made.mkdir(exist_ok=True)
+    for created in (tools, archives):
+        created.mkdir(exist_ok=True)
     for name, text in (("nvidia-smi", CARDS if gpu else "#!/bin/sh\nexit 9\n"), ("python", PYTHON)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
@@ -86,7 +86,7 @@ def check(
 
 
 def hang(folder: Path, *arguments: str, **variables: str) -> None:
-    """A call in which one part, logprobs, is not done in time."""
+    """A call in which one part, logprobs, exceeds its time."""
     check(folder, *arguments, "logprobs", gpu=True, HANG="60", RPG_GPU_PART_SECONDS="2", **variables)
 
 
@@ -112,7 +112,7 @@ def reason(table: str, part: str) -> str:
 
 
 def stand_in(folder: Path, script: str) -> None:
-    """What Python does, after the faults that are always there."""
+    """Set what the stand-in for Python runs, besides its fixed faults."""
     (folder / "stand_in").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "stand_in").chmod(0o755)
 
@@ -122,14 +122,14 @@ def test_arguments(tmp_path: Path) -> None:
     code, out, _ = check(tmp_path, "--help")
     assert code == 0
     assert out.count("\n") == 2 + PARTS
-    for arguments, told in (
+    for arguments, message in (
         ([], "usage: "),
         (["--fast", site], "unknown option --fast"),
         ([site, "smoke_te", "nothing"], "there is no part nothing; known: site smoke_te"),
         ([str(SCRIPT)], "is in the way and no folder"),
     ):
         code, _, err = check(tmp_path, *arguments)
-        assert (code, told in err) == (2, True), err
+        assert (code, message in err) == (2, True), err
 
 
 def test_without_a_gpu_every_part_says_so_and_nothing_is_written(tmp_path: Path) -> None:
@@ -144,26 +144,26 @@ def test_parts_that_pass_fail_and_hang(tmp_path: Path) -> None:
     site = site_with(tmp_path, *MARKS)
     code, out, _ = check(tmp_path, str(site), "numbers", "tests", gpu=True)
     assert code == 1
-    found = results(out)
-    assert (found["numbers"], found["tests"]) == ("passed", "passed")
-    assert list(found.values()).count("not run") == PARTS - 3
+    parts = results(out)
+    assert (parts["numbers"], parts["tests"]) == ("passed", "passed")
+    assert list(parts.values()).count("not run") == PARTS - 3
     hang(tmp_path, str(site))
     (out_folder := tmp_path / "out").mkdir()
     code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_OUT=str(out_folder))
     assert code == 1
     assert "== numbers" not in out  # it has a result from before
-    found = results(out)
-    assert found.pop("update_8b") == "FAILED (3)"
+    parts = results(out)
+    assert parts.pop("update_8b") == "FAILED (3)"
     assert reason(out, "update_8b") == "RuntimeError: no such kernel"
-    assert found.pop("logprobs") == "TIMED OUT"
+    assert parts.pop("logprobs") == "TIMED OUT"
     assert reason(out, "logprobs") == "no end after 2 s; the log ends with: step 1"
-    assert found.pop("two_gpus") == "skipped: needs 2 GPUs"
-    assert set(found.values()) == {"passed"}
+    assert parts.pop("two_gpus") == "skipped: needs 2 GPUs"
+    assert set(parts.values()) == {"passed"}
     assert (site / "check" / "table.txt").read_text() in out
     where = (site / "check" / "numbers.log").read_text().strip().split(":")
     assert where == [str(site), str(SCRIPT.parents[1])]
-    kept = ["gpu_check.tar.gz", "gpu_check.txt", "gpu_check_failed.txt"]
-    assert sorted(f.name for f in out_folder.iterdir()) == kept
+    expected = ["gpu_check.tar.gz", "gpu_check.txt", "gpu_check_failed.txt"]
+    assert sorted(f.name for f in out_folder.iterdir()) == expected
     with tarfile.open(out_folder / "gpu_check.tar.gz") as archive:
         assert {"./update_8b.log", "./logprobs.log", "./smoke_te.log"} <= set(archive.getnames())
     failed = "==== update_8b\nRuntimeError: no such kernel\n\n==== logprobs\nstep 1\n"
@@ -183,13 +183,13 @@ def test_parts_wait_for_their_packages_and_for_time(tmp_path: Path) -> None:
     site = site_with(tmp_path, "te", "app")
     code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_SECONDS="109")  # a second too few for tests
     assert code == 1
-    found = results(out)
+    parts = results(out)
     waiting = NEED_ENGINE | {"smoke_vllm"}
-    assert {name for name in waiting if found[name] != "not run"} == set()
+    assert {name for name in waiting if parts[name] != "not run"} == set()
     assert f"not in {site}: deps.tar.xz vllm.tar.xz; archives: none in {tmp_path}" in out
     assert "== run_06b_2k waits for: deps.tar.xz vllm.tar.xz" in out
     assert re.search("^smoke_vllm .*needs deps.tar.xz vllm.tar.xz", out, re.MULTILINE)
-    assert (found["smoke_te"], found["cuda_ipc"], found["tests"]) == ("passed", "passed", "not run")
+    assert (parts["smoke_te"], parts["cuda_ipc"], parts["tests"]) == ("passed", "passed", "not run")
     assert "== tests waits for another call: " in out
     # The engine's packages without what they need: nothing is started that could only fail.
     site_with(tmp_path, "vllm")
@@ -204,11 +204,11 @@ def test_parts_wait_for_their_packages_and_for_time(tmp_path: Path) -> None:
     assert "== smoke_vllm waits for: smoke_vllm.py" in out
     site_with(tmp_path)
     code, out, _ = check(tmp_path, str(site), gpu=True)
-    found = results(out)
-    assert {found[name] for name in waiting} == {"passed"}
+    parts = results(out)
+    assert {parts[name] for name in waiting} == {"passed"}
 
 
-def test_a_call_on_a_new_machine_goes_on_where_the_lost_one_stopped(tmp_path: Path) -> None:
+def test_a_call_on_a_new_machine_resumes_the_lost_one(tmp_path: Path) -> None:
     (first := tmp_path / "first").mkdir()
     (out_folder := tmp_path / "out").mkdir()
     site = site_with(first, *MARKS)
@@ -224,24 +224,24 @@ def test_a_call_on_a_new_machine_goes_on_where_the_lost_one_stopped(tmp_path: Pa
         (new / "archives").mkdir()
         if way == "carried":
             (new / "archives" / "gpu_check.txt").write_text(before)
-        given = {"RPG_GPU_EARLIER": str(earlier)} if way == "named" else {}
+        variables = {"RPG_GPU_EARLIER": str(earlier)} if way == "named" else {}
         site = site_with(new, "te")
         python = sys.executable if way == "carried" else None
         parts = ["smoke_te"] if way == "carried" else []
         code, out, err = check(
-            new, str(site), *parts, gpu=True, python=python, RPG_GPU_OUT=str(new_out), **given
+            new, str(site), *parts, gpu=True, python=python, RPG_GPU_OUT=str(new_out), **variables
         )
         assert code == 1, err
-        found = results(out)
-        assert found["smoke_te"] == "passed"
+        by_part = results(out)
+        assert by_part["smoke_te"] == "passed"
         assert ("== smoke_te (" in out) == (way == "carried")
-        assert (found["update_8b"], found["logprobs"]) == ("FAILED (3)", "TIMED OUT")
+        assert (by_part["update_8b"], by_part["logprobs"]) == ("FAILED (3)", "TIMED OUT")
         assert reason(out, "update_8b") == "RuntimeError: no such kernel"
         assert reason(out, "logprobs") == reason(before, "logprobs")
         assert re.search("^update_8b .*layers \\(earlier\\)$", out, re.MULTILINE)
         assert (new_out / "gpu_check.txt").read_text() in out
     assert "== cuda_ipc waits for: app.tar.xz" in check(new, str(site), gpu=True)[1]
-    # What this machine found itself counts more.
+    # This machine's own results take precedence.
     (site / "check" / "logprobs").write_text("passed|3|\n")
     assert results(check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(earlier))[1])["logprobs"] == "passed"
     code, _, err = check(new, str(site), gpu=True, RPG_GPU_EARLIER=str(tmp_path / "none"))
@@ -266,7 +266,7 @@ def test_without_cuda_ipc_runs_take_another_transport(tmp_path: Path) -> None:
     assert reason(out, "quickstart") == "weights over process_group, for cuda_ipc failed"
 
 
-def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path) -> None:
+def test_archives_are_unpacked_once_and_register_the_plug_in(tmp_path: Path) -> None:
     archives = tmp_path / "archives"
     archives.mkdir()
     with tarfile.open(archives / "te.tar.xz", "w:xz") as archive:
@@ -283,7 +283,7 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
     (tmp_path / "elsewhere" / "benchmarks").mkdir(parents=True)
     (tmp_path / "elsewhere" / "benchmarks" / "__init__.py").touch()  # some package's own
     command = "import importlib.util as u; print(u.find_spec('benchmarks.gpu').origin)"
-    found = subprocess.run(
+    probe = subprocess.run(
         [sys.executable, "-c", command],
         env=os.environ | {"PYTHONPATH": f"{site}:{SCRIPT.parents[1]}:{tmp_path / 'elsewhere'}"},
         capture_output=True,
@@ -291,7 +291,7 @@ def test_archives_are_unpacked_once_and_the_plug_in_is_made_known(tmp_path: Path
         cwd=SCRIPT.parents[1],
         timeout=120,
     )
-    assert found.stdout.strip() == str(SCRIPT.parents[1] / "benchmarks" / "gpu.py"), found.stderr
+    assert probe.stdout.strip() == str(SCRIPT.parents[1] / "benchmarks" / "gpu.py"), probe.stderr
     version = importlib.metadata.version("torch").partition("+")[0]
     fits = site / "vllm-1.0.dist-info"
     fits.mkdir()

@@ -95,10 +95,10 @@ def test_a_malformed_line_is_named_before_anything_is_graded(
     file = write(tmp_path, *good(0), bad, *good(0))
     with pytest.raises(SystemExit) as end:
         cli.main(["grade", str(file), "--out", str(tmp_path / "out")])
-    said = capsys.readouterr()
-    assert (end.value.code, said.out) == (2, "")
-    assert said.err.startswith(f"error: {file}:2: ")
-    assert says in said.err
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (2, "")
+    assert captured.err.startswith(f"error: {file}:2: ")
+    assert says in captured.err
     assert not (tmp_path / "out").exists()
     summary = grade_file(file, style="auto", out=None, workers=1, deadline=5.0, skip_malformed=True)
     assert (summary.graded, summary.skipped) == (2, 1)
@@ -161,12 +161,12 @@ def test_any_reward_runs_on_responses_data_and_rollouts(
 
     rows = [{"response": text, "answer": "5", "prompt": "P", "level": 1} for text in ("ab", "bad", "abcd")]
     file = write(tmp_path, *(json.dumps(row).encode() for row in rows))
-    found, told = ended(file, "length", "reward.target=2")
-    assert [row["reward"] for row in found] == [2.0, None, 3.0]
+    verdicts, summary = ended(file, "length", "reward.target=2")
+    assert [row["reward"] for row in verdicts] == [2.0, None, 3.0]
     where = f"{tmp_path / 'graded_rewards_of_test.py'}:3"
-    assert found[1]["failure"] == f"error: KeyError: 'why' at {where}"
-    assert "2 of 3 correct (66.7%), mean reward 2.5, 1 error; " in told
-    assert told.endswith(
+    assert verdicts[1]["failure"] == f"error: KeyError: 'why' at {where}"
+    assert "2 of 3 correct (66.7%), mean reward 2.5, 1 error; " in summary
+    assert summary.endswith(
         f"\n  row 2: reward.type graded_rewards_of_test:length: error: KeyError: 'why' at {where}\n"
     )
     assert [row["reward"] for row in ended(file, "group")[0]] == [3.0] * 3, "lines with the same prompt"
@@ -215,10 +215,10 @@ def test_a_stopped_command_leaves_nothing(tmp_path: Path, number: signal.Signals
     process.send_signal(number)
     assert process.wait(timeout=120) == (130 if number == signal.SIGINT else -9)
     assert process.stderr is not None
-    said = process.stderr.read()
+    err = process.stderr.read()
     process.stderr.close()
     if number == signal.SIGINT:
-        assert said == "stopped: Ctrl-C; nothing was written\n"
+        assert err == "stopped: Ctrl-C; nothing was written\n"
         assert [p.name for p in tmp_path.iterdir()] == [file.name]
     wait_for(lambda: not session(), 120)
     assert not out.exists()

@@ -28,7 +28,7 @@ from tests.support.same_runs import read_rows
 
 KEY = "a-key-of-the-judge"
 STEPS = 60
-"""More than a quick machine takes in the seconds for which a judge is left alone."""
+"""More than a fast machine takes while a failing judge is skipped."""
 RESPONSES = 32
 FAILED = 0.25
 """Score of a failure: no score of the judge."""
@@ -112,14 +112,14 @@ def test_a_run_goes_on_whatever_its_judge_does(
     assert code == 0, train.out.read_text() + err
     rows = read_rows(run)
     assert len(rows) == 1 + STEPS
-    for number, found in enumerate(rows[1:], 1):
-        counts = {name.removeprefix("reward/judge/"): v for name, v in found.items() if "/judge/" in name}
-        print(f"step {number}: judge {found['reward/judge']:.3f}, {counts}")
+    for number, metrics in enumerate(rows[1:], 1):
+        counts = {name.removeprefix("reward/judge/"): v for name, v in metrics.items() if "/judge/" in name}
+        print(f"step {number}: judge {metrics['reward/judge']:.3f}, {counts}")
         scores = [t.parts["judge"] for t in read_rollouts(rollouts_file(run, number))]
         assert len(scores) == RESPONSES
-        assert scores.count(FAILED) == counts["failures"] == found["reward/errors"]
+        assert scores.count(FAILED) == counts["failures"] == metrics["reward/errors"]
         assert {s for s in scores if s != FAILED} <= {0.3, 0.7}
-        assert sum(scores) / RESPONSES == pytest.approx(found["reward/judge"])
+        assert sum(scores) / RESPONSES == pytest.approx(metrics["reward/judge"])
         assert counts["requests"] >= RESPONSES - counts["skipped"]
         assert (counts["tokens"] > 0) == (counts["failures"] < RESPONSES)
     assert [r["reward/judge/failures"] for r in rows[1 : hanging - 1]] == [0] * (hanging - 2)

@@ -41,7 +41,7 @@ from tests.support.watched_runs import AHEAD, LAYOUTS, Traces
 
 
 def write_run(run: Path, second: float) -> Path:
-    """What a run leaves, in small. second: what the times in it are made from."""
+    """A small copy of what a run leaves. second: the value of all times in it."""
     for folder in ("hf/step_000002", "checkpoints/step_000002", "logs", "evaluation"):
         (run / folder).mkdir(parents=True)
     rows = [
@@ -85,7 +85,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def flip(file: Path) -> None:
-    """One bit, of the last byte."""
+    """Flip a bit of the last byte."""
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -125,48 +125,48 @@ PLANTED = {
 
 
 def test_times_and_paths_are_no_difference(runs: tuple[Path, Path]) -> None:
-    one, other = runs
-    assert compare_files(one, other) == []
-    assert compare_rows(read_rows(one), read_rows(other)) == []
+    first, second = runs
+    assert compare_files(first, second) == []
+    assert compare_rows(read_rows(first), read_rows(second)) == []
 
 
 def test_a_step_without_all_its_rollouts_is_told(runs: tuple[Path, Path]) -> None:
     run, _ = runs
     file = run / "rollouts" / "step_000002.parquet"
-    told = [f"step {step} is done, but its rollouts are not written" for step in (1, 2)]
-    assert find_missing_rollouts(run) == told[:1]  # the runs here have one file
+    problems = [f"step {step} is done, but its rollouts are not written" for step in (1, 2)]
+    assert find_missing_rollouts(run) == problems[:1]  # the runs here have one file
     whole = file.read_bytes()
     file.unlink()
     (file := part_file(file, 1, 2)).parent.mkdir()
     file.write_bytes(whole)
-    assert find_missing_rollouts(run) == told
+    assert find_missing_rollouts(run) == problems
     (run / "metrics.jsonl").unlink()
     (run / "checkpoints" / "step_000002" / "manifest.json").touch()
-    assert find_missing_rollouts(run) == told[1:]
+    assert find_missing_rollouts(run) == problems[1:]
 
 
-@pytest.mark.parametrize("told", PLANTED)
-def test_a_planted_difference_of_files_is_told(told: str, runs: tuple[Path, Path]) -> None:
-    one, other = runs
-    PLANTED[told](one)
-    assert compare_files(one, other) == [told]
+@pytest.mark.parametrize("problem", PLANTED)
+def test_a_planted_difference_of_files_is_told(problem: str, runs: tuple[Path, Path]) -> None:
+    first, second = runs
+    PLANTED[problem](first)
+    assert compare_files(first, second) == [problem]
 
 
 def test_a_planted_difference_of_rows_is_told(runs: tuple[Path, Path]) -> None:
-    rows, wanted = read_rows(runs[0]), read_rows(runs[1])
-    assert compare_rows(rows[:2], wanted) == []  # so far
-    assert compare_rows([rows[0], rows[2]], wanted) == ["rows of steps [0, 2]; wanted 0, 1, ... up to 2"]
-    assert compare_rows([rows[0], rows[0]], wanted) != []
+    rows, expected = read_rows(runs[0]), read_rows(runs[1])
+    assert compare_rows(rows[:2], expected) == []  # so far
+    assert compare_rows([rows[0], rows[2]], expected) == ["rows of steps [0, 2]; wanted 0, 1, ... up to 2"]
+    assert compare_rows([rows[0], rows[0]], expected) != []
     rows[1]["policy/loss"] = np.nextafter(0.1, 1.0).item()
-    assert compare_rows(rows, wanted) == ["metrics of step 1: policy/loss is 0.10000000000000002, not 0.1"]
-    rows[1] = wanted[1] | {"new": 1.0}
-    assert compare_rows(rows, wanted) == ["metrics of step 1: new is 1.0, not missing"]
-    rows[1] = wanted[1] | {"mismatch/logp_max": 0.01}
-    assert compare_rows(rows, wanted) == ["metrics of step 1: mismatch/logp_max is 0.01"]
-    rows[1] = wanted[1] | {"sync/bytes": 50.0}  # what one of two engines takes, while the other is away
-    assert compare_rows(rows, wanted, engines=2, lost=1) == []
+    assert compare_rows(rows, expected) == ["metrics of step 1: policy/loss is 0.10000000000000002, not 0.1"]
+    rows[1] = expected[1] | {"new": 1.0}
+    assert compare_rows(rows, expected) == ["metrics of step 1: new is 1.0, not missing"]
+    rows[1] = expected[1] | {"mismatch/logp_max": 0.01}
+    assert compare_rows(rows, expected) == ["metrics of step 1: mismatch/logp_max is 0.01"]
+    rows[1] = expected[1] | {"sync/bytes": 50.0}  # what one of two engines takes, while the other is away
+    assert compare_rows(rows, expected, engines=2, lost=1) == []
     for engines, lost in ((2, None), (2, 2), (1, 1)):
-        assert compare_rows(rows, wanted, engines=engines, lost=lost) != []
+        assert compare_rows(rows, expected, engines=engines, lost=lost) != []
 
 
 AHEAD_ROW = {
@@ -191,9 +191,11 @@ def write_ahead(run: Path, *, versions: tuple[int, int] = (0, 1)) -> Path:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     part, tokens = np.ones(2, np.float32), np.array([4, 5], np.int32)
     for step in (1, 2):
-        own = np.array(versions if step == 2 else (0, 0), np.int32)
+        token_versions = np.array(versions if step == 2 else (0, 0), np.int32)
         batch = [
-            Trajectory(t, s, tokens + t, tokens, part, own, "stop", "text", group=g, ticket=t, old=part)
+            Trajectory(
+                t, s, tokens + t, tokens, part, token_versions, "stop", "text", group=g, ticket=t, old=part
+            )
             for g, t in enumerate(range(2 * step - 2, 2 * step))
             for s in range(2)
         ]
@@ -202,7 +204,7 @@ def write_ahead(run: Path, *, versions: tuple[int, int] = (0, 1)) -> Path:
 
 
 def edit_batch(run: Path, change: Callable[[list[Trajectory]], None]) -> None:
-    """Of step 2."""
+    """Change the rollouts of step 2."""
     file = run / "rollouts" / "step_000002.parquet"
     batch = read_rollouts(file)
     change(batch)
@@ -226,29 +228,29 @@ PLANTED_AHEAD: dict[str, Callable[[list[Trajectory]], None]] = {
 
 
 def test_of_a_run_ahead_other_contents_are_no_difference(tmp_path: Path) -> None:
-    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b", versions=(1, 1))
+    run, reference = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b", versions=(1, 1))
     edit_batch(run, lambda batch: setattr(batch[0], "response", batch[0].response + 1))
-    assert compare_ahead(run, other) == compare_ahead(other, run) == []
-    assert (count_mixed(run), count_mixed(other)) == (4, 0)
+    assert compare_ahead(run, reference) == compare_ahead(reference, run) == []
+    assert (count_mixed(run), count_mixed(reference)) == (4, 0)
 
 
-@pytest.mark.parametrize("told", PLANTED_AHEAD)
-def test_a_planted_fault_of_a_run_ahead_is_told(told: str, tmp_path: Path) -> None:
-    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
-    edit_batch(run, PLANTED_AHEAD[told])
-    assert compare_ahead(run, other) == [told]
+@pytest.mark.parametrize("problem", PLANTED_AHEAD)
+def test_a_planted_fault_of_a_run_ahead_is_told(problem: str, tmp_path: Path) -> None:
+    run, reference = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
+    edit_batch(run, PLANTED_AHEAD[problem])
+    assert compare_ahead(run, reference) == [problem]
 
 
 def test_planted_metrics_of_a_run_ahead_are_told(tmp_path: Path) -> None:
-    run, other = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
+    run, reference = write_ahead(tmp_path / "a"), write_ahead(tmp_path / "b")
     rows = read_rows(run)
 
-    def told(*changed: dict[str, Any]) -> list[str]:
+    def compare(*changed: dict[str, Any]) -> list[str]:
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-        return compare_ahead(run, other)
+        return compare_ahead(run, reference)
 
-    assert told(*rows[:2]) == []  # so far
-    assert told(rows[0], rows[1], rows[1]) == ["rows of steps [0, 1, 1]; wanted 0, 1, ... up to 2"]
+    assert compare(*rows[:2]) == []  # so far
+    assert compare(rows[0], rows[1], rows[1]) == ["rows of steps [0, 1, 1]; wanted 0, 1, ... up to 2"]
     for planted in (
         {"async/probe_tokens": 0.0},
         {"mismatch/logp_max": 0.01},
@@ -257,7 +259,7 @@ def test_planted_metrics_of_a_run_ahead_are_told(tmp_path: Path) -> None:
         {"mismatch/logp_engine_mean": 5e-6, "mismatch/logp_engine_ratio": 9.0},
         {"sync/version": 0},
     ):
-        assert len(told(rows[0], rows[1] | planted)) == 1
+        assert len(compare(rows[0], rows[1] | planted)) == 1
 
 
 def test_what_a_run_leaves_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,13 +277,13 @@ def test_what_a_run_leaves_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         command.finish()
         (work / "owner.json").write_text(json.dumps({"pid": command.process.pid}))
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(work / "s"))
-            found = "\n".join(traces.left(tmp_path / "t"))
-        assert f"process {sleeper.pid} is left" in found
-        assert f"{memory.name} is left" in found
-        assert f"{work} is left" in found
-        assert f"{work / 's'} is left" in found
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(work / "s"))
+            remains = "\n".join(traces.left(tmp_path / "t"))
+        assert f"process {sleeper.pid} is left" in remains
+        assert f"{memory.name} is left" in remains
+        assert f"{work} is left" in remains
+        assert f"{work / 's'} is left" in remains
     finally:
         sleeper.kill()
         sleeper.wait()

@@ -1,4 +1,4 @@
-"""A run that is killed five times ends, bit for bit, as if left alone. Up to 150 kills in 30 runs.
+"""A run that is killed five times ends, bit for bit, as an undisturbed one. Up to 150 kills in 30 runs.
 
 Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
 only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL
@@ -94,8 +94,14 @@ def test_killed_five_times(
 
     def record(row: dict[str, Any]) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-        own = {"layout": layout, "seed": seed, **row, "commit": commit + "+changes" * changed, "date": now}
-        put_row(FILE, "layout", "seed", "kill", row=own)
+        full_row = {
+            "layout": layout,
+            "seed": seed,
+            **row,
+            "commit": commit + "+changes" * changed,
+            "date": now,
+        }
+        put_row(FILE, "layout", "seed", "kill", row=full_row)
 
     reference = undisturbed(layout)
     if seed % 5 < 4:

@@ -25,9 +25,9 @@ from tests.support.commands import wait_for_our_code
 from tests.support.launcher import Launch, assert_nothing_left, living, wait_for
 
 
-def test_a_rank_with_a_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
-    # rank 0 falls over first, as it does when its partner hangs up; rank 1 knows why.
-    one = launch(
+def test_a_ranks_user_error_is_one_message_and_leaves_nothing(launch, tmp_path: Path):
+    # rank 0 fails first, as when its peer closes the connection; rank 1 has the reason.
+    launcher = launch(
         rank_0="""
 while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)
 (here / 'falling').touch()
@@ -40,14 +40,14 @@ time.sleep(0.2)
 os._exit(2)
 """,
     )
-    code, _, err = one.finish()
+    code, _, err = launcher.finish()
     assert (code, err) == (2, "error: the tokenizer is broken; mend it\n")
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("who", "how", "said"),
+    ("child", "script", "message"),
     [
         ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
         ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
@@ -55,19 +55,19 @@ os._exit(2)
     ],
 )
 def test_the_death_of_any_child_ends_the_run_and_is_explained(
-    launch, tmp_path: Path, who: str, how: str, said: str
+    launch, tmp_path: Path, child: str, script: str, message: str
 ):
-    one = launch(**{who: how})
-    code, _, err = one.finish()
+    launcher = launch(**{child: script})
+    code, _, err = launcher.finish()
     assert code == (2 if "ended while starting" in err else 1)
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     if "ended while starting" not in err:
         assert "last words" in err
     assert (tmp_path / "runs" / "tiny-001" / "logs" / "sampler.log").exists()
     assert "tiny-001" in err
-    assert living(one.stand_ins()) == []
-    assert one.folders() == []
+    assert living(launcher.stand_ins()) == []
+    assert launcher.folders() == []
 
 
 WITHOUT_LOGS = """
@@ -83,18 +83,18 @@ os._exit(7)
 
 def test_the_reason_is_told_also_if_the_logs_are_deleted(launch, tmp_path: Path):
     """The end of a process's log is still there, and where the run can be resumed."""
-    one = launch(rank_0=WITHOUT_LOGS)
-    code, _, err = one.finish()
+    launcher = launch(rank_0=WITHOUT_LOGS)
+    code, _, err = launcher.finish()
     assert code == 1
     assert err.startswith("error: rank_0 ended with exit code 7; the end of ")
     assert "\n(the file was deleted during the run)\nlast words\n" in err
     assert err.endswith("; the same command resumes it from runs/tiny-001/checkpoints/step_000002\n")
     assert "last words" in (tmp_path / "runs" / "tiny-001" / "logs" / "launcher.log").read_text()
-    assert living(one.stand_ins()) == []
-    assert one.folders() == []
+    assert living(launcher.stand_ins()) == []
+    assert launcher.folders() == []
 
 
-def test_limits_are_raised_and_those_that_a_process_reached_are_named(launch, tmp_path: Path):
+def test_limits_are_raised_and_reached_ones_are_named(launch, tmp_path: Path):
     space = 100 * 1024**3
     reached = """
 import resource
@@ -102,62 +102,62 @@ import resource
 print('MemoryError', flush=True)
 os._exit(7)
 """
-    one = launch(prefix=("prlimit", "--nofile=96:5000", f"--as={space}"), rank_0=reached)
-    code, _, err = one.finish()
+    launcher = launch(prefix=("prlimit", "--nofile=96:5000", f"--as={space}"), rank_0=reached)
+    code, _, err = launcher.finish()
     assert code == 1
     assert (tmp_path / "files").read_text() == "(5000, 5000)"
     assert f"a limit of the shell may be the cause: ulimit -v is {space // 1024}; raise it" in err
 
 
-def test_a_sampler_that_dies_while_the_ranks_finish_fails_nothing(launch, tmp_path: Path):
-    """Only the ranks are still needed then: the run has all it wants, and is not to be done again."""
+def test_a_sampler_that_dies_as_ranks_finish_fails_nothing(launch, tmp_path: Path):
+    """Only the ranks are still needed then, so the run succeeds."""
     ends = """
 while not (here / 'dying').exists(): time.sleep(0.02)
 time.sleep(0.6)
 pathlib.Path(sys.argv[1], 'summary.json').write_text('{"steps": 2, "seconds": 61}')
 os._exit(0)
 """
-    one = launch(rank_0=ends, rank_1=ends, sampler="(here / 'dying').touch(); os.kill(os.getpid(), 9)")
-    code, out, err = one.finish()
+    launcher = launch(rank_0=ends, rank_1=ends, sampler="(here / 'dying').touch(); os.kill(os.getpid(), 9)")
+    code, out, err = launcher.finish()
     assert (code, err) == (0, "")
     assert "2 in 1:01" in out
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
-def test_an_engine_that_dies_again_and_again_is_restarted_so_often_and_no_more(launch, tmp_path: Path):
+def test_restarts_of_an_engine_that_keeps_dying_are_limited(launch, tmp_path: Path):
     once_up = "while not (here / 'go').exists(): time.sleep(0.05)"
-    one = launch(engine=f"{once_up}\nprint('last words', flush=True); os._exit(0)")
-    one.wait_until_up()
-    time.sleep(3.0)  # it is asked for its health twice a second
+    launcher = launch(engine=f"{once_up}\nprint('last words', flush=True); os._exit(0)")
+    launcher.wait_until_up()
+    time.sleep(3.0)  # its health is probed twice a second
     (tmp_path / "go").touch()
-    code, out, err = one.finish()
+    code, out, err = launcher.finish()
     # How quickly it dies decides which of the two it is.
     died = r"engine 0 (died|ended while starting)"
-    said = [line for line in out.splitlines() if re.search(died, line)]
-    assert len(said) == 3, out + err
-    for number, line in enumerate(said, 1):
+    notices = [line for line in out.splitlines() if re.search(died, line)]
+    assert len(notices) == 3, out + err
+    for number, line in enumerate(notices, 1):
         assert re.match(rf"warning: {died}; restart {number} of 3; log: ", line)
     assert code == 1
     assert re.match(
         rf"error: {died} \(already restarted 3 of 3 times: engine\.restarts\); the end of ", err
     ), err
     assert "last words" in err
-    assert living(one.stand_ins()) == []
-    assert one.folders() == []
+    assert living(launcher.stand_ins()) == []
+    assert launcher.folders() == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_stops_everything(launch, tmp_path: Path, number: signal.Signals, code: int):
     """A warned rank that has done no step just ends: the same command starts the run again."""
-    one = launch()
-    one.wait_until_up()
-    assert len(one.folders()) == 2
-    one.process.send_signal(number)
-    returned, out, err = one.finish()
+    launcher = launch()
+    launcher.wait_until_up()
+    assert len(launcher.folders()) == 2
+    launcher.process.send_signal(number)
+    returned, out, err = launcher.finish()
     assert returned == code, out + err
     assert err.startswith("stopped: ")
     assert err.count("\n") == 1
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
     assert len(list((tmp_path / "runs").iterdir())) == (number == signal.SIGINT)
 
 
@@ -173,29 +173,29 @@ while not asked:
 """
 
 
-def warn(one: Launch, number: signal.Signals) -> None:
+def warn(launcher: Launch, number: signal.Signals) -> None:
     """Signal a launcher whose ranks have something to save."""
-    one.wait_until_up()
-    wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
-    one.process.send_signal(number)
+    launcher.wait_until_up()
+    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    launcher.process.send_signal(number)
 
 
-def wait_until_told(one: Launch, text: str) -> None:
-    log = one.folder / "runs" / "tiny-001" / "logs" / "launcher.log"
+def wait_until_told(launcher: Launch, text: str) -> None:
+    log = launcher.folder / "runs" / "tiny-001" / "logs" / "launcher.log"
     wait_for(lambda: log.exists() and text in log.read_text(), 60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_warned_run_is_saved_and_asks_to_be_queued_again(launch, number: signal.Signals):
     saves = SAVES + "print('saved', flush=True); os._exit(75)"
-    one = launch(rank_0=saves, rank_1=saves)
-    warn(one, number)
-    one.process.send_signal(number)  # as srun does, which passes on what every process got already
-    code, out, err = one.finish()
+    launcher = launch(rank_0=saves, rank_1=saves)
+    warn(launcher, number)
+    launcher.process.send_signal(number)  # as srun does, which passes on what every process got already
+    code, out, err = launcher.finish()
     assert code == 75, err
     assert f"warning: {number.name}: saving, then exiting" in out
     assert err.startswith(f"stopped: {number.name}; ")
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 ONE_STEP = "open(sys.argv[1] + '/metrics.jsonl', 'w').write('{\"step\": 1}\\n')\n"
@@ -207,109 +207,112 @@ def test_the_first_ctrl_c_saves_and_the_second_ends(launch, presses: int):
     saved = "os.makedirs(to := sys.argv[1] + '/checkpoints/step_000001', exist_ok=True)\n"
     saved += "open(to + '/manifest.json', 'w').close(); os._exit(75)"
     saves = "import sys\n" + SAVES + (saved if presses == 1 else "time.sleep(600)")
-    one = launch(rank_0=saves.replace("asked = False", ONE_STEP + "asked = False"), rank_1=saves)
-    one.wait_until_up()
-    wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
-    wait_until_told(one, "step ")  # the launcher has read the step's row
-    one.process.send_signal(signal.SIGINT)
-    told = "warning: Ctrl-C: saving, then exiting; press Ctrl-C again to stop without saving"
+    launcher = launch(rank_0=saves.replace("asked = False", ONE_STEP + "asked = False"), rank_1=saves)
+    launcher.wait_until_up()
+    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    wait_until_told(launcher, "step ")  # the launcher has read the step's row
+    launcher.process.send_signal(signal.SIGINT)
+    message = "warning: Ctrl-C: saving, then exiting; press Ctrl-C again to stop without saving"
     if presses == 2:
-        wait_until_told(one, told)
-        assert one.process.poll() is None
-        one.process.send_signal(signal.SIGINT)
-    code, out, err = one.finish()
+        wait_until_told(launcher, message)
+        assert launcher.process.poll() is None
+        launcher.process.send_signal(signal.SIGINT)
+    code, out, err = launcher.finish()
     assert code == 130, err
-    assert told in out.splitlines()
+    assert message in out.splitlines()
     end = "rerun the same command to resume from" if presses == 1 else "the run's folder is kept"
     assert err.startswith(f"stopped: Ctrl-C; {end}"), err
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
-def test_a_second_signal_and_a_time_limit_end_a_run_that_cannot_save(launch, tmp_path: Path):
+def test_a_second_signal_ends_a_run_that_cannot_save(launch, tmp_path: Path):
     hangs = SAVES + "time.sleep(600)"
-    one = launch(rank_0=hangs, rank_1=hangs)
-    warn(one, signal.SIGTERM)
-    wait_until_told(one, "saving, then exiting")
+    launcher = launch(rank_0=hangs, rank_1=hangs)
+    warn(launcher, signal.SIGTERM)
+    wait_until_told(launcher, "saving, then exiting")
     time.sleep(1.5)  # signals within a second count as one
-    assert one.process.poll() is None
-    one.process.send_signal(signal.SIGUSR1)
-    code, _, err = one.finish()
+    assert launcher.process.poll() is None
+    launcher.process.send_signal(signal.SIGUSR1)
+    code, _, err = launcher.finish()
     assert code == 143
     assert "the run's folder is kept" in err
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 @pytest.mark.parametrize(
-    ("option", "said"), [("checkpoint.grace=1.5", "checkpoint.grace"), ("checkpoint.every=null", "is null")]
+    ("option", "message"),
+    [("checkpoint.grace=1.5", "checkpoint.grace"), ("checkpoint.every=null", "is null")],
 )
-def test_a_run_that_is_not_saved_does_not_say_so(tmp_path: Path, config_file: Path, option: str, said: str):
+def test_a_run_that_is_not_saved_does_not_say_so(
+    tmp_path: Path, config_file: Path, option: str, message: str
+):
     hangs = SAVES + "time.sleep(600)"
-    one = Launch(tmp_path, config_file, option, rank_0=hangs, rank_1=hangs)
+    launcher = Launch(tmp_path, config_file, option, rank_0=hangs, rank_1=hangs)
     try:
-        warn(one, signal.SIGTERM)
-        code, out, err = one.finish()
+        warn(launcher, signal.SIGTERM)
+        code, out, err = launcher.finish()
     finally:
-        one.process.kill()
-        one.process.communicate()
+        launcher.process.kill()
+        launcher.process.communicate()
     assert code == 143
-    assert said in out + err
-    assert_nothing_left(one)
+    assert message in out + err
+    assert_nothing_left(launcher)
 
 
-def test_a_signal_to_every_process_is_a_warning_whoever_gets_it_first(launch):
-    """As scancel sends it. Sampler and engine fall away; what ranks do then is theirs to say."""
+def test_a_signal_to_every_process_is_a_warning(launch):
+    """As scancel sends it. Sampler and engine end; the ranks still save."""
     saves = SAVES + "time.sleep(1.0); os._exit(75)"
-    one = launch(rank_0=saves, rank_1=saves, sampler="signal.pause()", engine="signal.pause()")
-    one.wait_until_up()
-    wait_for(lambda: all((one.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
-    for pid in [int(line.split()[0]) for line in (one.folder / "pids").read_text().splitlines()]:
+    launcher = launch(rank_0=saves, rank_1=saves, sampler="signal.pause()", engine="signal.pause()")
+    launcher.wait_until_up()
+    wait_for(lambda: all((launcher.folder / f"listens_{rank}").exists() for rank in (0, 1)), 30)
+    for pid in [int(line.split()[0]) for line in (launcher.folder / "pids").read_text().splitlines()]:
         os.kill(pid, signal.SIGTERM)
     time.sleep(0.3)
-    one.process.send_signal(signal.SIGTERM)
-    code, _, err = one.finish()
+    launcher.process.send_signal(signal.SIGTERM)
+    code, _, err = launcher.finish()
     assert code == 75, err
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.2, 0.4, 0.6, 0.8])
 def test_ctrl_c_at_any_moment_of_the_start(launch, tmp_path: Path, delay: float):
-    one = launch()
-    wait_for_our_code(one.process)
+    launcher = launch()
+    wait_for_our_code(launcher.process)
     time.sleep(delay)
-    one.process.send_signal(signal.SIGINT)
-    code, _, err = one.finish()
-    assert code in (130, -signal.SIGINT), err  # the second between two blocks that guard imports
-    assert living(one.stand_ins()) == []
-    assert one.folders() == []
+    launcher.process.send_signal(signal.SIGINT)
+    code, _, err = launcher.finish()
+    assert code in (130, -signal.SIGINT), err  # the second: between two blocks that guard imports
+    assert living(launcher.stand_ins()) == []
+    assert launcher.folders() == []
 
 
 @pytest.mark.long  # a process for each moment
 def test_ctrl_c_after_the_interpreter_has_started_shows_no_traceback(config_file: Path):
     code = "import rpg_megatron.system.terminal; print(flush=True); from rpg_megatron.cli import main; main()"
     for moment in range(30):
-        one = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", code, "train", str(config_file), "model.path=/nowhere"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert one.stdout is not None
-        one.stdout.readline()
+        assert process.stdout is not None
+        process.stdout.readline()
         time.sleep(0.05 + 0.07 * moment)
-        one.send_signal(signal.SIGINT)
-        _, err = one.communicate(timeout=60)
-        assert one.returncode in (130, 2, -signal.SIGINT), err
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (130, 2, -signal.SIGINT), err
         assert "Traceback" not in err
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(launch):
-    one = launch()
-    one.wait_until_up()
-    folders = one.folders()
+    launcher = launch()
+    launcher.wait_until_up()
+    folders = launcher.folders()
     assert len(folders) == 2
-    one.process.kill()
-    one.process.wait()
-    wait_for(lambda: not living(one.stand_ins()), 10)
+    launcher.process.kill()
+    launcher.process.wait()
+    wait_for(lambda: not living(launcher.stand_ins()), 10)
     wait_for(lambda: not any(folder.exists() for folder in folders), 10)
 
 
@@ -322,42 +325,42 @@ os._exit(0)
 
 @pytest.mark.parametrize("lost", ["pipe", "terminal", "closed"])
 def test_a_run_without_readers_of_its_output_goes_on_to_its_end(launch, tmp_path: Path, lost: str):
-    """``| head``, a terminal that is gone, ``>&- 2>&-`` under nohup; the log of the run has what it told."""
+    """``| head``, a terminal that is gone, ``>&- 2>&-`` under nohup; the run's log has its output."""
     if lost == "closed":
         prefix = ("sh", "-c", 'trap "" HUP; exec "$@" <&- >&- 2>&-', "sh")
-        one = launch(rank_0=DONE, rank_1=DONE, prefix=prefix)
+        launcher = launch(rank_0=DONE, rank_1=DONE, prefix=prefix)
     elif lost == "terminal":
-        ours, theirs = pty.openpty()
-        one = launch(rank_0=DONE, rank_1=DONE, streams={"stdout": theirs, "stderr": theirs})
-        os.close(theirs)
+        master, slave = pty.openpty()
+        launcher = launch(rank_0=DONE, rank_1=DONE, streams={"stdout": slave, "stderr": slave})
+        os.close(slave)
     else:
-        one = launch(rank_0=DONE, rank_1=DONE)
-        one.process.stdout.close()
-        one.process.stderr.close()
-        one.process.stdout = one.process.stderr = None
-    one.wait_until_up()
+        launcher = launch(rank_0=DONE, rank_1=DONE)
+        launcher.process.stdout.close()
+        launcher.process.stderr.close()
+        launcher.process.stdout = launcher.process.stderr = None
+    launcher.wait_until_up()
     if lost == "terminal":
-        os.close(ours)
+        os.close(master)
     if lost == "closed":
-        one.process.send_signal(signal.SIGHUP)
+        launcher.process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     (tmp_path / "go").touch()
-    assert one.process.wait(60) == 0
+    assert launcher.process.wait(60) == 0
     log = (tmp_path / "runs/tiny-001/logs/launcher.log").read_text()
     assert "starting (takes about a minute)" in log
     assert "2 in 1:01" in log
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 def test_a_signal_to_a_run_without_readers_has_its_exit_code(launch):
     saves = SAVES + "os._exit(75)"
-    one = launch(rank_0=saves, rank_1=saves)
-    one.process.stdout.close()
-    one.process.stderr.close()
-    one.process.stdout = one.process.stderr = None
-    warn(one, signal.SIGTERM)
-    assert one.process.wait(60) == 75
-    assert_nothing_left(one)
+    launcher = launch(rank_0=saves, rank_1=saves)
+    launcher.process.stdout.close()
+    launcher.process.stderr.close()
+    launcher.process.stdout = launcher.process.stderr = None
+    warn(launcher, signal.SIGTERM)
+    assert launcher.process.wait(60) == 75
+    assert_nothing_left(launcher)
 
 
 def test_a_run_without_its_last_checkpoint_is_not_a_success(launch, tmp_path: Path):
@@ -369,13 +372,13 @@ def test_a_run_without_its_last_checkpoint_is_not_a_success(launch, tmp_path: Pa
     assert "rerun the same command: it resumes from the beginning" in out
 
 
-def test_a_closed_pipe_does_not_end_a_run_and_a_closed_terminal_does(launch):
-    one = launch(prefix=("env", "--default-signal=HUP"))  # nohup may have been used for these tests
-    one.wait_until_up()
-    one.process.stdout.close()
-    one.process.send_signal(signal.SIGHUP)
-    assert one.wait(30) == 129
-    assert_nothing_left(one)
+def test_a_closed_terminal_ends_a_run_but_a_closed_pipe_does_not(launch):
+    launcher = launch(prefix=("env", "--default-signal=HUP"))  # nohup may have been used for these tests
+    launcher.wait_until_up()
+    launcher.process.stdout.close()
+    launcher.process.send_signal(signal.SIGHUP)
+    assert launcher.wait(30) == 129
+    assert_nothing_left(launcher)
 
 
 def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
@@ -388,8 +391,8 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
     }
     text = json.dumps(facts)
     write = f"pathlib.Path(sys.argv[1], 'summary.json').write_text({text!r}); os._exit(0)"
-    one = launch(rank_0=write, rank_1="os._exit(0)")
-    code, out, err = one.finish()
+    launcher = launch(rank_0=write, rank_1="os._exit(0)")
+    code, out, err = launcher.finish()
     assert (code, err) == (0, "")
     assert "25.0% before, 75.0% after (+50.0 points)" in out
     assert "2 in 1:01" in out
@@ -397,7 +400,7 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
     assert re.search(r"report +runs/tiny-001/report\.html", out)
     assert (tmp_path / "runs/tiny-001/report.html").stat().st_size > 10_000
     assert len(json.loads((tmp_path / "runs/tiny-001/environment.json").read_text())) == 1
-    assert_nothing_left(one)
+    assert_nothing_left(launcher)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +414,7 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
 def test_the_command_at_the_end_of_a_run_asks_what_it_says(
     tmp_path: Path, config_file: Path, prompt: str, shown: str
 ):
-    """In a shell, with a stand-in for transformers that says what it is asked."""
+    """In a shell, with a stand-in for transformers that prints its arguments."""
     run = tmp_path / 'it\'s a "run" $HOME'
     run.mkdir()
     settings = yaml.safe_load(config_file.read_text())

@@ -2,7 +2,7 @@
 
 Why: a job that has lost a node and does not know it occupies all the others until its time limit. Both
 whole launchers run here, on one machine and without Slurm, with stand-ins for engines, sampler and ranks; the
-second launcher's engine is asked over TCP. Not covered: real engines, sampler and ranks, Slurm
+second launcher's engine is reached over TCP. Not covered: real engines, sampler and ranks, Slurm
 (tests/integration/test_slurm.py), a network between the two.
 """
 
@@ -22,179 +22,179 @@ from tests.support.launcher_pair import DRIVER, Pair
 
 @pytest.fixture
 def pair(tmp_path: Path, config_file: Path) -> Iterator:
-    made: list[Pair] = []
+    pairs: list[Pair] = []
 
     def make(**plan: str) -> Pair:
-        made.append(Pair(tmp_path, config_file, **plan))
-        return made[-1]
+        pairs.append(Pair(tmp_path, config_file, **plan))
+        return pairs[-1]
 
     yield make
-    for one in made:
-        for launcher in one.launchers:
+    for nodes in pairs:
+        for launcher in nodes.launchers:
             launcher.kill()
             launcher.wait()
-        wait_for(lambda one=one: not one.living(), 20, one.told)
+        wait_for(lambda nodes=nodes: not nodes.living(), 20, nodes.logs)
 
 
 WELL = "import sys; open(sys.argv[1] + '/summary.json', 'w').write('{}'); os._exit(0)"
 
 
 def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
-    one = pair(rank_0=WELL, rank_1=WELL)
-    one.begin()
-    assert sorted(one.acted()) == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
-    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
-    one.go()
-    assert one.finish() == [0, 0], one.told()
-    assert (one.err(0), one.err(1)) == ("", "")
+    nodes = pair(rank_0=WELL, rank_1=WELL)
+    nodes.begin()
+    assert sorted(nodes.acted()) == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
+    wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
+    nodes.go()
+    assert nodes.finish() == [0, 0], nodes.logs()
+    assert (nodes.err(0), nodes.err(1)) == ("", "")
 
 
 def test_colocated_ranks_start_when_all_engines_sleep(pair) -> None:
     """Engines and ranks that build themselves at the same time may need more memory than a GPU has."""
-    one = pair(rank_0=WELL, rank_1=WELL)
-    one.begin("engine.colocated=true", acts=7)
-    assert sorted(one.acted()[:3]) == ["engine_0", "engine_1", "sampler"]
-    assert sorted(one.acted()[3:5]) == ["sleep_0", "sleep_1"]
-    assert sorted(one.acted()[5:]) == ["rank_0", "rank_1"]
-    one.go()
-    assert one.finish() == [0, 0], one.told()
+    nodes = pair(rank_0=WELL, rank_1=WELL)
+    nodes.begin("engine.colocated=true", acts=7)
+    assert sorted(nodes.acted()[:3]) == ["engine_0", "engine_1", "sampler"]
+    assert sorted(nodes.acted()[3:5]) == ["sleep_0", "sleep_1"]
+    assert sorted(nodes.acted()[5:]) == ["rank_0", "rank_1"]
+    nodes.go()
+    assert nodes.finish() == [0, 0], nodes.logs()
 
 
 def test_an_engine_that_does_not_sleep_ends_the_run(pair, tmp_path: Path) -> None:
-    one = pair()
+    nodes = pair()
     (tmp_path / "refuses").touch()
-    one.begin("engine.colocated=true", acts=5)
-    assert one.finish() == [1, 1], one.told()
-    assert one.err(0).startswith("error: engine 0 did not go to sleep: /sleep answered 500")
-    assert not any(name.startswith("rank") for name in one.acted())
+    nodes.begin("engine.colocated=true", acts=5)
+    assert nodes.finish() == [1, 1], nodes.logs()
+    assert nodes.err(0).startswith("error: engine 0 did not go to sleep: /sleep answered 500")
+    assert not any(name.startswith("rank") for name in nodes.acted())
 
 
-def test_a_rank_that_dies_on_the_other_node_ends_both_and_is_named(pair) -> None:
-    # rank 0 falls over first, as it does when its partner hangs up; rank 1 was killed, which explains it.
-    one = pair(
+def test_a_rank_that_dies_on_the_other_node_is_named(pair) -> None:
+    # rank 0 fails first, as when its peer closes the connection; rank 1 was killed, which is the reason.
+    nodes = pair(
         rank_0="sys.exit('connection closed by peer')",
         rank_1="time.sleep(0.3); print('last words', flush=True); os.kill(os.getpid(), 9)",
     )
-    one.begin()
-    one.go()
-    assert one.finish() == [1, 1], one.told()
-    assert one.err(0).startswith("error: rank_1 on node 1 (")
-    assert "was killed (SIGKILL" in one.err(0)
-    assert "last words" in one.err(0)
-    assert one.err(1).startswith("error: stopped by node 0: rank_1 on node 1")
-    assert one.err(1).count("\n") == 1
+    nodes.begin()
+    nodes.go()
+    assert nodes.finish() == [1, 1], nodes.logs()
+    assert nodes.err(0).startswith("error: rank_1 on node 1 (")
+    assert "was killed (SIGKILL" in nodes.err(0)
+    assert "last words" in nodes.err(0)
+    assert nodes.err(1).startswith("error: stopped by node 0: rank_1 on node 1")
+    assert nodes.err(1).count("\n") == 1
 
 
 def test_a_user_error_of_a_rank_there_is_one_message_here(pair, tmp_path: Path) -> None:
-    one = pair(rank_1="print('error: the tokenizer is broken; mend it', flush=True); os._exit(2)")
-    one.begin()
-    one.go()
-    assert one.finish() == [2, 1], one.told()
-    assert one.err(0) == "error: the tokenizer is broken; mend it\n"
+    nodes = pair(rank_1="print('error: the tokenizer is broken; mend it', flush=True); os._exit(2)")
+    nodes.begin()
+    nodes.go()
+    assert nodes.finish() == [2, 1], nodes.logs()
+    assert nodes.err(0) == "error: the tokenizer is broken; mend it\n"
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_lost_node_ends_the_run(pair, how: str) -> None:
-    one = pair()
-    one.begin("cluster.silence=4")
-    one.launchers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-    assert one.launchers[0].wait(60) == 1
+    nodes = pair()
+    nodes.begin("cluster.silence=4")
+    nodes.launchers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    assert nodes.launchers[0].wait(60) == 1
     why = "its launcher has exited" if how == "killed" else "it was silent for 4 s (cluster.silence)"
-    assert one.err(0).startswith("error: node 1 (")
-    assert f"is lost: {why}" in one.err(0)
-    one.launchers[1].send_signal(signal.SIGCONT)
-    one.finish()
+    assert nodes.err(0).startswith("error: node 1 (")
+    assert f"is lost: {why}" in nodes.err(0)
+    nodes.launchers[1].send_signal(signal.SIGCONT)
+    nodes.finish()
 
 
 def test_the_death_of_the_first_launcher_ends_the_others(pair) -> None:
-    one = pair()
-    one.begin()
-    one.launchers[0].kill()
-    assert one.launchers[1].wait(60) == 1
-    assert one.err(1) == "error: node 0, which leads the run, is lost: its launcher has exited\n"
-    one.finish()
+    nodes = pair()
+    nodes.begin()
+    nodes.launchers[0].kill()
+    assert nodes.launchers[1].wait(60) == 1
+    assert nodes.err(1) == "error: node 0, which leads the run, is lost: its launcher has exited\n"
+    nodes.finish()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_on_any_node_stops_all(pair, rank: int) -> None:
-    one = pair()
-    one.begin()
-    one.launchers[rank].send_signal(signal.SIGINT)
-    assert one.finish() == [130, 1], one.told()
-    assert one.err(0).startswith("stopped: Ctrl-C")
-    assert one.err(1).startswith("error: stopped by node 0: Ctrl-C")
+    nodes = pair()
+    nodes.begin()
+    nodes.launchers[rank].send_signal(signal.SIGINT)
+    assert nodes.finish() == [130, 1], nodes.logs()
+    assert nodes.err(0).startswith("stopped: Ctrl-C")
+    assert nodes.err(1).startswith("error: stopped by node 0: Ctrl-C")
 
 
 @pytest.mark.parametrize("warned", [(0, 1), (1,)])
 def test_a_warning_to_any_node_has_all_ranks_save(pair, warned: tuple[int, ...]) -> None:
-    """The exit code that has the job requeued is the first launcher's; the other leaves in peace."""
+    """The first launcher has the exit code that requeues the job; the other one exits with 0."""
     saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
-    one = pair(rank_0=saves, rank_1=saves)
-    one.begin()
-    one.go()
-    wait_for(lambda: all((one.folder / f"rank_{rank}").exists() for rank in (0, 1)), 30, one.told)
+    nodes = pair(rank_0=saves, rank_1=saves)
+    nodes.begin()
+    nodes.go()
+    wait_for(lambda: all((nodes.folder / f"rank_{rank}").exists() for rank in (0, 1)), 30, nodes.logs)
     for rank in warned:
-        one.launchers[rank].send_signal(signal.SIGUSR1)
-    assert one.finish() == [75, 0], one.told()
-    assert one.err(0).startswith("stopped: SIGUSR1")
-    assert one.err(1) == ""
+        nodes.launchers[rank].send_signal(signal.SIGUSR1)
+    assert nodes.finish() == [75, 0], nodes.logs()
+    assert nodes.err(0).startswith("stopped: SIGUSR1")
+    assert nodes.err(1) == ""
 
 
 def test_an_engine_on_the_other_node_is_restarted_there(pair) -> None:
-    one = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
-    one.begin()
-    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
-    one.go()
-    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
-    assert "warning: engine 1 died; restart 1 of 3" in one.out(0)
-    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
-    one.launchers[0].send_signal(signal.SIGINT)
-    assert one.finish() == [130, 1]
+    nodes = pair(engine_1="(here / 'go').unlink(); os._exit(0)")
+    nodes.begin()
+    wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
+    nodes.go()
+    wait_for(lambda: nodes.acted().count("engine_1") == 2, 30, nodes.logs)
+    assert "warning: engine 1 died; restart 1 of 3" in nodes.out(0)
+    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
+    nodes.launchers[0].send_signal(signal.SIGINT)
+    assert nodes.finish() == [130, 1]
 
 
 def test_an_engine_that_hangs_on_the_other_node_is_ended_there(pair) -> None:
-    """The sampler, a stand-in here, reports it; a stopped process is deaf to anything but SIGKILL."""
-    one = pair(engine_1="(here / 'go').unlink(); os.kill(os.getpid(), signal.SIGSTOP)")
-    one.begin()
-    wait_for(lambda: "engine 1 is up" in one.out(0), 30, one.told)
-    work = next(f for f in one.folders() if (f / "engines.json").exists())
-    one.go()
-    wait_for(lambda: not (one.folder / "go").exists(), 30, one.told)
+    """The sampler, a stand-in here, reports it; a stopped process reacts to SIGKILL only."""
+    nodes = pair(engine_1="(here / 'go').unlink(); os.kill(os.getpid(), signal.SIGSTOP)")
+    nodes.begin()
+    wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
+    work = next(f for f in nodes.folders() if (f / "engines.json").exists())
+    nodes.go()
+    wait_for(lambda: not (nodes.folder / "go").exists(), 30, nodes.logs)
     ask_restart(work, 1, 0, "engine 1 hangs")
-    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
-    assert "warning: engine 1 hangs; restart 1 of 3" in one.out(0)
-    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
-    one.launchers[0].send_signal(signal.SIGINT)
-    assert one.finish() == [130, 1]
+    wait_for(lambda: nodes.acted().count("engine_1") == 2, 30, nodes.logs)
+    assert "warning: engine 1 hangs; restart 1 of 3" in nodes.out(0)
+    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
+    nodes.launchers[0].send_signal(signal.SIGINT)
+    assert nodes.finish() == [130, 1]
 
 
-def test_a_colocated_engine_is_restarted_when_the_ranks_have_left_its_gpu(pair) -> None:
+def test_a_colocated_engine_restarts_after_the_ranks_turn(pair) -> None:
     dies = "time.sleep(0.5); (here / 'go').unlink(missing_ok=True); os._exit(0)"
-    one = pair(engine_1=dies)
-    one.begin("engine.colocated=true", acts=7)
-    (turn,) = [file for folder in one.folders() for file in folder.glob("trainers-turn")]
-    one.go()
-    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in one.out(0), 30, one.told)
+    nodes = pair(engine_1=dies)
+    nodes.begin("engine.colocated=true", acts=7)
+    (turn,) = [file for folder in nodes.folders() for file in folder.glob("trainers-turn")]
+    nodes.go()
+    wait_for(lambda: "warning: engine 1 died; restart 1 of 3" in nodes.out(0), 30, nodes.logs)
     time.sleep(2.0)
-    assert one.acted().count("engine_1") == 1
+    assert nodes.acted().count("engine_1") == 1
     turn.unlink()
-    wait_for(lambda: one.acted().count("engine_1") == 2, 30, one.told)
-    wait_for(lambda: one.out(0).count("engine 1 is up") == 2, 30, one.told)
-    one.launchers[0].send_signal(signal.SIGINT)
-    assert one.finish() == [130, 1]
+    wait_for(lambda: nodes.acted().count("engine_1") == 2, 30, nodes.logs)
+    wait_for(lambda: nodes.out(0).count("engine 1 is up") == 2, 30, nodes.logs)
+    nodes.launchers[0].send_signal(signal.SIGINT)
+    assert nodes.finish() == [130, 1]
 
 
 def test_nodes_with_other_settings_are_refused(pair) -> None:
-    one = pair()
-    one.start(0)
-    one.start(1, "optimizer.lr=0.5")
-    assert one.finish() == [2, 1], one.told()
-    assert "was started with other settings: optimizer.lr is 0.5 there and 1e-06 here" in one.err(0)
+    nodes = pair()
+    nodes.start(0)
+    nodes.start(1, "optimizer.lr=0.5")
+    assert nodes.finish() == [2, 1], nodes.logs()
+    assert "was started with other settings: optimizer.lr is 0.5 there and 1e-06 here" in nodes.err(0)
 
 
 def test_what_is_wrong_on_the_other_node_is_said_on_the_first(pair, tmp_path: Path) -> None:
-    one = pair()
+    nodes = pair()
     (tmp_path / "driver_1.py").write_text(
         DRIVER.replace(
             "cli.main()",
@@ -203,17 +203,17 @@ def test_what_is_wrong_on_the_other_node_is_said_on_the_first(pair, tmp_path: Pa
             "follower.check_start = check\ncli.main()",
         )
     )
-    one.start(0)
+    nodes.start(0)
     (tmp_path / "driver.py").unlink()
     (tmp_path / "driver_1.py").rename(tmp_path / "driver.py")
-    one.start(1)
-    assert one.finish() == [2, 2], one.told()
-    assert one.err(0).endswith("): no GPU is visible; mend it\n")
-    assert one.err(1) == "error: no GPU is visible; mend it\n"
+    nodes.start(1)
+    assert nodes.finish() == [2, 2], nodes.logs()
+    assert nodes.err(0).endswith("): no GPU is visible; mend it\n")
+    assert nodes.err(1) == "error: no GPU is visible; mend it\n"
 
 
 def test_a_node_that_does_not_come_is_named(pair) -> None:
-    one = pair()
-    one.start(0, "cluster.join_timeout=2")
-    assert one.finish() == [2]
-    assert one.err(0).startswith("error: node 1 did not join within 2 s (cluster.join_timeout)")
+    nodes = pair()
+    nodes.start(0, "cluster.join_timeout=2")
+    assert nodes.finish() == [2]
+    assert nodes.err(0).startswith("error: node 1 did not join within 2 s (cluster.join_timeout)")

@@ -41,9 +41,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 def git(folder: Path, *command: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.invalid"]
     return subprocess.run(
-        ["git", *who, *command], cwd=folder, check=True, capture_output=True, text=True
+        ["git", *author, *command], cwd=folder, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
@@ -83,7 +83,7 @@ def test_what_has_passed_runs_again_only_with_other_code(repository: Path) -> No
     ran, rows = run(repository)
     assert ran == everything
     assert rows["test_good"] == ("passed", f"{first}+changes")
-    assert run(repository)[0] == everything  # changes may be others each time
+    assert run(repository)[0] == everything  # uncommitted changes may differ each time
     second = commit(repository, "test_it.py")
     ran, rows = run(repository)
     assert (ran, rows["test_good"]) == (everything, ("passed", second))

@@ -1,9 +1,9 @@
 """A real run at 8K tokens on a CPU: responses of 8,192 tokens sampled by vLLM and trained on by two ranks.
 
-Why: long sequences are where memory and positions go wrong. The model cannot end a response, since the end
-token lies outside of its vocabulary, so every one reaches the limit. Proved over three steps: all of them are
-counted as truncated, engine and trainer agree on log-probs out to the last token, memory does not grow.
-Not covered: that such a run learns; the rewards are all alike.
+Why: long sequences are where memory and positions go wrong. The episode continues a response after its end,
+so every one reaches the limit, in about thirty turns. Proved over three steps: all of them are counted as
+truncated, engine and trainer agree on log-probs out to the last token, memory does not grow.
+Not covered: that such a run learns; all rewards are equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = 8192
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_three_steps_of_8192_tokens(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
-    model = make_checkpoint(tmp_path / "model", vocab_size=256, max_position_embeddings=LIMIT + 64)
+    model = make_checkpoint(tmp_path / "model", vocab_size=257, max_position_embeddings=LIMIT + 64)
     (tmp_path / "train.jsonl").write_text('{"prompt": "What is 1+1?", "answer": "2"}\n' * 4)
     settings = {
         "name": "long",
@@ -35,7 +35,12 @@ def test_three_steps_of_8192_tokens(tmp_path: Path, make_checkpoint: Callable[..
         "data": {"path": "train.jsonl", "max_prompt_tokens": 64},
         "training": {"steps": 3, "minibatches": 2, "tokens_per_microbatch": LIMIT + 64},
         "memory": {"recompute": "full"},
-        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_tokens": LIMIT},
+        "rollout": {
+            "prompts_per_step": 2,
+            "samples_per_prompt": 2,
+            "max_response_tokens": LIMIT,
+            "episode": "tests.support.episodes:until_the_limit",
+        },
         "engine": {"max_sequences": 4, "kv_cache_gib": 0.5},
         "checkpoint": {"every": None},
     }

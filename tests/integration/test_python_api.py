@@ -28,12 +28,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_run(tmp_path_factory.mktemp("api") / "runs" / "math-001", steps=50)
+    run = make_run(tmp_path_factory.mktemp("api") / "runs" / "math-001", steps=50)
     for name, manifest in (("step_000020", True), ("step_000040", True), ("step_000050", False)):
-        (made / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name).mkdir(parents=True)
         if manifest:
-            (made / "checkpoints" / name / "manifest.json").write_text("{}")
-    return made
+            (run / "checkpoints" / name / "manifest.json").write_text("{}")
+    return run
 
 
 def cells() -> tuple[list[str], str]:

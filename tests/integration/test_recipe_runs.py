@@ -3,7 +3,7 @@
 Why: a recipe that loads and plans may still ask for something that does not train. Loss, advantage, anchor,
 optimizer, dynamic sampling, penalty and reward are the file's own; model, data, layout and batch are
 overridden (tests/support/recipes), after which all 49 files are 17 different runs
-(test_examples::test_with_sizes_overridden_every_file_is_one_of_the_rehearsed_runs), one test each. Not
+(test_examples::test_with_small_sizes_each_file_is_a_rehearsed_run), one test each. Not
 covered: mathematics, GPUs, and whether a row's figure comes out.
 """
 

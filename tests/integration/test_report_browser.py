@@ -2,7 +2,7 @@
 
 Why: a page that is only looked at as text can be blank. Chromium opens files as a reader would; runs of 400
 steps are written by training's own writers. Skipped where there is no Chromium. Not covered: other browsers,
-and whether it looks good, for which a person has to look; what the data say (tests/unit/test_report).
+and whether it looks good, which only a person can judge; what the data say (tests/unit/test_report).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ READOUTS = "[...document.querySelectorAll('figure output')].map((e) => e.textCon
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert chromium is not None
-    with Browser(chromium) as one:
-        yield one
+    with Browser(chromium) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +52,15 @@ def clean_console(request: pytest.FixtureRequest) -> Iterator[None]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Ten runs of 400 steps, the third unfinished; from the fourth on copies, since writing takes seconds."""
     folder = tmp_path_factory.mktemp("runs")
-    made = [
+    folders = [
         make_run(folder / "a-000", seed=0, text=HOSTILE),
         make_run(folder / "a-001", seed=1),
         make_run(folder / "a-002", seed=2, steps=230, planned=STEPS),
     ]
     for number in range(3, 10):
-        made.append(folder / f"a-{number:03d}")
-        shutil.copytree(made[number % 2], made[number], ignore=shutil.ignore_patterns("tensorboard"))
-    return made
+        folders.append(folder / f"a-{number:03d}")
+        shutil.copytree(folders[number % 2], folders[number], ignore=shutil.ignore_patterns("tensorboard"))
+    return folders
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.long), 10])
@@ -99,9 +99,9 @@ def test_it_draws_every_chart(
 
 def test_the_timeline_tells_who_waited(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
     browser.open(write_report(runs[:1], tmp_path / "report.html"))
-    said = browser.run("document.querySelector('figure.timeline .under').textContent")
-    assert said.startswith("Of 4 min 0 s the trainer spent 45.0% in collect")
-    assert "2.5% in sync. The engines had no running request in 55.0%" in said
+    caption = browser.run("document.querySelector('figure.timeline .under').textContent")
+    assert caption.startswith("Of 4 min 0 s the trainer spent 45.0% in collect")
+    assert "2.5% in sync. The engines had no running request in 55.0%" in caption
     left, top, width = browser.run(
         "(() => { const svg = document.querySelector('figure.timeline svg'); svg.scrollIntoView({block:"
         " 'center'}); const b = svg.getBoundingClientRect(); return [b.left, b.top, b.width]; })()"
@@ -142,32 +142,32 @@ def test_it_says_the_numbers_that_the_terminal_said(
     shown = browser.run(f"{shares}.map((share) => formatValue(share, 'percent'))")
     assert shown == [f"{share:.1%}" for share in shares]
     ends = [(0.36, 0.7525), (0.3525, 0.745), (0.125, 0.1875)]
-    told = browser.run(
+    differences = browser.run(
         f"{[list(pair) for pair in ends]}"
         ".map(([before, after]) => difference({name: 'a/avg@1', before, after, margin: null}))"
     )
-    assert told == [f"{100 * (after - before):+.1f} points" for before, after in ends]
+    assert differences == [f"{100 * (after - before):+.1f} points" for before, after in ends]
     rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     rates = [row["throughput/tokens_per_second"] for row in rows if row["step"]]
     facts = browser.run("document.querySelector('.facts').textContent")
     assert f" {sum(rates) / len(rates) / 1000:.1f} k tokens/s" in facts
 
 
-def test_the_last_and_the_best_evaluation_of_each_set_are_side_by_side(
+def test_last_and_best_evaluations_are_side_by_side(
     browser: Browser, runs: list[Path], tmp_path: Path
 ) -> None:
     text = "document.querySelector('{}').textContent"
     browser.open(write_report(runs[:1], tmp_path / "one.html"))
     rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
-    found = {row["step"]: row["eval/aime24/avg@4"] for row in rows if "eval/aime24/avg@4" in row}
-    step = max(found, key=lambda one: found[one])
+    scores = {row["step"]: row["eval/aime24/avg@4"] for row in rows if "eval/aime24/avg@4" in row}
+    step = max(scores, key=lambda number: scores[number])
     assert re.search(
-        rf"best {100 * found[step]:.1f}% \(step {step}\)", browser.run(text.format(".panel .under"))
+        rf"best {100 * scores[step]:.1f}% \(step {step}\)", browser.run(text.format(".panel .under"))
     )
     browser.open(write_report(runs[:2], tmp_path / "two.html"))
     table = browser.run(text.format("table.evaluations"))
     assert table.startswith("held-out accuracyaime24/avg@4lastbest")
-    assert f"{100 * found[max(found)]:.1f}%{100 * found[step]:.1f}%" in table
+    assert f"{100 * scores[max(scores)]:.1f}%{100 * scores[step]:.1f}%" in table
 
 
 def test_headings_ticks_and_margins_tell_things_apart(browser: Browser, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
         browser.mouse("mouseMoved", next(moves), 2)
         return browser.run("view.cursor") is None
 
-    wait_for(has_left, 60)  # the chart hears that the pointer has left it
+    wait_for(has_left, 60)  # the chart gets the event that the pointer has left it
     browser.run("document.querySelector('[data-chart=Entropy]').focus()")
     for kind in ("keyDown", "keyUp", "keyDown"):
         browser.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight")
@@ -281,13 +281,13 @@ def test_responses_can_be_filtered(browser: Browser, runs: list[Path], tmp_path:
     pairs = choose("Learnt")
     assert all(verdicts == ["wrong", "correct"] for verdicts in pairs)
     # Without a correct response of the last step, a learnt problem has nothing to show.
-    key, kept = "problemOf(matching('learnt')[0])", "beforeAndAfter('learnt').length"
-    before = browser.run(kept)
+    key, pairs_shown = "problemOf(matching('learnt')[0])", "beforeAndAfter('learnt').length"
+    before = browser.run(pairs_shown)
     browser.run(
         f"(() => {{ const key = {key}; samplesOf().items.filter((i) => problemOf(i) === key)"
         ".forEach((i) => { i.right = false; }); })()"
     )
-    assert browser.run(kept) == before - 1
+    assert browser.run(pairs_shown) == before - 1
     assert all(verdicts == ["correct"] for verdicts in choose("Best"))
     assert all(verdicts == ["wrong"] for verdicts in choose("Worst"))
     choose("Longest")
@@ -325,19 +325,17 @@ def test_it_prints(browser: Browser, runs: list[Path], tmp_path: Path) -> None:
 HELD_TIMERS = "window.timers = []; window.setInterval = (call, wait) => window.timers.push([call, wait]);"
 
 
-def test_the_page_of_a_watched_run_loads_new_steps_and_keeps_what_was_chosen(
-    browser: Browser, tmp_path: Path
-) -> None:
-    """By the command, beside a run that is held as a launcher holds it; the test is the browser's clock."""
+def test_a_watched_page_loads_new_steps_and_keeps_the_view(browser: Browser, tmp_path: Path) -> None:
+    """By the command, while the run's lock is held as by a launcher; the test drives the browser's timers."""
     run = make_run(tmp_path / "runs" / "b-001", steps=40, planned=90, rollouts_every=20, evaluate_every=20)
     rows = (run / "metrics.jsonl").read_text()
     lock = hold_folder(run)
     assert lock is not None
     page, log = run / "report.html", tmp_path / "log"
     command = [sys.executable, "-m", "rpg_megatron.cli", "report", str(run), "--watch"]
-    held = browser.call("Page.addScriptToEvaluateOnNewDocument", source=HELD_TIMERS)["identifier"]
+    script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=HELD_TIMERS)["identifier"]
     try:
-        with log.open("wb") as told, subprocess.Popen(command, stdout=told, stderr=told) as watch:
+        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as watch:
             try:
                 wait_for(page.exists, 60)
                 browser.open(page)
@@ -364,4 +362,4 @@ def test_the_page_of_a_watched_run_loads_new_steps_and_keeps_what_was_chosen(
         browser.open(page)
         assert browser.run("[data.refresh, timers.length]") == [None, 0]
     finally:
-        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=held)
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)

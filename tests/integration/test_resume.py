@@ -5,12 +5,12 @@ version, a sample) shows only as a run that learns a little worse. Proved, with 
 ranks by the command line in fp32, for ten steps of one run: its engine is killed in a rollout and in a sync,
 comes back and is synced; a damaged copy of the weights is published again; the death of a rank in a sync ends
 the run with one message; all processes are killed with SIGKILL at a random moment of step 8; the scheduler's
-warning comes at a random moment of a start (where there is time, also of a step: SIGTERM and SIGUSR1, to the
-launcher alone or to every process as ``scancel`` sends it), and the run saves, leaves with code 75, and
-leaves no process and no shared memory. The same command resumes each time. Weights after the last step,
-rollouts and metrics rows equal those of a run that was left alone, and each row is there once.
+warning comes at a random moment of a start (long: also of a step; SIGTERM and SIGUSR1, to the launcher alone
+or to every process as ``scancel`` sends it), and the run saves, leaves with code 75, and leaves no process
+and no shared memory. The same command resumes each time. Weights after the last step,
+rollouts and metrics rows equal those of an undisturbed run, and each row is there once.
 
-Of the run that was left alone: it leaves its folder as documented, engine and trainer agree after every sync,
+The undisturbed run leaves its folder as documented, engine and trainer agree after every sync,
 and transformers loads its export. A step of it is then trained again from its journal alone (``rpg-megatron
 replay``), bit for bit, and a journal or a row that was changed is noticed. Not covered: GPUs, a change of
 layout (tests/distributed), several nodes.
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Iterator[list[Run]]:
-    """Those that were started, the undisturbed one first; the end of the module ends them."""
+    """The runs that were started, the undisturbed one first; the end of the module ends them."""
     started = [Run(folder, "straight")]
     with fresh_starts():  # the others, which are forked, are compared with it
         started[0].start()  # starting an engine takes longest: it does so beside the first test's
@@ -66,7 +66,7 @@ def disturbed(folder: Path, runs: list[Run], request: pytest.FixtureRequest) -> 
 
 @pytest.fixture
 def straight(runs: list[Run]) -> Run:
-    """The run that is left alone, at its end."""
+    """The undisturbed run, after its end."""
     if not (runs[0].folder / "summary.json").exists() or runs[0].now.process.poll() is None:
         runs[0].finish()
     return runs[0]
@@ -86,7 +86,9 @@ def test_a_run_that_meets_with_everything(
     run.start()
     run.finish()
     # Killed in step 8, early in which the save of step 6 may still be under way, or soon after it.
-    assert any(f"resuming {run.folder} from step {step};" in run.told() for step in range(5, 10)), run.told()
+    assert any(f"resuming {run.folder} from step {step};" in run.output() for step in range(5, 10)), (
+        run.output()
+    )
     run.assert_like(request.getfixturevalue("straight"), lost_sync=step)
     rows = run.rows()
     # The second is lost in the sync that ends the step, and may be up again before the step has its row.
@@ -96,37 +98,37 @@ def test_a_run_that_meets_with_everything(
 
 
 def lose_engine_twice_and_a_rank(run: Run) -> int:
-    """The step in which the engine is lost first; the run ends two steps later."""
-    one = run.start()
-    one.wait_for_engine()
-    one.wait_for_first_rollout()  # or the evaluation before it: now the engine is complete
-    engine = one.engine()
-    step = one.hold_rollout(engine)
+    """Returns the step in which the engine is lost first; the run ends two steps later."""
+    command = run.start()
+    command.wait_for_engine()
+    command.wait_for_first_rollout()  # or the evaluation before it: now the engine is complete
+    engine = command.engine()
+    step = command.hold_rollout(engine)
     kill(engine)
-    one.wait_for_restart(1)
-    engine = one.wait_for_engine()
-    one.wait(lambda: bool(cores_of(engine)))
+    command.wait_for_restart(1)
+    engine = command.wait_for_engine()
+    command.wait(lambda: bool(cores_of(engine)))
     stopped = [engine, *cores_of(engine)]  # the search may take as long as the update
-    one.wait_for_rollouts(step)
+    command.wait_for_rollouts(step)
     signal_all(stopped, signal.SIGSTOP)
-    one.wait(lambda: one.published() == step)
+    command.wait(lambda: command.published() == step)
     time.sleep(1.0)  # the sampler has begun the sync and waits for an answer
     kill(engine)
-    one.wait_for_restart(2)
-    # With the distributed optimizer shared memory holds a copy, so a second publication mends it.
-    one.wait_for_sync(step + 1)
-    flip(one.bridge / "shard-00001.bin")
-    os.kill(one.sampler(), signal.SIGCONT)
-    one.wait_for_sync(step + 3)
-    said = (one.run / "logs" / "rank_0.log").read_text()
-    assert f"publishing again: engine 0: version {step + 1} refused" in said
-    assert "damaged: shard-00001.bin of trainer rank 1" in said
-    one.lose_rank_in_a_sync()
+    command.wait_for_restart(2)
+    # With the distributed optimizer shared memory holds a copy, so a second publication repairs it.
+    command.wait_for_sync(step + 1)
+    flip(command.bridge / "shard-00001.bin")
+    os.kill(command.sampler(), signal.SIGCONT)
+    command.wait_for_sync(step + 3)
+    log = (command.run / "logs" / "rank_0.log").read_text()
+    assert f"publishing again: engine 0: version {step + 1} refused" in log
+    assert "damaged: shard-00001.bin of trainer rank 1" in log
+    command.lose_rank_in_a_sync()
     return step
 
 
 def test_the_run_that_was_left_alone(straight: Run) -> None:
-    assert "held-out accuracy" in straight.told()
+    assert "held-out accuracy" in straight.output()
     rows = straight.rows()
     assert 0.05 < rows[0]["eval/heldout/avg@2"] < 0.7  # 16 samples, each right with about a third
     assert all(row["mismatch/logp_max"] <= 1e-3 for row in rows[1:])
@@ -188,7 +190,7 @@ def test_a_step_is_trained_again_from_its_journal(straight: Run) -> None:
         assert report["metrics"][key] == {"run": row[key], "replay": row[key]}
     assert report["max_difference"] == {"old log-probs": 0, "anchor log-probs": 0, "advantages": 0}
 
-    # A reward that is not the one that was learnt from changes advantages, loss and gradient.
+    # A reward that differs from the one in training changes advantages, loss and gradient.
     file = run / "rollouts" / "step_000001.parquet"
     untouched = file.read_bytes()
     try:

@@ -1,8 +1,8 @@
 """Worker processes that verify answers and are killed when they take too long.
 
-Why: a verifier that hangs, crashes or eats the memory must cost one answer and one deadline, never the run;
-and no process may stay behind, however the run ends. Not covered: which answers are hard, for that see
-test_reward_pool_hostile.
+Why: a verifier that hangs, crashes or uses too much memory must cost one answer and one deadline, never the
+run; and no process may stay behind, however the run ends. Not covered: which answers are hard
+(test_reward_pool_hostile).
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def start(odd: str) -> Iterator[Callable[..., WorkerPool]]:
 
 def children(mark: str) -> list[int]:
     """Living processes of the pools that were started with this text in their environment."""
-    found = []
+    pids = []
     for pid in read_stats():
         command, environment = read_proc_file(pid, "cmdline"), read_proc_file(pid, "environ")
-        ours = b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")
-        if ours and f"={mark}\0".encode() in environment:
-            found.append(pid)
-    return found
+        in_pool = b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")
+        if in_pool and f"={mark}\0".encode() in environment:
+            pids.append(pid)
+    return pids
 
 
 def sleeps(pid: int) -> bool:
@@ -112,8 +112,8 @@ def sleeps(pid: int) -> bool:
 
 def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
     pool = start()
-    asked = ["hang", "crash", "exit", "memory", "raise", "nan", "text", "half", "minus", "a", "b"]
-    outcomes = {a: pool.submit([a, "a"]) for a in asked}
+    inputs = ["hang", "crash", "exit", "memory", "raise", "nan", "text", "half", "minus", "a", "b"]
+    outcomes = {a: pool.submit([a, "a"]) for a in inputs}
     results = {a: future.result(timeout=300) for a, future in outcomes.items()}
     assert {a: r.failure for a, r in results.items()} == {
         "hang": "timeout",
@@ -128,7 +128,7 @@ def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
         "a": None,
         "b": None,
     }
-    assert [results[a].value for a in asked[7:]] == [0.5, -2.0, True, False]
+    assert [results[a].value for a in inputs[7:]] == [0.5, -2.0, True, False]
     assert "no such key" in results["raise"].detail
     assert pool.pop_counts() == {"timeout": 1, "crash": 1, "memory": 1, "error": 4}
     assert pool.pop_counts() == {"timeout": 0, "crash": 0, "memory": 0, "error": 0}
@@ -142,7 +142,7 @@ def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) 
 
 
 def test_a_worker_killed_from_outside_costs_no_answer(start: Callable[..., WorkerPool]) -> None:
-    """As when the machine runs out of memory: idle, or while it grades. The function is not to blame."""
+    """As when the machine runs out of memory: idle, or while it grades. It is not the function's fault."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RPG_TEST_POOL", mark)
@@ -201,7 +201,7 @@ def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., Wor
 
 
 def test_nothing_outlives_a_killed_parent(odd: str) -> None:
-    """Kill -9, with one worker that hangs and one that is idle. What a worker started itself is its own."""
+    """Kill -9, with one worker that hangs and one that is idle. Processes that a worker started remain."""
     code = (
         "from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool\n"
         f"pool = WorkerPool(ForkServer(Function({odd!r}, 1000.0, 1 << 31)), 2)\n"
@@ -226,12 +226,12 @@ def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     parent.stdout.close()
 
     def gone() -> bool:
-        left = children(mark)
-        for pid in left:  # the function's own grandchild is nobody's to end but its own
+        remaining = children(mark)
+        for pid in remaining:  # the pool does not end processes that the function started
             if sleeps(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        return not left
+        return not remaining
 
     wait_for(gone, 60)
 
@@ -265,7 +265,7 @@ def test_a_killed_fork_server_is_started_again(
 def test_a_schedulers_warning_leaves_the_fork_server(
     start: Callable[..., WorkerPool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It reaches all processes of a job, while the run finishes its step; rewards can still end their own."""
+    """It reaches all processes of a job, while the run finishes its step; rewards can still end children."""
     pool = start(workers=1)
     assert pool._server._process is not None
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -294,8 +294,8 @@ def test_a_function_that_cannot_be_had_is_one_message(odd: str, name: str, says:
 def test_a_function_of_the_users_own_scores(odd: str) -> None:
     scorer = Scorer(RewardSettings(type=odd, correct=2.0, wrong=-3.0, deadline=1.0), max_tokens=10)
     try:
-        asked = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
-        responses = [Response(text, np.zeros(1, np.int32), "stop") for text in asked]
+        texts = ["a", "b", "half", "minus", "hang", "raise", "Answer: 5"]
+        responses = [Response(text, np.zeros(1, np.int32), "stop") for text in texts]
         scores = asyncio.run(scorer.score(responses, "a"))
         counts = scorer.pop_counts()
     finally:
@@ -311,7 +311,7 @@ def test_a_function_of_the_users_own_scores(odd: str) -> None:
     ]
     assert scores[-1].extracted == "5"
     assert "timeout" in scores[4].reason
-    wanted = {"reward/timeouts": 1, "reward/crashes": 0, "reward/out_of_memory": 0, "reward/errors": 1}
-    assert counts == wanted
+    expected = {"reward/timeouts": 1, "reward/crashes": 0, "reward/out_of_memory": 0, "reward/errors": 1}
+    assert counts == expected
     assert [bool(score.failures) for score in scores] == [False] * 4 + [True, True, False]
     assert json.dumps(counts)

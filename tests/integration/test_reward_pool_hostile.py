@@ -100,12 +100,12 @@ def resident(pid: int | str = "self") -> int:
 
 
 def descendants() -> set[int]:
-    """Processes of ours that are alive."""
+    """Live descendants of this process."""
     parents = {pid: int(stat[1]) for pid, stat in read_stats().items()}
-    found = {os.getpid()}
-    while more := {p for p, parent in parents.items() if parent in found and p not in found}:
-        found |= more
-    return found - {os.getpid()}
+    pids = {os.getpid()}
+    while more := {p for p, parent in parents.items() if parent in pids and p not in pids}:
+        pids |= more
+    return pids - {os.getpid()}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def descendants() -> set[int]:
 )
 def test_sixty_hostile_answers_each_get_a_verdict_in_time(answer: str, rounds: int, deadline: float) -> None:
     assert len(HOSTILE) == len(set(HOSTILE)) == 60
-    workers = 8  # more than cores: a hang needs none, and the clock of a busy machine is no fair judge
+    workers = 8  # more than cores: workers that hang need none
     before = descendants()
     with Grader(workers=workers, deadline=deadline) as grader:
         assert grader.submit("\\boxed{\\sqrt{8}}", "2\\sqrt{2}").result().correct  # the pool is warm

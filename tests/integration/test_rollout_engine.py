@@ -2,11 +2,12 @@
 
 Why: training is right only if the log-probs that come back are those of the sampled tokens, of every one of
 them, at the sampling temperature, and if a seed gives the same responses again; and a broken engine must be
-told from a slow one, and leave nothing behind. The sampler's sync is run once; its failures are the bridge
-tests' matter. Not covered: tensor parallelism, GPUs.
+distinguished from a slow one, and leave nothing behind. The sampler's sync is run once; its failures are in
+the bridge tests. Not covered: tensor parallelism, GPUs.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.peak_use import KV_PEAK
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
@@ -95,17 +99,34 @@ def engine(folder: Path, settings: Settings) -> Iterator[Engine]:
         yield engine
 
 
+class JSONClient(EngineClient):
+    """Asks vLLM's own route instead of the plug-in's."""
+
+    async def _ask(self, method: str, path: str, body: Any | None, timeout: float) -> bytes:
+        if path != GENERATE:
+            return await super()._ask(method, path, body, timeout)
+        answer = json.loads(await super()._ask(method, path.removesuffix("/bytes"), body, timeout))
+        samples = []
+        for choice in answer["choices"]:
+            entries = choice["logprobs"]["content"] if choice["logprobs"] else []
+            assert [entry["token_id"] for entry in entries] == choice["token_ids"][: len(entries)]
+            tokens = np.array(choice["token_ids"], np.int32)
+            values = np.array([entry["logprob"] for entry in entries], np.float32)
+            samples.append(
+                SampledBytes(choice["index"], choice["finish_reason"], tokens.tobytes(), values.tobytes())
+            )
+        return msgspec.msgpack.encode(samples)
+
+
 def ask(
-    engine: Engine, *requests: dict, token: str | None = None, as_bytes: bool = True
+    engine: Engine, *requests: dict, token: str | None = None, client_class: type = EngineClient
 ) -> list[list[Sample]]:
-    """Send requests at the same time; one connection pool, as the sampler has it."""
+    """Send requests at the same time; with one connection pool, like the sampler."""
 
     async def run() -> list[list[Sample]]:
-        client = EngineClient(0, engine.process.socket, token or engine.token, timeout=120, as_bytes=as_bytes)
+        client = client_class(0, engine.process.socket, token or engine.token, timeout=120)
         try:
-            answers = await asyncio.gather(*[client.generate(**request) for request in requests])
-            assert client._as_bytes == as_bytes  # the engine has the route
-            return answers
+            return await asyncio.gather(*[client.generate(**request) for request in requests])
         finally:
             await client.close()
 
@@ -132,11 +153,11 @@ def test_logprobs_are_those_of_the_sampled_tokens(
     engine: Engine, checkpoint: Path, temperature: float
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    found = ask(
+    answers = ask(
         engine, *[request(p, temperature=temperature, n=4, seed=1000 * i) for i, p in enumerate(PROMPTS)]
     )
     ends = []
-    for prompt, samples in zip(PROMPTS, found, strict=True):
+    for prompt, samples in zip(PROMPTS, answers, strict=True):
         assert len(samples) == 4
         for sample in samples:
             assert len(sample.logprobs) == len(sample.tokens) >= 1
@@ -159,14 +180,14 @@ def test_what_top_p_does_to_logprobs(engine: Engine, checkpoint: Path, restricti
             logits = model(ids).logits[0, len(PROMPTS[0]) - 1 : -1].double() / 0.7
         p = logits.softmax(-1)
         ranked, order = p.sort(descending=True)
-        kept = torch.ones_like(ranked, dtype=torch.bool)
+        keep = torch.ones_like(ranked, dtype=torch.bool)
         if rollout.top_p < 1:
-            kept = ranked.cumsum(-1) - ranked < rollout.top_p
+            keep = ranked.cumsum(-1) - ranked < rollout.top_p
         elif rollout.top_k:
-            kept[:, rollout.top_k :] = False
+            keep[:, rollout.top_k :] = False
         else:
-            kept = ranked >= rollout.min_p * ranked[:, :1]
-        p = torch.zeros_like(p).scatter(1, order, ranked * kept)
+            keep = ranked >= rollout.min_p * ranked[:, :1]
+        p = torch.zeros_like(p).scatter(1, order, ranked * keep)
         chosen = torch.as_tensor(sample.tokens, dtype=torch.long)[:, None]
         np.testing.assert_allclose(
             sample.logprobs, (p / p.sum(-1, keepdim=True)).gather(1, chosen)[:, 0].log(), atol=1e-4, rtol=0
@@ -185,14 +206,13 @@ def trajectory_of(sample: Sample, old: np.ndarray) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("as_bytes", [True, False])
-def test_a_text_ends_a_response_and_stays_in_it(engine: Engine, exported: Path, as_bytes: bool) -> None:
+def test_a_text_ends_a_response_and_stays_in_it(engine: Engine, exported: Path) -> None:
     decode = AutoTokenizer.from_pretrained(exported).decode
-    free = ask(engine, request(PROMPTS[0], n=1), as_bytes=as_bytes)[0][0]
-    # Two tokens that are a character each: bytes that are none are not text.
+    free = ask(engine, request(PROMPTS[0], n=1))[0][0]
+    # Two tokens of one character each: other bytes are not text.
     texts = [decode(free.tokens[i : i + 2]) for i in range(len(free.tokens))]
     text = next(text for text in texts if len(text) == 2 and text.isascii() and text.isprintable())
-    (stopped,) = ask(engine, request(PROMPTS[0], n=1, stop=[text]), as_bytes=as_bytes)[0]
+    (stopped,) = ask(engine, request(PROMPTS[0], n=1, stop=[text]))[0]
     assert stopped.finish == "stop"
     assert text in decode(stopped.tokens)
     assert text not in decode(stopped.tokens[:-1])
@@ -205,26 +225,26 @@ def test_a_seed_gives_the_same_responses_again(engine: Engine) -> None:
     alone = ask(engine, request(prompt))[0]
     crowd = ask(engine, *[request(p, seed=77) for p in PROMPTS], request(prompt))[-1]
     first = ask(engine, request(prompt, n=1))[0]
-    rest = ask(engine, request(prompt, n=3, seed=12))[0]  # sample i is drawn with seed + i
-    other = ask(engine, request(prompt, seed=999))[0]
+    others = ask(engine, request(prompt, n=3, seed=12))[0]  # sample i is drawn with seed + i
+    other_seed = ask(engine, request(prompt, seed=999))[0]
     tokens = [s.tokens.tolist() for s in alone]
     assert [s.tokens.tolist() for s in crowd] == tokens
-    assert [s.tokens.tolist() for s in first + rest] == tokens
-    assert [s.tokens.tolist() for s in other] != tokens
+    assert [s.tokens.tolist() for s in first + others] == tokens
+    assert [s.tokens.tolist() for s in other_seed] != tokens
     assert len({tuple(t) for t in tokens}) == 4
     for a, b in zip(alone, crowd, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
 
 
 def test_bytes_are_what_json_says(engine: Engine) -> None:
-    """To the last bit for a sample by itself, with nothing that changes the engine's batches. The engine may
-    take several samples of a request apart, which changes last bits.
+    """Equal to the last bit for a single sample, with nothing that changes the engine's batches. The engine
+    may split several samples of a request, which changes last bits.
     """
     for changes in ({}, {"temperature": 0.7, "top_p": 0.9}, {"logprobs": False}):
         for n, tolerance in ((1, 0.0), (4, 1e-5)):
-            wanted = request(PROMPTS[0], n=n, max_tokens=24, **changes)
-            ask(engine, wanted)  # the prompt is in the prefix cache for both that are compared
-            packed, plain = (ask(engine, wanted, as_bytes=b)[0] for b in (True, False))
+            sampling = request(PROMPTS[0], n=n, max_tokens=24, **changes)
+            ask(engine, sampling)  # the prompt is in the prefix cache for both that are compared
+            (packed,), (plain,) = (ask(engine, sampling, client_class=c) for c in (EngineClient, JSONClient))
             for a, b in zip(packed, plain, strict=True):
                 assert a.tokens.tolist() == b.tokens.tolist()
                 assert a.finish == b.finish
@@ -245,8 +265,8 @@ def test_every_route_asks_for_the_token_and_errors_name_the_engine(engine: Engin
     with pytest.raises(EngineError, match=r"engine 0 answered .* status 4"):
         ask(engine, request([1] * 500))  # longer than the context
     assert oct(engine.process.socket.stat().st_mode & 0o777) == "0o700"
-    found = engine.listens_at()  # gloo; vLLM's own store would listen everywhere
-    assert found == ["127.0.0.1"], "docs/security.md says how many"
+    addresses = engine.listens_at()  # gloo; vLLM's own store would listen everywhere
+    assert addresses == ["127.0.0.1"], "docs/security.md says how many"
 
 
 def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
@@ -255,8 +275,8 @@ def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
         try:
             before = await client.metrics(60.0)
             assert before.keys() == {KV_USE, KV_PEAK, RUNNING, WAITING, PREEMPTIONS, TOKENS}
-            asked = {"max_tokens": 5, "temperature": 0.0, "seed": 1, "logprobs": False}
-            (sample,) = await client.generate([1, 2, 3], **asked)
+            sampling = {"max_tokens": 5, "temperature": 0.0, "seed": 1, "logprobs": False}
+            (sample,) = await client.generate([1, 2, 3], **sampling)
             after = await client.metrics(60.0)
             later = await client.metrics(60.0)
         finally:
@@ -274,12 +294,12 @@ def test_its_metrics_say_how_busy_it_is(engine: Engine) -> None:
 def test_sampler_process(
     engine: Engine, folder: Path, settings: Settings, checkpoint: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(checkpoint, other)
+    other_model = tmp_path / "other"
+    shutil.copytree(checkpoint, other_model)
     weights = load_file(checkpoint / "model.safetensors")
     save_file(
         {n: (1.1 * w.flip(0)).contiguous() for n, w in weights.items()},
-        other / "model.safetensors",
+        other_model / "model.safetensors",
         {"format": "pt"},
     )
     log = (folder / "sampler.log").open("wb")
@@ -293,16 +313,16 @@ def test_sampler_process(
             source = TrajectoryClient(sampler.addresses(), token)
 
             def rollout(step: int, version: int) -> tuple[RolloutBatch, list[Trajectory]]:
-                found = sampler.rollout(step, version)
-                assert isinstance(found, RolloutBatch)
-                index = found.index
+                result = sampler.rollout(step, version)
+                assert isinstance(result, RolloutBatch)
+                index = result.index
                 trajectories = source.fetch(
                     index.worker.tolist(), index.ticket.tolist(), index.sample.tolist()
                 )
                 sampler.release()
                 for t, group in zip(trajectories, index.group.tolist(), strict=True):
                     t.group = group
-                return found, trajectories
+                return result, trajectories
 
             before = sampler.state()
             batch, sampled = rollout(step=1, version=3)
@@ -313,7 +333,7 @@ def test_sampler_process(
                 sampler.restore({"stream": before["stream"] | {"prompts": "other"}})
             process.send_signal(signal.SIGINT)
             assert sampler.state() != before
-            with published(engine.bridge, other, alone_params(other), 7) as manifest:
+            with published(engine.bridge, other_model, alone_params(other_model), 7) as manifest:
                 reports = sampler.sync(manifest, version=7).reports
             _, moved = rollout(step=2, version=7)
             source.close()
@@ -339,7 +359,7 @@ def test_sampler_process(
             np.testing.assert_allclose(t.behaviour, expected, atol=1e-4, rtol=0)
 
     check(sampled, checkpoint)
-    check(moved, other)
+    check(moved, other_model)
     assert [r.version for r in reports] == [7]
     assert set(moved[0].versions.tolist()) == {7}
     for t, u in zip(sampled, again, strict=True):
@@ -372,7 +392,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path,
 
 
 def test_a_core_that_hangs_is_told_from_one_that_works(engine: Engine) -> None:
-    """The server answers either way. A worker's marks stand for the core while it computes."""
+    """The server answers either way. While the core computes, a worker's marks show its progress."""
     leader = engine.process.pid
     assert leader is not None
     core = find_core(leader)

@@ -38,7 +38,7 @@ SETTINGS = [
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_run_replays_routes_and_can_be_replayed(config_file: Path, tmp_path: Path) -> None:
-    """In float32 engine and trainer choose alike as long as the weights are the same."""
+    """In float32 engine and trainer choose the same experts as long as the weights are the same."""
     layers = {"num_hidden_layers": 4, "mlp_only_layers": [0]}
     model = write_byte_model(tmp_path / "moe", **CONFIGS["qwen3_moe"] | layers)
     command = Command(tmp_path, "train", str(config_file), f"model.path={model}", *SETTINGS)
@@ -81,6 +81,6 @@ def test_replay_removes_what_other_experts_cause(tmp_path: Path, dtype: str) -> 
         assert row.replayed[2] < 1e-4
     else:
         assert 0 < row.changed < row.changed_tokens < 0.5
-        for own, replayed in zip(row.own, row.replayed, strict=True):
-            assert replayed < own
+        for routed, replayed in zip(row.own, row.replayed, strict=True):
+            assert replayed < routed
         assert row.replayed[2] < 0.5 * row.own[2]

@@ -26,7 +26,7 @@ NAMES = ("shutil", "ctypes", "math_verify", "torch", "numpy")
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with modules that tell if they are imported; the file in which they do."""
+    """Puts modules into the working directory that report their import; returns the file of the reports."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'trapped')!r}, 'a').write({name!r})\n")
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,7 @@
 """Sampler workers in processes of their own: the batch is the same for any number of them, and if one dies.
 
 Engines are stand-ins whose answers follow from prompt and seed, behind real sockets; sampler, workers and the
-leaders' fetch are the product's. One of the rewards is async: nobody promises that it gives the same twice.
+leaders' fetch are the product's. One of the rewards is async, which may give another result each time.
 Not covered: real engines (test_rollout_engine), real ranks (test_training).
 """
 
@@ -60,7 +60,7 @@ def sampler(
         f"rollout.workers={workers}",
         "engine.replicas=2",
         "reward.terms={odd: {type: 'odd_reward:odd'}, noted: {type: 'odd_reward:noted', weight: 0.5}}",
-        f"reward.terms.noted.file={asked_file(config, workers)}",
+        f"reward.terms.noted.file={request_log(config, workers)}",
         "rollout.dynamic={}",
         *changes,
     ]
@@ -92,8 +92,8 @@ def sampler(
                 process.wait()
 
 
-def asked_file(config: Path, workers: int) -> Path:
-    """A line for each response that the async reward was asked for."""
+def request_log(config: Path, workers: int) -> Path:
+    """The file with a line for each response that the async reward scored."""
     return config.parent / f"asked-{workers}"
 
 
@@ -115,9 +115,9 @@ class Sampling:
     def step(self, step: int) -> list[dict[str, Any]]:
         """A step's trajectories as rows, and its metrics but for times."""
         batch = self.rollout(step)
-        found = rows(batch, self.fetch(batch))
+        result = rows(batch, self.fetch(batch))
         self.client.release()
-        return found
+        return result
 
     def workers(self) -> list[int]:
         """Processes of the workers, by number."""
@@ -138,8 +138,8 @@ def rows(batch: RolloutBatch, trajectories: list[Trajectory]) -> list[dict[str, 
 @pytest.fixture
 def expected(config_file: Path) -> list[list[dict[str, Any]]]:
     """Three steps of a sampler without worker processes."""
-    with sampler(config_file, 1) as (one, _):
-        return [one.step(number) for number in (1, 2, 3)]
+    with sampler(config_file, 1) as (single, _):
+        return [single.step(number) for number in (1, 2, 3)]
 
 
 def test_the_batch_does_not_depend_on_workers_or_route(
@@ -148,45 +148,45 @@ def test_the_batch_does_not_depend_on_workers_or_route(
     with sampler(config_file, 1, as_bytes=False) as (json, _):
         first, state = json.step(1), json.client.state()
         assert [first, *(json.step(number) for number in (2, 3))] == expected
-    with sampler(config_file, 2, fresh=True) as (two, engines):
-        assert len(two.workers()) == 2
-        assert [listening_ports(pid) for pid in (two.pid, *two.workers())] == [[]] * 3
-        for pid in (two.pid, *two.workers()):
+    with sampler(config_file, 2, fresh=True) as (pair, engines):
+        assert len(pair.workers()) == 2
+        assert [listening_ports(pid) for pid in (pair.pid, *pair.workers())] == [[]] * 3
+        for pid in (pair.pid, *pair.workers()):
             assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
-        assert two.step(1) == expected[0]
+        assert pair.step(1) == expected[0]
         # Both die before the leaders have their trajectories, among them groups of the step before.
-        batch = two.rollout(2)
-        asked = asked_file(config_file, 2).read_text()
+        batch = pair.rollout(2)
+        requests = request_log(config_file, 2).read_text()
         assert set(batch.index.worker.tolist()) == {0, 1}
-        for pid in two.workers():
+        for pid in pair.workers():
             os.kill(pid, signal.SIGKILL)
-        assert rows(batch, two.fetch(batch)) == expected[1]
-        assert asked_file(config_file, 2).read_text() == asked, "a judge is not asked again"
-        two.client.release()
+        assert rows(batch, pair.fetch(batch)) == expected[1]
+        assert request_log(config_file, 2).read_text() == requests, "a judge is not asked again"
+        pair.client.release()
         # One dies while it waits for engines.
-        engines.delay, engines.asked = 0.5, 0
-        killed = threading.Thread(target=kill_when_asked, args=(two.workers()[0], engines))
+        engines.delay, engines.requests = 0.5, 0
+        killed = threading.Thread(target=kill_on_request, args=(pair.workers()[0], engines))
         killed.start()
-        assert two.step(3) == expected[2]
+        assert pair.step(3) == expected[2]
         killed.join()
         # A run of one worker is resumed with two.
         engines.delay = 0
-        two.client.restore(state)
-        assert two.step(2) == expected[1]
+        pair.client.restore(state)
+        assert pair.step(2) == expected[1]
 
 
 AHEAD = ("rollout.ahead=1", "rollout.inflight=drain", "correction.type=truncate", "training.steps=4")
 
 
 def test_groups_that_are_sampled_ahead_survive_their_worker(config_file: Path) -> None:
-    """Generated again, they would have other weights than the batches' scores are of."""
-    with sampler(config_file, 1, changes=AHEAD) as (one, _):
-        expected = [ahead(one, step) for step in range(1, 5)]
-    with sampler(config_file, 2, changes=AHEAD) as (two, engines):
+    """Generated again, they would be of other weights than the scores of their batch."""
+    with sampler(config_file, 1, changes=AHEAD) as (single, _):
+        expected = [ahead(single, step) for step in range(1, 5)]
+    with sampler(config_file, 2, changes=AHEAD) as (pair, engines):
         engines.delay = 0.2
-        found = [ahead(two, step, kill=step % 3) for step in range(1, 5)]
-        assert not list(two.work.glob("group_*"))  # of which none is left
-    assert found == expected
+        actual = [ahead(pair, step, kill=step % 3) for step in range(1, 5)]
+        assert not list(pair.work.glob("group_*"))  # of which none is left
+    assert actual == expected
 
 
 def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
@@ -201,16 +201,16 @@ def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
     if kill == 1:
         for pid in sampling.workers():
             os.kill(pid, signal.SIGKILL)
-    found, probes = sampling.fetch(batch), batch.probes
+    trajectories, probes = sampling.fetch(batch), batch.probes
     places = probes.worker.tolist(), probes.ticket.tolist(), probes.sample.tolist()
     assert {v for t in sampling.source.fetch(*places) for v in t.versions.tolist()} == {step - 1}
-    assert {v for t in found for v in t.versions.tolist()} == {max(step - 2, 0)}
+    assert {v for t in trajectories for v in t.versions.tolist()} == {max(step - 2, 0)}
     sampling.client.release()
-    return [to_row(t) for t in found]
+    return [to_row(t) for t in trajectories]
 
 
-def kill_when_asked(pid: int, engines: StandIns) -> None:
-    while not engines.asked:
+def kill_on_request(pid: int, engines: StandIns) -> None:
+    while not engines.requests:
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
 

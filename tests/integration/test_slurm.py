@@ -1,8 +1,8 @@
 """Whole runs under a real Slurm: on one node, on two, warned and requeued; and they leak nothing.
 
-Why: what only a cluster shows costs a night in a queue each. Slurm's own daemons run here, two "nodes" of
-them on one machine, and the scripts in slurm/ are submitted as users do: from a folder that is not the
-repository, with blanks in every path. Real trainer ranks, real engines. Secrets are looked for in everything
+Why: each fault that only a cluster shows costs a night in a queue. Slurm's own daemons run here, two "nodes"
+of them on one machine, and the scripts in slurm/ are submitted as users do: from a folder that is not the
+repository, with spaces in every path. Real trainer ranks, real engines. Secrets are looked for in everything
 that others could read. Not covered: what the scripts do around the launcher (test_slurm_scripts.py),
 several machines (so no network between nodes, and one /dev/shm), GPUs, containers.
 """
@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from rpg_megatron.bridge.vllm.generate_route import GENERATE
 from tests.support.slurm import SMALL, TWO, Job, Slurm, missing
 
 pytestmark = [
@@ -40,11 +41,11 @@ def files_of_the_repository() -> set[str]:
         ".mypy_cache",
         ".hypothesis",
     }
-    found: set[str] = set()
+    paths: set[str] = set()
     for folder, inner, files in os.walk(ROOT):
         inner[:] = [name for name in inner if name not in skipped]
-        found |= {os.path.join(folder, name) for name in files}
-    return found
+        paths |= {os.path.join(folder, name) for name in files}
+    return paths
 
 
 def test_one_node(slurm: Slurm, tmp_path: Path) -> None:
@@ -52,9 +53,9 @@ def test_one_node(slurm: Slurm, tmp_path: Path) -> None:
     words = (quickstart(tmp_path), *SMALL, "parallel.tensor=1")
     job = Job(slurm, tmp_path, "train_single_node", *words, launcher=with_the_repository_read_only(tmp_path))
     facts = job.wait_for_end()
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.logs()
     assert [row["step"] for row in job.rows()] == [0, 1, 2]
-    assert "step 2/2" in job.said
+    assert "step 2/2" in job.output
     job.assert_no_secret_shows()
     assert files_of_the_repository() == before
 
@@ -69,7 +70,7 @@ def test_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     (url,) = engine_urls(slurm)
     assert_every_route_is_guarded(url, next(iter(job.tokens - {""})))
     facts = job.wait_for_end()
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.logs()
     rows = job.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["mismatch/logp_max"] < 1e-3 for row in rows[1:])  # both engines have the trainers' weights
@@ -87,9 +88,9 @@ def test_a_warned_run_is_requeued_and_goes_on_to_its_end(slurm: Slurm, tmp_path:
     job.wait_for("saved; requeued")
     job.wait_for_restart()
     facts = job.wait_for_end()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.told()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), job.logs()
     assert [row["step"] for row in job.rows()] == list(range(7))  # each once: nothing lost, nothing twice
-    assert "resuming" in job.said
+    assert "resuming" in job.output
     job.assert_no_secret_shows(starts=2)
 
 
@@ -102,15 +103,15 @@ def test_a_node_that_fails_in_a_step_ends_the_run(slurm: Slurm, tmp_path: Path) 
     slurm.fail_node("n2")
     try:
         facts = job.wait_for_end()
-        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.told()
-        assert "error: node 1 (n2) is lost: " in job.said, job.told()
+        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.logs()
+        assert "error: node 1 (n2) is lost: " in job.output, job.logs()
     finally:
         slurm.start_node("n2")
         slurm.wait(lambda: slurm.states() == {"idle"}, 120)
 
 
 def quickstart(folder: Path) -> str:
-    """A config file with a blank in its path; what it needs lies where the examples are."""
+    """A config file with a space in its path, beside a link to the example's data."""
     text = (ROOT / "examples" / "quickstart.yaml").read_text()
     place = folder / "a config"
     place.mkdir()
@@ -121,7 +122,7 @@ def quickstart(folder: Path) -> str:
 
 
 def with_the_repository_read_only(folder: Path) -> Path | None:
-    """A launcher that sees it so; None where nothing may be mounted: then it is compared all the same."""
+    """A launcher that sees the repository read-only; None where nothing may be mounted."""
     file = folder / "read-only"
     mount = f'mount --bind "{ROOT}" "{ROOT}" && mount -o remount,bind,ro "{ROOT}"'
     refused = f'! touch "{ROOT}/written" 2> /dev/null'
@@ -138,24 +139,22 @@ def ranks(slurm: Slurm) -> list[psutil.Process]:
 
 
 def engine_urls(slurm: Slurm) -> list[str]:
-    """Of the engines that are reached from other nodes."""
+    """URLs of the engines that are reached from other nodes."""
     lines = [
         p.info["cmdline"]
         for p in slurm.processes()
         if "vllm.entrypoints.openai.api_server" in p.info["cmdline"]
     ]
-    found = [line for line in lines if "--port" in line]
-    return sorted({f"http://{x[x.index('--host') + 1]}:{x[x.index('--port') + 1]}" for x in found})
+    remote = [line for line in lines if "--port" in line]
+    return sorted({f"http://{x[x.index('--host') + 1]}:{x[x.index('--port') + 1]}" for x in remote})
 
 
 def assert_every_route_is_guarded(url: str, token: str) -> None:
     """From the same host too: no token and a wrong one get 401, whatever the route."""
-    right = {"Authorization": f"Bearer {token}"}
+    authorized = {"Authorization": f"Bearer {token}"}
     with httpx.Client(base_url=url, timeout=60) as client:
-        paths = client.get("/openapi.json", headers=right).json()["paths"]
-        assert {"/pause", "/update_weights", "/collective_rpc", "/health", "/inference/v1/generate"} <= set(
-            paths
-        )
+        paths = client.get("/openapi.json", headers=authorized).json()["paths"]
+        assert {"/pause", "/update_weights", "/collective_rpc", "/health", GENERATE} <= set(paths)
         for path, methods in {
             **paths,
             "/docs": {"get": 0},

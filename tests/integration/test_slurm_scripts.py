@@ -1,9 +1,9 @@
 """What the scripts in slurm/ do around the launcher, under a real Slurm: requeue, chain, cancel, lose a node.
 
-Why: these paths are taken once a night, and by nobody who looks. Slurm's own daemons run here, two "nodes" of
-them on one machine; jobs are submitted from a folder that is not the repository, with blanks in every path.
-In place of the launcher stands a small program that says what it was given, or the real launcher with
-stand-ins for engines, sampler and ranks, so that each test takes seconds. Not covered: real engines and
+Why: these paths are taken at night, when nobody looks. Slurm's own daemons run here, two "nodes" of
+them on one machine; jobs are submitted from a folder that is not the repository, with spaces in every path.
+The launcher is a small program that prints its arguments, or the real launcher with stand-ins for engines,
+sampler and ranks, so that each test takes seconds. Not covered: real engines and
 ranks (test_slurm.py), containers but for the options that srun is given, cgroup and affinity plugins.
 """
 
@@ -39,7 +39,7 @@ echo done
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Path:
-    """The small program. Its name has no blank: Slurm's linuxproc plugin signals no process that has one."""
+    """The small program. Its name has no space: Slurm's linuxproc plugin signals no process that has one."""
     file = tmp_path / "a folder" / "launcher"
     file.parent.mkdir()
     file.write_text(ECHO)
@@ -62,11 +62,11 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
     job.wait_for("saved; requeued")
     job.wait_for_restart()
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
-    given = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
-    told = ("srun:", "slurmstepd", "User defined signal")
-    said = [line for line in job.said.splitlines() if not line.startswith(told)]
-    assert said == [*given, "waiting", "saved", "saved; requeued", *given, "done"]
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.logs()
+    echoed = ["<train>", *(f"<{word}>" for word in words), f"in {job.folder}"]
+    noise = ("srun:", "slurmstepd", "User defined signal")
+    lines = [line for line in job.output.splitlines() if not line.startswith(noise)]
+    assert lines == [*echoed, "waiting", "saved", "saved; requeued", *echoed, "done"]
 
 
 @pytest.mark.long
@@ -100,7 +100,7 @@ def test_a_cancelled_job_is_not_requeued(slurm: Slurm, tmp_path: Path, echo: Pat
     job.wait_for("waiting")
     slurm.run("scancel", job.number)
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.told()
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.logs()
 
 
 @needs_slurm
@@ -109,7 +109,7 @@ def test_a_failure_is_the_jobs(slurm: Slurm, tmp_path: Path, echo: Path) -> None
     job = Job(slurm, tmp_path, "train_single_node", "c.yaml", launcher=echo)
     facts = job.wait_for_end(120)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
-    assert "error: no such thing" in job.said
+    assert "error: no such thing" in job.output
 
 
 @needs_slurm
@@ -117,7 +117,7 @@ def test_conversions_get_their_words(slurm: Slurm, tmp_path: Path, echo: Path) -
     words = ("hf-to-megatron", "--hf", "a model", "--out", "b c")
     job = Job(slurm, tmp_path, "convert", *words, launcher=echo)
     assert job.wait_for_end(120)["JobState"] == "COMPLETED"
-    assert [w for w in job.said.splitlines() if w[0] == "<"] == [
+    assert [w for w in job.output.splitlines() if w[0] == "<"] == [
         "<convert>",
         *(f"<{word}>" for word in words),
     ]
@@ -135,9 +135,9 @@ def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
     job.wait_for("requeued")
     job.wait_for_restart()
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.told()
-    given = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
-    assert [line for line in job.said.splitlines() if line[0] == "<"] == 2 * given
+    assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.logs()
+    echoed = ["<eval>", "<--engines>", "<8>", *(f"<{word}>" for word in words)]
+    assert [line for line in job.output.splitlines() if line[0] == "<"] == 2 * echoed
 
 
 # -- two launchers -------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_an_evaluation_gets_its_words_and_goes_on_when_it_was_warned(
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
-    """The real launcher, whose children are stand-ins that say where they run."""
+    """The real launcher, whose children are stand-ins that record where they run."""
     note = "with open(here / 'nodes', 'a') as f: f.write(name + ' ' + os.environ['SLURMD_NODENAME'] + '\\n')"
     text = STAND_IN.replace("    plan = json", f"    {note}\n    plan = json")
     (tmp_path / "stand_in.py").write_text(text)
@@ -187,7 +187,7 @@ def test_trainer_nodes_and_engine_nodes(
     assert slurm.sockets_open_to_others() == []
     (tmp_path / "go").touch()
     facts = job.wait_for_end(120)
-    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.told()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.logs()
     job.assert_no_secret_shows()
 
 
@@ -203,16 +203,16 @@ def test_a_node_that_fails_ends_the_job_with_the_reason(
     slurm.fail_node("n2")
     try:
         facts = job.wait_for_end(240)
-        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.told()
-        assert "error: node 1 (n2) is lost: " in job.said, job.told()
-        assert "requeued" not in job.said
+        assert facts["JobState"] in ("FAILED", "NODE_FAIL"), job.logs()
+        assert "error: node 1 (n2) is lost: " in job.output, job.logs()
+        assert "requeued" not in job.output
     finally:
         slurm.start_node("n2")
         slurm.wait(lambda: slurm.states() == {"idle"}, 120)
 
 
 def test_containers_by_one_variable(tmp_path: Path) -> None:
-    """The options that pyxis knows; without Slurm, with a ``srun`` that says what it was given."""
+    """The options that pyxis knows; without Slurm, with a ``srun`` that prints its arguments."""
     (tmp_path / "srun").write_text('#!/bin/bash\nfor word in "$@"; do echo "<$word>"; done\n')
     (tmp_path / "srun").chmod(0o755)
     environment = os.environ | {
@@ -267,13 +267,13 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
         r"n2 +open files +FAILED +open files are limited to 256.*\n +fix: raise the hard limit", done.stdout
     )
     assert "1 failed" in done.stdout
-    told = json.loads(run(*step, "--json").stdout)
-    found = {
+    report = json.loads(run(*step, "--json").stdout)
+    failed = {
         node["node"]: {c["name"] for c in node["checks"] if c["verdict"] == "failed"}
-        for node in told["nodes"]
+        for node in report["nodes"]
     }
-    assert found == {"n1": set(), "n2": {"open files"}}
-    reduced = [c["found"] for node in told["nodes"] for c in node["checks"] if c["name"] == "between nodes"]
+    assert failed == {"n1": set(), "n2": {"open files"}}
+    reduced = [c["found"] for node in report["nodes"] for c in node["checks"] if c["name"] == "between nodes"]
     assert len(reduced) == 2
     assert all(re.fullmatch(r"all-reduce over 2 tasks, gloo: \d+\.\d GB/s each", text) for text in reduced)
     # Within an allocation, but not by srun: this machine alone, and the job's time.
@@ -291,13 +291,13 @@ def test_in_an_interactive_allocation_a_run_is_one_node(
 ) -> None:
     words = ["salloc", "--nodes=2", stand_ins, "train", config_file, "parallel.data=2", "runs=runs"]
     environment = slurm.environment | {"SLURMD_NODENAME": "none"}  # which the stand-ins write down
-    said = tmp_path / "said"
-    with said.open("w") as out:
+    output = tmp_path / "said"
+    with output.open("w") as out:
         process = subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=out, stderr=out)
     # The ranks end when they may; the engine's stand-in may need longer than they to start.
     slurm.wait(lambda: len(places(tmp_path)) == 4 or process.poll() is not None, 120)
     (tmp_path / "go").touch()
-    assert process.wait(120) == 0, said.read_text()
-    assert "waiting for" not in said.read_text()
+    assert process.wait(120) == 0, output.read_text()
+    assert "waiting for" not in output.read_text()
     assert set(places(tmp_path)) == {"rank_0", "rank_1", "sampler", "engine_0"}
     assert (tmp_path / "runs" / "tiny-001" / "report.html").exists()

@@ -1,11 +1,11 @@
 """Training on a CPU: real Megatron ranks, a real vLLM server, the bridge between them.
 
 Proved: after every sync the engine's log-probs of the tokens it sampled equal the trainer's to 1e-3 in fp32,
-in each trainer layout (a few where time is short) and with the engine at TP2; engines that were fed from
+in each trainer layout (a few in the default tier) and with the engine at TP2; engines that were fed from
 different layouts sample the same tokens, and the first update's gradient norm agrees over layouts to 1e-5; a
 guard stops a run whose engine disagrees. One engine serves all layouts, and trainer ranks start without the
 launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
-transformers and in vLLM, is long: test_resume has such a run with all else that is asked of it here,
+transformers and in vLLM, is long: test_resume has such a run with all other checks of it,
 test_rollout_engine has an export in vLLM, test_bad_input has an engine at TP2. Not covered: GPUs, several
 nodes, resuming.
 """
@@ -43,7 +43,7 @@ LAYOUTS = {
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
 }
 FEW = ("TP1", "TP2+SP", "PP2xVPP2")
-"""What is trained where time is short; test_bridge_vllm has the rest of what a sync can meet."""
+"""Layouts of the default tier; test_bridge_vllm has the other cases of a sync."""
 
 
 def start_ranks(service: Service, name: str, overrides: list[str]) -> tuple[list[int | None], str]:
@@ -153,8 +153,8 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
     timeline = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
     phases = [(r["step"], r["phase"]) for r in timeline if "phase" in r]
     for step in (1, 2):
-        mine = [phase for number, phase in phases if number == step]
-        assert mine[:5] == ["collect", "logprobs", "update", "sync", "step"]
+        of_step = [phase for number, phase in phases if number == step]
+        assert of_step[:5] == ["collect", "logprobs", "update", "sync", "step"]
     assert (0, "evaluation") in phases
     assert any(row["running"][0] for row in timeline if "running" in row)
 
@@ -171,8 +171,8 @@ def test_a_run_by_the_command_line_and_its_checkpoint(tmp_path: Path) -> None:
         whole = torch.tensor(np.concatenate([prompt, sample.tokens]), dtype=torch.long)
         with torch.no_grad():
             logits = model(whole[None, :-1]).logits[0, len(prompt) - 1 :]
-        wanted = torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None])[:, 0]
-        np.testing.assert_allclose(sample.logprobs, wanted.numpy(), atol=1e-4)
+        expected = torch.log_softmax(logits, -1).gather(1, whole[len(prompt) :, None])[:, 0]
+        np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
 
 
 def ask(client: EngineClient, prompt: np.ndarray, count: int) -> list[Sample]:

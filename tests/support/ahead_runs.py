@@ -1,7 +1,7 @@
-"""Whether a run that samples ahead holds what does not depend on timing (docs/async.md).
+"""Checks what does not depend on timing in a run that samples ahead (docs/async.md).
 
-Responses depend on it, and what was in flight is sampled again. Which groups are in which step does not, nor
-how old a token may be. The answer is a list of lines, empty if all is well.
+Responses depend on timing, and what was in flight is sampled again. The groups of each step do not, nor the
+maximum age of a token. The result is a list of problems.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ LARGEST, MEAN, RATIO = 1e-3, 1e-4, 8.0
 """The guard's bounds in float32."""
 
 
-def compare_ahead(run: Path, other: Path) -> list[str]:
+def compare_ahead(run: Path, reference: Path) -> list[str]:
     """The steps so far against those of an undisturbed run."""
-    rows, wanted = read_rows(run), read_rows(other)
+    rows, reference_rows = read_rows(run), read_rows(reference)
     steps = [row["step"] for row in rows]
-    if steps != list(range(len(rows))) or len(rows) > len(wanted):
-        return [f"rows of steps {steps}; wanted 0, 1, ... up to {len(wanted) - 1}"]
-    rollout = load_settings(other / "config.yaml").rollout
+    if steps != list(range(len(rows))) or len(rows) > len(reference_rows):
+        return [f"rows of steps {steps}; wanted 0, 1, ... up to {len(reference_rows) - 1}"]
+    rollout = load_settings(reference / "config.yaml").rollout
     size = rollout.prompts_per_step, rollout.samples_per_prompt
-    found = []
-    for row, theirs in zip(rows[1:], wanted[1:], strict=False):
+    problems = []
+    for row, reference_row in zip(rows[1:], reference_rows[1:], strict=False):
         step = row["step"]
-        found += [f"metrics of step {step}: {wrong}" for wrong in _wrong_metrics(row, theirs)]
-        files = [rollouts_file(folder, step) for folder in (run, other)]
-        if rollouts_complete(files[0]):  # else find_missing_rollouts tells it
+        problems += [f"metrics of step {step}: {wrong}" for wrong in _wrong_metrics(row, reference_row)]
+        files = [rollouts_file(folder, step) for folder in (run, reference)]
+        if rollouts_complete(files[0]):  # else find_missing_rollouts reports it
             batch, undisturbed = (read_rollouts(file) for file in files)
             wrong = [
                 *_wrong_groups(batch, undisturbed, step, *size),
                 *_wrong_ages(batch, step, rollout.ahead),
             ]
-            found += [f"rollouts of step {step}: {text}" for text in wrong]
-    return found
+            problems += [f"rollouts of step {step}: {text}" for text in wrong]
+    return problems
 
 
 def count_mixed(run: Path) -> int:
@@ -55,12 +55,12 @@ def _wrong_groups(
 ) -> Iterator[str]:
     """Step n has the tickets (n - 1) x groups to n x groups - 1, with the prompts of the undisturbed run."""
     tickets = range((step - 1) * groups, step * groups)
-    wanted = [(ticket, sample) for ticket in tickets for sample in range(samples)]
-    mine = [(t.ticket, t.sample) for t in batch]
-    lost, doubled = Counter(wanted) - Counter(mine), Counter(mine) - Counter(wanted)
+    expected = [(ticket, sample) for ticket in tickets for sample in range(samples)]
+    actual = [(t.ticket, t.sample) for t in batch]
+    lost, doubled = Counter(expected) - Counter(actual), Counter(actual) - Counter(expected)
     if lost or doubled:
         yield f"(ticket, sample) {sorted(lost)[:4]} lost, {sorted(doubled)[:4]} too many"
-    elif mine != wanted:
+    elif actual != expected:
         yield "tickets or samples in another order"
     elif [t.prompt.tolist() for t in batch] != [t.prompt.tolist() for t in undisturbed]:
         yield "other prompts"
@@ -74,10 +74,10 @@ def _wrong_ages(batch: Sequence[Trajectory], step: int, ahead: int) -> Iterator[
             yield f"ticket {t.ticket}, sample {t.sample}: tokens of age {sorted(lags)}, not 0 to {ahead}"
 
 
-def _wrong_metrics(row: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
+def _wrong_metrics(row: dict[str, Any], reference: dict[str, Any]) -> Iterator[str]:
     for key in ("lr", "sync/version"):
-        if row.get(key) != theirs.get(key):
-            yield f"{key} is {row.get(key)}, not {theirs.get(key)}"
+        if row.get(key) != reference.get(key):
+            yield f"{key} is {row.get(key)}, not {reference.get(key)}"
     if not row.get("async/probe_tokens", 0) > 0:
         yield "no probe was compared"
     of_engine = row.get("mismatch/logp_engine_mean", 0.0)

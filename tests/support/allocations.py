@@ -1,4 +1,4 @@
-"""Bytes that tensors take while a block runs, counted exactly: every storage from its making to its end."""
+"""Bytes that tensors take while a block runs, counted exactly: every storage from creation to release."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Counts the storages made by operations within the block, in forward and backward alike.
+    """Counts the storages made by operations within the block, in forward and backward.
 
     Unlike the resident set of the process it knows neither allocator nor other memory, so its numbers repeat
-    exactly. What an operation uses inside its kernel and gives back before it returns is not seen.
+    exactly. Memory that a kernel uses and frees before it returns is not counted.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class AllocationWatch(TorchDispatchMode):
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and look at what it returns."""
+        """Run the operation and record its outputs."""
         for before in tree_leaves((args, kwargs)):
             if isinstance(before, Tensor):
                 self._see(before, made=False)
@@ -54,7 +54,7 @@ class AllocationWatch(TorchDispatchMode):
         self.live -= size
 
     def __exit__(self, *args: Any) -> None:
-        """Stop counting; what is still alive then is left in ``live``."""
+        """Stop counting; ``live`` keeps the bytes that are still alive."""
         super().__exit__(*args)
         for end in list(self._known.values()):
             end.detach()

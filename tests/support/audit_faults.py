@@ -45,7 +45,7 @@ def scale(name: str, factor: float) -> Callable[[Weights], object]:
 
 
 def write_checkpoints(folder: Path, model: Path, faults: Mapping[str, Callable[[Weights], object]]) -> Path:
-    """The trainer's weights in ``trained``, and in ``faults`` those of before (``earlier``) and a folder for
+    """The trainer's weights in ``trained``; in ``faults`` the earlier weights (``earlier``) and a folder for
     each fault.
     """
     trained = write_weights(folder / "trained", train_a_step, model)

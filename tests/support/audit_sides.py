@@ -20,8 +20,8 @@ LENGTHS = [9, 14, 5]
 
 def weights_of(shape: ModelShape, seed: int = 0) -> Weights:
     """Random weights that keep activations near 1; norms that are not all ones."""
-    found = random_state_dict(mapping_for(shape), seed=seed)
-    return {n: 1 + 0.1 * w if w.dim() == 1 and "norm" in n else 0.25 * w for n, w in found.items()}
+    weights = random_state_dict(mapping_for(shape), seed=seed)
+    return {n: 1 + 0.1 * w if w.dim() == 1 and "norm" in n else 0.25 * w for n, w in weights.items()}
 
 
 def make_side(

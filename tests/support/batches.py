@@ -1,4 +1,4 @@
-"""Trajectories in memory as a trainer's batch: rank 0 plans, each leader fetches its own from memory."""
+"""Trajectories in memory as a trainer's batch: rank 0 plans, each leader fetches its share from memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of tiny models, trainers for them, and what is asked of both: for the tests of the live bridge."""
+"""Engines of tiny models, their trainers, and requests to both, for the tests of the live bridge."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Rig:
         return self.trainers.publish(seed, version, transport)
 
     def logprobs(self) -> torch.Tensor:
-        """Of the fixed prompt, by the engine."""
+        """The engine's log-probs of the fixed prompt."""
         request = {
             "model": "policy",
             "prompt": PROMPT,
@@ -140,8 +140,8 @@ class Rig:
         }
         status, text = self.engine.call("POST", "/v1/completions", request)
         assert status == 200, text + self.engine.process.log.read_text()[-6000:]
-        found = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
-        return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], found, strict=True)])
+        entries = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
+        return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], entries, strict=True)])
 
     def error(self, seed: int) -> float:
         """Largest difference of the engine's log-probs to transformers' with the weights of a seed."""
@@ -152,7 +152,7 @@ class Rig:
 def bridge_engines(
     folder: Path, name: str, tensors: Sequence[int], plugins: Sequence[str] = ()
 ) -> Iterator[list[Engine]]:
-    """Engines with random weights of their own, one for each number of workers; the model in ``model``."""
+    """Engines with random weights, one for each number of workers; the model is in ``model``."""
     make_model(name, folder / "model")
     settings = [Settings.model_validate(settings_for(folder / "model", tensor)) for tensor in tensors]
     with running_engines(folder, settings, plugins=plugins) as engines:
@@ -209,13 +209,13 @@ def check_matrix(
         for layout, result in results.items():
             assert len(result["mismatch"]) == 2 * perturbations
             assert max(result["mismatch"]) < tolerance, layout
-            # Each worker gets what it keeps, once: norms and routers are on every worker, all else on one.
+            # Each worker gets its weights once: norms and routers are on every worker, all others on one.
             assert result["bytes"] == [sizes] * (2 * perturbations + 2), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
             assert read == {"shared_memory": sizes, "process_group": [0] * len(sizes)}, layout
             assert result["ranks_read"] == list(range(world)), "all replicas send"
             for switch, length, before in result["switched"]:
-                # The new weights' tokens are those from the switch on; all before must be the old ones'.
+                # Tokens from the switch on are of the new weights; all before must be of the old ones.
                 assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights: {result['odd']}"
                 switched += 0 < switch < length
             with capsys.disabled():

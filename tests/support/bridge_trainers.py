@@ -62,7 +62,7 @@ def published(bridge: Path, model: Path, params: dict[str, torch.Tensor], versio
 
 
 class PublishingRanks:
-    """Processes that publish weights when told to, of shards cut by other means than the layouts.
+    """Processes that publish weights on command, from shards cut by other means than the layouts.
 
     Each runs ``target(rank, commands, answers, *arguments)``: it takes commands until None, and puts
     ``(rank, answer)`` after each.
@@ -85,8 +85,8 @@ class PublishingRanks:
         answers = dict(self.answers.get(timeout=120) for _ in self.commands)
         return [answers[rank] for rank in range(len(self.commands))]
 
-    def publish(self, *what: Any) -> Manifest:
-        return self.tell(what)[0]
+    def publish(self, *command: Any) -> Manifest:
+        return self.tell(command)[0]
 
     def stop(self) -> None:
         for q in self.commands:
@@ -98,7 +98,7 @@ class PublishingRanks:
 
 
 def _trainer_rank(rank, commands, answers, model, bridge, rendezvous):
-    """One of two Megatron-like ranks: publishes shards of the state dict it is told to."""
+    """One of two Megatron-like ranks: publishes shards of the state dict of a seed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     layout = mapping_for(read_model_shape(model))

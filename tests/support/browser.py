@@ -1,4 +1,4 @@
-"""A real Chromium without a window, spoken to over two pipes in its DevTools protocol. No package needed."""
+"""A real headless Chromium, driven over two pipes by its DevTools protocol. No package needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Browser:
         self._profile = tempfile.mkdtemp(prefix="browser-")
         out_read, self._out = os.pipe()
         self._in, in_write = os.pipe()
-        # It reads from 3 and writes to 4. Moved out of the way first, neither overwrites the other there.
+        # It reads from 3 and writes to 4. Both ends move to 20 and above first, so neither is overwritten.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (out_read, in_write)]
         os.close(out_read)
         os.close(in_write)
@@ -84,16 +84,16 @@ class Browser:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Ask the browser and wait for its answer."""
         self._send(method, parameters, self._session)
-        wanted = self._number
+        number = self._number
         while True:
             message = self._receive()
-            if message.get("id") == wanted:
+            if message.get("id") == number:
                 assert "error" not in message, message["error"]
                 return message["result"]
             self._note(message)
 
     def open(self, file: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> float:
-        """Show a file; returns the seconds until its scripts were through."""
+        """Show a file; returns the seconds until its scripts had finished."""
         self.size(width, height)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
@@ -105,7 +105,7 @@ class Browser:
         return time.monotonic() - start
 
     def wait_for_event(self, name: str) -> None:
-        """Until the browser tells of an event, such as Page.loadEventFired; asks nothing meanwhile."""
+        """Wait for an event, such as Page.loadEventFired, without any request in between."""
         while (message := self._receive()).get("method") != name:
             self._note(message)
 

@@ -40,7 +40,7 @@ def trim(tensors: dict[str, torch.Tensor], vocab: int = 251) -> dict[str, torch.
     return {n: t[:vocab] if n.endswith(padded) else t for n, t in tensors.items()}
 
 
-def compare(wanted_folder: Path, folder: Path, tolerance: float, *, count: int = 4 * 8 + 3) -> None:
+def compare(reference: Path, folder: Path, tolerance: float, *, count: int = 4 * 8 + 3) -> None:
     """Weights, of which there are ``count``, optimizer state and anchor against those of the run that never
     stopped.
 
@@ -48,14 +48,14 @@ def compare(wanted_folder: Path, folder: Path, tolerance: float, *, count: int =
     ``tolerance`` of its float32 main weight, which is compared too, decides where that is rounded to.
     """
     for part in (MODEL, ANCHOR):
-        wanted, got = trim(read_whole(wanted_folder / part)), trim(read_whole(folder / part))
-        assert got.keys() == wanted.keys(), folder
-        weights = {name for name in wanted if not name.startswith("optimizer.")}
+        expected, actual = trim(read_whole(reference / part)), trim(read_whole(folder / part))
+        assert actual.keys() == expected.keys(), folder
+        weights = {name for name in expected if not name.startswith("optimizer.")}
         assert len(weights) == count
         if part == MODEL:  # two or three numbers for each weight
-            assert len(wanted) in (3 * len(weights), 4 * len(weights)), sorted(wanted)
-        for key, tensor in wanted.items():
-            gaps = (got[key].double() - tensor.double()).abs()
+            assert len(expected) in (3 * len(weights), 4 * len(weights)), sorted(expected)
+        for key, tensor in expected.items():
+            gaps = (actual[key].double() - tensor.double()).abs()
             if tensor.dtype == torch.bfloat16:
                 neighbours = (gaps > tolerance) & (gaps <= tensor.double().abs() * 2.0**-7)
                 assert neighbours.double().mean() <= 1e-3, f"{folder}: {key} is rounded differently"

@@ -1,4 +1,4 @@
-"""``rpg-megatron`` in a process of its own, and a look at what it leaves behind.
+"""``rpg-megatron`` in a process of its own, and checks that it leaves nothing behind.
 
 A process is known by a variable in its environment or, because vLLM's workers write their titles over it, by
 its session.
@@ -22,14 +22,14 @@ MARK = "RPG_TEST_MARK"
 
 
 def read_stats() -> dict[int, list[str]]:
-    """Living processes -> what /proc/PID/stat has after the name: state, parent, group, session, ..."""
-    found = {}
+    """Live process -> the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
+    stats = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             if fields[0] not in "ZX":
-                found[int(entry)] = fields
-    return found
+                stats[int(entry)] = fields
+    return stats
 
 
 def read_proc_file(pid: int, name: str) -> bytes:
@@ -46,9 +46,9 @@ def without_notice(err: str) -> str:
 
 
 def wait_for_our_code(process: subprocess.Popen[Any]) -> None:
-    """Until a command imports its packages, for which it has read its own code.
+    """Wait until a command imports its packages, after its own code.
 
-    Before that, Ctrl-C meets Python's own start, which prints its traceback, or is lost in it.
+    Before that, Python is starting: Ctrl-C then prints Python's traceback, or is lost.
     """
     end = time.monotonic() + 120
     while b"pydantic_core" not in read_proc_file(process.pid, "maps"):
@@ -79,7 +79,7 @@ class Command:
         return self.process.returncode, without_notice(err)
 
     def processes(self) -> list[int]:
-        """Everything that descends from the command and lives."""
+        """All live descendants of the command."""
         alive = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         for pid in alive:
             if self.mark.encode() in read_proc_file(pid, "environ"):
@@ -89,26 +89,26 @@ class Command:
 
     def folders(self) -> list[Path]:
         """Its private folders."""
-        found = []
+        private_folders = []
         for parent in {Path("/dev/shm"), Path("/tmp"), Path(os.environ.get("TMPDIR", "/tmp"))}:
             for owner in parent.glob("rpg-*/owner.json"):
                 try:
-                    mine = json.loads(owner.read_text())["pid"] == self.process.pid
+                    is_ours = json.loads(owner.read_text())["pid"] == self.process.pid
                 except (OSError, ValueError):
                     continue
-                found += [owner.parent] if mine else []
-        return found
+                private_folders += [owner.parent] if is_ours else []
+        return private_folders
 
     def shared_memory(self) -> set[Path]:
         """Files in /dev/shm that its processes have mapped."""
-        found = set()
+        files = set()
         for pid in self.processes():
             try:
                 lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             except OSError:
                 continue
-            found |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
-        return {file for file in found if file.exists()}
+            files |= {Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line}
+        return {file for file in files if file.exists()}
 
     def wait_for_output(self, text: str, seconds: float) -> None:
         end = time.monotonic() + seconds

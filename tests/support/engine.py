@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: one way to start them, questions by hand, ranks that train against one."""
+"""Real vLLM engines for tests: start them, send single requests, train ranks against one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.ranks import run_to_end
 
 
 def install_plugin(folder: Path, name: str, code: str) -> Path:
-    """Make a vLLM plug-in, whose ``register`` changes what a test needs changed; returns the new folder, for
+    """Write a vLLM plug-in, whose ``register`` applies a test's changes; returns the new folder, for
     PYTHONPATH.
     """
     info = folder / f"{name}-0.dist-info"
@@ -79,7 +79,7 @@ class Engine:
         return await asyncio.to_thread(self.call, "POST", path, body, timeout)
 
     def rpc(self, method: str) -> list[Any]:
-        """What each worker answers to a method of the plug-in."""
+        """Each worker's answer to a method of the plug-in."""
         status, text = self.call("POST", "/collective_rpc", {"method": method})
         assert status == 200, text
         return list(json.loads(text)["results"])
@@ -103,10 +103,10 @@ def running_engines(
     weights: Literal["dummy", "checkpoint"] = "dummy",
     fresh: bool = False,
 ) -> Iterator[list[Engine]]:
-    """Engines that share a bridge folder and a token, started at the same time; nothing of them is left.
+    """Engines that share a bridge folder and a token, started at the same time; they leave nothing behind.
 
     fresh: start them as the launcher does, not by fork (``tests/support/forking``).
-    Logs go to ``folder``; sockets and weights do not, whose paths must be short and whose place is memory.
+    Logs go to ``folder``. Sockets, whose paths must be short, and weights, which are in memory, do not.
     """
     token = secrets.token_urlsafe(16)
     paths = [install_plugin(folder / f"plugin_{i}", f"plugin_{i}", code) for i, code in enumerate(plugins)]
@@ -119,9 +119,9 @@ def running_engines(
         reaper.guard_path(work)
         reaper.guard_path(bridge)
         engines = []
-        for index, own in enumerate(settings):
+        for index, engine_settings in enumerate(settings):
             process = EngineProcess(
-                own,
+                engine_settings,
                 index,
                 socket=engine_socket(work, index),
                 log=folder / f"engine_{index}.log",
@@ -135,7 +135,7 @@ def running_engines(
             assert process.pid is not None
             reaper.guard_group(process.pid)
             stack.callback(_end, process, process.pid)
-            engines.append(Engine(process, own.engine.tensor, bridge, token))
+            engines.append(Engine(process, engine_settings.engine.tensor, bridge, token))
         for engine in engines:
             engine.process.wait_healthy()
             for segment in leftover_segments([engine.process.pid or 0]):

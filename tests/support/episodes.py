@@ -20,16 +20,23 @@ async def three_turns(task: EpisodeTask, generate: Generate, score: ScoreText, l
     return Episode()
 
 
+async def until_the_limit(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Turns until no token is left."""
+    context = task.prompt
+    while True:
+        context = (await generate(context)).context
+
+
 async def scored(task: EpisodeTask, generate: Generate, score: ScoreText, kind: str = "number") -> Episode:
     """One turn; its reward is a number, what ``score`` returns, or either."""
     turn = await generate(task.prompt)
-    found = await score(turn.text)
+    reward = await score(turn.text)
     as_number = kind == "number" or (kind == "either" and task.seed % 2 == 0)
-    return Episode(len(turn.tokens) / 100 if as_number else found)
+    return Episode(len(turn.tokens) / 100 if as_number else reward)
 
 
 async def faulty(task: EpisodeTask, generate: Generate, score: ScoreText, fault: str) -> Any:
-    """What an episode can do wrong."""
+    """Everything that an episode can do wrong."""
     if fault == "no turn":
         return Episode()
     turn = await generate(task.prompt[:-1] if fault == "shorter" else task.prompt, 4)
@@ -64,8 +71,8 @@ async def told(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episo
     turn = await generate(task.prompt, 3)
     await generate(turn.context + BETWEEN)
     round_trip = task.decode(task.encode("ab"))
-    found = (task.text, task.answer, task.row, task.max_tokens, task.held_out, round_trip)
-    return Episode(1.0 if found == ("What is 1+1?", "2", {"level": 3}, 64, "amc", "ab") else -1.0)
+    inputs = (task.text, task.answer, task.row, task.max_tokens, task.held_out, round_trip)
+    return Episode(1.0 if inputs == ("What is 1+1?", "2", {"level": 3}, 64, "amc", "ab") else -1.0)
 
 
 at_work = asyncio.Event()
@@ -82,4 +89,14 @@ async def impatient(task: EpisodeTask, generate: Generate, score: ScoreText) -> 
     await asyncio.wait([turn])
     given_up.append(task.seed)
     await generate(task.prompt)
+    return Episode()
+
+
+async def branching(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Five turns in three rows; the third turn continues the first one, the fifth the second one."""
+    first = await generate(task.prompt, 5)
+    second = await generate((*task.prompt, *BETWEEN), 5, branch=True)
+    await generate(first.context + BETWEEN, 5, branch=True)
+    await generate(task.encode("another prompt"), 5, branch=True)
+    await generate(second.context + BETWEEN, 5)
     return Episode()

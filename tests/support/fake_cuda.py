@@ -3,17 +3,17 @@
 torch's FakeTensorMode gives tensors that have a shape, a dtype, strides and a device, and no values. On them
 the product runs as it is. ``Watch`` sees every operation, and with it
 
-- what no GPU would take: tensors of two devices in one operation, ``.numpy()`` of a CUDA tensor, dtypes;
-- what NCCL or gloo would not take: a tensor of the other's device, one that is not contiguous, a dtype that
-  NCCL lacks; and an object collective or a barrier in an NCCL group, which it would take;
+- what no GPU accepts: tensors of two devices in one operation, ``.numpy()`` of a CUDA tensor, dtypes;
+- what NCCL or gloo does not accept: a tensor of the other's device, one that is not contiguous, a dtype that
+  NCCL lacks; and an object collective or a barrier in an NCCL group, which it does accept;
 - each time that the host waits for the device, with its line: values read (``item``, ``bool``, ``tolist``),
   shapes that depend on values (boolean indices, ``unique``, ``bincount``), copies that are not both pinned
   and non_blocking, ``synchronize``. Small integer tensors keep their values, for Megatron reads some of them.
 
 It cannot show the order of streams or groups, memory, kernels and their limits, nor any value: a float that
-is read is 0, a condition true unless it asks for ``any``. Transformer Engine is not there where it runs.
+is read is 0, a condition true unless it asks for ``any``. Transformer Engine is not installed where it runs.
 
-It patches torch for good, so each use is a process of its own, which ``leave`` ends.
+It patches torch permanently, so each use needs a process of its own, which ``leave`` ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 _GPUS = 8
 _SMALL = 256
-"""Integer tensors of so many elements keep their values."""
+"""Integer tensors of at most this many elements keep their values."""
 _NCCL_DTYPES = {
     torch.bool,
     torch.uint8,
@@ -63,7 +63,7 @@ _NCCL_DTYPES = {
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 }
-"""What ProcessGroupNCCL of torch 2.13 maps to a type of NCCL's."""
+"""Types that ProcessGroupNCCL of torch 2.13 maps to an NCCL type."""
 _NAMES = {
     torch.float32: "Float",
     torch.bfloat16: "BFloat16",
@@ -76,13 +76,13 @@ _NAMES = {
 }
 
 
-class Seen:
-    """What was noticed so far. A place is ``file:line function``, in this repository or another package."""
+class Recorder:
+    """Faults and waits so far. A place is ``file:line function``, in this repository or another package."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.waits: Counter[tuple[str, str]] = Counter()
-        """(whose line it is: rpg_megatron or another package, what and where) -> how often."""
+        """(owner of the line: rpg_megatron or another package, place and operation) -> count."""
         self.messages: Counter[str] = Counter()
         self.communicators: dict[str, tuple[int, set[str]]] = {}
         """Size of each NCCL group and its operations, by its name."""
@@ -92,18 +92,18 @@ class Seen:
         if text not in self.faults:
             self.faults.append(text)
 
-    def wait(self, what: str) -> None:
+    def wait(self, operation: str) -> None:
         owner, where = place()
-        self.waits[owner, f"{where}: {what}"] += 1
+        self.waits[owner, f"{where}: {operation}"] += 1
 
 
-SEEN = Seen()
+RECORDER = Recorder()
 
 
 def place() -> tuple[str, str]:
-    """Whose line runs now, and which: the innermost one that is not torch's, numpy's or of this module.
+    """Owner and place of the running line: the innermost one outside of torch, numpy and this module.
 
-    An operation that autograd runs by itself is ours until shown otherwise: nobody's line calls it.
+    An operation that autograd runs counts as ours unless shown otherwise: no line calls it.
     """
     frame, backward = sys._getframe(1), ""
     while frame is not None:
@@ -129,9 +129,9 @@ def place() -> tuple[str, str]:
 _PINNED: dict[int, torch.UntypedStorage] = {}
 """Kept alive, or another storage could get the same number."""
 _PLACES: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
-"""Devices of storages that were asked for: torch has all of a fake tensor's on ``meta``. Likewise."""
+"""Devices of storages that were requested: torch has all fake storages on ``meta``. Kept alive, too."""
 _ADDRESSES: dict[int, tuple[int, torch.UntypedStorage]] = {}
-"""Addresses of storages that were asked for, 64 GiB apart. Likewise."""
+"""Addresses of storages that were requested, 64 GiB apart. Kept alive, too."""
 _ROOM = 1 << 36
 
 
@@ -144,12 +144,12 @@ def _address(storage: torch.UntypedStorage) -> int:
 
 
 def set_value(x: Tensor, value: Tensor) -> None:
-    """Let a fake tensor have a value, when it is read."""
+    """Give a fake tensor a value, for when it is read."""
     x._value = value  # type: ignore[attr-defined]
 
 
 def _value_of(x: Any) -> Any:
-    """A tensor's value; None if it has none. What is not a tensor is its own."""
+    """A tensor's value; None if it has none. Anything else is returned as it is."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x, FakeTensor):
@@ -177,7 +177,7 @@ def _keep_value(func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 
 def _read(x: Tensor) -> Any:
-    """What ``item`` of a fake tensor says."""
+    """The result of ``item`` of a fake tensor."""
     value = _value_of(x)
     if value is not None:
         with _disable_current_modes():
@@ -194,7 +194,7 @@ _ASK_FOR_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 
 
 class Watch(TorchDispatchMode):
-    """Passes every operation on to the fake tensors and notes what a GPU would make of it."""
+    """Passes every operation on to the fake tensors and records faults and waits of a GPU."""
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -205,11 +205,11 @@ class Watch(TorchDispatchMode):
         else:
             _count_wait(func, args, kwargs)
         try:
-            # Not as fake tensors do it: of a constant they would pin real memory, which takes a driver.
+            # Not as fake tensors do it: for a constant they would pin real memory, which takes a driver.
             pinned = func is aten._pin_memory.default
             out = torch.empty_like(args[0], device="cpu") if pinned else func(*args, **kwargs)
         except Exception as e:
-            SEEN.fault(f"{func}: {type(e).__name__}: {str(e).splitlines()[0][:300]}")
+            RECORDER.fault(f"{func}: {type(e).__name__}: {str(e).splitlines()[0][:300]}")
             raise
         to_host = func is aten._to_copy.default and kwargs.get("non_blocking") and _type(out) == "cpu"
         if kwargs.get("pin_memory") or to_host or pinned:
@@ -226,7 +226,7 @@ class Watch(TorchDispatchMode):
 
 
 def _receive(tensors: list[Tensor]) -> None:
-    """Three integers over a pipeline are the shape of what comes next; Megatron reads them."""
+    """Three integers over a pipeline are the shape of the next tensor; Megatron reads them."""
     for x in tensors:
         if x.dtype is torch.int64 and x.numel() == len(received_shape):
             with _disable_current_modes():
@@ -251,19 +251,19 @@ def _count_wait(func: Any, args: Any, kwargs: Any) -> None:
         if not later or (host is not None and not (_pinned(host) and host.is_contiguous())):
             how = "" if later else ", not non_blocking"
             memory = "" if host is None or _pinned(host) else ", pageable memory"
-            SEEN.wait(f"copy {_type(source)} -> {target}{how}{memory}")
+            RECORDER.wait(f"copy {_type(source)} -> {target}{how}{memory}")
     elif packet in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
         if _type(first) != "cuda":
             return
-        # A single value of the host's through a boolean index is a masked_fill.
+        # Writing a single host value through a boolean index is a masked_fill.
         filled = packet is not aten.index and _type(args[2]) == "cpu" and args[2].numel() == 1
         for index in args[1]:
             if index is not None and index.dtype in (torch.bool, torch.uint8) and not filled:
-                SEEN.wait("boolean index (nonzero)")
+                RECORDER.wait("boolean index (nonzero)")
             elif _type(index) == "cpu":
-                SEEN.wait("index in host memory")
+                RECORDER.wait("index in host memory")
     elif _type(first) == "cuda" and _ASK_FOR_VALUES & set(func.tags) and "output_size" not in kwargs:
-        SEEN.wait(str(packet).removeprefix("aten."))
+        RECORDER.wait(str(packet).removeprefix("aten."))
 
 
 def _check_message(func: Any, args: Any) -> None:
@@ -276,21 +276,21 @@ def _check_message(func: Any, args: Any) -> None:
     group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
     backend = backend_of(group)
     name = func.overloadpacket.__name__
-    SEEN.messages[f"{name} over {backend}"] += 1
+    RECORDER.messages[f"{name} over {backend}"] += 1
     if backend == "nccl":
-        SEEN.communicators.setdefault(group.group_name, (group.size(), set()))[1].add(name)
+        RECORDER.communicators.setdefault(group.group_name, (group.size(), set()))[1].add(name)
     if name == "barrier":
         return  # its tensor is torch's own
     for x in tensors:
         if x.device.type != ("cuda" if backend == "nccl" else "cpu"):
-            SEEN.fault(f"{name} of a tensor on {x.device} in a group of {backend}")
+            RECORDER.fault(f"{name} of a tensor on {x.device} in a group of {backend}")
         if backend == "nccl" and not x.is_contiguous():
-            SEEN.fault(f"{name} of a tensor that is not contiguous, strides {x.stride()}, over nccl")
+            RECORDER.fault(f"{name} of a tensor that is not contiguous, strides {x.stride()}, over nccl")
         if backend == "nccl" and x.dtype not in _NCCL_DTYPES:
-            SEEN.fault(f"{name} of {x.dtype}, which nccl does not have")
+            RECORDER.fault(f"{name} of {x.dtype}, which nccl does not have")
 
 
-# --- answers that fake tensors do not have of themselves ----------------------------------------------------
+# --- answers that fake tensors lack -------------------------------------------------------------------------
 
 
 def _answer_data_dependent() -> None:
@@ -328,12 +328,12 @@ def _answer_data_dependent() -> None:
 
 
 def _answer_python() -> None:
-    """Methods that look past the operations."""
+    """Methods that bypass the operations."""
     real_type, real_numpy = Tensor.type, Tensor.numpy
 
     def tolist(x: FakeTensor) -> Any:
         if x.device.type == "cuda":
-            SEEN.wait("tolist")
+            RECORDER.wait("tolist")
         value = _value_of(x)
         if value is not None:
             with _disable_current_modes():
@@ -342,7 +342,7 @@ def _answer_python() -> None:
 
     def numpy(x: FakeTensor, *, force: bool = False) -> Any:
         if x.device.type == "cuda" and not force:
-            SEEN.fault(".numpy() of a tensor on cuda")
+            RECORDER.fault(".numpy() of a tensor on cuda")
             return real_numpy(x)  # raises as it would
         value = _value_of(x)
         if value is not None:
@@ -381,8 +381,8 @@ def _answer_python() -> None:
         return storage
 
     def device_of(storage: torch.UntypedStorage) -> torch.device:
-        known = _PLACES.get(storage._cdata)
-        return known[1] if known is not None else real_device.__get__(storage)
+        entry = _PLACES.get(storage._cdata)
+        return entry[1] if entry is not None else real_device.__get__(storage)
 
     Tensor.untyped_storage = untyped_storage  # type: ignore[method-assign,assignment]
     torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment]
@@ -402,7 +402,7 @@ class _Stream:
         self.cuda_stream, self.device = 0, torch.device("cuda", 0)
 
     def synchronize(self) -> None:
-        SEEN.wait("Stream.synchronize")
+        RECORDER.wait("Stream.synchronize")
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
@@ -423,7 +423,7 @@ class _Event:
     def record(self, stream: Any = None) -> None: ...
     def wait(self, stream: Any = None) -> None: ...
     def synchronize(self) -> None:
-        SEEN.wait("Event.synchronize")
+        RECORDER.wait("Event.synchronize")
 
     def query(self) -> bool:
         return True
@@ -433,7 +433,7 @@ class _Event:
 
 
 class _Runtime:
-    """torch.cuda.cudart(): to register host memory pins the storage that it lies in."""
+    """torch.cuda.cudart(): registering host memory pins its storage."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         for cdata, (address, storage) in _ADDRESSES.items():
@@ -474,7 +474,7 @@ def _pretend_gpus() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
-        "synchronize": lambda device=None: SEEN.wait("cuda.synchronize"),
+        "synchronize": lambda device=None: RECORDER.wait("cuda.synchronize"),
         "empty_cache": lambda: None,
         "ipc_collect": lambda: None,
         "current_stream": lambda device=None: _Stream(),
@@ -526,11 +526,11 @@ _KEPT: list[Any] = []
 # --- process groups -----------------------------------------------------------------------------------------
 
 _BACKENDS: dict[str, str] = {}
-"""What each group was asked to be, by its name."""
+"""The requested backend of each group, by its name."""
 received_shape: list[int] = []
-"""What a pipeline stage is told of the activations that it is to receive."""
+"""The shape of the activations that a pipeline stage receives."""
 peer_value: list[Callable[[Any, int], Any]] = [lambda value, rank: value]
-"""What rank ``rank`` says in an object collective in which this one says ``value``."""
+"""The value of rank ``rank`` in an object collective in which this rank has ``value``."""
 
 
 def backend_of(group: Any) -> str:
@@ -543,7 +543,7 @@ def _pretend_groups() -> None:
 
     def init(backend: str, *, rank: int, world_size: int, **more: Any) -> None:
         if more.get("device_id") is not None:
-            SEEN.fault("init_process_group(device_id=) makes every communicator eagerly")
+            RECORDER.fault("init_process_group(device_id=) makes every communicator eagerly")
         real_init("fake", store=FakeStore(), rank=rank, world_size=world_size)
         _BACKENDS[dist.group.WORLD.group_name] = backend
 
@@ -556,13 +556,13 @@ def _pretend_groups() -> None:
 
     @contextlib.contextmanager
     def coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-        """Message by message: FakeTensorMode does not know those that send several at once."""
+        """Sends message by message: FakeTensorMode lacks the operations that send several at once."""
         yield types.SimpleNamespace(wait=lambda: None, append=lambda work: None)
 
     def require_host(name: str, group: Any) -> None:
-        SEEN.messages[f"{name} over {backend_of(group)}"] += 1
+        RECORDER.messages[f"{name} over {backend_of(group)}"] += 1
         if backend_of(group) == "nccl":
-            SEEN.fault(f"{name} in a group of nccl: it takes memory of a GPU, and ranks wait in a kernel")
+            RECORDER.fault(f"{name} in a group of nccl: it takes memory of a GPU, and ranks wait in a kernel")
 
     def everyone(value: Any, group: Any) -> list[Any]:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -592,8 +592,8 @@ def _pretend_groups() -> None:
         group_src: Any = None,
     ) -> None:
         require_host("scatter_object_list", group)
-        given = scatter_object_input_list
-        scatter_object_output_list[0] = given[dist.get_rank(group)] if given else None
+        values = scatter_object_input_list
+        scatter_object_output_list[0] = values[dist.get_rank(group)] if values else None
 
     def barrier(group: Any = None, *_: Any, **__: Any) -> None:
         require_host("barrier", group)
@@ -604,8 +604,8 @@ def _pretend_groups() -> None:
         return everyone(decode(encode(value), kind), group)
 
     def gather_on_first(value: Any, kind: Any = Any) -> list[Any]:
-        found = gather_objects(value, kind)
-        return found if dist.get_rank() == 0 else []
+        values = gather_objects(value, kind)
+        return values if dist.get_rank() == 0 else []
 
     def broadcast_object(value: Any, kind: Any = Any, group: Any = None) -> Any:
         require_host("broadcast_object", group or collectives.control_group())
@@ -621,11 +621,11 @@ def _pretend_groups() -> None:
         barrier=barrier,
         _coalescing_manager=coalescing,
     )
-    ours = dict(
+    product_functions = dict(
         gather_objects=gather_objects, gather_on_first=gather_on_first, broadcast_object=broadcast_object
     )
-    for name, function in (changes | ours).items():
-        real = getattr(collectives if name in ours else c10d, name)
+    for name, function in (changes | product_functions).items():
+        real = getattr(collectives if name in product_functions else c10d, name)
         for module in list(sys.modules.values()):  # some have imported it by name
             if getattr(module, "__dict__", {}).get(name) is real:
                 setattr(module, name, function)
@@ -636,7 +636,7 @@ def _pretend_groups() -> None:
 
 
 def _stand_in_for_kernels() -> None:
-    """What Megatron leaves to kernels that are not installed here, or to a device's generator."""
+    """Replaces what Megatron computes by kernels that are not installed here, or a device's generator."""
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.tensor_parallel.random as random
 
@@ -676,8 +676,8 @@ def _send_tokens_evenly() -> None:
 
 
 @contextlib.contextmanager
-def fake_cuda(rank: int, world: int) -> Iterator[Seen]:
-    """Be rank ``rank`` of ``world`` on a machine of eight H100s from here on."""
+def fake_cuda(rank: int, world: int) -> Iterator[Recorder]:
+    """Make this process rank ``rank`` of ``world`` on a machine of eight H100s."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % _GPUS))
     _let_autograd_pass()
     _pretend_gpus()
@@ -690,7 +690,7 @@ def fake_cuda(rank: int, world: int) -> Iterator[Seen]:
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, Watch(), torch.autograd.set_multithreading_enabled(False):
-        yield SEEN
+        yield RECORDER
 
 
 def leave(code: int = 0) -> None:

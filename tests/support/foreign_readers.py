@@ -29,7 +29,7 @@ _SYSCALLS = 600
 
 
 def prepare() -> None:
-    """As the readers of checkpoints have it."""
+    """The same as for the readers of checkpoints."""
     foreign_reader.prepare()
 
 
@@ -47,7 +47,7 @@ def stay(_files: Sequence[BinaryIO], _argument: Any) -> Iterator[str]:
 
 
 def misbehave(_files: Sequence[BinaryIO], how: str) -> Iterator[Any]:
-    """End in the way that is asked for."""
+    """End in the requested way."""
     if how == "segfault":
         ctypes.string_at(0)
     elif how == "memory":
@@ -78,7 +78,7 @@ def misbehave(_files: Sequence[BinaryIO], how: str) -> Iterator[Any]:
 
 
 def repeat(_files: Sequence[BinaryIO], value: Any) -> Iterator[Any]:
-    """The same value for ever."""
+    """Yield the same value forever."""
     return itertools.repeat(value)
 
 
@@ -169,13 +169,13 @@ def attack(files: Sequence[BinaryIO], targets: dict[str, Any]) -> Iterator[dict[
         "rename": lambda: os.rename(file, folder / "renamed"),
         "remove": lambda: [os.unlink(entry) for entry in folder.iterdir() if entry.is_file()],
     }
-    found = {}
+    succeeded = {}
     for name, attempt in attempts.items():
         try:
-            found[name] = repr(attempt())[:100]
+            succeeded[name] = repr(attempt())[:100]
         except Exception:
             continue
-    yield found
+    yield succeeded
 
 
 def call_all(_files: Sequence[BinaryIO], left_out: list[int]) -> Iterator[list[int]]:
@@ -188,7 +188,7 @@ def call_all(_files: Sequence[BinaryIO], left_out: list[int]) -> Iterator[list[i
 
 
 def read_indexes(_files: Sequence[BinaryIO], indexes: list[bytes]) -> Iterator[str]:
-    """What becomes of each index."""
+    """Whether each index is read or refused."""
     for data in indexes:
         try:
             list(foreign_reader.read_index([io.BytesIO(data)], None))

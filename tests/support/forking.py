@@ -4,10 +4,10 @@ Most of a short run's time is Python importing torch, Megatron and vLLM, again i
 ``forked_starts``, ``subprocess`` forks what it would start as ``python -m MODULE``, for ``MODULES``, or from
 ``tools/``: the commands that a test starts from a *template* that has imported everything, and their own
 children from themselves. Parents, groups, signals, standard streams, environment and command line, also those
-in /proc, are as after a real start. Not so: modules that a process does not need are imported too, and hash
-seeds and the state of global random generators are those of the template.
+in /proc, are as after a real start. Differences: modules that a process does not need are imported too, and
+hash seeds and the state of global random generators are those of the template.
 
-Tests of how processes start, what they import and how much memory they need do without.
+Tests of how processes start, what they import and how much memory they need do not use it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODULES = (
     "rpg_megatron.commands.replay.rank",
     "vllm.entrypoints.openai.api_server",
 )
-"""What is forked; everything else starts as always, such as workers that run the code of others."""
+"""Modules that are forked; all others start normally, such as workers that run foreign code."""
 _ENGINE_PACKAGES = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 _PARENT_DEATH = "rpg_megatron.system.parent_death"
 _PR_SET_MM, _PR_SET_MM_MAP, _PR_SET_CHILD_SUBREAPER = 35, 14, 36
@@ -79,7 +79,7 @@ def forked_starts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh_starts() -> Iterator[None]:
-    """Within the block, which may be one of ``forked_starts``, processes start as always."""
+    """Within the block, which may be one of ``forked_starts``, processes start normally."""
     before = subprocess.Popen._execute_child
     subprocess.Popen._execute_child = _execute
     try:
@@ -92,28 +92,28 @@ class _Template:
     """The process that has imported everything; it ends with this one."""
 
     def __init__(self) -> None:
-        self._connection, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, it is open as long as this process lives
         # Read when packages are imported: as the launcher sets them for an engine.
-        own = {
+        variables = {
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
-        with its:
+        with remote:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its.fileno())],
+                [sys.executable, "-m", __name__, str(remote.fileno())],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=[its.fileno()],
-                env=os.environ | own,
+                pass_fds=[remote.fileno()],
+                env=os.environ | variables,
             )
 
     def fork(self, start: dict[str, Any]) -> int:
-        """Have it fork a child of this process; its pid."""
+        """Let it fork a child of this process; returns its pid."""
         streams = start.pop("streams")
         # The template's child is orphaned at once, and so becomes a child of this process.
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -137,7 +137,7 @@ def _template() -> _Template:
 
 
 def _replace(fork: Callable[[dict[str, Any]], int]) -> None:
-    """Have ``subprocess`` call ``fork`` for what can be forked."""
+    """Let ``subprocess`` call ``fork`` for what can be forked."""
 
     def execute_child(
         self: Any,
@@ -156,7 +156,9 @@ def _replace(fork: Callable[[dict[str, Any]], int]) -> None:
             return _execute(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         start |= {
-            "streams": [own if own != -1 else i for i, own in enumerate((p2cread, c2pwrite, errwrite))],
+            "streams": [
+                stream if stream != -1 else i for i, stream in enumerate((p2cread, c2pwrite, errwrite))
+            ],
             "cwd": os.fspath(cwd or os.getcwd()),
             "environment": dict(os.environ if env is None else env),
             "umask": umask if umask >= 0 else _own_umask(),
@@ -173,9 +175,9 @@ def _replace(fork: Callable[[dict[str, Any]], int]) -> None:
 
 
 def _own_umask() -> int:
-    own = os.umask(0o077)
-    os.umask(own)
-    return own
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 def _parse(args: Any) -> dict[str, Any] | None:
@@ -219,7 +221,7 @@ def _serve(connection: socket.socket) -> None:
         if not data:
             return
         start = json.loads(data)
-        ready, told = os.pipe()
+        ready, done = os.pipe()
         first = os.fork()
         if first == 0:
             child = os.fork()
@@ -227,10 +229,10 @@ def _serve(connection: socket.socket) -> None:
                 connection.close()
                 while os.getppid() != start["parent"]:
                     signal.sigtimedwait([], 0.001)
-                _become(start | {"streams": streams}, told)
-            os.write(told, struct.pack("i", child))
+                _become(start | {"streams": streams}, done)
+            os.write(done, struct.pack("i", child))
             os._exit(0)
-        os.close(told)
+        os.close(done)
         for stream in streams:
             os.close(stream)
         os.waitpid(first, 0)
@@ -253,28 +255,28 @@ def _import_packages() -> None:
 
 
 def _fork(start: dict[str, Any]) -> int:
-    """Fork a child of this process, which itself was forked; its pid."""
+    """Fork a child of this process, which itself was forked; returns its pid."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
-    ready, told = os.pipe()
+    ready, done = os.pipe()
     start["parent"] = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
         pid = os.fork()
     if pid == 0:
-        _become(start, told)
-    os.close(told)
+        _become(start, done)
+    os.close(done)
     os.read(ready, 1)
     os.close(ready)
     return pid
 
 
-def _become(start: dict[str, Any], told: int) -> NoReturn:
+def _become(start: dict[str, Any], done: int) -> NoReturn:
     """Be what ``python -m MODULE ARGUMENTS`` is; never returns."""
     code = 1
     try:
-        _prepare(start, told)
+        _prepare(start, done)
         code = _run(start["module"])
     except BaseException:
         traceback.print_exc()
@@ -282,14 +284,14 @@ def _become(start: dict[str, Any], told: int) -> NoReturn:
         os._exit(code)
 
 
-def _prepare(start: dict[str, Any], told: int) -> None:
-    """All that a new process has of its own."""
+def _prepare(start: dict[str, Any], done: int) -> None:
+    """Set up everything that a new process does not share."""
     if start["session"]:
         os.setsid()
     if start["group"] is not None and start["group"] >= 0:
         os.setpgid(0, start["group"])
     os.umask(start["umask"])
-    _take_streams(start["streams"], told)
+    _take_streams(start["streams"], done)
     _reset_signals()
     os.chdir(start["cwd"])
     os.environ.clear()
@@ -319,9 +321,9 @@ def _prepare(start: dict[str, Any], told: int) -> None:
     torch._dynamo.config.disable = start["environment"].get("TORCH_COMPILE_DISABLE") == "1"
 
 
-def _take_streams(streams: Sequence[int], told: int) -> None:
-    """Make these descriptors 0 to 2 and ``told`` 3, and close the others."""
-    copies = [os.dup(fd) for fd in (*streams, told)]
+def _take_streams(streams: Sequence[int], done: int) -> None:
+    """Make these descriptors 0 to 2 and ``done`` 3, and close the others."""
+    copies = [os.dup(fd) for fd in (*streams, done)]
     moved = [os.dup2(copy, 100 + i) for i, copy in enumerate(copies)]
     for i, fd in enumerate(moved):
         os.dup2(fd, i)
@@ -342,7 +344,7 @@ def _reset_signals() -> None:
 
 
 def _run(module: str) -> int:
-    """Its exit code, or its end by Ctrl-C."""
+    """Returns its exit code, or ends as by Ctrl-C."""
     sys.modules.pop(module, None)
     code = 0
     try:
@@ -372,7 +374,7 @@ def _run(module: str) -> int:
 
 
 def _guard_exit_functions() -> None:
-    """What a process registers for its exit is not for those that are forked from it."""
+    """Exit functions of a process do not run in processes forked from it."""
     register = atexit.register
 
     def guarded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -391,7 +393,7 @@ def _show_titles() -> None:
 
 
 def _fork_engine_cores() -> None:
-    """On a CPU vLLM spawns its core and workers, in order to bind their threads, which ours are not."""
+    """On a CPU vLLM spawns its core and workers to bind their threads; ours are not bound."""
     from vllm.platforms.cpu import CpuPlatform
 
     plain = CpuPlatform.check_and_update_config.__func__
@@ -408,13 +410,13 @@ _shown: list[Any] = []
 
 
 def _show_in_proc(line: Sequence[str], environment: dict[str, str]) -> None:
-    """Have /proc/PID/cmdline and environ show these (prctl PR_SET_MM_MAP)."""
+    """Make /proc/PID/cmdline and environ show these (prctl PR_SET_MM_MAP)."""
     texts = [
         b"".join(os.fsencode(word) + b"\0" for word in line),
         b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()),
     ]
-    kept = [ctypes.create_string_buffer(text, len(text)) for text in texts]
-    spans = [edge for b in kept for edge in (ctypes.addressof(b), ctypes.addressof(b) + len(b))]
+    buffers = [ctypes.create_string_buffer(text, len(text)) for text in texts]
+    spans = [edge for b in buffers for edge in (ctypes.addressof(b), ctypes.addressof(b) + len(b))]
     # proc_pid_stat(5), counted from the third field on
     fields = [int(f) for f in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
     start_code, end_code, start_stack = fields[22:25]
@@ -425,7 +427,7 @@ def _show_in_proc(line: Sequence[str], environment: dict[str, str]) -> None:
     block = struct.pack("<12QIi", *places, 0, 0, -1)
     if _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.c_char_p(block), len(block), 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP) failed")
-    _shown[:] = kept
+    _shown[:] = buffers
 
 
 if __name__ == "__main__":

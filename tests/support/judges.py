@@ -1,4 +1,4 @@
-"""A stand-in for a judge's server: what it does follows from a word of the question."""
+"""A stand-in for a judge's server: a word of the question decides its behaviour."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class StandInJudge:
 
     def __init__(self) -> None:
         self.url = ""
-        self.asked: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
         """Requests by the question."""
         self.most = self._running = 0
         """Requests at a time."""
         self.delay = 0.0
         self.retry_after = "7"
-        """What "busy" answers."""
+        """Header of the answer to "busy"."""
         self.keys: set[str] = set()
 
     def question(self, text: str) -> str:
         """The question that has this text."""
-        return next(question for question in self.asked if text in question)
+        return next(question for question in self.requests if text in question)
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -66,18 +66,18 @@ class StandInJudge:
         writer.close()
 
     async def answer(self, question: str, fields: dict[str, str]) -> tuple[int, bytes]:
-        self.asked[question] += 1
+        self.requests[question] += 1
         await asyncio.sleep(60 if "slow" in question else self.delay)
         if "dies" in question:
             raise ConnectionError
-        if "broken" in question or ("once" in question and self.asked[question] == 1):
+        if "broken" in question or ("once" in question and self.requests[question] == 1):
             return 500, json.dumps({"error": fields}).encode()  # a server that shows the key
         if "refused" in question:
             return 401, b"{}"
         if "busy" in question or "moved" in question:
             return 429 if "busy" in question else 307, b"{}"
         if "garbage" in question:
-            return 200, GARBAGE[self.asked[question] % len(GARBAGE)]
+            return 200, GARBAGE[self.requests[question] % len(GARBAGE)]
         text = "I like it" if "vague" in question else f"It is fine. Score: {len(question)}"
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
         message = {"choices": [{"message": {"content": text}}], "usage": usage}

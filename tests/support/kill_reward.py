@@ -1,4 +1,4 @@
-"""A reward function for runs with kills: in a worker process, and slow enough to be met there."""
+"""A reward function for runs with kills: in a worker process, and slow enough to be killed there."""
 
 from __future__ import annotations
 

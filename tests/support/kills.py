@@ -1,9 +1,9 @@
 """Kill parts of a run at moments drawn from a seed, and compare the result with an undisturbed run.
 
-A kill waits for the phase it is aimed at, then for a part of the phase's shortest duration. Then all
-processes are stopped (SIGSTOP) and the moment is read: if it is another phase by now, they continue and the
-kill waits for the next one. If not, the target is killed while everything is stopped, so where it hit is
-known, and the others continue.
+A kill waits for its phase, then for a part of the phase's shortest duration. Then all processes are stopped
+(SIGSTOP) and the moment is read: if the phase has changed, they continue and the kill waits for the next one.
+If not, the target is killed while everything is stopped, so the moment of the kill is known, and the others
+continue.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 """Targets that are no kill: signals to the launcher, after which the run saves and ends."""
 CODES = {"Ctrl-C": 130, "SIGTERM": 75}
 ENDS = (TREE, LAUNCHER, RANK, SAMPLER, *SIGNALS)
-"""Targets whose death ends the run. Of the others it takes no notice, once it has started."""
+"""Targets whose death ends the run. A run that has started survives the death of the others."""
 PER_RUN = 5
 
 
 def targets_of(layout: str) -> tuple[str, ...]:
-    """What can be killed in a layout: not all have sampler workers in processes of their own."""
+    """Targets of a layout: not all layouts have sampler workers in processes of their own."""
     more = (SAMPLER_WORKER,) * (WORKERS in LAYOUTS[layout])
     return (*TARGETS, *more, *(SIGNALS if layout == AHEAD else ()))
 
@@ -75,7 +75,7 @@ class Kill:
     step: int
     """Not before this step."""
     fraction: float
-    """Of the phase's shortest duration."""
+    """Part of the phase's shortest duration."""
     choice: float
     """In [0, 1): which of several ranks, engines or workers."""
 
@@ -87,27 +87,27 @@ def draw(layout: str, seed: int, count: int = PER_RUN) -> list[Kill]:
     pairs = list(product(targets_of(layout), phases_of(layout)))
     block, place = divmod(seed, -(-len(pairs) // count))
     random.Random(f"{layout} {block}").shuffle(pairs)
-    dice = random.Random(f"{layout} {seed}")
+    rng = random.Random(f"{layout} {seed}")
     chosen = [pairs[i % len(pairs)] for i in range(place * count, (place + 1) * count)]
-    steps = sorted(dice.randint(1, STEPS - 1) for _ in chosen)
+    steps = sorted(rng.randint(1, STEPS - 1) for _ in chosen)
     starts = [pair for pair in chosen if pair[1] == START]
     # Only a run that starts can be killed in its start, and the export comes last; there, a target that does
     # not end the run comes after those that do.
     exports = sorted((pair for pair in chosen if pair[1] == EXPORT), key=lambda pair: pair[0] not in ENDS)
     order = [pair for pair in chosen if pair[1] not in (START, EXPORT)]
-    dice.shuffle(order)
+    rng.shuffle(order)
     order += exports
     for pair in starts:
         places = [0, *(i + 1 for i, (target, phase) in enumerate(order) if target in ENDS or phase == START)]
-        order.insert(dice.choice(places), pair)
+        order.insert(rng.choice(places), pair)
     return [
-        Kill(target, phase, step, dice.random(), dice.random())
+        Kill(target, phase, step, rng.random(), rng.random())
         for (target, phase), step in zip(order, steps, strict=True)
     ]
 
 
 class KilledRun(WatchedRun):
-    """A run with kills; each is recorded when it is known what became of it."""
+    """A run with kills; each is recorded when its outcome is known."""
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class KilledRun(WatchedRun):
     ):
         super().__init__(folder, layout, tmp)
         self.reference, self.record = reference, record
-        self.wanted = read_rows(reference.folder)
+        self.expected = read_rows(reference.folder)
         self.row: dict[str, Any] | None = None
         """Of the last kill, until it is recorded."""
-        self.struck = 0.0
+        self.killed_at = 0.0
         self.lost: int | None = None
         self.over = self.exporting = False
-        self.known: list[int] = []
-        """Processes, a little while ago."""
+        self.known_pids: list[int] = []
+        """The processes when they were last listed."""
 
     def go(self, kills: Sequence[Kill]) -> None:
         """Run to the end, with the kills; raises AssertionError as soon as something is wrong."""
@@ -135,12 +135,12 @@ class KilledRun(WatchedRun):
             for number, kill in enumerate(kills):
                 self.strike(kill, number)
             while not self.over:
-                assert time.monotonic() < self.struck + LIMIT, f"the run does not end\n{self.told()}"
+                assert time.monotonic() < self.killed_at + LIMIT, f"the run does not end\n{self.output()}"
                 if not self.pump(0.1):
                     self.go_on()
             wrong = self.compare()
-            if (rows := len(read_rows(self.run))) != len(self.wanted):
-                wrong.append(f"{rows} rows of metrics, not {len(self.wanted)}")
+            if (rows := len(read_rows(self.run))) != len(self.expected):
+                wrong.append(f"{rows} rows of metrics, not {len(self.expected)}")
             compare = compare_names if self.layout == AHEAD else compare_files
             wrong += compare(self.run, self.reference.folder) + self.wait_nothing_left(5.0)
             self.conclude(wrong)
@@ -155,13 +155,13 @@ class KilledRun(WatchedRun):
     def compare(self) -> list[str]:
         """The rows so far with those of the reference, and whether each has its rollouts."""
         if self.layout == AHEAD:
-            found = compare_ahead(self.run, self.reference.folder)
+            problems = compare_ahead(self.run, self.reference.folder)
         else:
-            found = compare_rows(read_rows(self.run), self.wanted, engines=self.engines, lost=self.lost)
-        return found + find_missing_rollouts(self.run)
+            problems = compare_rows(read_rows(self.run), self.expected, engines=self.engines, lost=self.lost)
+        return problems + find_missing_rollouts(self.run)
 
     def strike(self, kill: Kill, number: int) -> None:
-        """Wait for the kill's moment, kill, and see that the run continues."""
+        """Wait for the kill's moment and kill; prepares the check that the run continues."""
         delay = kill.fraction * self.reference.seconds.get(kill.phase, 1.0)
         while self.wait_for(kill):
             if kill.phase == EXPORT or not self.exporting:
@@ -179,14 +179,14 @@ class KilledRun(WatchedRun):
                 continue
             self.conclude(self.compare())
             self.traces.memory |= self.command.shared_memory()
-            what = name_of(victims[0]) if len(victims) == 1 else f"{len(victims)} processes"
+            killed = name_of(victims[0]) if len(victims) == 1 else f"{len(victims)} processes"
             send(victims, SIGNALS.get(kill.target, signal.SIGKILL))
-            self.struck, self.killed = time.monotonic(), self.command
+            self.killed_at, self.killed = time.monotonic(), self.command
             send(stopped, signal.SIGCONT)
             self.row = {
                 "kill": number,
                 "target": kill.target,
-                "killed": what,
+                "killed": killed,
                 "aimed": kill.phase,
                 "hit": hit,
             }
@@ -203,24 +203,24 @@ class KilledRun(WatchedRun):
             "hit": None,
             "outcome": "missed",
         }
-        self.struck, self.killed = time.monotonic(), self.command
+        self.killed_at, self.killed = time.monotonic(), self.command
 
     def wait_for(self, kill: Kill) -> bool:
-        """Until a kill's phase has begun; False if the run is over before."""
+        """Wait until a kill's phase has begun; False if the run is over before."""
         end = time.monotonic() + LIMIT
         step = kill.step + (kill.phase == SAVE)  # which follows the step's row
         before = UPDATE if kill.phase in (SAVE, ROLLOUT) else ROLLOUT
-        self.known, seen = self.command.processes(), self.look().phase if self.tap else START
+        self.known_pids, last_phase = self.command.processes(), self.look().phase if self.tap else START
         if kill.phase == EVALUATION:
             step += -step % EVERY
         while not self.over:
-            assert time.monotonic() < end, f"{kill} does not come\n{self.told()}"
+            assert time.monotonic() < end, f"{kill} does not come\n{self.output()}"
             if not self.pump():
                 self.go_on()
             elif self.tap is not None:
                 moment = self.look()
-                if moment.phase != seen and (seen := moment.phase) == before:
-                    self.known = self.command.processes()  # now, since it takes a while
+                if moment.phase != last_phase and (last_phase := moment.phase) == before:
+                    self.known_pids = self.command.processes()  # now, since it takes a while
                 if kill.phase == START:
                     due = self.has_started_so_far(kill.fraction)
                 else:
@@ -233,8 +233,8 @@ class KilledRun(WatchedRun):
         return False
 
     def wanted_phases(self, kill: Kill, moment: Moment) -> tuple[str, ...]:
-        """A run that samples ahead does not always wait for rollouts: a kill that has met its phase in no
-        moment of a step takes another one.
+        """A run that samples ahead does not always wait for rollouts: a kill whose phase did not occur in a
+        step takes another phase.
         """
         late = self.layout == AHEAD and moment.rows > kill.step
         return (kill.phase, *phases_of(self.layout)) if late else (kill.phase,)
@@ -252,8 +252,8 @@ class KilledRun(WatchedRun):
 
     def stop(self) -> list[int]:
         """Stop every process, those that are known first; returns all."""
-        send(self.known, signal.SIGSTOP)
-        stopped = list(self.known)
+        send(self.known_pids, signal.SIGSTOP)
+        stopped = list(self.known_pids)
         while new := [pid for pid in self.command.processes() if pid not in stopped]:
             send(new, signal.SIGSTOP)
             stopped += new
@@ -273,11 +273,11 @@ class KilledRun(WatchedRun):
         if kill.target == SAMPLER:
             return _listed(command.search("rpg_megatron.rollout.sampler"))
         if kill.target == WORKER:  # the fork server, the parent of all, is among them
-            found = [pid for pid in running if "rewards.fork_server" in name_of(pid)]
-            return [found[int(choice * len(found))]] if found else None
+            workers = [pid for pid in running if "rewards.fork_server" in name_of(pid)]
+            return [workers[int(choice * len(workers))]] if workers else None
         if kill.target == SAMPLER_WORKER:
-            found = [pid for pid in running if "rpg_megatron.rollout.worker" in name_of(pid)]
-            return [found[int(choice * len(found))]] if found else None
+            workers = [pid for pid in running if "rpg_megatron.rollout.worker" in name_of(pid)]
+            return [workers[int(choice * len(workers))]] if workers else None
         server = command.search("vllm.entrypoints", f"engine-{int(choice * self.engines)}.sock")
         if kill.target == SERVER or server is None:
             return _listed(server)
@@ -287,15 +287,15 @@ class KilledRun(WatchedRun):
         return children[:1] or None
 
     def after(self, kill: Kill, moment: Moment) -> None:
-        """What has to follow from the kill: the run ends and is started again, or continues by itself."""
+        """Check the consequence of the kill: the run ends and is started again, or continues by itself."""
         assert self.row is not None
         if kill.target in (SERVER, CORE):
             self.lost = moment.rows if self.lost is None else min(self.lost, moment.rows)
         if kill.target not in ENDS:
-            # A run that starts ends of it, unless the engine was up: another kill would hide which.
+            # A starting run ends because of it, unless the engine was up: another kill would hide which.
             end = time.monotonic() + LIMIT
             while self.tap and self.tap.phase == START and self.pump(0.1):
-                assert time.monotonic() < end, f"the start does not end\n{self.told()}"
+                assert time.monotonic() < end, f"the start does not end\n{self.output()}"
             return
         code, err = self.finish()
         self.row["outcome"] = f"exit code {code}"
@@ -304,7 +304,7 @@ class KilledRun(WatchedRun):
             self.over = True  # the ranks had ended: nothing but them was needed
             wrong += self.wait_nothing_left(1.0)
         elif kill.target in (RANK, SAMPLER):
-            if code != 1 or "was killed (SIGKILL" not in err or "Traceback (most" in self.told():
+            if code != 1 or "was killed (SIGKILL" not in err or "Traceback (most" in self.output():
                 wrong.append(f"exit code {code}: {err.strip()[-500:]}")
             wrong += self.wait_nothing_left(1.0)
         elif kill.target in SIGNALS:
@@ -326,7 +326,7 @@ class KilledRun(WatchedRun):
         if code == 0:
             self.over = True
             return
-        assert self.row is not None, f"ended with code {code} before any kill\n{self.told()}{err}"
+        assert self.row is not None, f"ended with code {code} before any kill\n{self.output()}{err}"
         self.row["outcome"] = f"exit code {code}"
         # A run that starts ends when an engine or the graders die: nothing is lost.
         wrong = [] if self.row["hit"] == START else [f"ended with code {code}: {err.strip()[-500:]}"]
@@ -337,7 +337,7 @@ class KilledRun(WatchedRun):
 
     def start_again(self) -> None:
         assert self.row is not None
-        if (self.run / "summary.json").exists():  # the ranks had done all before they heard of it
+        if (self.run / "summary.json").exists():  # the ranks had finished before they noticed
             self.row["outcome"] += ", finished"
             self.over = True
         else:
@@ -348,10 +348,10 @@ class KilledRun(WatchedRun):
         if self.row is None:
             return
         row, self.row = self.row, None
-        resumed = re.search(r"from step (\d+)", self.told())
+        resumed = re.search(r"from step (\d+)", self.output())
         if self.command is not self.killed:  # it was started again
             row["outcome"] += f", resumed from step {resumed[1] if resumed else 0}"
-        row |= {"identical": not wrong, "seconds": round(time.monotonic() - self.struck)}
+        row |= {"identical": not wrong, "seconds": round(time.monotonic() - self.killed_at)}
         self.record(row | ({"wrong": wrong[:5]} if wrong else {}))
         assert not wrong, f"after {row}: " + "; ".join(wrong)
 

@@ -107,17 +107,17 @@ class Launch:
 
     def folders(self) -> list[Path]:
         """Work and bridge folder of this launcher."""
-        found = []
+        private_folders = []
         for owner in [*Path("/tmp").glob("rpg-*/owner.json"), *Path("/dev/shm").glob("rpg-*/owner.json")]:
             try:
                 if json.loads(owner.read_text())["pid"] == self.process.pid:
-                    found.append(owner.parent)
+                    private_folders.append(owner.parent)
             except (OSError, ValueError):
                 continue
-        return found
+        return private_folders
 
     def wait(self, seconds: float) -> int:
-        """Its exit code; if it does not end in time, an error says where each of its threads is."""
+        """Its exit code; if it does not end in time, the error has the stack of each thread."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -131,12 +131,12 @@ class Launch:
 
 
 def wait_for(
-    condition: Callable[[], object], seconds: float, told: Callable[[], str] = lambda: "waited in vain"
+    condition: Callable[[], object], seconds: float, message: Callable[[], str] = lambda: "waited in vain"
 ) -> None:
-    """``told``: what to say if it does not become true in time."""
+    """``message``: of the error if it does not become true in time."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, told()
+        assert time.monotonic() < end, message()
         time.sleep(0.05)
 
 
@@ -144,7 +144,7 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if process_groups.start_time(pid) is not None]
 
 
-def assert_nothing_left(one: Launch) -> None:
-    assert len(one.stand_ins()) == 8, one.stand_ins()
-    assert living(one.stand_ins()) == []
-    assert one.folders() == []
+def assert_nothing_left(launcher: Launch) -> None:
+    assert len(launcher.stand_ins()) == 8, launcher.stand_ins()
+    assert living(launcher.stand_ins()) == []
+    assert launcher.folders() == []

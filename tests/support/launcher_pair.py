@@ -1,4 +1,4 @@
-"""Two whole launchers, as two nodes have them, with stand-ins for engines, sampler and ranks."""
+"""Two whole launchers, as on two nodes, with stand-ins for engines, sampler and ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ OVERRIDES = [
 
 
 class Pair:
-    """Two launchers, and stand-ins that follow a plan when they are told to go."""
+    """Two launchers, and stand-ins that follow a plan after ``go``."""
 
     def __init__(self, folder: Path, config: Path, **plan: str):
         self.folder, self.config = folder, config
@@ -115,16 +115,16 @@ class Pair:
         return self.launchers[-1]
 
     def begin(self, *overrides: str, acts: int = 5) -> None:
-        """Start both and wait until all that shall run does."""
+        """Start both and wait until ``acts`` stand-ins run."""
         for rank in (0, 1):
             self.start(rank, *overrides)
-        wait_for(lambda: len(self.acted()) == acts, 60, self.told)
+        wait_for(lambda: len(self.acted()) == acts, 60, self.logs)
 
     def go(self) -> None:
         (self.folder / "go").touch()
 
     def acted(self) -> list[str]:
-        """In the order of time."""
+        """Names of the stand-ins that started, in order of time."""
         file = self.folder / "acted"
         return file.read_text().split() if file.exists() else []
 
@@ -139,20 +139,20 @@ class Pair:
     def err(self, rank: int) -> str:
         return without_notice((self.folder / f"err-{rank}").read_text())
 
-    def told(self) -> str:
+    def logs(self) -> str:
         logs = self.folder.glob("runs/*/logs/*")
         texts = [self.out(0), self.err(0), self.out(1), self.err(1), *(log.read_text() for log in logs)]
         return "\n---\n".join(texts)
 
     def folders(self) -> list[Path]:
         """Private folders of these launchers."""
-        mine = {launcher.pid for launcher in self.launchers}
+        pids = {launcher.pid for launcher in self.launchers}
         owners = [*Path("/tmp").glob("rpg-*/owner.json"), *Path("/dev/shm").glob("rpg-*/owner.json")]
-        return [owner.parent for owner in owners if json.loads(owner.read_text())["pid"] in mine]
+        return [owner.parent for owner in owners if json.loads(owner.read_text())["pid"] in pids]
 
     def finish(self) -> list[int]:
         """Exit codes, by rank; nothing must be left."""
         codes = [launcher.wait(60) for launcher in self.launchers]
-        wait_for(lambda: not self.living() and not self.folders(), 20, self.told)
+        wait_for(lambda: not self.living() and not self.folders(), 20, self.logs)
         assert list(self.folder.glob("runs/.meeting*")) == []
         return codes

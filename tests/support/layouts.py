@@ -111,7 +111,7 @@ def make_masked_batch() -> list[Trajectory]:
 
 
 def write_rewarded_batch(folder: Path, group: int) -> list[Trajectory]:
-    """``model``, and ``batch.pkl`` with rewards and masks, in groups of so many responses; the batch."""
+    """Write ``model``, and ``batch.pkl`` with rewards and masks in groups of this size; returns the batch."""
     make_layout_model(folder / "model", tied=False)
     batch = make_masked_batch()
     for i, t in enumerate(batch):
@@ -147,7 +147,7 @@ def score_batch(model: PreTrainedModel, batch: list[Trajectory]) -> list[tuple[A
 
 
 def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str) -> dict[str, Any]:
-    """In float64, with the losses written out anew: loss, mean |loss| of a token, and every gradient.
+    """In float64, by a second implementation of the losses: loss, mean |loss| of a token, all gradients.
 
     Only tokens that weights sampled (``versions``) have a loss; ``mask`` is not read.
     """
@@ -192,12 +192,12 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     for name, whole in tensors.items():
         block, _, rest = name.partition(".mlp.experts.")
-        for number, one in enumerate(whole) if rest else []:
+        for number, weight in enumerate(whole) if rest else []:
             expert = f"{block}.mlp.experts.{number}."
             if rest == "gate_up_proj":
-                out[expert + "gate_proj.weight"], out[expert + "up_proj.weight"] = one.chunk(2)
+                out[expert + "gate_proj.weight"], out[expert + "up_proj.weight"] = weight.chunk(2)
             else:
-                out[expert + "down_proj.weight"] = one
+                out[expert + "down_proj.weight"] = weight
         if not rest:
             out[name] = whole
     return out
@@ -238,7 +238,7 @@ def run_layouts(
     batch: list[Trajectory],
     settings: dict[str, Any],
     *,
-    others: Mapping[str, list[Trajectory]] = MappingProxyType({}),
+    batches: Mapping[str, list[Trajectory]] = MappingProxyType({}),
     timeout: float = 240,
     worker: str = "tests.distributed.layout_worker",
     **how: Any,
@@ -246,7 +246,7 @@ def run_layouts(
     """Run each layout on the batch with the model in ``folder``; layouts of one size share their processes.
 
     layouts: name -> (ranks, parallel settings, micro-batches), and perhaps sections that replace those of
-    ``settings``. others: name of a layout -> its batch, if it gets another one. worker: another than the
+    ``settings``. batches: name of a layout -> its batch, if it is another one. worker: another than the
     usual one gets interpreters of its own. how: of ``make_case``.
     """
     (folder / "batch.pkl").write_bytes(pickle.dumps(batch))
@@ -257,9 +257,9 @@ def run_layouts(
             for name, (ranks, parallel, microbatches, *more) in layouts.items()
             if ranks == world
         }
-        for number, name in enumerate(others.keys() & cases.keys()):
+        for number, name in enumerate(batches.keys() & cases.keys()):
             cases[name]["batch"] = f"other_{number}.pkl"
-            (folder / cases[name]["batch"]).write_bytes(pickle.dumps(others[name]))
+            (folder / cases[name]["batch"]).write_bytes(pickle.dumps(batches[name]))
         (folder / "cases.json").write_text(json.dumps(cases))
         fresh = worker != "tests.distributed.layout_worker"
         results |= run_ranks(worker, world, folder, timeout=timeout, fresh=fresh)
@@ -268,36 +268,38 @@ def run_layouts(
 
 
 def check(
-    folder: Path, name: str, result: dict, batch: list[Trajectory], rows: list, wanted: dict[str, Any]
+    folder: Path, name: str, result: dict, batch: list[Trajectory], rows: list, expected: dict[str, Any]
 ) -> None:
     """One layout's results against the reference."""
     assert len(result["scored"]) == len(batch), name
     for key, parts in result["scored"].items():
-        got = dict(parts)
+        actual = dict(parts)
         logp, entropy = rows[int(key)]
-        np.testing.assert_allclose(got["logp"], logp, atol=2e-5, err_msg=f"{name}: log-probs of {key}")
-        np.testing.assert_allclose(got["entropy"], entropy, atol=2e-5, err_msg=f"{name}: entropy of {key}")
+        np.testing.assert_allclose(actual["logp"], logp, atol=2e-5, err_msg=f"{name}: log-probs of {key}")
+        np.testing.assert_allclose(actual["entropy"], entropy, atol=2e-5, err_msg=f"{name}: entropy of {key}")
     update = result["update"]
     assert update["tokens"] == sum(int((t.versions >= 0).sum()) for t in batch), name
-    assert update["grad_norm"] == pytest.approx(wanted["norm"], rel=1e-5), name
-    assert abs(update["loss"] - wanted["loss"]) <= 1e-5 * wanted["abs"], name
-    assert update["abs_loss"] == pytest.approx(wanted["abs"], rel=1e-5), name
+    assert update["grad_norm"] == pytest.approx(expected["norm"], rel=1e-5), name
+    assert abs(update["loss"] - expected["loss"]) <= 1e-5 * expected["abs"], name
+    assert update["abs_loss"] == pytest.approx(expected["abs"], rel=1e-5), name
     gradients = load_file(folder / "gradients" / name / "model.safetensors")
-    assert set(gradients) == set(wanted["gradients"]), name
-    error, key = gradient_error(gradients, wanted["gradients"])
+    assert set(gradients) == set(expected["gradients"]), name
+    error, key = gradient_error(gradients, expected["gradients"])
     assert error <= 1e-5, f"{name}: gradient of {key} off by {error:.1e} of its largest element"
 
 
-def gradient_error(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
+def gradient_error(
+    gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> tuple[float, str]:
     """The largest difference of a gradient, relative to its largest element, and the parameter."""
     return max(
         (float((gradients[key].double() - reference).abs().max() / reference.abs().max()), key)
-        for key, reference in wanted.items()
+        for key, reference in expected.items()
     )
 
 
 SMOOTH = {"objective": {"beta": 0.05, "clip": None}, "anchor": {"type": "fixed"}}
-"""Without a clip: a ratio that lies on its edge would fall to one side or the other by rounding."""
+"""Without a clip: rounding would decide on which side of its bound a ratio is."""
 
 
 def ragged_batch(seed: int, longest: int, count: int) -> list[Trajectory]:
@@ -309,7 +311,7 @@ def ragged_batch(seed: int, longest: int, count: int) -> list[Trajectory]:
     for i, n in enumerate(lengths):
         response = 1 if i % 4 == 0 else int(random.integers(1, n))
         tokens = random.integers(0, 251, n).astype(np.int32)
-        # About what a random model gives: the ratios are not all 1, nor far off.
+        # About the values of a random model: the ratios are near 1, but not all 1.
         old, anchor = (random.normal(-5.5, 0.2, response).astype(np.float32) for _ in range(2))
         batch.append(
             Trajectory(

@@ -22,10 +22,10 @@ def measure_errors(
     padding: int = 0,
     group: Any = None,
 ) -> list[str]:
-    """What is out of bounds: log-probs, entropies, gradients of hidden states and weight, padding's gradient.
+    """Errors out of bounds: log-probs, entropies, gradients of hidden states and weight, padding's gradient.
 
     Bounds: twice the error of plain float32 torch, and 2e-6 x max(1, largest |logit|). ``scale``: of the
-    weights, and so of the logits. ``padding``: rows behind the vocabulary. ``group``: cuts the rows.
+    weights, and so of the logits. ``padding``: rows after the vocabulary. ``group``: cuts the rows.
     """
     generator = torch.Generator().manual_seed(vocab + tokens)
     hidden = torch.randn(tokens, width, generator=generator)
@@ -58,11 +58,11 @@ def measure_errors(
         parts = [torch.empty_like(w) for _ in range(size)]
         dist.all_gather(parts, d_weight, group=group)
         d_weight = torch.cat(parts)
-    got = _named(rows, d_hidden, d_weight)
+    actual = _named(rows, d_hidden, d_weight)
     problems = [] if d_weight[vocab:].eq(0).all() else ["padding has a gradient"]
-    for name, wanted in exact.items():
-        error = (got[name] - wanted).abs().max().item()
-        bound = min(2 * (usual[name] - wanted).abs().max().item(), 2e-6 * max(1.0, largest))
+    for name, expected in exact.items():
+        error = (actual[name] - expected).abs().max().item()
+        bound = min(2 * (usual[name] - expected).abs().max().item(), 2e-6 * max(1.0, largest))
         if not error <= bound:
             problems.append(f"{name}: off by {error:.2e}, bound {bound:.2e}")
     case = f"vocab {vocab}+{padding}, {tokens} tokens, chunk {chunk}, temperature {temperature}"

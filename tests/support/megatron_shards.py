@@ -1,7 +1,7 @@
 """Megatron shards of tiny models, made without the layouts under test.
 
 ``megatron_value`` re-derives each shard by concatenating and chunking whole tensors, the way Megatron's own
-converters do. It shares no arithmetic with ``rpg_megatron.bridge``, so agreement means something.
+converters do. It shares no arithmetic with ``rpg_megatron.bridge``, so agreement is evidence.
 """
 
 import re
@@ -49,8 +49,8 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
         return sd[p + "mlp.gate.weight"]
     if rest.startswith("mlp.experts."):
         number = int(re.search(r"(?:local_experts\.|weight)(\d+)", rest)[1])
-        held = torch.arange(shape.experts.count).chunk(experts.parallel)[experts.rank].tolist()
-        p += f"mlp.experts.{held[number]}."
+        local_experts = torch.arange(shape.experts.count).chunk(experts.parallel)[experts.rank].tolist()
+        p += f"mlp.experts.{local_experts[number]}."
         if "linear_fc2" in rest:
             return sd[p + "down_proj.weight"].chunk(experts.tensor, 1)[experts.tensor_rank]
         halves = [
@@ -103,7 +103,7 @@ def grid(
 
 
 def rank_layers(shape: ModelShape, pipeline: int, virtual: int, rank: int) -> list[int]:
-    """The layers of a pipeline rank: stages are dealt out in turn, so its chunks lie ``pipeline`` apart."""
+    """The layers of a pipeline rank: stages are assigned in turn, so its chunks are ``pipeline`` apart."""
     dealt: list[list[int]] = [[] for _ in range(pipeline)]
     layers = iter(range(shape.num_layers))
     for stage, count in enumerate(shape.stage_layers(pipeline * virtual)):
@@ -132,8 +132,8 @@ def _fused(model: ModelShape, name: str) -> str:
     if rest and model.has_experts(int(number)):
         if rest == "pre_mlp_layernorm.weight":
             return name  # the router reads it too
-        if found := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", rest):
-            return f"{layer}.layers.{number}.mlp.experts.{found[2]}.weight{found[1]}"
+        if match := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", rest):
+            return f"{layer}.layers.{number}.mlp.experts.{match[2]}.weight{match[1]}"
     return f"{layer}.layers.{number}.{FUSED_NORMS[rest]}" if rest in FUSED_NORMS else name
 
 

@@ -21,12 +21,12 @@ def documented() -> list[str]:
 
 def missing_from_page(rows: Iterable[dict]) -> set[str]:
     """Keys of rows of metrics that the page does not have."""
-    known = [pattern(key) for key in documented()]
-    return {key for row in rows for key in row if not any(p.fullmatch(key) for p in known)}
+    patterns = [pattern(key) for key in documented()]
+    return {key for row in rows for key in row if not any(p.fullmatch(key) for p in patterns)}
 
 
 def pattern(key: str) -> re.Pattern[str]:
-    """What a documented key stands for: ``<name>`` is any name."""
+    """The pattern of a documented key: ``<name>`` matches any name."""
     return re.compile(re.sub(r"<[^>]*>", "[^/]+", re.sub(r"([.@])", r"\\\1", key)))
 
 
@@ -35,7 +35,7 @@ def written() -> tuple[set[str], set[str]]:
 
     The phases of ``time/*`` are the arguments of ``time``.
     """
-    found: set[str] = set()
+    strings: set[str] = set()
     phases: set[str] = set()
     words: set[str] = set()
     files = [ROOT / "rpg_megatron" / "rewards" / "reward.py"]
@@ -43,14 +43,14 @@ def written() -> tuple[set[str], set[str]]:
         files += (ROOT / "rpg_megatron" / room).rglob("*.py")
     for file in files:
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        found |= set(_strings(tree))
+        strings |= set(_strings(tree))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "time" and node.args:
                 phases |= {f"time/{text}" for text in _strings(node.args[0])}
     for file in (ROOT / "rpg_megatron" / "config").rglob("*.py"):  # names of the parts of a reward
         words |= set(_strings(ast.parse(file.read_text(encoding="utf-8"))))
-    keys = {text for text in found if _KEY.fullmatch(text)} - {f"time/{_ANY}"}
-    return keys | phases, found | words
+    keys = {text for text in strings if _KEY.fullmatch(text)} - {f"time/{_ANY}"}
+    return keys | phases, strings | words
 
 
 def _strings(tree: ast.AST) -> Iterator[str]:

@@ -34,7 +34,7 @@ SIZES = {
     "num_experts": 8,
     "max_position_embeddings": 512,
 }
-"""Of a mixture whose second layer is dense; EP of 2 and 4 divides its experts."""
+"""Sizes of a mixture whose second layer is dense; EP of 2 and 4 divides its experts."""
 LAYERS, EXPERTS, TOPK = 3, 8, 2
 """Layers with experts, experts of each, experts a token."""
 
@@ -65,10 +65,10 @@ def make_replayed(folder: Path) -> tuple[list[Trajectory], list[Any], dict[str, 
         with torch.no_grad():
             unforced = [logp.numpy() for logp, _ in reference_logprobs(model, batch)]
         with forced(model, batch):
-            wanted = reference_update(model, batch, "rpg")
+            expected = reference_update(model, batch, "rpg")
     assert 0.2 < counts["routes/changed"] < counts["routes/changed_tokens"] <= 1
     assert min(np.abs(a - b).max() for (a, _), b in zip(rows, unforced, strict=True) if len(b) > 9) > 1e-2
-    return batch, rows, wanted, counts
+    return batch, rows, expected, counts
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str
         passed[id(self)] += 1
         chosen = torch.from_numpy(batch[number].routes[:, layer].astype(np.int64))
         logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
-        own = logits.topk(self.top_k, dim=-1).indices.sort(-1).values
-        changed[number] += (own != chosen.sort(-1).values).any(-1).numpy()
+        top_choice = logits.topk(self.top_k, dim=-1).indices.sort(-1).values
+        changed[number] += (top_choice != chosen.sort(-1).values).any(-1).numpy()
         return logits, logits.gather(1, chosen).softmax(-1), chosen
 
     before, kind.forward = kind.forward, route
@@ -106,24 +106,26 @@ def balance(
 ) -> tuple[torch.Tensor, int]:
     """The auxiliary loss of an update, summed over layers and without a coefficient; and these layers.
 
-    Written out anew, in the model's precision. micro_batches: indices of the trajectories of each one. The
-    routers choose by themselves, also within ``forced``.
+    A second implementation, in the model's precision. micro_batches: indices of the trajectories of each one.
+    The routers choose by themselves, also within ``forced``.
     """
     routers = [m for m in model.modules() if isinstance(m, modeling_qwen3_moe.Qwen3MoeTopKRouter)]
     probs: list[list[torch.Tensor]] = [[] for _ in routers]  # of each layer, of each sequence
     hooks = [
         router.register_forward_pre_hook(
-            lambda m, args, found=found: found.append((args[0].flatten(0, -2) @ m.weight.t()).softmax(-1))
+            lambda m, args, layer_probs=layer_probs: layer_probs.append(
+                (args[0].flatten(0, -2) @ m.weight.t()).softmax(-1)
+            )
         )
-        for router, found in zip(routers, probs, strict=True)
+        for router, layer_probs in zip(routers, probs, strict=True)
     ]
     reference_logprobs(model, batch)
     for hook in hooks:
         hook.remove()
     total = torch.zeros(())
-    for own in filter(None, micro_batches):
-        for router, found in zip(routers, probs, strict=True):
-            p = torch.cat([found[i] for i in own])
+    for micro in filter(None, micro_batches):
+        for router, layer_probs in zip(routers, probs, strict=True):
+            p = torch.cat([layer_probs[i] for i in micro])
             chosen = p.detach().topk(router.top_k).indices.flatten()
             share = chosen.bincount(minlength=p.size(1)) / len(chosen)
             total = total + len(p) * p.size(1) * (share * p.mean(0)).sum()

@@ -1,4 +1,4 @@
-"""What a run is doing now: by its progress events, which are passed on to the launcher, and by its files."""
+"""The current phase of a run: by its progress events, which are forwarded to the launcher, and its files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Moment:
 class EventTap:
     """Takes a run's progress events on their way to the launcher, and passes them on.
 
-    A process sends one when a phase begins. Lost ones, of which there may be some (datagrams), are why a
-    moment is also read from the run's files.
+    A process sends one when a phase begins. Events are datagrams and may be lost, so a moment is also read
+    from the run's files.
     """
 
     def __init__(self, work: Path):
@@ -55,7 +55,7 @@ class EventTap:
         """Durations of the phases that are over, by name."""
 
     def pump(self, seconds: float) -> None:
-        """Wait at most so long for events, and pass on all that have come."""
+        """Wait at most this long for events, and forward all that have arrived."""
         self._socket.settimeout(seconds)
         try:
             while True:
@@ -84,7 +84,7 @@ class EventTap:
 
 
 def count_rows(run: Path) -> int:
-    """Rows of metrics that are whole."""
+    """Complete rows of metrics."""
     file = run / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 

@@ -56,18 +56,18 @@ def mutate_pickle(data: bytes, chance: random.Random) -> bytes:
     positions = [position for _, _, position in pickletools.genops(data)] + [len(data)]
     opcodes = [data[a:b] for a, b in itertools.pairwise(positions)]
     for _ in range(chance.choice([1, 1, 2, 3, 8])):
-        place, other = chance.randrange(len(opcodes)), chance.randrange(len(opcodes))
+        place, second = chance.randrange(len(opcodes)), chance.randrange(len(opcodes))
         action = chance.randrange(6)
         if action == 0:
             opcodes.insert(place, chance.choice(_PIECES))
         elif action == 1:
             del opcodes[place]
         elif action == 2:
-            opcodes[place], opcodes[other] = opcodes[other], opcodes[place]
+            opcodes[place], opcodes[second] = opcodes[second], opcodes[place]
         elif action == 3:
             opcodes[place] = chance.choice(_PIECES)
         elif action == 4:
-            opcodes.insert(place, opcodes[other])
+            opcodes.insert(place, opcodes[second])
         else:
             opcodes[place] = mutate_bytes(opcodes[place], chance)
     return b"".join(opcodes)
@@ -75,26 +75,26 @@ def mutate_pickle(data: bytes, chance: random.Random) -> bytes:
 
 def mutate_bytes(data: bytes, chance: random.Random) -> bytes:
     """Flip bits, overwrite numbers, cut or repeat a part."""
-    found = bytearray(data)
+    mutated = bytearray(data)
     for _ in range(chance.choice([1, 1, 2, 5])):
-        if not found:
+        if not mutated:
             break
-        place, action = chance.randrange(len(found)), chance.randrange(5)
+        place, action = chance.randrange(len(mutated)), chance.randrange(5)
         if action <= 1:
-            found[place] ^= 1 << chance.randrange(8)
+            mutated[place] ^= 1 << chance.randrange(8)
         elif action == 2:
             number = chance.choice([0, 1, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
-            found[place : place + 8] = struct.pack("<Q", number)[: len(found) - place]
+            mutated[place : place + 8] = struct.pack("<Q", number)[: len(mutated) - place]
         elif action == 3:
-            del found[place : place + chance.randrange(1, 64)]
+            del mutated[place : place + chance.randrange(1, 64)]
         else:
-            part = found[place : place + chance.randrange(1, 64)]
-            found[place:place] = part
-    return bytes(found)
+            part = mutated[place : place + chance.randrange(1, 64)]
+            mutated[place:place] = part
+    return bytes(mutated)
 
 
 def mutate_text(text: str, chance: random.Random) -> str:
-    """Replace or insert words that parsers treat in their own ways."""
+    """Replace or insert words that parsers treat specially."""
     words = text.split(" ")
     for _ in range(chance.choice([1, 2, 4])):
         word = chance.choice(

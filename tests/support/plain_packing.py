@@ -1,6 +1,6 @@
-"""The rule of ``rpg_megatron.data.packing`` as plainly as it can be written: every candidate is looked at.
+"""The rule of ``rpg_megatron.data.packing`` in its plainest form: every candidate is tried.
 
-Cubic in places. Its plans are what the product's must be equal to, bit for bit.
+Cubic in places. The product's plans must equal its plans, bit for bit.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ def _exchange(shares: list[list[list[int]]], load: list[float], costs: Sequence[
     that have it, so repeated calls terminate.
     """
     high = max(range(len(load)), key=lambda rank: load[rank])
-    best, found = load[high] * (1 - 1e-9), None
+    best, swap = load[high] * (1 - 1e-9), None
     for low in range(len(load)):
-        for i, mine in enumerate(shares[high] if low != high else []):
-            for j, other in enumerate(shares[low]):
-                step = _cost(mine, costs) - _cost(other, costs)
+        for i, given in enumerate(shares[high] if low != high else []):
+            for j, received in enumerate(shares[low]):
+                step = _cost(given, costs) - _cost(received, costs)
                 larger = max(load[high] - step, load[low] + step)
                 if step > 0 and larger < best:
-                    best, found = larger, (low, i, j, step)
-    if found is None:
+                    best, swap = larger, (low, i, j, step)
+    if swap is None:
         return False
-    low, i, j, step = found
+    low, i, j, step = swap
     shares[high][i], shares[low][j] = shares[low][j], shares[high][i]
     load[high] -= step
     load[low] += step

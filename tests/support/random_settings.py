@@ -1,5 +1,5 @@
-"""Random changes of settings, in and out of their ranges: found by walking the settings' classes, and listed
-ones that the walk would hardly find (layouts, FP8, experts, placements, own code, columns of data).
+"""Random changes of settings, in and out of their ranges: from a walk over the settings' classes, and listed
+ones that the walk would hardly reach (layouts, FP8, experts, placements, own code, columns of data).
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ _LISTED = (
 def random_changes(random: Random) -> list[str]:
     """One to four ``key=value`` pairs."""
     walked = list(_leaves(Settings))
-    found = []
+    changes = []
     for _ in range(random.randint(1, 4)):
         if random.random() < 0.7:
-            found.append(random.choice(_LISTED))
+            changes.append(random.choice(_LISTED))
         else:
             key, annotation, limits = random.choice(walked)
-            found.append(f"{key}={json.dumps(_value(random, annotation, limits))}")
-    return found
+            changes.append(f"{key}={json.dumps(_value(random, annotation, limits))}")
+    return changes
 
 
 _NOT_WALKED = ("name", "runs", "model.path", "model.revision", "hub", "subset", "split", "url", "interface")

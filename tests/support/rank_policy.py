@@ -43,5 +43,5 @@ def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
     else:
         bounds = [round(len(trajectories) * (i / count) ** 1.7) for i in range(count + 1)]
     micro = [trajectories[a:b] for a, b in pairwise(bounds)]
-    mine = micro[mesh.data_rank :: mesh.data]
-    return mine + [[]] * (-(-count // mesh.data) - len(mine))
+    share = micro[mesh.data_rank :: mesh.data]
+    return share + [[]] * (-(-count // mesh.data) - len(share))

@@ -1,4 +1,4 @@
-"""Run a worker module in several processes joined over gloo, or alone, and hand back what it wrote."""
+"""Run a worker module in several processes joined over gloo, or alone, and return its result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def free_port() -> int:
     """A TCP port of the loopback interface that was free a moment ago.
 
-    Below those that the kernel hands out: one of them may be another socket's before the ranks have started.
+    Below the ephemeral ports: another socket could get one of those before the ranks have started.
     """
     while True:
         port = random.randrange(15_000, 32_000)
@@ -41,12 +41,12 @@ def run_ranks(
     """Run the module ``worker`` with arguments FOLDER ARGS as ``world`` ranks; return FOLDER/result.json.
 
     Ranks are forked from a process that has imported Megatron and nothing else, which saves most of their
-    start; fresh: each is an interpreter of its own, for what measures memory or wants a GPU.
+    start; fresh: each is an interpreter of its own, for workers that measure memory or need a GPU.
     """
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    codes, told = run_to_end(worker, world, folder, [str(folder), *args], timeout=timeout, fresh=fresh)
-    assert codes == [0] * world, told
+    codes, output = run_to_end(worker, world, folder, [str(folder), *args], timeout=timeout, fresh=fresh)
+    assert codes == [0] * world, output
     return json.loads(result.read_text())
 
 
@@ -66,8 +66,8 @@ def run_to_end(
     logs = [folder / f"rank_{r}.log" for r in range(world)]
     ranks: list[Any] = []
     start = _start_fresh if fresh else _start_forked
-    for log, own in zip(logs, _environments(world), strict=True):
-        ranks.append(start(worker, arguments, own | dict(environment or {}), log))
+    for log, rank_environment in zip(logs, _environments(world), strict=True):
+        ranks.append(start(worker, arguments, rank_environment | dict(environment or {}), log))
     end = time.monotonic() + timeout
     try:
         codes = [_wait(rank, end) for rank in ranks]
@@ -75,8 +75,8 @@ def run_to_end(
         for rank in ranks:
             rank.kill()
             _wait(rank, end + 60)
-    told = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
-    return codes, told
+    output = "\n".join(f"--- rank {r}\n{log.read_text()[-3000:]}" for r, log in enumerate(logs))
+    return codes, output
 
 
 def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) -> Any:
@@ -97,8 +97,8 @@ def run_alone(worker: str, folder: Path, *arguments: str, timeout: float = 400) 
 
 
 def measure_cases(measure: Callable[[dict[str, Any], Path, torch.device], Any]) -> None:
-    """What a worker does that is started with arguments FOLDER [DEVICE]: measures each case of
-    FOLDER/cases.json, on all ranks; rank 0 writes the results, by name, to FOLDER/result.json.
+    """Main function of a worker with arguments FOLDER [DEVICE]: measures each case of FOLDER/cases.json, on
+    all ranks; rank 0 writes the results, by name, to FOLDER/result.json.
     """
     from rpg_megatron.policy.device import start_device, start_process_group  # slow; in workers only
 
@@ -115,7 +115,7 @@ def measure_cases(measure: Callable[[dict[str, Any], Path, torch.device], Any]) 
 def start_ranks(worker: str, world: int, folder: Path) -> tuple[list[Any], TextIO]:
     """Start the module ``worker`` with argument FOLDER as ``world`` forked ranks, and return.
 
-    Returns the processes and what rank 0 prints, to be read as it comes; it ends when the rank does.
+    Returns the processes and what rank 0 prints, as it arrives; it ends when the rank does.
     """
     logs = [folder / f"rank_{r}.log" for r in range(world)]
     logs[0].unlink(missing_ok=True)
@@ -182,12 +182,12 @@ def _be_rank(worker: str, arguments: list[str], environment: dict[str, str], log
 
 
 def _wait(rank: Any, end: float) -> int | None:
-    """Exit code of either kind of process; None if it has none by then."""
-    left = max(0.0, end - time.monotonic())
+    """Exit code of either kind of process; None if it still runs at ``end``."""
+    remaining = max(0.0, end - time.monotonic())
     if not isinstance(rank, subprocess.Popen):
-        rank.join(left)
+        rank.join(remaining)
         return rank.exitcode
     try:
-        return rank.wait(left)
+        return rank.wait(remaining)
     except subprocess.TimeoutExpired:
         return None

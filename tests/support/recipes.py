@@ -1,4 +1,4 @@
-"""The example and recipe files, and how each is cut down to the quickstart's model."""
+"""The example and recipe files, and the overrides that reduce each to the quickstart's model."""
 
 from __future__ import annotations
 

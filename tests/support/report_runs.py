@@ -158,16 +158,16 @@ def _evaluate(rng: np.random.Generator, level: float) -> list[EvalResult]:
     results = []
     for i in range(PROBLEMS):
         answer = str(17 * i % 1000)
-        right = [bool(rng.random() < np.clip(level + 0.5 - i / PROBLEMS, 0, 1)) for _ in range(4)]
-        said = [answer if ok else str(int(answer) + 1) for ok in right]
+        correct = [bool(rng.random() < np.clip(level + 0.5 - i / PROBLEMS, 0, 1)) for _ in range(4)]
+        answers = [answer if ok else str(int(answer) + 1) for ok in correct]
         results.append(
             EvalResult(
                 prompt_id=i,
                 answer=answer,
                 prompt=f"Let $x_{{{i}}}$ be the {i}th number of the sequence. Find $x_{{{i}}} \\bmod 1000$.",
-                responses=[f"We count to {i} and multiply by 17.\n\nAnswer: {s}" for s in said],
-                correct=right,
-                extracted=list(map(str, said)),
+                responses=[f"We count to {i} and multiply by 17.\n\nAnswer: {s}" for s in answers],
+                correct=correct,
+                extracted=list(map(str, answers)),
                 lengths=[14] * 4,
                 finishes=["stop"] * 4,
             )
@@ -179,9 +179,9 @@ def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> l
     batch = []
     for group in range(4):
         for sample in range(4):
-            right = bool(rng.random() < level)
+            correct = bool(rng.random() < level)
             n = int(rng.integers(20, 60))
-            mixed = not sample  # a weight update fell into it
+            mixed = not sample  # a weight update interrupted it
             logp = -rng.random(n).astype(np.float32)
             versions = np.array([step - 2] * (n // 3 * mixed) + [step - 1] * (n - n // 3 * mixed), np.int32)
             # The sampled tokens, and in every second response eight of an environment after the first half.
@@ -198,12 +198,12 @@ def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> l
                     behaviour=logp,
                     versions=np.insert(versions, [n // 2] * (len(mask) - n), NOT_SAMPLED),
                     finish="stop" if sample else "length",
-                    text=f"{text}Step {step}: 17 * {group} = {17 * group}. “So be it.”\nAnswer: {right}",
-                    reward=1.0 if right else -1.0,
-                    correct=right,
+                    text=f"{text}Step {step}: 17 * {group} = {17 * group}. “So be it.”\nAnswer: {correct}",
+                    reward=1.0 if correct else -1.0,
+                    correct=correct,
                     old=logp,
                     anchor=logp,
-                    advantage=0.5 if right else -0.5,
+                    advantage=0.5 if correct else -0.5,
                 )
             )
     return batch

@@ -61,7 +61,7 @@ SAME = (
     "sync/version",
     "sync/bytes",
 )
-"""What does not depend on time or on how the engine happened to batch requests."""
+"""Metrics that depend neither on time nor on how the engine batched requests."""
 
 
 class TrainCommand(Command):
@@ -80,24 +80,24 @@ class TrainCommand(Command):
             time.sleep(0.005)
 
     def wait_for_rollouts(self, step: int) -> None:
-        """Until the step's rollouts are written: scoring is done, the update begins."""
+        """Wait until the step's rollouts are written: scoring is done, the update begins."""
         self.wait(lambda: rollouts_complete(rollouts_file(self.run, step)))
 
     def wait_for_engine(self, index: int = 0) -> int:
-        """Until its process is there: it takes most of a minute to start, so all that follows is seen."""
-        found: list[int | None] = [None]
+        """Wait for the process of an engine, whose start takes most of a minute; returns its number."""
+        pids: list[int | None] = [None]
 
         def begun() -> bool:
-            found[0] = self.search("vllm.entrypoints", f"engine-{index}.sock")
-            return found[0] is not None
+            pids[0] = self.search("vllm.entrypoints", f"engine-{index}.sock")
+            return pids[0] is not None
 
         self.wait(begun)
         self.bridge = next(f for f in self.folders() if f.is_relative_to("/dev/shm"))
-        assert found[0] is not None
-        return found[0]
+        assert pids[0] is not None
+        return pids[0]
 
     def wait_for_first_rollout(self) -> None:
-        """Until the weights were published and taken back: every engine has been synced."""
+        """Wait until the weights were published and retracted: every engine has been synced."""
 
         def begun() -> bool:
             with (self.bridge / "shard-00000.bin").open("rb") as file:
@@ -107,7 +107,7 @@ class TrainCommand(Command):
         self.wait(begun)
 
     def published(self) -> int:
-        """Version that was published last, by the manifest."""
+        """The last published version, by the manifest."""
         try:
             return int(json.loads((self.bridge / MANIFEST).read_text())["version"])
         except OSError:
@@ -122,7 +122,7 @@ class TrainCommand(Command):
         return None
 
     def find(self, *words: str) -> int:
-        """Waits for the process: one that was killed may not have been started again yet."""
+        """Wait for the process: one that was killed may not have been started again yet."""
         self.wait(lambda: self.search(*words) is not None)
         pid = self.search(*words)
         assert pid is not None, f"no process {words}\n{self.out.read_text()}"
@@ -154,19 +154,19 @@ class TrainCommand(Command):
         self.wait(lambda: self.published() == version)
 
     def hold_rollout(self, engine: int, steps: Iterable[int] = (1, 3)) -> int:
-        """Stop an engine in the rollout of the first of the steps in which that succeeds: that step.
+        """Stop an engine in the rollout of the first of the steps in which that succeeds; returns that step.
 
-        Whether the moment was met is read when nothing moves any more: ranks and sampler wait for the engine.
+        Whether it succeeded is read when nothing moves any more: ranks and sampler wait for the engine.
         """
         stopped = process_groups.members(engine)  # the search may take as long as a rollout
-        others = [self.rank(0), self.rank(1), self.sampler()]
+        waiting = [self.rank(0), self.rank(1), self.sampler()]
         metrics = self.run / "metrics.jsonl"
         for step in steps:
             self.wait(lambda n=step: metrics.exists() and metrics.read_bytes().count(b"\n") >= n)
             signal_all(stopped, signal.SIGSTOP)
             quiet = 0
             while quiet < 20:
-                quiet = quiet + 1 if all(is_asleep(pid) for pid in others) else 0
+                quiet = quiet + 1 if all(is_asleep(pid) for pid in waiting) else 0
                 time.sleep(0.05)
             if not rollouts_complete(rollouts_file(self.run, step)):
                 return step
@@ -177,7 +177,7 @@ class TrainCommand(Command):
         self.wait(lambda: f"restart {number} of {of}" in self.out.read_text())
 
     def lose_rank_in_a_sync(self) -> None:
-        """After ``wait_for_sync``: kill rank 1, of which the run ends with one message and nothing left."""
+        """After ``wait_for_sync``: kill rank 1. The run must end with one message and leave nothing."""
         with (self.run / "logs" / "rank_1.log").open("a") as log:
             log.write("last words of rank 1\n")
         files, sampler = self.shared_memory(), self.sampler()
@@ -192,19 +192,19 @@ class TrainCommand(Command):
 
 
 def find_core(engine: int) -> int:
-    """The process that computes (here with its only worker), of a server that is up."""
+    """The engine core (here with its only worker) of a server that is up."""
     (core,) = cores_of(engine)
     return core
 
 
 def cores_of(engine: int) -> list[int]:
-    """The process that computes, once it is there."""
+    """The engine core, once it exists."""
     titles = {pid: read_proc_file(pid, "cmdline") for pid in process_groups.members(engine)}
     return [pid for pid, title in titles.items() if b"EngineCore" in title]
 
 
 def is_asleep(pid: int) -> bool:
-    """Whether all threads of a process wait for something else than a core."""
+    """Whether no thread of a process runs or waits for a disk."""
     states = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
@@ -223,14 +223,14 @@ def kill(leader: int) -> None:
 
 
 def kill_at_work(leader: int) -> None:
-    """Stop an engine, so that what is asked of it stays unanswered, then kill it."""
+    """Stop an engine, so that its requests stay unanswered, then kill it."""
     process_groups.send([leader], signal.SIGSTOP)
     time.sleep(1.0)
     kill(leader)
 
 
 def flip(file: Path) -> None:
-    """One bit, far from the start."""
+    """Flip one bit, far from the start."""
     with file.open("r+b") as shard:
         at = HEADER_BYTES + (file.stat().st_size - HEADER_BYTES) // 2
         shard.seek(at)
@@ -240,7 +240,7 @@ def flip(file: Path) -> None:
 
 
 class Run:
-    """The same command, again and again."""
+    """One run, whose command is started several times."""
 
     def __init__(self, folder: Path, name: str):
         self.parent, self.name, self.folder = folder, name, folder / f"{name}-001"
@@ -257,28 +257,28 @@ class Run:
         return [json.loads(row) for row in whole.splitlines()]
 
     def wait_in_step(self, step: int, most: float = 1.0) -> None:
-        """Until a random moment of that step, or of the next if ``most`` is 2."""
+        """Wait until a random moment of that step, or of the next if ``most`` is 2."""
         assert self.now is not None
         end = time.monotonic() + 900
         while len(rows := self.rows()) < step:
-            assert self.now.process.poll() is None, self.told()
-            assert time.monotonic() < end, self.told()
+            assert self.now.process.poll() is None, self.output()
+            assert time.monotonic() < end, self.output()
             time.sleep(0.02)
         time.sleep(random.uniform(0, most * rows[-1].get("time/step", 1.0)))
         assert self.now.process.poll() is None, "the run was over before it could be stopped"
 
-    def told(self) -> str:
+    def output(self) -> str:
         assert self.now is not None
         return self.now.out.read_text()
 
     def warn(self, number: signal.Signals, everyone: bool) -> None:
-        """Signal it as a scheduler does; it leaves with code 75 and nothing stays behind."""
-        one = self.now
-        assert one is not None
-        files = one.shared_memory()
+        """Signal it as a scheduler does; it must exit with code 75 and leave nothing."""
+        command = self.now
+        assert command is not None
+        files = command.shared_memory()
         if everyone:
-            tree = [p.pid for p in psutil.Process(one.process.pid).children(recursive=True)]
-            tree.append(one.process.pid)
+            tree = [p.pid for p in psutil.Process(command.process.pid).children(recursive=True)]
+            tree.append(command.process.pid)
             random.shuffle(tree)
             for pid in tree:
                 try:
@@ -286,55 +286,55 @@ class Run:
                 except ProcessLookupError:
                     continue
         else:
-            one.process.send_signal(number)
-        code, err = one.finish(600)
-        assert code == 75, self.told() + err
+            command.process.send_signal(number)
+        code, err = command.finish(600)
+        assert code == 75, self.output() + err
         assert err.startswith(f"stopped: {number.name}; "), err
-        one.assert_nothing_left(seconds=5)
+        command.assert_nothing_left(seconds=5)
         assert [file for file in files if file.exists()] == []
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and everything below it, at once."""
+        """SIGKILL the launcher and all its descendants at once."""
         assert self.now is not None
         launcher = psutil.Process(self.now.process.pid)
         tree = [*launcher.children(recursive=True), launcher]
-        for one in tree:
-            one.suspend()
-        for one in tree:
-            one.kill()
+        for process in tree:
+            process.suspend()
+        for process in tree:
+            process.kill()
         self.now.finish()
         assert not (self.folder / "summary.json").exists()
 
     def finish(self) -> None:
         assert self.now is not None
         code, err = self.now.finish(1800)
-        assert code == 0, self.told() + err
+        assert code == 0, self.output() + err
         self.now.assert_nothing_left()
 
     def assert_like(self, other: Run, lost_sync: int | None = None) -> None:
         """lost_sync: the step in whose sync the only engine died, so that it took no bytes."""
-        got, wanted = self.rows(), other.rows()
-        assert [row["step"] for row in got] == [row["step"] for row in wanted] == list(range(STEPS + 1))
-        for mine, theirs in zip(got, wanted, strict=True):
-            if mine["step"] == lost_sync:
-                assert mine["sync/bytes"] == 0
-                mine = mine | {"sync/bytes": theirs["sync/bytes"]}
-            mine, theirs = ({k: v for k, v in row.items() if k.startswith(SAME)} for row in (mine, theirs))
-            assert mine == theirs
+        actual, expected = self.rows(), other.rows()
+        assert [row["step"] for row in actual] == [row["step"] for row in expected] == list(range(STEPS + 1))
+        for row, other_row in zip(actual, expected, strict=True):
+            if row["step"] == lost_sync:
+                assert row["sync/bytes"] == 0
+                row = row | {"sync/bytes": other_row["sync/bytes"]}
+            row, other_row = ({k: v for k, v in r.items() if k.startswith(SAME)} for r in (row, other_row))
+            assert row == other_row
         name = f"hf/step_{STEPS:06d}/model.safetensors"
-        weights, others = load_file(self.folder / name), load_file(other.folder / name)
-        assert weights.keys() == others.keys()
-        assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+        weights, other_weights = load_file(self.folder / name), load_file(other.folder / name)
+        assert weights.keys() == other_weights.keys()
+        assert all(torch.equal(weight, other_weights[key]) for key, weight in weights.items())
         for step in range(1, STEPS + 1):
             name = f"rollouts/step_{step:06d}.parquet"
-            mine, theirs = read_rollouts(self.folder / name), read_rollouts(other.folder / name)
-            assert [t.response.tolist() for t in mine] == [t.response.tolist() for t in theirs]
-            assert [t.seed for t in mine] == [t.seed for t in theirs]
+            batch, other_batch = read_rollouts(self.folder / name), read_rollouts(other.folder / name)
+            assert [t.response.tolist() for t in batch] == [t.response.tolist() for t in other_batch]
+            assert [t.seed for t in batch] == [t.seed for t in other_batch]
         summaries = [json.loads((run.folder / "summary.json").read_text()) for run in (self, other)]
         assert summaries[0]["accuracy_before"] == summaries[1]["accuracy_before"]
         assert [p.name for p in self.parent.glob(f"{self.name}-*")] == [self.folder.name]
-        kept = sorted(p.name for p in (self.folder / "checkpoints").iterdir())
-        assert kept == ["latest.json", f"step_{STEPS:06d}"]
+        checkpoints = sorted(p.name for p in (self.folder / "checkpoints").iterdir())
+        assert checkpoints == ["latest.json", f"step_{STEPS:06d}"]
 
 
 def results(run: Run, steps: int) -> tuple[list[dict], dict[str, torch.Tensor], list[list[int]]]:
@@ -344,10 +344,13 @@ def results(run: Run, steps: int) -> tuple[list[dict], dict[str, torch.Tensor], 
     return rows, weights, [t.response.tolist() for file in files for t in read_rollouts(file)]
 
 
-def assert_same(one: Run, other: Run, steps: int) -> None:
+def assert_same(run: Run, other: Run, steps: int) -> None:
     """Both sampled the same tokens, wrote the same metrics and ended with the same weights, bit for bit."""
-    (rows, weights, rollouts), (wanted, others, drawn) = results(one, steps), results(other, steps)
-    assert rollouts == drawn
-    assert rows == wanted
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weight, others[key]) for key, weight in weights.items())
+    (rows, weights, rollouts), (other_rows, other_weights, other_rollouts) = (
+        results(run, steps),
+        results(other, steps),
+    )
+    assert rollouts == other_rollouts
+    assert rows == other_rows
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weight, other_weights[key]) for key, weight in weights.items())

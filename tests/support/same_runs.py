@@ -1,6 +1,6 @@
-"""Whether two runs are the same, bit for bit, and whether a run has left anything behind.
+"""Whether two runs are the same, bit for bit, and whether a run lacks rollouts.
 
-Both answers are lists of lines, empty if all is well.
+Both results are lists of problems.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OWN = (
     *("logs/", "tensorboard/", ".lock", "report.html", "environment.json", "metrics.jsonl", "engines.jsonl"),
     "timeline",
 )
-"""What a run's folder has of its own, or is compared by rows."""
+"""Files that differ between runs, or are compared by rows."""
 
 
 def to_row(t: Trajectory) -> dict[str, Any]:
@@ -39,32 +39,32 @@ def to_row(t: Trajectory) -> dict[str, Any]:
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
-    """The whole rows of metrics; the last one may be in writing."""
+    """The complete rows of metrics; the last row may be half written."""
     file = run / "metrics.jsonl"
     whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
     return [json.loads(row) for row in whole.splitlines()]
 
 
 def compare_rows(
-    rows: list[dict[str, Any]], wanted: list[dict[str, Any]], *, engines: int = 1, lost: int | None = None
+    rows: list[dict[str, Any]], expected: list[dict[str, Any]], *, engines: int = 1, lost: int | None = None
 ) -> list[str]:
     """The rows so far against the first ones of another run. lost: the step from which on an engine may have
     been away, and have taken no bytes.
     """
     steps = [row["step"] for row in rows]
-    if steps != list(range(len(rows))) or len(rows) > len(wanted):
-        return [f"rows of steps {steps}; wanted 0, 1, ... up to {len(wanted) - 1}"]
-    found = []
-    for row, other in zip(rows, wanted, strict=False):
-        for key in sorted(k for k in row.keys() | other.keys() if not k.startswith(VARIES)):
-            mine, theirs = row.get(key, "missing"), other.get(key, "missing")
-            shares = [theirs * i / engines for i in range(engines)] if key == "sync/bytes" else []
-            away = lost is not None and row["step"] >= lost and mine in shares
-            if mine != theirs and not away:
-                found.append(f"metrics of step {row['step']}: {key} is {mine}, not {theirs}")
+    if steps != list(range(len(rows))) or len(rows) > len(expected):
+        return [f"rows of steps {steps}; wanted 0, 1, ... up to {len(expected) - 1}"]
+    problems = []
+    for row, expected_row in zip(rows, expected, strict=False):
+        for key in sorted(k for k in row.keys() | expected_row.keys() if not k.startswith(VARIES)):
+            value, expected_value = row.get(key, "missing"), expected_row.get(key, "missing")
+            shares = [expected_value * i / engines for i in range(engines)] if key == "sync/bytes" else []
+            away = lost is not None and row["step"] >= lost and value in shares
+            if value != expected_value and not away:
+                problems.append(f"metrics of step {row['step']}: {key} is {value}, not {expected_value}")
         if row.get("mismatch/logp_max", 0) > 1e-3:
-            found.append(f"metrics of step {row['step']}: mismatch/logp_max is {row['mismatch/logp_max']}")
-    return found
+            problems.append(f"metrics of step {row['step']}: mismatch/logp_max is {row['mismatch/logp_max']}")
+    return problems
 
 
 def find_missing_rollouts(run: Path) -> list[str]:
@@ -74,17 +74,22 @@ def find_missing_rollouts(run: Path) -> list[str]:
     return [f"step {step} is done, but its rollouts are not written" for step in missing]
 
 
-def compare_names(run: Path, other: Path) -> list[str]:
+def compare_names(run: Path, reference: Path) -> list[str]:
     """Names of the files of two finished runs, without their logs."""
-    mine, theirs = _list_files(run), _list_files(other)
-    return [f"{name} is {'missing' if name in theirs else 'too many'}" for name in sorted(mine ^ theirs)]
+    names, reference_names = _list_files(run), _list_files(reference)
+    return [
+        f"{name} is {'missing' if name in reference_names else 'too many'}"
+        for name in sorted(names ^ reference_names)
+    ]
 
 
-def compare_files(run: Path, other: Path) -> list[str]:
+def compare_files(run: Path, reference: Path) -> list[str]:
     """Every file of two finished runs but their logs: names, and contents without times and paths."""
-    mine, theirs = _list_files(run), _list_files(other)
-    found = compare_names(run, other)
-    return found + [f"{name} differs" for name in sorted(mine & theirs) if _differ(run / name, other / name)]
+    names, reference_names = _list_files(run), _list_files(reference)
+    problems = compare_names(run, reference)
+    return problems + [
+        f"{name} differs" for name in sorted(names & reference_names) if _differ(run / name, reference / name)
+    ]
 
 
 def _list_files(run: Path) -> set[str]:
@@ -92,21 +97,21 @@ def _list_files(run: Path) -> set[str]:
     return {name for name in names if not name.startswith(_OWN)}
 
 
-def _differ(one: Path, other: Path) -> bool:
-    return one.read_bytes() != other.read_bytes() and _content(one) != _content(other)
+def _differ(file: Path, reference: Path) -> bool:
+    return file.read_bytes() != reference.read_bytes() and _content(file) != _content(reference)
 
 
 def _content(file: Path) -> Any:
-    """What has to be equal in files that are not, byte for byte."""
-    if file.name == ".metadata":  # torch's index of a checkpoint: a save has a number of its own in it
+    """The part of a file that must be equal where its bytes are not."""
+    if file.name == ".metadata":  # torch's index of a checkpoint, which has a number of the save
         index = pickle.loads(file.read_bytes())
         return repr((index.state_dict_metadata, index.planner_data, index.storage_data))
-    if file.name == ".metadata.json":  # its own form of the index, with the hash of torch's
+    if file.name == ".metadata.json":  # the product's form of the index, with the hash of torch's
         return json.loads(file.read_text()) | {"sha256": ""}
     if file.name == "config.yaml":
         return yaml.safe_load(file.read_text()) | {"runs": ""}
     if file.name == "manifest.json":
-        # Of files that hold times or paths, the hash says nothing; they are compared themselves.
+        # Files with times or paths have other hashes; their contents are compared.
         text = json.loads(file.read_text())
         hashes = text["files"]
         return text | {"files": {n: n.endswith(".distcp") and f for n, f in hashes.items()}}

@@ -22,7 +22,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 SECRET = "wandb-5ecret-0123456789abcdef0123456789abcdef"
-"""Planted as everybody's W&B key."""
+"""Planted as the W&B key of every job."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 NODES = ("n1", "n2")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
@@ -79,7 +79,7 @@ class Slurm:
     """The daemons, started by the constructor, and the commands that speak to them."""
 
     def __init__(self, folder: Path):
-        """folder: short, since sockets lie in it; owned by this user."""
+        """folder: with a short path, since it has sockets; owned by this user."""
         self.folder = folder
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
@@ -96,7 +96,7 @@ class Slurm:
         facts = {"folder": folder, "ports": ports, "user": user, "host": socket.gethostname()}
         (folder / "slurm.conf").write_text(CONFIG.format(**facts, cpus=os.cpu_count()))
         for number in range(8):
-            (folder / f"gpu{number}").touch()  # Slurm hands out names of devices; nobody opens them
+            (folder / f"gpu{number}").touch()  # Slurm assigns names of devices; no process opens them
         (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n")
         try:
             self._start("munged", "--foreground", "--force", f"--key-file={key}", *self._munge_files())
@@ -130,41 +130,41 @@ class Slurm:
         self._start("slurmd", "-D", "-N", node, name=node)
 
     def fail_node(self, node: str) -> None:
-        """What a power failure does: slurmd and everything it started are gone at once."""
+        """Like a power failure: slurmd and everything that it started end at once."""
         tasks = [p for p in self.processes() if p.info["environ"].get("SLURMD_NODENAME") == node]
         steps = [p for task in tasks for p in task.parents() if p.name() == "slurmstepd"]
-        # What a dead machine had in its memory is gone with it; here the guardian removes it.
+        # A dead machine loses what it had in memory; here the guardian removes it.
         victims = [p for p in tasks if "rpg_megatron.launcher.reaper" not in p.info["cmdline"]]
-        for one in [psutil.Process(self.daemons[node].pid), *steps, *victims]:
-            _kill(one)
+        for process in [psutil.Process(self.daemons[node].pid), *steps, *victims]:
+            _kill(process)
         self.daemons.pop(node).wait()
 
     def processes(self) -> list[psutil.Process]:
-        """What jobs of this Slurm started and is alive, with ``info["environ"]`` and ``info["cmdline"]``.
+        """Live processes of this Slurm's jobs, with ``info["environ"]`` and ``info["cmdline"]``.
 
-        psutil gives None for what a process that ends meanwhile no longer tells.
+        psutil gives None where a process ends meanwhile.
         """
-        mine = {daemon.pid for daemon in self.daemons.values()}
-        wanted = str(self.folder / "slurm.conf")
+        daemons = {daemon.pid for daemon in self.daemons.values()}
+        config = str(self.folder / "slurm.conf")
         return [
             process
             for process in psutil.process_iter(["environ", "cmdline"])
-            if (process.info["environ"] or {}).get("SLURM_CONF") == wanted
+            if (process.info["environ"] or {}).get("SLURM_CONF") == config
             and process.info["environ"].get("SLURM_JOB_ID")
             and process.info["cmdline"] is not None
-            and process.pid not in mine
+            and process.pid not in daemons
         ]
 
     def sockets_open_to_others(self) -> list[tuple[str, str]]:
-        """What a job listens on that is not on loopback: (address, command line), Slurm's own left out."""
-        found = []
+        """Sockets that jobs listen on outside of loopback: (address, command line), without Slurm's own."""
+        listeners = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
                 for connection in process.net_connections("inet"):
                     place = connection.laddr
                     if connection.status == psutil.CONN_LISTEN and not place.ip.startswith("127."):
-                        found.append((f"{place.ip}:{place.port}", " ".join(process.info["cmdline"])))
-        return [(address, line) for address, line in found if not line.startswith("srun ")]
+                        listeners.append((f"{place.ip}:{place.port}", " ".join(process.info["cmdline"])))
+        return [(address, line) for address, line in listeners if not line.startswith("srun ")]
 
     def run(self, *command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """Output of a Slurm command."""
@@ -196,7 +196,7 @@ class Slurm:
         return set(done.stdout.split()) if done.returncode == 0 else {"unreachable"}
 
     def job(self, number: str) -> dict[str, str]:
-        """What ``scontrol show job`` says."""
+        """The fields of ``scontrol show job``."""
         words = self.run("scontrol", "-o", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -209,7 +209,7 @@ class Slurm:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """End the jobs, the daemons, and what is left of either."""
+        """End the jobs and the daemons, and remove what is left of them."""
         if "slurmctld" in self.daemons:
             subprocess.run(["scancel", "--user=root"], env=self.environment, check=False, timeout=60)
             end = time.monotonic() + 60
@@ -229,7 +229,7 @@ class Slurm:
 
 
 def start_slurm() -> Iterator[Slurm]:
-    """For fixtures: a Slurm, which leaves nothing."""
+    """For fixtures: a Slurm that leaves nothing behind."""
     cluster = Slurm(Path(tempfile.mkdtemp(prefix="rpgs-", dir="/tmp")))
     try:
         yield cluster
@@ -239,7 +239,7 @@ def start_slurm() -> Iterator[Slurm]:
 
 
 class Job:
-    """A job of one of the scripts, submitted from a folder with a blank in its name."""
+    """A job of one of the scripts, submitted from a folder with a space in its name."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class Job:
             "WANDB_API_KEY": SECRET,
             "RPG_MEGATRON": str(launcher or folder / "the bin" / "rpg-megatron"),
         }
-        self.seen: set[str] = set()
+        self.command_lines: set[str] = set()
         self.tokens: set[str] = set()
         command = [
             "sbatch",
@@ -275,13 +275,13 @@ class Job:
         return next(iter(self.folder.glob(f"*-{self.number}.log")), self.folder / "none")
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
     def look(self) -> None:
-        """Keep what others can see of the job's processes, and the tokens, which they must not."""
+        """Record the command lines of the job's processes, which others can see, and the tokens."""
         for process in self.slurm.processes():
-            self.seen.add(" ".join(process.info["cmdline"]))
+            self.command_lines.add(" ".join(process.info["cmdline"]))
             self.tokens.add(process.info["environ"].get(TOKEN_VARIABLE, ""))
 
     def state(self) -> str:
@@ -289,15 +289,15 @@ class Job:
         return self.slurm.job(self.number)["JobState"]
 
     def wait_for(self, text: str, seconds: float = 900) -> None:
-        def said() -> bool:
-            state = self.state()  # before the text, which may be the last that is said in that state
-            there = text in self.said
-            assert there or state in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), (
-                f"{state}\n{self.told()}"
+        def appeared() -> bool:
+            state = self.state()  # read before the output, which may end in that state
+            matched = text in self.output
+            assert matched or state in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"), (
+                f"{state}\n{self.logs()}"
             )
-            return there
+            return matched
 
-        self.slurm.wait(said, seconds)
+        self.slurm.wait(appeared, seconds)
 
     def wait_for_restart(self) -> None:
         """Slurm lets a requeued job wait for two minutes."""
@@ -309,15 +309,15 @@ class Job:
         self.slurm.wait(again, 400)
 
     def wait_for_end(self, seconds: float = 900) -> dict[str, str]:
-        """Until no process of it is left; what Slurm says of it."""
+        """Wait until no process of it is left; returns Slurm's record of it."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.slurm.wait(lambda: self.state() in over, seconds)
         self.slurm.wait(lambda: not self.slurm.processes(), 60)
         return self.slurm.job(self.number)
 
-    def told(self) -> str:
+    def logs(self) -> str:
         logs = sorted(self.folder.glob("runs/*/logs/*.log"))
-        return self.said + "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)
+        return self.output + "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in logs)
 
     def rows(self) -> list[dict]:
         return [json.loads(row) for row in (self.run / "metrics.jsonl").read_text().splitlines()]
@@ -330,10 +330,10 @@ class Job:
     def assert_no_secret_shows(self, starts: int = 1) -> None:
         """In logs, command lines, the run's folder, the job's script and record."""
         tokens = self.tokens - {""}
-        assert len(tokens) == starts  # one for all processes of all nodes
+        assert len(tokens) == starts, tokens  # one for all processes of all nodes
         script = self.slurm.run("scontrol", "write", "batch_script", self.number, "-")
         record = self.slurm.run("scontrol", "show", "job", "-d", self.number)
-        texts = {"command lines": "\n".join(self.seen), "script": script, "record": record}
+        texts = {"command lines": "\n".join(self.command_lines), "script": script, "record": record}
         texts |= {
             str(file): file.read_bytes().decode(errors="replace")
             for file in self.folder.rglob("*")

@@ -39,9 +39,10 @@ class StandIns:
         """Whether they have the plug-in's route."""
         self.delay = 0.0
         """Seconds until an answer."""
-        self.asked = 0
+        self.requests = 0
+        """Requests for samples so far."""
         self.version: int | None = None
-        """Of the weights that were synced last."""
+        """Version of the weights that were synced last."""
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -56,7 +57,7 @@ class StandIns:
                 elif path == SYNC:
                     answer = self.sync(json.loads(body))
                 elif path.startswith("/inference"):
-                    self.asked += 1
+                    self.requests += 1
                     await self.wait()
                     answer = self.answer(json.loads(body), path == GENERATE)
                 writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
@@ -68,10 +69,10 @@ class StandIns:
         """Before a response."""
         await asyncio.sleep(self.delay)
 
-    def sync(self, asked: dict[str, Any]) -> bytes:
+    def sync(self, request: dict[str, Any]) -> bytes:
         """Each step succeeds; there are no tensors."""
-        info, done = asked["update_info"], StepsDone(dict.fromkeys(asked["steps"], 0.0))
-        for step in asked["steps"]:
+        info, done = request["update_info"], StepsDone(dict.fromkeys(request["steps"], 0.0))
+        for step in request["steps"]:
             if step in ("check", "apply"):
                 ack = {"rank": 0, "ok": True, "mode": "slices", "bytes": 0, "summed": 1}
                 ack |= {"session": info["session"], "phase": step}
@@ -80,10 +81,10 @@ class StandIns:
                 self.version = info["version"]
         return msgspec.json.encode(done)
 
-    def answer(self, asked: dict[str, Any], as_bytes: bool) -> bytes:
-        sampling = asked["sampling_params"]
+    def answer(self, request: dict[str, Any], as_bytes: bool) -> bytes:
+        sampling = request["sampling_params"]
         drawn = [
-            self.sample(asked["token_ids"], sampling["seed"] + i, sampling["max_tokens"])
+            self.sample(request["token_ids"], sampling["seed"] + i, sampling["max_tokens"])
             for i in range(sampling["n"])
         ]
         if as_bytes:

@@ -2,12 +2,12 @@
 
 Tensors lie in ordinary memory; ``on_gpu`` says of some that they are on a GPU, and what is computed from them
 or allocated with ``device="cuda"`` is there too. ``torch.cuda`` and process groups are stand-ins. Every
-operation is carried out at once, and noted where CUDA would do it later: on the current stream of its thread.
+operation runs at once, and is recorded where CUDA would run it later: on the current stream of its thread.
 
 What is known to be over when an operation begins is a vector clock: threads and streams count their
 operations, and an event, a wait, a synchronisation, a start of a thread or a message hands a clock on. Then
 
-- two uses of the same bytes, one of which writes, must be in an order that does not depend on luck;
+- two uses of the same bytes, one of which writes, must have a defined order;
 - memory that is freed must not be in use by another stream than the one that it was allocated on, unless the
   host knows that the use has ended; memory of the host must not be in use by the device at all;
 - memory that goes back to the device (``empty_cache``) must not be in use at all, for others get it;
@@ -50,7 +50,7 @@ LOCK = threading.RLock()
 
 
 class Timeline:
-    """A thread of a process, or a stream: what it does is in order, and ``clock`` is what is over."""
+    """A thread of a process, or a stream: its operations are in order; ``clock`` has those that are over."""
 
     def __init__(self, name: str, process: Process | None = None) -> None:
         self.name, self.process = name, process
@@ -116,7 +116,7 @@ class Stream(Timeline):
             ORDER.fault(f"a stream on GPU {index}, in a process of GPU {process.gpu}")
 
     def enqueue(self) -> int:
-        """Put an operation of the present thread at the end."""
+        """Append an operation of the current thread."""
         self.learn(ORDER.host.clock)
         return self.tick()
 
@@ -154,7 +154,7 @@ class Event:
 
 
 class Order:
-    """What is known of all memory, and what was found wrong."""
+    """The uses of all memory, and the faults so far."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -206,25 +206,25 @@ class Order:
 
     @contextlib.contextmanager
     def within(self, process: Process) -> Iterator[None]:
-        """The block runs in another process, which is told of it and whose end is awaited."""
+        """The block runs in another process, which starts after what this one has done, and is waited for."""
         before = dict(self._local.__dict__)
-        told = dict(self.host.clock) if hasattr(self._local, "host") else {}
-        here = Timeline(f"{process.name}: main thread", process)
-        here.learn(told)
+        clock = dict(self.host.clock) if hasattr(self._local, "host") else {}
+        main_thread = Timeline(f"{process.name}: main thread", process)
+        main_thread.learn(clock)
         self._local.__dict__.clear()
-        self._local.host, self._local.gpu = here, process.gpu
+        self._local.host, self._local.gpu = main_thread, process.gpu
         try:
             yield
         finally:
             self._local.__dict__.clear()
             self._local.__dict__.update(before)
             if "host" in before:
-                self.host.learn(here.clock)
+                self.host.learn(main_thread.clock)
 
     # --- what happens
 
-    def fault(self, what: str) -> None:
-        text = f"{_place()}: {what}"
+    def fault(self, message: str) -> None:
+        text = f"{_place()}: {message}"
         if text not in self.faults:
             self.faults.append(text)
 
@@ -238,33 +238,33 @@ class Order:
             if key not in self._memory:
                 weakref.finalize(storage, self._free, key).atexit = False
             owner = self.current_stream(torch.device("cuda", gpu)) if gpu is not None else None
-            self._memory[key] = made = Memory(gpu, owner, pinned)
-        return made
+            self._memory[key] = memory = Memory(gpu, owner, pinned)
+        return memory
 
     def use(self, x: Tensor, timeline: Timeline, number: int, *, writes: bool) -> None:
-        """Note an operation's use of a tensor; ``number`` is what ``timeline`` calls the operation."""
+        """Record an operation's use of a tensor; ``number``: of the operation in ``timeline``."""
         if x.numel() == 0 or x.is_meta:
             return
         memory = self.memory_of(x.untyped_storage()) or self.place(x.untyped_storage(), None)
         low = x.storage_offset() * x.element_size()
         reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
-        made = Use(timeline, number, writes, low, low + reach * x.element_size(), _place())
+        new = Use(timeline, number, writes, low, low + reach * x.element_size(), _place())
         with LOCK:
-            kept = []
+            remaining = []
             for old in memory.uses:
                 over = old.over(timeline.clock)
-                overlap = old.low < made.high and made.low < old.high
+                overlap = old.low < new.high and new.low < old.high
                 if (
                     overlap
                     and not over
                     and (old.writes or writes)
                     and (old.timeline, old.number) != (timeline, number)
                 ):
-                    other = f"{old.where} {_word(old)} ({old.timeline.name})"
-                    self.fault(f"{_word(made)} ({timeline.name}) while {other}")
-                if not (over and writes and made.low <= old.low and old.high <= made.high):
-                    kept.append(old)
-            memory.uses = [*kept, made]
+                    earlier = f"{old.where} {_word(old)} ({old.timeline.name})"
+                    self.fault(f"{_word(new)} ({timeline.name}) while {earlier}")
+                if not (over and writes and new.low <= old.low and old.high <= new.high):
+                    remaining.append(old)
+            memory.uses = [*remaining, new]
 
     def copy(self, to: Tensor, source: Tensor, *, later: bool) -> None:
         """``copy_``: between GPU and host it waits, unless ``later`` and the memory is pinned."""
@@ -338,15 +338,15 @@ class Order:
                 self._check_free(memory)
 
     def _check_free(self, memory: Memory) -> None:
-        known = dict(self.host.clock)
+        clock = dict(self.host.clock)
         if memory.owner is not None:
-            known = {
-                t: max(known.get(t, 0), memory.owner.clock.get(t, 0)) for t in {*known, *memory.owner.clock}
+            clock = {
+                t: max(clock.get(t, 0), memory.owner.clock.get(t, 0)) for t in {*clock, *memory.owner.clock}
             }
             self._freed.append(Memory(memory.gpu, memory.owner, uses=list(memory.uses)))
         for use in memory.uses:
             # Torch's own pinned memory waits for copies.
-            if not use.over(known) and not (memory.pinned and isinstance(use.timeline, Stream)):
+            if not use.over(clock) and not (memory.pinned and isinstance(use.timeline, Stream)):
                 self.fault(f"frees memory while {use.where} {_word(use)} it ({use.timeline.name})")
 
     def _gpu(self, x: Tensor) -> int | None:
@@ -380,7 +380,7 @@ def _place() -> str:
 
 
 class Pretend(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the host, and said to be on the GPU."""
+    """Tensors that are requested on a GPU are made on the host, and marked as on the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -399,7 +399,7 @@ class Pretend(TorchFunctionMode):
             gpu = device.index if device.index is not None else ORDER.current_gpu
             with _Allocating(gpu):
                 out = func(*args, **kwargs)
-            if ORDER._gpu(out) is None:  # made of a constant
+            if ORDER._gpu(out) is None:  # made from a constant
                 ORDER.place(out.untyped_storage(), gpu)
             return out
         if pinned and ORDER.current_gpu != ORDER.process.gpu:
@@ -411,7 +411,7 @@ class Pretend(TorchFunctionMode):
 
 
 class _Allocating:
-    """Within the block the present thread makes tensors on a GPU."""
+    """Within the block the current thread makes tensors on a GPU."""
 
     def __init__(self, gpu: int) -> None:
         self._gpu = gpu
@@ -437,18 +437,18 @@ def _move(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Record(TorchDispatchMode):
-    """Notes what each operation reads and writes."""
+    """Records what each operation reads and writes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        known = {x.untyped_storage()._cdata for x in given if not x.is_meta}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        storages = {x.untyped_storage()._cdata for x in inputs if not x.is_meta}
         out = func(*args, **kwargs)
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
-        fresh = [x for x in made if x.untyped_storage()._cdata not in known]
+        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
+        fresh = [x for x in outputs if x.untyped_storage()._cdata not in storages]
         gpu = getattr(ORDER._local, "allocating", None)
         if gpu is None:
-            gpu = next((g for x in given if not x.is_meta and (g := ORDER._gpu(x)) is not None), None)
+            gpu = next((g for x in inputs if not x.is_meta and (g := ORDER._gpu(x)) is not None), None)
         for x in fresh:
             ORDER.place(x.untyped_storage(), gpu)
         if func is aten.copy_.default:
@@ -471,7 +471,7 @@ class Record(TorchDispatchMode):
                 if isinstance(x, Tensor)
             ]
             places = {id(x) for x in written}
-            ORDER.launch([x for x in given if id(x) not in places], [*written, *fresh])
+            ORDER.launch([x for x in inputs if id(x) not in places], [*written, *fresh])
         return out
 
 
@@ -539,7 +539,7 @@ class Work:
 
 
 def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """What ``UntypedStorage._share_cuda_`` gives, by its number instead of a handle of CUDA's."""
+    """The result of ``UntypedStorage._share_cuda_``, with a number instead of a CUDA handle."""
     memory = ORDER.memory_of(storage)
     assert memory is not None
     assert memory.gpu is not None
@@ -606,11 +606,11 @@ def stream_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     real_submit, real_result = ThreadPoolExecutor.submit, Future.result
 
     def submit(pool: ThreadPoolExecutor, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        told = dict(order.host.clock)
+        clock = dict(order.host.clock)
         done: list[Timeline] = []
 
         def carried() -> Any:
-            order.host.learn(told)
+            order.host.learn(clock)
             done.append(order.host)
             return work(*args, **kwargs)
 

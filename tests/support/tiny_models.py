@@ -222,7 +222,7 @@ def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
 def use_float64() -> Iterator[None]:
     """Within the block, norms and routers of transformers' Qwen3-MoE compute in float64 where the model is.
 
-    They are float32 otherwise, whatever the model, and a router then chooses by rounded numbers.
+    Otherwise they compute in float32 for every model, and a router chooses by rounded numbers.
     """
     import torch
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
@@ -260,14 +260,14 @@ def make_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    wanted = CONFIGS[family] | {"eos_token_id": None, "pad_token_id": None} | changes
-    kind = wanted.pop("model_type")
+    config = CONFIGS[family] | {"eos_token_id": None, "pad_token_id": None} | changes
+    kind = config.pop("model_type")
     if "rope_parameters" in changes:
-        del wanted["rope_theta"]
-    dtype = getattr(torch, wanted.pop("dtype"))
+        del config["rope_theta"]
+    dtype = getattr(torch, config.pop("dtype"))
     if not family.startswith("qwen3") and "head_dim" not in changes:
-        wanted.pop("head_dim", None)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **wanted))
+        config.pop("head_dim", None)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():

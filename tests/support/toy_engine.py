@@ -14,7 +14,7 @@ EngineCore, output processing, weights and our plug-in are the real ones; only *
   entry of the prefix cache, one token of other weights, or a step that ran while weights were being
   replaced gives other tokens than ``respond``.
 
-``hold`` stops the device before its next step, so that a test has its moment.
+``hold`` stops the device before its next step, so that a test controls the moment.
 
 This file is also the plug-in's code (``engine.install_plugin``): it must not import from ``tests``.
 """
@@ -52,10 +52,10 @@ def engine_arguments(blocks: int, batch: int) -> list[str]:
 
 
 def weights_hash(weights: Mapping[str, torch.Tensor]) -> int:
-    """Of the embedding (vLLM pads it) and of all layers' norms (HF names), which are the same everywhere."""
-    kept = sorted(n for n in weights if "embed_tokens" in n or n.endswith("norm.weight"))
+    """Hash of the embedding (vLLM pads it) and all norms (HF names), which are the same on all workers."""
+    names = sorted(n for n in weights if "embed_tokens" in n or n.endswith("norm.weight"))
     digest = hashlib.blake2b(digest_size=7)
-    for name in kept:
+    for name in names:
         tensor = weights[name].detach()
         digest.update(tensor[:VOCAB].numpy().tobytes() if tensor.ndim == 2 else tensor.numpy().tobytes())
     return int.from_bytes(digest.digest())
@@ -118,7 +118,7 @@ class Hold:
 
 
 class Device(threading.Thread):
-    """Runs what it is given, in order."""
+    """Runs the queued steps, in order."""
 
     def __init__(self, folder: Path):
         super().__init__(daemon=True)
@@ -173,11 +173,11 @@ class Device(threading.Thread):
 
 
 class Request:
-    """What the worker knows of a request."""
+    """The worker's state of a request."""
 
     def __init__(self, tokens: Sequence[int], computed: int, blocks: Sequence[int], seed: int):
         self.tokens = list(tokens)
-        """Of the device only, once the request runs: the engine does not know the last ones."""
+        """Used by the device only, once the request runs: the engine does not know the last ones."""
         self.prefill = len(self.tokens)
         self.computed, self.blocks, self.seed = computed, list(blocks), seed
 
@@ -187,7 +187,7 @@ def register() -> None:
     import vllm.config.vllm as config
     from vllm.platforms.cpu import CpuPlatform
 
-    config.HAS_TRITON = True  # asked for model runner V2, whose place the worker takes
+    config.HAS_TRITON = True  # required for model runner V2, which the worker replaces
     check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def keep_async_scheduling(cls: Any, vllm_config: Any) -> None:
@@ -202,8 +202,8 @@ def __getattr__(name: str) -> Any:
     """``ToyWorker``, made when an engine asks for it: tests read this file without vLLM."""
     if name != "ToyWorker":
         raise AttributeError(name)
-    globals()[name] = made = _make_worker()
-    return made
+    globals()[name] = worker = _make_worker()
+    return worker
 
 
 def _make_worker() -> type[Any]:
@@ -266,7 +266,7 @@ def _make_worker() -> type[Any]:
             self.toy.synchronize()
 
         def toy_counts(self) -> dict[str, int]:
-            """What the scheduler did so far."""
+            """Counts of what the scheduler did so far."""
             return {
                 "deepest": self.toy.deepest,
                 "preempted": self.preempted,
@@ -286,13 +286,13 @@ def _make_worker() -> type[Any]:
                 self.requests[new.req_id] = Request(
                     tokens, new.num_computed_tokens, new.block_ids[0], new.sampling_params.seed
                 )
-            known = scheduled.scheduled_cached_reqs
-            for i, name in enumerate(known.req_ids):
-                request, blocks = self.requests[name], known.new_block_ids[i]
-                if name in known.resumed_req_ids:  # by runner V1's data; V2's has them as new
-                    tokens = known.all_token_ids[name]
+            cached = scheduled.scheduled_cached_reqs
+            for i, name in enumerate(cached.req_ids):
+                request, blocks = self.requests[name], cached.new_block_ids[i]
+                if name in cached.resumed_req_ids:  # by runner V1's data; V2's has them as new
+                    tokens = cached.all_token_ids[name]
                     self.requests[name] = request = Request(tokens, 0, [], request.seed)
-                request.computed = known.num_computed_tokens[i]
+                request.computed = cached.num_computed_tokens[i]
                 request.blocks += blocks[0] if blocks else []
             if not scheduled.total_num_scheduled_tokens:
                 return EMPTY_MODEL_RUNNER_OUTPUT
@@ -326,11 +326,11 @@ def _make_worker() -> type[Any]:
             def run() -> None:
                 try:
                     weights = weights_hash(dict(self.model_runner.get_model().named_parameters()))
-                    found, experts = zip(*[self._compute(weights, *part) for part in parts], strict=True)
+                    results, experts = zip(*[self._compute(weights, *part) for part in parts], strict=True)
                     if routes is not None:  # in place of the snapshot, which was taken too early here
                         rows = torch.from_numpy(np.concatenate(experts))
                         routes.routed_experts_gpu = rows.to(routes.routed_experts_gpu.dtype)
-                    sampled.extend(found)
+                    sampled.extend(results)
                 except BaseException as e:
                     sampled.append(e)
 

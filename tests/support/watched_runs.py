@@ -52,17 +52,17 @@ LAYOUTS = {
     AHEAD: [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
         *("rollout.ahead=2", "correction.type=truncate"),
-        # The engines are slower than the trainer, so that updates fall into responses.
+        # The engines are slower than the trainer, so that updates interrupt responses.
         *("engine.max_sequences=1", "rollout.samples_per_prompt=8"),
     ],
 }
 LIMIT = 1800.0
-"""Seconds after which a run that gets nowhere is a hang, on a busy machine."""
+"""Seconds without progress after which a run counts as hanging, on a busy machine."""
 
 
 @dataclass
 class Reference:
-    """A run of the same settings that was left alone."""
+    """An undisturbed run of the same settings."""
 
     folder: Path
     seconds: dict[str, float]
@@ -83,7 +83,7 @@ def private_tmp() -> Iterator[Path]:
 
 @dataclass
 class Traces:
-    """What a run's processes have used outside of its folder."""
+    """Resources that a run's processes used outside of its folder."""
 
     commands: list[TrainCommand] = field(default_factory=list)
     memory: set[Path] = field(default_factory=set)
@@ -95,16 +95,16 @@ class Traces:
 
     def left(self, tmp: Path) -> list[str]:
         """Processes, folders, sockets and shared memory that are still there."""
-        found = self.processes()
-        found += [f"{folder} is left" for c in self.commands for folder in c.folders()]
-        found += [f"{file} is left" for file in sorted(self.memory) if file.exists()]
+        problems = self.processes()
+        problems += [f"{folder} is left" for c in self.commands for folder in c.folders()]
+        problems += [f"{file} is left" for file in sorted(self.memory) if file.exists()]
         # torch makes an empty folder for its compiler's cache.
         files = (f for f in tmp.rglob("*") if not f.name.startswith("torchinductor_"))
-        return found + [f"{file} is left" for file in sorted(files)]
+        return problems + [f"{file} is left" for file in sorted(files)]
 
 
 class WatchedRun:
-    """The same command, again and again, until the run is over."""
+    """One command, started again until the run is over."""
 
     def __init__(self, folder: Path, layout: str, tmp: Path):
         self.folder, self.layout, self.tmp = folder, layout, tmp
@@ -128,7 +128,7 @@ class WatchedRun:
         self.traces.commands.append(self.command)
         self.tap, end = None, time.monotonic() + LIMIT
         while self.tap is None and self.command.process.poll() is None:
-            assert time.monotonic() < end, self.told()
+            assert time.monotonic() < end, self.output()
             folders = self.command.folders()
             for work in folders:
                 if (work / EVENTS).exists():
@@ -136,7 +136,7 @@ class WatchedRun:
                     self.bridge = next(f for f in folders if f.is_relative_to("/dev/shm"))
             time.sleep(0.02)
 
-    def told(self) -> str:
+    def output(self) -> str:
         return self.command.out.read_text()
 
     def pump(self, seconds: float = 0.005) -> bool:
@@ -149,7 +149,7 @@ class WatchedRun:
 
     def pump_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and self.pump(min(left, 0.05)):
+        while (remaining := end - time.monotonic()) > 0 and self.pump(min(remaining, 0.05)):
             pass
 
     def look(self) -> Moment:
@@ -165,7 +165,7 @@ class WatchedRun:
         """Wait for the command's end; its exit code and what it wrote to stderr."""
         end = time.monotonic() + LIMIT
         while self.pump(0.1):
-            assert time.monotonic() < end, f"the command does not end\n{self.told()}"
+            assert time.monotonic() < end, f"the command does not end\n{self.output()}"
         if self.tap is not None:
             self.tap.close()
             for phase, seconds in self.tap.seconds.items():
@@ -174,15 +174,15 @@ class WatchedRun:
         return self.command.finish()
 
     def wait_nothing_left(self, seconds: float, *, processes: bool = False) -> list[str]:
-        """What is left after that time, at most. processes: of these alone."""
+        """What is left after at most that time. processes: count processes only."""
         end = time.monotonic() + seconds
         look = self.traces.processes if processes else partial(self.traces.left, self.tmp)
-        while (left := look()) and time.monotonic() < end:
+        while (remaining := look()) and time.monotonic() < end:
             time.sleep(0.1)
-        return left
+        return remaining
 
     def end_all(self) -> None:
-        """Kill what is left of it, after a failed test."""
+        """Kill the processes that are left, after a failed test."""
         for command in self.traces.commands:
             process_groups.send(command.sessions if command.processes() else [], signal.SIGKILL)
             command.process.wait()
@@ -195,7 +195,7 @@ def leave_alone(folder: Path, layout: str) -> Reference:
         try:
             run.launch()
             code, err = run.finish()
-            assert code == 0, run.told() + err
+            assert code == 0, run.output() + err
             assert run.wait_nothing_left(0) == []
         finally:
             run.end_all()
@@ -206,7 +206,7 @@ def leave_alone(folder: Path, layout: str) -> Reference:
 
 
 def name_of(pid: int) -> str:
-    """What a process is, in a few words."""
+    """A short description of a process."""
     try:
         words = psutil.Process(pid).cmdline()
     except psutil.Error:

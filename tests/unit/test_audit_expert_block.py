@@ -1,8 +1,8 @@
 """The audit's arithmetic for layers with experts, and the usual causes of their faults.
 
-Why: of a block of experts only the sum is seen, so a verdict that names an expert rests on arithmetic alone;
-and two sides that choose differently because two experts are close must be clean. Traces are made here by the
-checker itself, from faulty weights. Not covered: hooks in real engines and trainers
+Why: a trace has only the sum over a block's experts, so a verdict that names an expert rests on arithmetic
+alone. Two sides that choose differently because two experts are close must be clean. The checker itself makes
+the traces here, from faulty weights. Not covered: hooks in real engines and trainers
 (tests/integration/test_audit_experts.py), ranks and stages (tests/distributed/test_trace_layouts.py).
 """
 
@@ -40,8 +40,8 @@ def stale(*changed: str) -> Callable[[Weights, Weights], Weights]:
     return lambda weights, earlier: {name: earlier[name] for name in changed}
 
 
-def exchange(one: list[str], other: list[str]) -> Callable[[Weights, Weights], Weights]:
-    pairs = [*zip(one, other, strict=True), *zip(other, one, strict=True)]
+def exchange(first: list[str], second: list[str]) -> Callable[[Weights, Weights], Weights]:
+    pairs = [*zip(first, second, strict=True), *zip(second, first, strict=True)]
     return lambda weights, earlier: {a: weights[b] for a, b in pairs}
 
 
@@ -105,37 +105,37 @@ def test_faults_of_experts_and_routers(fault: str):
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
     change, begins, ends = FAULTS[fault]
     engine = make_side(TINY_MOE, weights | change(weights, earlier))
-    found = only(verdict_of(TINY_MOE, weights, engine, others={"step 3": earlier}, bounds=LOOSE))
-    assert (found.kind, found.side, found.layers) == ("weights", "engine", [LAYER])
-    assert found.text.startswith(begins)
-    assert found.text.endswith(ends)
-    assert found.parameters == ([ROUTER] if "router" in fault else names(*range(COUNT)))
+    finding = only(verdict_of(TINY_MOE, weights, engine, others={"step 3": earlier}, bounds=LOOSE))
+    assert (finding.kind, finding.side, finding.layers) == ("weights", "engine", [LAYER])
+    assert finding.text.startswith(begins)
+    assert finding.text.endswith(ends)
+    assert finding.parameters == ([ROUTER] if "router" in fault else names(*range(COUNT)))
 
 
 def test_stale_layers_with_experts():
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
     wrong = weights | {n: w for n, w in earlier.items() if f".layers.{LAYER}." in n}
-    found = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong), others={"step 3": earlier}))
-    assert found.text == "layer 2 of the engine is stale: the weights are those of step 3"
-    assert set(names(0, 7)) <= set(found.parameters)
+    finding = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong), others={"step 3": earlier}))
+    assert finding.text == "layer 2 of the engine is stale: the weights are those of step 3"
+    assert set(names(0, 7)) <= set(finding.parameters)
     wrong = weights | {n: weights[n.replace(".2.", ".3.", 1)] for n in weights if f".layers.{LAYER}." in n}
-    found = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong)))
-    assert found.text == "layer 2 of the engine is misplaced: the weights are those of layer 3"
+    finding = only(verdict_of(TINY_MOE, weights, make_side(TINY_MOE, wrong)))
+    assert finding.text == "layer 2 of the engine is misplaced: the weights are those of layer 3"
 
 
 @pytest.mark.parametrize(
-    ("other", "text"),
+    ("experts", "text"),
     [
         (replace(TINY_MOE.experts, normalised=False), "right with expert weights that do not sum to 1"),
         (replace(TINY_MOE.experts, per_token=3), "right with 3 experts per token instead of 2"),
     ],
 )
-def test_another_use_of_the_right_experts(other, text: str):
+def test_another_use_of_the_right_experts(experts, text: str):
     weights = weights_of(TINY_MOE)
-    engine = make_side(replace(TINY_MOE, experts=other), weights)
-    found = only(verdict_of(TINY_MOE, weights, engine))
-    assert (found.kind, found.layers) == ("routing", [1, 2, 3])
-    assert text in found.text
+    engine = make_side(replace(TINY_MOE, experts=experts), weights)
+    finding = only(verdict_of(TINY_MOE, weights, engine))
+    assert (finding.kind, finding.layers) == ("routing", [1, 2, 3])
+    assert text in finding.text
 
 
 @pytest.mark.parametrize("shape", [TINY_MOE, UNNORMALISED], ids=["normalised", "not normalised"])
@@ -162,10 +162,10 @@ def test_rounding_alone_is_clean(dtype: str):
 def test_either_of_two_experts_with_equal_logits_is_right():
     weights = weights_of(TINY_MOE)
     weights[ROUTER][5] = weights[ROUTER][1]
-    other = weights | exchange(names(1), names(5))(weights, weights)
+    swapped = weights | exchange(names(1), names(5))(weights, weights)
 
     def spoil(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        changed = replace(checker, weights=other.__getitem__)
+        changed = replace(checker, weights=swapped.__getitem__)
         return changed.expected(site) if site == f"layers.{LAYER}.experts" else values
 
     engine = make_side(TINY_MOE, weights, spoil=spoil)
@@ -190,8 +190,8 @@ def test_a_choice_between_close_experts_is_no_fault():
     assert loose.broken == []
     assert loose.routes["changed"] > 0
     assert loose.logprobs["max"] > 1e-3, "the choice matters"
-    found = only(verdict_of(TINY_MOE, weights, engine))
-    assert found.kind == "precision"
-    assert "choices of experts" in found.text
-    assert "router_replay=rollout" in found.advice
+    finding = only(verdict_of(TINY_MOE, weights, engine))
+    assert finding.kind == "precision"
+    assert "choices of experts" in finding.text
+    assert "router_replay=rollout" in finding.advice
     assert verdict_of(TINY_MOE, weights, engine, replayed=True).clean

@@ -37,9 +37,9 @@ def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: 
     assert (settings.name, request) == ("tiny-audit", {})
     settings, _ = plan_audit(config_file, ["rollout={ahead: 1, inflight: drain}", "guards.uncorrected=true"])
     assert settings.rollout.ahead == 0  # its engines must have no other requests
-    again = tmp_path / "again.yaml"
-    again.write_text(settings.to_yaml())
-    assert load_settings(again) == settings
+    written = tmp_path / "again.yaml"
+    written.write_text(settings.to_yaml())
+    assert load_settings(written) == settings
     with pytest.raises(UserError, match=r"holds no config\.yaml; give a config file, or the folder of a run"):
         plan_audit(tmp_path, None)
 

@@ -1,9 +1,9 @@
-"""The audit's arithmetic: what each module should give is what transformers gives; faults get their names.
+"""The audit's arithmetic: expected module outputs equal those of transformers; each fault is named.
 
-Why: a verdict is only as good as the reference it is measured against; and faults that no test can plant in a
-real engine cheaply (positions, padding, rounding, other families) must be named all the same. Traces are made
-here by the checker itself, from faulty weights. Not covered: hooks in real engines and trainers
-(tests/integration/test_audit.py), ranks and stages (tests/distributed/test_trace_layouts.py).
+Why: a verdict is only as good as its reference. Faults that are expensive to plant in a real engine
+(positions, padding, rounding, other families) must be named too. The checker itself makes the traces here,
+from faulty weights. Not covered: hooks in real engines and trainers (tests/integration/test_audit.py), ranks
+and stages (tests/distributed/test_trace_layouts.py).
 """
 
 from __future__ import annotations
@@ -58,19 +58,24 @@ def test_a_norm_one_percent_off_stands_out_in_either_precision(dtype: str):
     name = "model.layers.1.post_attention_layernorm.weight"
     wrong = weights | {name: weights[name].float() * 1.01}
     engine = make_side(shape, wrong, dtype=getattr(torch, dtype))
-    found = only(verdict_of(shape, weights, engine, dtype=dtype))
-    assert (found.kind, found.side, found.layers, found.parameters) == ("weights", "engine", [1], [name])
-    assert found.values["factor"] == pytest.approx(1.01, abs=2e-3)
+    finding = only(verdict_of(shape, weights, engine, dtype=dtype))
+    assert (finding.kind, finding.side, finding.layers, finding.parameters) == (
+        "weights",
+        "engine",
+        [1],
+        [name],
+    )
+    assert finding.values["factor"] == pytest.approx(1.01, abs=2e-3)
 
 
 def test_a_matrix_that_is_ten_percent_too_small():
     shape = tiny_shape()
     weights = weights_of(shape)
     name = "model.layers.1.self_attn.o_proj.weight"
-    found = only(verdict_of(shape, weights, make_side(shape, weights | {name: 0.9 * weights[name]})))
-    assert (found.kind, found.parameters) == ("weights", [name])
-    assert found.text == f"{name} of the engine is 10.0% too small"
-    assert found.values["factor"] == pytest.approx(0.9, abs=1e-4)
+    finding = only(verdict_of(shape, weights, make_side(shape, weights | {name: 0.9 * weights[name]})))
+    assert (finding.kind, finding.parameters) == ("weights", [name])
+    assert finding.text == f"{name} of the engine is 10.0% too small"
+    assert finding.values["factor"] == pytest.approx(0.9, abs=1e-4)
 
 
 def test_weights_that_no_usual_cause_explains():
@@ -80,40 +85,40 @@ def test_weights_that_no_usual_cause_explains():
     wrong = weights | {name: weights[name].clone()}
     wrong[name][4:7] += 0.5
     verdict = verdict_of(shape, weights, make_side(shape, wrong))
-    found = only(verdict)
-    assert (found.kind, found.layers, found.parameters) == ("weights", [2], [name])
+    finding = only(verdict)
+    assert (finding.kind, finding.layers, finding.parameters) == ("weights", [2], [name])
     error = verdict.links["engine"]["layers.2.mlp_output"]
-    assert found.text == f"{name} of the engine is wrong: the output is off by {error:.1%}"
+    assert finding.text == f"{name} of the engine is wrong: the output is off by {error:.1%}"
     wrong = {n: w.flip(0) if ".layers.2.self_attn." in n and w.dim() == 2 else w for n, w in weights.items()}
-    found = only(verdict_of(shape, weights, make_side(shape, wrong)))
-    assert (found.kind, found.layers, len(found.parameters)) == ("layer", [2], 4)
-    assert "layer 2 of the engine is wrong: 4 outputs are off, by up to" in found.text
+    finding = only(verdict_of(shape, weights, make_side(shape, wrong)))
+    assert (finding.kind, finding.layers, len(finding.parameters)) == ("layer", [2], 4)
+    assert "layer 2 of the engine is wrong: 4 outputs are off, by up to" in finding.text
 
 
 def test_a_bias_belongs_to_its_projection():
     shape = tiny_shape("qwen2")
     weights = weights_of(shape)
     name = "model.layers.0.self_attn.k_proj.bias"
-    found = only(verdict_of(shape, weights, make_side(shape, weights | {name: weights[name] + 1})))
-    assert found.parameters == ["model.layers.0.self_attn.k_proj.weight"]
+    finding = only(verdict_of(shape, weights, make_side(shape, weights | {name: weights[name] + 1})))
+    assert finding.parameters == ["model.layers.0.self_attn.k_proj.weight"]
 
 
 def test_all_layers_stale_and_a_foreign_layer():
     shape = tiny_shape()
     weights, earlier = weights_of(shape), weights_of(shape, seed=1)
     stale = weights | {n: w for n, w in earlier.items() if ".layers." in n}
-    found = only(verdict_of(shape, weights, make_side(shape, stale), others={"step 3": earlier}))
-    assert found.text == "layers 0-3 of the engine are stale: the weights are those of step 3"
+    finding = only(verdict_of(shape, weights, make_side(shape, stale), others={"step 3": earlier}))
+    assert finding.text == "layers 0-3 of the engine are stale: the weights are those of step 3"
     foreign = weights | {n: w for n, w in earlier.items() if ".layers.2." in n}
-    found = only(verdict_of(shape, weights, make_side(shape, foreign)))
-    assert "layer 2 of the engine is wrong: 11 outputs are off, by up to" in found.text
-    one = "model.layers.0.self_attn.o_proj.weight"
-    found = only(
+    finding = only(verdict_of(shape, weights, make_side(shape, foreign)))
+    assert "layer 2 of the engine is wrong: 11 outputs are off, by up to" in finding.text
+    name = "model.layers.0.self_attn.o_proj.weight"
+    finding = only(
         verdict_of(
-            shape, weights, make_side(shape, weights | {one: earlier[one]}), others={"step 3": earlier}
+            shape, weights, make_side(shape, weights | {name: earlier[name]}), others={"step 3": earlier}
         )
     )
-    assert found.text == f"{one} of the engine is stale: the weights are those of step 3"
+    assert finding.text == f"{name} of the engine is stale: the weights are those of step 3"
 
 
 def test_the_embedding_and_a_tied_head():
@@ -129,11 +134,11 @@ def test_rounded_weights_and_a_side_of_another_dtype():
     shape = tiny_shape()
     weights = weights_of(shape)
     rounded = {n: w.bfloat16().float() for n, w in weights.items()}
-    found = only(verdict_of(shape, weights, make_side(shape, rounded)))
-    assert found.kind == "precision"
-    assert "weights that are rounded to bfloat16" in found.text
-    found = only(verdict_of(shape, weights, make_side(shape, weights, dtype=torch.bfloat16)))
-    assert found.text == "the engine computes in bfloat16, precision.dtype is float32"
+    finding = only(verdict_of(shape, weights, make_side(shape, rounded)))
+    assert finding.kind == "precision"
+    assert "weights that are rounded to bfloat16" in finding.text
+    finding = only(verdict_of(shape, weights, make_side(shape, weights, dtype=torch.bfloat16)))
+    assert finding.text == "the engine computes in bfloat16, precision.dtype is float32"
 
 
 def test_weights_of_a_few_bits():
@@ -145,9 +150,9 @@ def test_weights_of_a_few_bits():
         return (w / step).round() * step
 
     wrong = {n: quantise(w) if w.dim() == 2 and ".layers." in n else w for n, w in weights.items()}
-    found = only(verdict_of(shape, weights, make_side(shape, wrong)))
-    assert (found.kind, found.layers) == ("precision", [0, 1, 2, 3])
-    assert "as if quantised" in found.text
+    finding = only(verdict_of(shape, weights, make_side(shape, wrong)))
+    assert (finding.kind, finding.layers) == ("precision", [0, 1, 2, 3])
+    assert "as if quantised" in finding.text
 
 
 def test_rounding_that_adds_up_beyond_the_guard():
@@ -155,9 +160,9 @@ def test_rounding_that_adds_up_beyond_the_guard():
     weights = {n: w.bfloat16() for n, w in weights_of(shape).items()}
     engine = make_side(shape, weights, dtype=torch.bfloat16)
     engine.logp = engine.logp + 1e-3  # less than a module's rounding
-    found = only(verdict_of(shape, weights, engine, dtype="bfloat16", bounds=(1e-4, 1e-5)))
-    assert found.kind == "precision"
-    assert "rounding in bfloat16 accumulates" in found.text
+    finding = only(verdict_of(shape, weights, engine, dtype="bfloat16", bounds=(1e-4, 1e-5)))
+    assert finding.kind == "precision"
+    assert "rounding in bfloat16 accumulates" in finding.text
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -166,24 +171,24 @@ def test_rope_bases_and_shifted_positions(family: str):
     weights = weights_of(shape)
 
     def base(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        other = replace(checker, shape=replace(shape, rope_theta=5e5))
-        return other.expected(site) if site.endswith("_rope") else values
+        altered = replace(checker, shape=replace(shape, rope_theta=5e5))
+        return altered.expected(site) if site.endswith("_rope") else values
 
     def shifted(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        other = replace(checker, starts=[1] * len(LENGTHS))
-        return other.expected(site) if site.endswith("_rope") else values
+        altered = replace(checker, starts=[1] * len(LENGTHS))
+        return altered.expected(site) if site.endswith("_rope") else values
 
     def interleaved(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values.flip(1) if site.endswith("_rope") else values
 
-    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=base)))
-    assert (found.kind, found.layers) == ("rope", [0, 1, 2, 3])
-    assert found.values["base"] == pytest.approx(5e5, rel=1e-3)
-    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=shifted)))
-    assert (found.kind, found.values) == ("rope", {})
-    assert "its sequences start at +1, +1, +1, not at 0" in found.text
-    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=interleaved)))
-    assert "no base and no shift explains it" in found.text
+    finding = only(verdict_of(shape, weights, make_side(shape, weights, spoil=base)))
+    assert (finding.kind, finding.layers) == ("rope", [0, 1, 2, 3])
+    assert finding.values["base"] == pytest.approx(5e5, rel=1e-3)
+    finding = only(verdict_of(shape, weights, make_side(shape, weights, spoil=shifted)))
+    assert (finding.kind, finding.values) == ("rope", {})
+    assert "its sequences start at +1, +1, +1, not at 0" in finding.text
+    finding = only(verdict_of(shape, weights, make_side(shape, weights, spoil=interleaved)))
+    assert "no base and no shift explains it" in finding.text
 
 
 def test_attention_that_is_wrong_alone_too():
@@ -193,8 +198,8 @@ def test_attention_that_is_wrong_alone_too():
     def spoil(site: str, _: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
         return values.roll(1, 0) if site == "layers.1.attention" else values
 
-    found = only(verdict_of(shape, weights, make_side(shape, weights, spoil=spoil)))
-    assert (found.kind, found.layers) == ("attention", [1])
+    finding = only(verdict_of(shape, weights, make_side(shape, weights, spoil=spoil)))
+    assert (finding.kind, finding.layers) == ("attention", [1])
 
 
 @pytest.mark.parametrize("side", ["engine", "trainer"])
@@ -203,17 +208,17 @@ def test_temperature_and_padding_on_either_side(side: str):
     weights = weights_of(shape)
 
     def find(**wrong: float) -> Finding:
-        other = make_side(shape, weights, side, **wrong)
+        faulty = make_side(shape, weights, side, **wrong)
         plain = make_side(shape, weights)
-        engine, trainer = (other, None) if side == "engine" else (plain, other)
-        found = only(verdict_of(shape, weights, engine, trainer=trainer))
-        assert found.side == side
-        return found
+        engine, trainer = (faulty, None) if side == "engine" else (plain, faulty)
+        finding = only(verdict_of(shape, weights, engine, trainer=trainer))
+        assert finding.side == side
+        return finding
 
-    found = find(temperature=1.3)
-    assert (found.kind, found.values["temperature"]) == ("temperature", pytest.approx(1.3, abs=1e-3))
-    found = find(padding=11)
-    assert (found.kind, found.values["columns"]) == ("vocabulary", pytest.approx(11, abs=0.1))
+    finding = find(temperature=1.3)
+    assert (finding.kind, finding.values["temperature"]) == ("temperature", pytest.approx(1.3, abs=1e-3))
+    finding = find(padding=11)
+    assert (finding.kind, finding.values["columns"]) == ("vocabulary", pytest.approx(11, abs=0.1))
 
 
 def test_a_temperature_that_rounding_would_hide():
@@ -228,7 +233,7 @@ def test_a_temperature_that_rounding_would_hide():
         side.sampled = side.trace[LOGITS].argmax(1)
         checker = ModuleChecker(side, shape, lambda n: weights[n], 1.0)
         side.logp = checker.logprobs(temperature).float()
-        del side.trace[LOGITS]  # as a trainer's: what it rounded is not known
+        del side.trace[LOGITS]  # as in a trainer's trace, whose rounding is unknown
         return side
 
     engine, loose = confident("engine", 1.0), {"dtype": "bfloat16", "bounds": (9.0, 9.0)}
@@ -236,9 +241,9 @@ def test_a_temperature_that_rounding_would_hide():
     wrong = verdict_of(shape, weights, engine, trainer=confident("trainer", 0.8), **loose)
     assert right.clean, right.findings
     assert right.links["trainer"]["logprobs"] > 0
-    found = only(wrong)
-    assert (found.kind, found.side) == ("temperature", "trainer")
-    assert found.values["temperature"] == pytest.approx(0.8, rel=0.03)
+    finding = only(wrong)
+    assert (finding.kind, finding.side) == ("temperature", "trainer")
+    assert finding.values["temperature"] == pytest.approx(0.8, rel=0.03)
 
 
 def test_nan_is_a_fault_where_it_first_is():
@@ -255,7 +260,7 @@ def test_nan_is_a_fault_where_it_first_is():
 
 
 def cut_for_workers(trace: Trace, shape: ModelShape, workers: int) -> list[Trace]:
-    """What vLLM's workers would hold of a whole trace."""
+    """Cut a trace into the parts that vLLM's workers would record."""
     shards: list[Trace] = [{} for _ in range(workers)]
     for site, values in trace.items():
         stem, part = site.rpartition(".")[0], split_site(site)[1]

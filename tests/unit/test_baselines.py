@@ -70,11 +70,11 @@ def kl_only(logits: torch.Tensor, old: torch.Tensor, anchor: torch.Tensor, **sec
 def test_grpo_kl_is_right_only_with_the_ratio(separate: bool) -> None:
     logits, old, anchor = policies(0)
     anchor = anchor if separate else old
-    wanted = reverse_kl_gradient(logits, anchor)
+    expected = reverse_kl_gradient(logits, anchor)
     corrected = kl_only(logits, old, anchor, type="grpo", corrected=True)
-    torch.testing.assert_close(corrected, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(corrected, expected, rtol=0, atol=1e-12)
     published = kl_only(logits, old, anchor, type="grpo")
-    assert (published - wanted).abs().max() > 1e-2
+    assert (published - expected).abs().max() > 1e-2
 
 
 def test_grpo_kl_on_policy_is_the_forward_one() -> None:
@@ -90,18 +90,18 @@ def test_a_detached_correction_is_the_forward_kl() -> None:
     logp = torch.log_softmax(logits, 0)
     log_u = logp - anchor
     detached = (logp - old).exp().detach() * (torch.exp(-log_u) - 1 + log_u)
-    (got,) = torch.autograd.grad(BETA * (old.exp() * detached).sum(), logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad(BETA * (old.exp() * detached).sum(), logits, retain_graph=True)
     (forward,) = torch.autograd.grad(BETA * (anchor.exp() * (anchor - logp)).sum(), logits)
-    torch.testing.assert_close(got, forward, rtol=0, atol=1e-12)
-    assert (got - reverse_kl_gradient(logits, anchor)).abs().max() > 1e-2
+    torch.testing.assert_close(gradient, forward, rtol=0, atol=1e-12)
+    assert (gradient - reverse_kl_gradient(logits, anchor)).abs().max() > 1e-2
 
 
 def test_k1_as_a_loss_pushes_away() -> None:
     logits, old, _ = policies(3)
     logp = torch.log_softmax(logits, 0)
     (forward,) = torch.autograd.grad(BETA * (old.exp() * (old - logp)).sum(), logits)
-    got = kl_only(logits, old, old, type="reinforce_plus_plus")
-    torch.testing.assert_close(got, -forward, rtol=0, atol=1e-12)
+    gradient = kl_only(logits, old, old, type="reinforce_plus_plus")
+    torch.testing.assert_close(gradient, -forward, rtol=0, atol=1e-12)
 
 
 def test_corrected_grpo_kl_is_urkl() -> None:
@@ -207,9 +207,9 @@ def test_advantages_within_the_group() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_of_equal_rewards_has_no_advantage_where_only_its_group_counts(kind: str) -> None:
-    found = group_advantages(REWARDS, GROUPS, kind=kind, lengths=torch.arange(1, len(REWARDS) + 1))[3:6]
-    assert (found.tolist() == [0.0] * 3) == (kind in ("rpg", "grpo", "leave_one_out"))
+def test_equal_rewards_give_zero_advantage_iff_group_based(kind: str) -> None:
+    advantages = group_advantages(REWARDS, GROUPS, kind=kind, lengths=torch.arange(1, len(REWARDS) + 1))[3:6]
+    assert (advantages.tolist() == [0.0] * 3) == (kind in ("rpg", "grpo", "leave_one_out"))
 
 
 def test_advantages_over_the_batch() -> None:
@@ -220,8 +220,8 @@ def test_advantages_over_the_batch() -> None:
         ("reinforce_plus_plus_baseline", group_advantages(REWARDS, GROUPS)),
     ):
         tokens = values.repeat_interleave(LENGTHS)
-        wanted = (values - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-        torch.testing.assert_close(group_advantages(REWARDS, GROUPS, kind=kind, lengths=LENGTHS), wanted)
+        expected = (values - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
+        torch.testing.assert_close(group_advantages(REWARDS, GROUPS, kind=kind, lengths=LENGTHS), expected)
     with pytest.raises(ValueError, match="must have the same shape"):
         group_advantages(REWARDS, GROUPS, kind="reinforce_plus_plus", lengths=LENGTHS[1:])
 
@@ -234,26 +234,26 @@ def test_advantages_over_the_batch() -> None:
 def test_aggregation_does_not_depend_on_the_cut(lengths: list[int], cuts: list[int], kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     losses = [torch.randn(n, dtype=torch.float64, generator=generator) for n in lengths]
-    wanted = {
+    expected = {
         "token_mean": torch.cat(losses).mean(),
         "sequence_mean": torch.stack([x.mean() for x in losses]).mean(),
         "constant": torch.stack([x.sum() / 16 for x in losses]).mean(),
     }[kind]
     total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     for micro in range(4):  # some are empty
-        mine = [(i, x) for i, x in enumerate(losses) if cuts[i] == micro]
-        values = torch.cat([x for _, x in mine]) if mine else torch.zeros(0, dtype=torch.float64)
+        chunk = [(i, x) for i, x in enumerate(losses) if cuts[i] == micro]
+        values = torch.cat([x for _, x in chunk]) if chunk else torch.zeros(0, dtype=torch.float64)
         labels = (
-            torch.cat([torch.full((len(x),), i) for i, x in mine])
-            if mine
+            torch.cat([torch.full((len(x),), i) for i, x in chunk])
+            if chunk
             else torch.zeros(0, dtype=torch.int64)
         )
         part, number = aggregate(values, labels, kind=kind, constant=16)
-        known = aggregate(values, labels, kind=kind, constant=16, sequence_count=len(losses))
-        assert known[0].equal(part)
-        assert known[1].equal(number)
+        counted = aggregate(values, labels, kind=kind, constant=16, sequence_count=len(losses))
+        assert counted[0].equal(part)
+        assert counted[1].equal(number)
         total, count = total + part, count + number
-    torch.testing.assert_close(total / count, wanted)
+    torch.testing.assert_close(total / count, expected)
 
 
 @pytest.mark.parametrize("kind", ["leave_one_out", "rpg"])
@@ -262,7 +262,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_reverse_kl(kind: str) -> None:
     logits, _, anchor = policies(4)
     rewards = torch.tensor([0.3, -1.0, 0.7, 0.0, 1.0, -0.2, 0.5], dtype=torch.float64)
     logp = torch.log_softmax(logits, 0)
-    (wanted,) = torch.autograd.grad(
+    (expected,) = torch.autograd.grad(
         (logp.exp() * (rewards - BETA * (logp - anchor))).sum(), logits, retain_graph=True
     )
     share = {"leave_one_out": 1.0, "rpg": 0.5}[kind]  # a mean that includes the response itself: 1 - 1/2
@@ -283,8 +283,8 @@ def test_k1_in_the_reward_has_the_gradient_of_the_reverse_kl(kind: str) -> None:
             )[0]
         return total
 
-    torch.testing.assert_close(gradient("k1"), share * wanted, rtol=0, atol=1e-12)
-    assert (gradient("k3") - share * wanted).abs().max() > 1e-2
+    torch.testing.assert_close(gradient("k1"), share * expected, rtol=0, atol=1e-12)
+    assert (gradient("k3") - share * expected).abs().max() > 1e-2
 
 
 def test_the_kl_of_a_response_is_a_sum_over_its_tokens() -> None:

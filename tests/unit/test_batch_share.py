@@ -54,9 +54,9 @@ def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type 
         t.routes = np.random.default_rng(t.length).integers(0, 99, (t.length - 1, 3, 2)).astype(kind)
     ints, floats, routes = flatten(share)
     assert (ints.dtype, floats.dtype) == (torch.int32, torch.float32)
-    back = unflatten(ints, floats, routes)
-    assert [[len(micro) for micro in mini] for mini in back] == [[len(m) for m in mini] for mini in cut]
-    for a, b in zip(iter_trajectories(share), iter_trajectories(back), strict=True):
+    decoded = unflatten(ints, floats, routes)
+    assert [[len(micro) for micro in mini] for mini in decoded] == [[len(m) for m in mini] for mini in cut]
+    for a, b in zip(iter_trajectories(share), iter_trajectories(decoded), strict=True):
         assert all(getattr(a, name) == getattr(b, name) for name in NAMES)
         assert all(
             np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour", "mask")
@@ -72,7 +72,8 @@ def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type 
 @given(shares, st.randoms())
 def test_a_leader_has_its_part_of_the_plan(cut: list[list[list[tuple[int, int, int]]]], dice: Random) -> None:
     flat = [size for mini in cut for micro in mini for size in micro]
-    batch = [trajectory(number, *size[1:]) for number, size in enumerate([*flat, (0, 1, 1)])]  # one of others
+    # The last trajectory is another leader's.
+    batch = [trajectory(number, *size[1:]) for number, size in enumerate([*flat, (0, 1, 1)])]
     places = list(range(len(flat)))
     dice.shuffle(places)
     rest = iter(places)
@@ -80,12 +81,12 @@ def test_a_leader_has_its_part_of_the_plan(cut: list[list[list[tuple[int, int, i
     advantages = np.array([dice.random() for _ in batch])
     index = index_of(batch)
     index.group = index.group + 7  # of the step; the source knows the ticket
-    share, mine = fetch_planned(encode_plan(plan, index, advantages), ListSource(batch))
+    share, trajectories = fetch_planned(encode_plan(plan, index, advantages), ListSource(batch))
     assert [[[t.prompt_id for t in micro] for micro in mini] for mini in share] == plan
-    assert [t.prompt_id for t in mine] == sorted(places)
-    assert {id(t) for t in mine} == {id(t) for t in iter_trajectories(share)}
-    assert all(t.advantage == advantages[t.prompt_id] for t in mine)  # in float64
-    assert all(t.group == t.prompt_id // 5 + 7 for t in mine)
+    assert [t.prompt_id for t in trajectories] == sorted(places)
+    assert {id(t) for t in trajectories} == {id(t) for t in iter_trajectories(share)}
+    assert all(t.advantage == advantages[t.prompt_id] for t in trajectories)  # in float64
+    assert all(t.group == t.prompt_id // 5 + 7 for t in trajectories)
 
 
 def test_a_part_of_the_plan_does_not_grow_with_tokens() -> None:

@@ -23,18 +23,18 @@ KEY = "eval/heldout/avg@1"
 VALUES = {0: 0.9, 1: 0.3, 2: 0.5, 3: 0.5, 4: math.nan, 5: 0.2, 6: 0.4}
 
 
-def settings(best: str, *more: str) -> Settings:
+def settings(best: str, *overrides: str) -> Settings:
     raw = {"model": {"path": "m"}, "data": {"path": "d"}, "evaluation": {"data": {"path": "h"}}}
-    return make_settings(raw, [f"checkpoint={{keep: 1, keep_best: {best}}}", *more], "x")
+    return make_settings(raw, [f"checkpoint={{keep: 1, keep_best: {best}}}", *overrides], "x")
 
 
 def write_run(folder: Path, steps: list[int]) -> None:
     rows = [json.dumps({"step": step, KEY: value, "reward/mean": 0.1}) for step, value in VALUES.items()]
     (folder / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 7, "reward/mean": 1}', '{"step": 8,']))
     for step in steps:
-        place = folder / "checkpoints" / f"step_{step:06d}"
-        place.mkdir(parents=True)
-        (place / MANIFEST).touch()
+        step_folder = folder / "checkpoints" / f"step_{step:06d}"
+        step_folder.mkdir(parents=True)
+        (step_folder / MANIFEST).touch()
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_what_is_kept(tmp_path: Path, best: str, order: list[int], kept: list[in
     if not order:
         assert not (tmp_path / "checkpoints" / "best.json").exists()
         return
-    found = json.loads((tmp_path / "checkpoints" / "best.json").read_text())["best"]
-    assert [item["step"] for item in found] == order
-    assert found[0] == {"step": order[0], "folder": f"step_{order[0]:06d}", "value": VALUES[order[0]]}
-    assert ranking.summary() == {"metric": KEY, **found[0]}
+    best_steps = json.loads((tmp_path / "checkpoints" / "best.json").read_text())["best"]
+    assert [item["step"] for item in best_steps] == order
+    assert best_steps[0] == {"step": order[0], "folder": f"step_{order[0]:06d}", "value": VALUES[order[0]]}
+    assert ranking.summary() == {"metric": KEY, **best_steps[0]}
 
 
 def test_a_step_is_saved_when_it_is_among_the_best(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_step_is_saved_when_it_is_among_the_best(tmp_path: Path) -> None:
     assert not BestCheckpoints(settings("null"), tmp_path).includes(1)
 
 
-def test_a_kill_while_old_ones_are_removed_loses_none_of_the_best(
+def test_a_kill_during_pruning_loses_none_of_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, [1, 2, 5, 6])
@@ -90,7 +90,7 @@ def test_a_kill_while_old_ones_are_removed_loses_none_of_the_best(
 
 
 @pytest.mark.parametrize(
-    ("best", "more", "message"),
+    ("best", "overrides", "message"),
     [
         (
             "{metric: evaluation/accuracy}",
@@ -102,7 +102,7 @@ def test_a_kill_while_old_ones_are_removed_loses_none_of_the_best(
         ("{k: 0}", (), "checkpoint.keep_best.k"),
     ],
 )
-def test_settings_that_cannot_work(best: str, more: tuple[str, ...], message: str) -> None:
+def test_settings_that_cannot_work(best: str, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as error:
-        settings(best, *more)
+        settings(best, *overrides)
     assert message in str(error.value)

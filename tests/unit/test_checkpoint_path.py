@@ -41,9 +41,9 @@ def test_a_run_a_step_and_its_model_are_the_same_checkpoint(run: Path, checkpoin
         assert set(source.files) == {"model/metadata.json"}, "what is not converted is not read"
         assert (source.dtype, source.tensor, source.pipeline) == ("float32", 1, 1)
         assert str(checkpoint) in str(source), "the user sees what is copied"
-        found = inspect_checkpoint(path)  # no tensors, so damaged
-        assert (found.folder, found.facts["dtype"]) == (str(folder), "float32")
-        assert found.model is not None
+        report = inspect_checkpoint(path)  # no tensors, so damaged
+        assert (report.folder, report.facts["dtype"]) == (str(folder), "float32")
+        assert report.model is not None
 
 
 def test_every_file_of_a_step_is_compared_with_its_manifest(run: Path) -> None:
@@ -55,7 +55,7 @@ def test_every_file_of_a_step_is_compared_with_its_manifest(run: Path) -> None:
     assert "rng.pt has 1 bytes, not 0" in problems
 
 
-def test_a_model_that_is_not_here_is_taken_from_an_export_or_an_option(run: Path, checkpoint: Path) -> None:
+def test_a_missing_model_is_taken_from_an_export_or_an_option(run: Path, checkpoint: Path) -> None:
     step = write_step(run, 8, run / "nowhere")
     with pytest.raises(
         UserError, match=r"model.path is .*nowhere, which has no config.json here; give the model's"
@@ -71,24 +71,24 @@ def test_a_model_that_is_not_here_is_taken_from_an_export_or_an_option(run: Path
 
 def test_what_is_evaluated(run: Path, checkpoint: Path) -> None:
     """The newest export or, without one, a checkpoint, which is converted."""
-    found = find_model(run)
-    assert (found.path, found.run, found.config) == (step_folder(run, 4), run, checkpoint)
-    assert found.source is not None
-    assert model_label(found) == "r-001-step_000004"
+    model = find_model(run)
+    assert (model.path, model.run, model.config) == (step_folder(run, 4), run, checkpoint)
+    assert model.source is not None
+    assert model_label(model) == "r-001-step_000004"
     export = write_byte_model(run / "hf" / "step_000002")
     assert find_model(run).path == export
-    for path, wanted in ((step_folder(run, 2), export), (step_folder(run, 4), step_folder(run, 4))):
-        assert (find_model(path).path, find_model(path).run) == (wanted, run)
-    alone = run.parents[1] / "copied" / "step_000004"
-    alone.parent.mkdir()
-    step_folder(run, 4).rename(alone)
-    assert (find_model(alone).run, find_model(alone).config) == (None, checkpoint)
-    settings, _ = make_request(EvalRequest(alone, files=[str(run / "x.jsonl")], device="cpu"))
-    assert (settings.model.path, settings.reward.type) == (alone, "auto"), "its reward function is not used"
+    for path, expected in ((step_folder(run, 2), export), (step_folder(run, 4), step_folder(run, 4))):
+        assert (find_model(path).path, find_model(path).run) == (expected, run)
+    copied = run.parents[1] / "copied" / "step_000004"
+    copied.parent.mkdir()
+    step_folder(run, 4).rename(copied)
+    assert (find_model(copied).run, find_model(copied).config) == (None, checkpoint)
+    settings, _ = make_request(EvalRequest(copied, files=[str(run / "x.jsonl")], device="cpu"))
+    assert (settings.model.path, settings.reward.type) == (copied, "auto"), "its reward function is not used"
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("nowhere", "nowhere does not exist; give the folder of a checkpoint, or of a run"),
         ("runs/r-001/config.yaml", "is a file"),
@@ -104,7 +104,7 @@ def test_what_is_evaluated(run: Path, checkpoint: Path) -> None:
     ],
 )
 def test_each_other_folder_is_one_message_with_what_to_give(
-    run: Path, tmp_path: Path, checkpoint: Path, name: str, said: str
+    run: Path, tmp_path: Path, checkpoint: Path, name: str, message: str
 ) -> None:
     (tmp_path / "above").mkdir()
     (tmp_path / "above" / "model").symlink_to(checkpoint)
@@ -115,7 +115,7 @@ def test_each_other_folder_is_one_message_with_what_to_give(
         ("MODEL", find_model),
         ("DIR", inspect_checkpoint),
     ):
-        with pytest.raises(UserError, match=f"{option}: .*{said}") as error:
+        with pytest.raises(UserError, match=f"{option}: .*{message}") as error:
             command(tmp_path / name)
         assert "\n" not in str(error.value)
 

@@ -1,9 +1,9 @@
 """``plan``, ``doctor`` and ``train --dry-run`` refuse the same settings: their checks are one table.
 
 Why: a plan that says "fits" for settings that ``train`` refuses costs a night in a queue, and six lists of
-checks had drifted apart. The table is read here as a program: no check stands outside it. Then the three
-commands are asked about each example and about random settings. Not covered: the machine's checks
-(test_limits, test_precision, tests/integration/test_doctor_command); what only a rank or an engine finds out.
+checks had drifted apart. The source of the table is parsed: no check is outside it. Then the three commands
+check each example and random settings. Not covered: the machine's checks (test_limits, test_precision,
+tests/integration/test_doctor_command); what only a rank or an engine finds out.
 """
 
 from __future__ import annotations
@@ -56,20 +56,22 @@ def functions_of(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
 def test_every_function_that_refuses_is_reached_from_the_table() -> None:
     functions = {name: node for module in CHECK_MODULES for name, node in functions_of(module).items()}
-    own = functions_of("checks")
+    helpers = functions_of("checks")
     table = ast.parse((PACKAGE / "launcher" / "checks.py").read_text(encoding="utf-8"))
     (rows,) = [
         node.value for node in table.body if isinstance(node, ast.Assign) and names_in(node) & {"CHECKS"}
     ]
-    reached, found = set(), names_in(rows)
-    while found:
-        reached |= found
-        found = {name for at in found for name in names_in((own | functions).get(at, ast.Pass()))} - reached
+    reached, frontier = set(), names_in(rows)
+    while frontier:
+        reached |= frontier
+        frontier = {
+            name for at in frontier for name in names_in((helpers | functions).get(at, ast.Pass()))
+        } - reached
     refusing = {
         name
         for name, node in functions.items()
@@ -81,7 +83,7 @@ def test_every_function_that_refuses_is_reached_from_the_table() -> None:
 
 
 def test_only_the_table_imports_a_check() -> None:
-    """What a command needs of a check, it gets as a row. A conversion is no run."""
+    """Commands use checks only as rows of the table; ``convert`` is exempt, as it starts no run."""
     allowed = {"launcher.checks", *(f"launcher.{module}" for module in CHECK_MODULES)}
     for module in read_imports():
         if module in allowed or not module.startswith(("cli", "commands.", "launcher.")):
@@ -91,8 +93,8 @@ def test_only_the_table_imports_a_check() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or node.module == "rpg_megatron.launcher.checks":
                 continue
-            rooms = ("launcher", "engine", "models", "system")
-            if not (node.module or "").startswith(tuple(f"rpg_megatron.{room}" for room in rooms)):
+            folders = ("launcher", "engine", "models", "system")
+            if not (node.module or "").startswith(tuple(f"rpg_megatron.{folder}" for folder in folders)):
                 continue
             names = {alias.name for alias in node.names}
             checking = {n for n in names if n.startswith(("check_", "warn_of")) or n == "try_reward"}
@@ -100,10 +102,10 @@ def test_only_the_table_imports_a_check() -> None:
                 assert checking == set(), f"{module} imports {checking}"
 
 
-def test_every_command_that_prepares_or_starts_a_run_asks_the_table() -> None:
+def test_every_command_that_starts_a_run_uses_the_check_table() -> None:
     imports = read_imports()
-    asking = {module for module, asked in imports.items() if "launcher.checks" in asked}
-    assert asking == {
+    users = {module for module, imported in imports.items() if "launcher.checks" in imported}
+    assert users == {
         "commands.train",
         "launcher.node_agent",
         "commands.audit.command",
@@ -128,7 +130,7 @@ def test_doctor_has_a_row_for_each_check() -> None:
 
 @pytest.fixture(autouse=True)
 def without_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ``train`` and ``doctor`` the machine's rows are left out; of a plan, other layouts."""
+    """``train`` and ``doctor`` without the machine's rows; a plan without other layouts."""
     monkeypatch.setattr(checks, "CHECKS", WITHOUT_MACHINE)
     for name in ("smallest", "smallest_engine", "find_lighter"):
         monkeypatch.setattr(plan_command, name, lambda *_: None)
@@ -159,17 +161,17 @@ def refusals(settings: Settings) -> dict[str, str]:
 
 def check_agreement(settings: Settings) -> str:
     """Assert that all commands accept the settings, or that all refuse them; returns the message."""
-    told = refusals(settings)
-    assert len({bool(text) for text in told.values()}) == 1, told
-    assert told["plan"] == told["train"]
-    first = told["train"].splitlines()[0] if told["train"] else ""
-    assert told["doctor"].startswith(first.rpartition("; ")[0])
-    return told["train"]
+    messages = refusals(settings)
+    assert len({bool(text) for text in messages.values()}) == 1, messages
+    assert messages["plan"] == messages["train"]
+    first = messages["train"].splitlines()[0] if messages["train"] else ""
+    assert messages["doctor"].startswith(first.rpartition("; ")[0])
+    return messages["train"]
 
 
 @pytest.fixture
 def write_whole(tmp_path: Path) -> Callable[[Settings], Settings]:
-    """The settings with data that are here, and a model of the same shape whose weights are a sparse file."""
+    """Settings with existing data, and a model of the same shape whose weights are a sparse file."""
     columns = {"prompt": "1+1", "answer": "2", "final_answer": ["2"], "solution": "\\boxed{2}"}
     row = columns | {"problem": "1+1", "question": "1+1"}
     data = tmp_path / "data.jsonl"
@@ -199,13 +201,13 @@ def write_whole(tmp_path: Path) -> Callable[[Settings], Settings]:
 
 @pytest.mark.parametrize("file", SMALL, ids=lambda file: file.stem)
 def test_small_examples(file: Path, tmp_path: Path) -> None:
-    """The judge's server does not run, which a plan does not ask; so it only warns here."""
+    """The judge's server does not run, and a plan does not call it; so its failure only warns here."""
     rows = [json.dumps({"question": "1+1", "answer": "so #### 2"})] * 8
     (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
-    more = [f"data.path={tmp_path}/gsm8k.jsonl"] if "gsm8k" in file.stem else []
-    assert check_agreement(load_settings(file, ["guards.reward_failures=warn", *more])) == ""
+    overrides = [f"data.path={tmp_path}/gsm8k.jsonl"] if "gsm8k" in file.stem else []
+    assert check_agreement(load_settings(file, ["guards.reward_failures=warn", *overrides])) == ""
     assert "more than the model's" in check_agreement(
-        load_settings(file, [*more, "guards.reward_failures=warn", "rollout.max_response_tokens=99999"])
+        load_settings(file, [*overrides, "guards.reward_failures=warn", "rollout.max_response_tokens=99999"])
     )
 
 
@@ -218,11 +220,11 @@ FEW = (ROWS[0], MIXTURES[0])
     ids=lambda file: f"{file.parent.name}/{file.stem}",
 )
 def test_large_examples(file: Path, write_whole: Callable[[Settings], Settings]) -> None:
-    """As they are, they name a model that is only described, which a plan takes and ``train`` does not."""
+    """They name a model with only a config.json, which ``plan`` accepts and ``train`` refuses."""
     settings = load_settings(file)
-    told = refusals(settings)
-    assert told["plan"] == ""
-    assert "holds only a config.json, which is enough for plan" in told["train"]
+    messages = refusals(settings)
+    assert messages["plan"] == ""
+    assert "holds only a config.json, which is enough for plan" in messages["train"]
     assert check_agreement(write_whole(settings)) == ""
 
 
@@ -266,14 +268,14 @@ def agreement_on(seeds: range, start: Callable[[Path, list[str]], Settings]) -> 
             continue
         try:
             if "DESCRIPTION" in "".join(changes):
-                told = refusals(settings)
-                assert told["train"]
+                messages = refusals(settings)
+                assert messages["train"]
             else:
-                told = {"train": check_agreement(settings)}
+                messages = {"train": check_agreement(settings)}
         except BaseException as e:
             e.add_note(f"seed {seed}: {file.name} {' '.join(changes)}")
             raise
-        counts["refused" if told["train"] else "accepted"] += 1
+        counts["refused" if messages["train"] else "accepted"] += 1
     return counts
 
 
@@ -292,7 +294,7 @@ def test_many_random_settings(start: Callable[[Path, list[str]], Settings]) -> N
 
 
 @pytest.mark.parametrize(
-    ("example", "changes", "told"),
+    ("example", "changes", "message"),
     [
         ("quickstart_moe", ["precision={dtype: bfloat16, fp8: {}}"], "not supported for mixtures"),
         ("quickstart", ["precision={dtype: bfloat16, fp8: {}}"], "requires multiples of 128"),
@@ -310,14 +312,14 @@ def test_many_random_settings(start: Callable[[Path, list[str]], Settings]) -> N
     ],
 )
 def test_what_only_train_refused(
-    example: str, changes: list[str], told: str, start: Callable[[Path, list[str]], Settings]
+    example: str, changes: list[str], message: str, start: Callable[[Path, list[str]], Settings]
 ) -> None:
     settings = start(EXAMPLES / f"{example}.yaml", changes)
     if "aime24" in changes[0]:  # train would ask the hub first
         with pytest.raises(UserError, match=r"^data\.mixture\[1\]\.path: /nowhere"):
             plan_command.run_plan(settings, None, sweep=False, as_json=True)
         return
-    assert told in check_agreement(settings)
+    assert message in check_agreement(settings)
 
 
 # -- a sweep, a dry run, a key that is gone ------------------------------------------------------------------
@@ -378,8 +380,8 @@ def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture
     dry_run(settings, Nodes(0, 2))
     parts = capsys.readouterr().out.split("# node ")[1:]
     names = ("engine_0", "sampler", "rank_0", "engine_1", "rank_1")
-    found = [[name for name in names if f"#   {name}:" in part] for part in parts]
-    assert found == [["engine_0", "sampler", "rank_0"], ["engine_1", "rank_1"]]
+    processes = [[name for name in names if f"#   {name}:" in part] for part in parts]
+    assert processes == [["engine_0", "sampler", "rank_0"], ["engine_1", "rank_1"]]
     assert "--host ADDRESS" in parts[1]
     dry_run(settings, Nodes(1, 2))
     assert capsys.readouterr().out == "", "the first node tells of all"
@@ -402,8 +404,8 @@ def test_what_is_gone_names_what_to_use_instead(
 
 def test_the_table_of_what_is_gone() -> None:
     keys = set(valid_keys(Settings))
-    for key, instead in renamed.RENAMED.items():
+    for key, replacement in renamed.RENAMED.items():
         assert key not in keys, "it exists"
-        assert instead
+        assert replacement
     version = tuple(int(part) for part in rpg_megatron.__version__.split(".")[:2])
     assert version < (0, 3) or not renamed.RENAMED, "an entry is kept until version 0.3"

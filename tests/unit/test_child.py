@@ -34,9 +34,9 @@ DEAF = "trap '' TERM; sleep 600 & echo up; wait; wait"
 def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     children: list[Child] = []
 
-    def make(script: str, **how: Any) -> Child:
-        log = how.pop("log", tmp_path / "logs" / f"{len(children)}.log")
-        children.append(start_child("one", ["sh", "-c", script], dict(os.environ), log, **how))
+    def make(script: str, **options: Any) -> Child:
+        log = options.pop("log", tmp_path / "logs" / f"{len(children)}.log")
+        children.append(start_child("one", ["sh", "-c", script], dict(os.environ), log, **options))
         return children[-1]
 
     yield make
@@ -77,9 +77,9 @@ def test_what_a_dead_child_started_is_found_until_it_is_reaped(start: Callable[.
 
 def test_pipes_carry_a_conversation_and_errors_go_to_the_log(start: Callable[..., Child]) -> None:
     child = start("read line; echo answer to $line; echo oops >&2", pipes=True)
-    given, taken = child.pipes
-    given.write(b"me\n")
-    assert taken.read() == b"answer to me\n"
+    child_input, child_output = child.pipes
+    child_input.write(b"me\n")
+    assert child_output.read() == b"answer to me\n"
     assert wait_for_end(child) == 0
     assert tail_of(child.log) == "oops"
 
@@ -91,9 +91,9 @@ def test_private_children_write_private_files(start: Callable[..., Child], tmp_p
 
 
 def test_the_end_of_a_child_is_explained(start: Callable[..., Child]) -> None:
-    told = start("echo working; echo 'error: the path is wrong;'; echo 'mend it'; exit 2")
-    assert wait_for_end(told) == 2
-    assert user_error(told) == "the path is wrong;\nmend it"
+    failed = start("echo working; echo 'error: the path is wrong;'; echo 'mend it'; exit 2")
+    assert wait_for_end(failed) == 2
+    assert user_error(failed) == "the path is wrong;\nmend it"
     torn = start("printf '    self.write(data)error: disk full\\n'; echo 'mend it'; exit 2")  # by two threads
     assert wait_for_end(torn) == 2
     assert user_error(torn) == "disk full\nmend it"

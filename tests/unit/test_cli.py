@@ -30,9 +30,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_and_version():
-    done = run("--help")
-    assert done.returncode == 0
-    assert "train" in done.stdout
+    process = run("--help")
+    assert process.returncode == 0
+    assert "train" in process.stdout
     assert run("--version").stdout == f"rpg-megatron {rpg_megatron.__version__}\n"
 
 
@@ -43,26 +43,26 @@ def test_the_shell_can_complete_commands_and_options():
         "COMP_CWORD": "2",
     }
     code = "from rpg_megatron.cli import main; main()"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | words, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["--fresh", "--from"], done.stderr
+    assert process.stdout.split() == ["--fresh", "--from"], process.stderr
 
 
 @pytest.mark.parametrize("arguments", [("config",), ("plan",)])
 def test_output_that_finds_no_room_is_one_line(config_file: Path, arguments: tuple[str, ...]):
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "rpg_megatron.cli", *arguments, str(config_file)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: standard output: No space left on device; free space there\n"
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr == "error: standard output: No space left on device; free space there\n"
 
 
 @pytest.mark.parametrize("streams", ["| true", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_command_without_readers_ends_quietly(config_file: Path, streams: str):
     command = f"{sys.executable} -m rpg_megatron.cli config {config_file} --explain {streams}"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("imported", ["typer", "pydantic"])
@@ -77,8 +77,8 @@ sys.meta_path.insert(0, Finder())
 from rpg_megatron.cli import main
 main(["config", {str(config_file)!r}])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: Ctrl-C\n")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "stopped: Ctrl-C\n")
 
 
 COMMANDS = [
@@ -109,8 +109,8 @@ def test_no_command_is_missing_here():
             for rest in (names(command) if hasattr(command, "commands") else [[]])
         ]
 
-    every = names(typer.main.get_command(cli.app))
-    assert sorted(every) == sorted([*words[: 2 if words[0] == "convert" else 1]] for words in COMMANDS)
+    commands = names(typer.main.get_command(cli.app))
+    assert sorted(commands) == sorted([*words[: 2 if words[0] == "convert" else 1]] for words in COMMANDS)
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
@@ -129,22 +129,22 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 main({list(arguments)!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: Ctrl-C\n")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "stopped: Ctrl-C\n")
 
 
 def test_ctrl_c_says_that_it_stopped(monkeypatch, capsys, config_file: Path):
     """Also where a command is still importing what it needs, before any handler of its own."""
     monkeypatch.setattr("rpg_megatron.config.load_settings", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["config", str(config_file)])
-    assert (ended.value.code, capsys.readouterr().err) == (130, "stopped: Ctrl-C\n")
+    assert (exit_info.value.code, capsys.readouterr().err) == (130, "stopped: Ctrl-C\n")
 
 
 def test_config_prints_settings_that_can_be_used_again(config_file: Path):
-    done = run("config", str(config_file), "optimizer.lr=2e-5", "objective.clip.high=0.3")
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = yaml.safe_load(done.stdout)
+    process = run("config", str(config_file), "optimizer.lr=2e-5", "objective.clip.high=0.3")
+    assert (process.returncode, process.stderr) == (0, "")
+    printed = yaml.safe_load(process.stdout)
     assert printed["optimizer"]["lr"] == 2e-5
     assert printed["objective"]["clip"]["high"] == 0.3
     assert printed["data"]["path"] == str(config_file.parent / "train.jsonl")
@@ -152,19 +152,19 @@ def test_config_prints_settings_that_can_be_used_again(config_file: Path):
 
 @pytest.mark.parametrize("command", ["config", "train"])
 def test_a_user_error_is_one_line(config_file: Path, command: str):
-    done = run(command, str(config_file), "training.stepz=1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert "'training.steps'" in done.stderr
-    assert done.stderr.count("\n") == 1
+    process = run(command, str(config_file), "training.stepz=1")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("error: ")
+    assert "'training.steps'" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("train",), ("tran", "x"), ("train", "--nope", "x")])
 def test_wrong_usage_is_explained(arguments: tuple[str, ...]):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert "Usage" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    process = run(*arguments)
+    assert process.returncode == 2
+    assert "Usage" in process.stdout + process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_ctrl_c_before_a_command_begins_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys):
@@ -172,14 +172,14 @@ def test_ctrl_c_before_a_command_begins_is_no_error(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "app", interrupted)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main([])
-    assert ended.value.code == 130
+    assert exit_info.value.code == 130
     assert capsys.readouterr().err == ""
 
 
 def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(*_: object, **how: object) -> None:
+    def broken(*_: object, **options: object) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(train, "train", broken)
@@ -208,14 +208,14 @@ def test_what_runs_on_one_node_is_done_once(
     }
     for key, value in (step | {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "a,b"}).items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main([*arguments])
-    assert end.value.code == 0
+    assert exit_info.value.code == 0
     assert capsys.readouterr().err == f"node 1 (b): {arguments[0]} runs on node 0 (a) only\n"
     monkeypatch.setenv("SLURM_NODEID", "0")
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main([*arguments])
-    assert end.value.code == 2  # it looked for what it was given
+    assert exit_info.value.code == 2  # it looked for what it was given
 
 
 def test_options_have_a_short_spelling_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +230,7 @@ def test_options_have_a_short_spelling_too(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_setting_written_as_an_option_is_explained(config_file: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["train", str(config_file), "--training.steps=5"])
-    assert stopped.value.code == 2
+    assert exit_info.value.code == 2
     assert "No such option: --training.steps; write training.steps=..." in capsys.readouterr().err

@@ -29,15 +29,15 @@ METRIC = re.compile(r"[a-z]+/[a-z0-9_]+")
 
 def tables(page: str) -> list[list[list[str]]]:
     """The tables of a page: rows of cells, the header first."""
-    found = re.findall(r"(?:^\|.*\n)+", BLOCK.sub("", page), re.MULTILINE)
+    blocks = re.findall(r"(?:^\|.*\n)+", BLOCK.sub("", page), re.MULTILINE)
     cells = [
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in t.splitlines()] for t in found
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in t.splitlines()] for t in blocks
     ]
     return [[header, *rows] for header, _line, *rows in cells]
 
 
 def settings_tables() -> list[list[str]]:
-    """Rows of the tables of their settings and ours: theirs, ours, remark."""
+    """Rows of the settings tables: the other framework's, ours, remark."""
     return [row for header, *rows in tables(COMING_FROM) if header[1:] == ["here", "remark"] for row in rows]
 
 
@@ -60,12 +60,12 @@ def sources() -> list[str]:
 @cache
 def metrics() -> frozenset[str]:
     """Keys of metrics.jsonl: whole texts, or f"family/{...}" with any text of the same file as the name."""
-    found = set()
+    keys = set()
     for source in sources():
-        found.update(re.findall(r'"([a-z]+/[a-z0-9_]+)"', source))
+        keys.update(re.findall(r'"([a-z]+/[a-z0-9_]+)"', source))
         names = re.findall(r'"([a-z0-9_]+)"', source)
-        found.update(f"{family}/{name}" for family in re.findall(r'f"([a-z]+)/{', source) for name in names)
-    return frozenset(found)
+        keys.update(f"{family}/{name}" for family in re.findall(r'f"([a-z]+)/{', source) for name in names)
+    return frozenset(keys)
 
 
 def missing(message: str) -> bool:
@@ -81,11 +81,11 @@ def test_every_setting_of_ours_beside_theirs_exists() -> None:
 
 
 def test_dotted_names_elsewhere_on_the_page_are_ours_or_theirs() -> None:
-    theirs = {key_of(text) for names, *_ in settings_tables() for text in quoted(names)}
+    their_keys = {key_of(text) for names, *_ in settings_tables() for text in quoted(names)}
     text = BLOCK.sub("", COMING_FROM)
     named = {key_of(t) for t in quoted(text) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key_of(t))}
-    ours = {name for name in named if name.partition(".")[0] in SECTIONS and not FILE.fullmatch(name)}
-    assert ours - KEYS - theirs == set()
+    our_keys = {name for name in named if name.partition(".")[0] in SECTIONS and not FILE.fullmatch(name)}
+    assert our_keys - KEYS - their_keys == set()
 
 
 def test_every_recipe_of_theirs_has_one_of_ours_that_loads(tmp_path: Path) -> None:
@@ -122,6 +122,6 @@ def test_every_quoted_message_is_one_of_ours() -> None:
 @pytest.mark.parametrize("page", [COMING_FROM, TROUBLESHOOTING], ids=["coming-from", "troubleshooting"])
 def test_every_command_exists(page: str) -> None:
     group = typer.main.get_command(app)
-    known = set(getattr(group, "commands", {}))
-    assert "train" in known
-    assert set(re.findall(r"rpg-megatron ([a-z]+)", " ".join(quoted(page)))) <= known
+    commands = set(getattr(group, "commands", {}))
+    assert "train" in commands
+    assert set(re.findall(r"rpg-megatron ([a-z]+)", " ".join(quoted(page)))) <= commands

@@ -52,7 +52,7 @@ def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: st
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "expected"),
     [
         (["device=cpu"], "shared_memory"),
         (["device=cuda"], "cuda_ipc"),
@@ -61,12 +61,12 @@ def test_unknown_key_names_the_nearest_valid_one(config_file: Path, override: st
         (["device=cpu", "bridge={transport: process_group, timeout: 9}"], "process_group"),
     ],
 )
-def test_how_weights_reach_engines_goes_by_the_device(config_file: Path, overrides: list[str], wanted: str):
-    assert load_settings(config_file, overrides).bridge.transport == wanted
+def test_how_weights_reach_engines_goes_by_the_device(config_file: Path, overrides: list[str], expected: str):
+    assert load_settings(config_file, overrides).bridge.transport == expected
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "expected"),
     [
         (["training.tokens_per_microbatch=4096"], "none"),
         (["training.tokens_per_microbatch=8192"], "selective"),
@@ -77,9 +77,9 @@ def test_how_weights_reach_engines_goes_by_the_device(config_file: Path, overrid
         (["training.tokens_per_microbatch=4096", "rollout.max_response_tokens=16384"], "full"),
     ],
 )
-def test_what_is_recomputed_goes_by_length(config_file: Path, overrides: list[str], wanted: str):
+def test_what_is_recomputed_goes_by_length(config_file: Path, overrides: list[str], expected: str):
     settings = load_settings(config_file, overrides)
-    assert settings.memory.recompute_for(settings.tokens_at_once) == wanted
+    assert settings.memory.recompute_for(settings.tokens_at_once) == expected
     assert settings.parallel.world == settings.parallel.context
 
 
@@ -142,7 +142,7 @@ def test_a_key_with_dots_in_a_file_is_explained(config_file: Path):
         load_settings(config_file)
 
 
-def test_paths_are_relative_to_the_file_in_yaml_and_to_the_working_directory_in_overrides(
+def test_paths_are_relative_to_the_file_or_the_working_directory(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     elsewhere = tmp_path / "elsewhere"
@@ -169,9 +169,9 @@ def test_a_run_writes_settings_that_load_to_the_same(config_file: Path, monkeypa
     assert (first.name, second.name) == ("tiny-001", "tiny-002")
     assert (first / "logs").is_dir()
     monkeypatch.chdir("/")
-    again = load_settings(first / "config.yaml")
-    assert again.data.path == config_file.parent / "train.jsonl"
-    assert again.model_dump(exclude={"data"}) == settings.model_dump(exclude={"data"})
+    loaded = load_settings(first / "config.yaml")
+    assert loaded.data.path == config_file.parent / "train.jsonl"
+    assert loaded.model_dump(exclude={"data"}) == settings.model_dump(exclude={"data"})
     assert all(Path(yaml.safe_load((first / "config.yaml").read_text())[k]).is_absolute() for k in ["runs"])
 
 
@@ -186,32 +186,32 @@ def test_every_key_is_explained() -> None:
     def sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
         yield section
         for field in section.model_fields.values():
-            for inner in sections_in(field.annotation):
-                yield from sections(inner)
+            for subsection in sections_in(field.annotation):
+                yield from sections(subsection)
 
-    found = set(sections(Settings))
-    assert len(found) > 50
-    assert [f"{s.__name__}.{k}" for s in found for k, f in s.model_fields.items() if not f.description] == []
+    models = set(sections(Settings))
+    assert len(models) > 50
+    assert [f"{s.__name__}.{k}" for s in models for k, f in s.model_fields.items() if not f.description] == []
 
 
 def test_every_key_is_read_somewhere():
-    """A setting that nobody reads is a promise not kept. By attribute name, so a namesake may hide one."""
+    """Read by attribute name; a key with the name of another may be missed."""
     files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] != "config"]
     files += [
         PACKAGE / "config" / f"{name}.py"
         for name in ("losses", "schedules", "policy", "objective", "data", "evaluation", "reward")
     ]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     # ``type`` selects a section; while each union has one member, nobody needs to look at it.
     unread = [
-        k for k in valid_keys(Settings) if (last := k.rpartition(".")[2]) not in read and last != "type"
+        k for k in valid_keys(Settings) if (last := k.rpartition(".")[2]) not in names and last != "type"
     ]
     assert unread == []
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("objective.clip.c=1.2", "must be greater than 1 + high"),
         ("objective=rpg", "must be a section such as {type: rpg}"),
@@ -274,16 +274,16 @@ def test_every_key_is_read_somewhere():
         ("optimizer.type=schedule_free_adamw", "set distributed to false"),
     ],
 )
-def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str, told: str) -> None:
+def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str, message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {path: d}\n")
     with pytest.raises(UserError) as caught:
         load_settings(file, override.split("; "))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("model: {path: m}\ndata: [\n", "c.yaml:3: not valid YAML: "),
         ("model: {path: m}\ndata:\n\tpath: d\n", "c.yaml:3: not valid YAML: "),
@@ -291,17 +291,17 @@ def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str,
         ("model: &m [&n [a, b, c]]\ndata: [*m, *m]\n", "model: must be a section of keys and values"),
     ],
 )
-def test_a_broken_file_is_one_short_line_with_the_place(tmp_path: Path, text: str, told: str) -> None:
+def test_a_broken_file_is_one_short_line_with_the_place(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         load_settings(file)
-    assert told in (line := str(caught.value).splitlines()[0])
+    assert message in (line := str(caught.value).splitlines()[0])
     assert len(line) < len(str(tmp_path)) + 200
     assert "unicode string" not in line
 
 
-def test_explained_settings_are_the_settings_with_each_keys_meaning(config_file: Path) -> None:
+def test_explained_settings_have_each_keys_meaning(config_file: Path) -> None:
     settings = load_settings(config_file, ["evaluation.sets=[{preset: amc23}]", "data.where={level: 5}"])
     plain, explained = resolved_yaml(settings), resolved_yaml(settings, explained=True)
     assert yaml.safe_load(explained) == yaml.safe_load(plain)
@@ -377,8 +377,8 @@ def test_resolved_settings_can_be_read_again(tmp_path: Path) -> None:
     )
     assert first.guards.mismatch == "off"
     file.write_text(first.to_yaml())
-    again = load_settings(file)
-    assert again.model_copy(update={"model": first.model, "data": first.data}) == first
+    loaded = load_settings(file)
+    assert loaded.model_copy(update={"model": first.model, "data": first.data}) == first
 
 
 def write(file: Path, text: str) -> Path:
@@ -401,13 +401,13 @@ def test_a_file_on_top_of_others(tmp_path: Path) -> None:
     assert settings.objective.beta == 0.5
     assert (settings.objective.clip.low, settings.objective.clip.high) == (0.1, 0.4), "blocks merge"
 
-    other = write(tmp_path / "b.yaml", "extends: a.yaml\nobjective: {type: rpg, divergence: fkl}\n")
-    objective_of_another_type = load_settings(other).objective
+    rpg_file = write(tmp_path / "b.yaml", "extends: a.yaml\nobjective: {type: rpg, divergence: fkl}\n")
+    objective_of_another_type = load_settings(rpg_file).objective
     assert objective_of_another_type.type == "rpg"
     assert objective_of_another_type.beta == 1e-4, "another type begins anew"
 
 
-def test_null_removes_what_a_file_below_sets_unless_null_is_a_value(tmp_path: Path) -> None:
+def test_null_removes_a_value_of_an_extended_file(tmp_path: Path) -> None:
     write(
         tmp_path / "base.yaml",
         "model: {path: m}\ndata: {path: d, where: {level: 5, kind: a}}\noptimizer: {lr: 0.1, beta1: 0.5}\n"
@@ -432,7 +432,7 @@ def test_null_removes_what_a_file_below_sets_unless_null_is_a_value(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("extends: nowhere.yaml", "nowhere.yaml: no such config file ("),
         ("extends: {a: 1}", "extends must be a file or a list of files"),
@@ -440,8 +440,8 @@ def test_null_removes_what_a_file_below_sets_unless_null_is_a_value(tmp_path: Pa
         ("extends: loop.yaml", "which extends it"),
     ],
 )
-def test_files_that_cannot_be_extended(tmp_path: Path, text: str, told: str) -> None:
+def test_files_that_cannot_be_extended(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path / "loop.yaml", "extends: top.yaml")
     with pytest.raises(UserError) as caught:
         load_settings(write(tmp_path / "top.yaml", text))
-    assert told in str(caught.value)
+    assert message in str(caught.value)

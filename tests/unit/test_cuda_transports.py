@@ -1,8 +1,8 @@
-"""What an engine worker does on a GPU, as far as it can be decided without one.
+"""What an engine worker does on a GPU, as far as it can be tested without one.
 
-Why: where this is wrong everything still works, and one card or one hardware queue carries what all were to
-share. A stand-in takes the place of links; which replica's memory each worker opens is worked out
-from manifests with made-up GPUs. Not covered: CUDA itself (tests/gpu).
+Why: an error here breaks nothing; one card or one hardware queue then does the work that all should share.
+Links are replaced by a stand-in; which replica's memory each worker opens is computed from manifests with
+made-up GPUs. Not covered: CUDA itself (tests/gpu).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlowLink:
 
 
 def test_a_link_has_one_receive_under_way() -> None:
-    """A second would wait in a hardware queue, and other links behind it, until the first is through."""
+    """A second one, and other links behind it, would wait in a hardware queue until the first one ends."""
     parts = [BucketPart("w", Box((row,), (16,)), 64) for row in range(0, 96, 16)]
     link = SlowLink()
     receiver = _Receiver(link, "name")  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ class Node:
         folder.mkdir(mode=0o700)
         self.opened: list[Copy] = []
         self._barrier = threading.Barrier(self.world)
-        self._told: list[bytes] = [b""] * self.world
+        self._messages: list[bytes] = [b""] * self.world
         self.sent: list[int] = []
         self._rank = threading.local()
         self._memory: dict[str, torch.Tensor] = {}
@@ -118,11 +118,11 @@ class Node:
     def worker(self, gpu: str, manifest: Manifest) -> tuple[set[int], dict[str, Any]]:
         """The ranks whose memory a worker on a GPU opens, and its answer to a check."""
         self.opened.clear()
-        found = ShardReader(self.folder, gpu)
-        found.open(manifest.place, manifest.version)
-        ack = {"rank": 0, "sums": found.check(WANTED)}
-        assert found.manifest is not None
-        ack["ranks_read"] = {name: sorted(found.ranks_read(name)) for name in manifest.tensors}
+        reader = ShardReader(self.folder, gpu)
+        reader.open(manifest.place, manifest.version)
+        ack = {"rank": 0, "sums": reader.check(WANTED)}
+        assert reader.manifest is not None
+        ack["ranks_read"] = {name: sorted(reader.ranks_read(name)) for name in manifest.tensors}
         return {copy.rank for copy in self.opened}, ack
 
     def _all(self, step: Callable[[int], Any]) -> list[Any]:
@@ -140,13 +140,13 @@ class Node:
         return out
 
     def _gather(self, value: Any, kind: Any) -> list[Any]:
-        self._told[self._rank.number] = encode(value)
+        self._messages[self._rank.number] = encode(value)
         self._barrier.wait(30)
-        told = [decode(x, kind) for x in self._told]
+        messages = [decode(x, kind) for x in self._messages]
         if self._rank.number == 0:
-            self.sent.append(sum(map(len, self._told)))
+            self.sent.append(sum(map(len, self._messages)))
         self._barrier.wait(30)
-        return told
+        return messages
 
     def _export(self, storage: torch.UntypedStorage) -> tuple[str, str]:
         handle = f"memory at {storage.data_ptr()}"
@@ -162,8 +162,8 @@ class Node:
 def _in_one_buffer(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The first half of the parameters share a piece of memory, as in Megatron's buffers."""
     names = list(params)[: len(params) // 2]
-    whole = torch.cat([params[name].flatten() for name in names])
-    parts = whole.split([params[name].numel() for name in names])
+    buffer = torch.cat([params[name].flatten() for name in names])
+    parts = buffer.split([params[name].numel() for name in names])
     return params | {n: part.view(params[n].shape) for n, part in zip(names, parts, strict=True)}
 
 
@@ -174,17 +174,17 @@ def test_each_worker_reads_the_replica_on_its_own_gpu(
     node = Node(tmp_path / "bridge", tensor, data, monkeypatch)
     manifest = node.publish(1)
     for rank in range(node.world):
-        read, ack = node.worker(f"GPU-{rank}", manifest)
+        ranks, ack = node.worker(f"GPU-{rank}", manifest)
         first = rank - rank % tensor
-        assert read == set(range(first, first + tensor)), (
+        assert ranks == set(range(first, first + tensor)), (
             rank
         )  # its own, and what it lacks of the same replica
         assert compare_checksums(manifest, [ack]) == {}
     # Workers on other GPUs keep to a replica each, and do not all take the first.
-    others = [node.worker(f"GPU-of-an-engine-{i}", manifest)[0] for i in range(8)]
-    assert all(len(read) == tensor and len({r // tensor for r in read}) == 1 for read in others)
-    assert len(set(map(frozenset, others))) > 1
-    # Where things lie is told once.
+    others_ranks = [node.worker(f"GPU-of-an-engine-{i}", manifest)[0] for i in range(8)]
+    assert all(len(ranks) == tensor and len({r // tensor for r in ranks}) == 1 for ranks in others_ranks)
+    assert len(set(map(frozenset, others_ranks))) > 1
+    # Memory locations are sent once.
     before = node.sent[-1]
     node.publish(2)
     assert node.sent[-1] < before
@@ -210,6 +210,6 @@ def test_a_replica_laid_out_otherwise_is_left_alone(tmp_path: Path, monkeypatch:
     node.params[1] |= {name: value.clone() for name, value in node.params[1].items()}
     manifest = node.publish(1)
     assert {tuple(c.rank for c in shard.copies) for shard in manifest.shards} == {(0, 2)}
-    read, ack = node.worker("GPU-1", manifest)
-    assert len(read) == 1
+    ranks, ack = node.worker("GPU-1", manifest)
+    assert len(ranks) == 1
     assert compare_checksums(manifest, [ack]) == {}

@@ -1,8 +1,7 @@
-"""Code of the user by import path is checked before a process starts, and gets its settings as declared.
+"""User code given by import path is checked before a process starts, and gets its settings as declared.
 
-Proved: what is wrong is told in one line that names the setting and the remedy, by train's checks, the doctor
-and plan alike; settings are keyword arguments or a pydantic model. Not covered here: a training run with it
-(tests/distributed).
+Proved: train's checks, the doctor and plan report a mistake in one line that names the setting and the fix;
+settings are keyword arguments or a pydantic model. Not covered: a training run with it (tests/distributed).
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def test_settings_arrive_in_the_declared_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"),
+    ("code", "message"),
     [
         (
             loss("Loss", beta=1, knd="b"),
@@ -157,10 +156,10 @@ def test_settings_arrive_in_the_declared_types() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_one_line(wanted: CustomCode, told: str) -> None:
-    problem = find_problem(wanted)
+def test_what_is_wrong_is_one_line(code: CustomCode, message: str) -> None:
+    problem = find_problem(code)
     assert problem is not None
-    assert told in problem
+    assert message in problem
     assert len(problem.splitlines()) == 1
 
 
@@ -179,43 +178,43 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path) -> None:
     check_custom_code(good)
     assert make_settings(json.loads(good.model_dump_json()), None, "").objective == good.objective
     bad = load_settings(config_file, ["objective={type: own_module_of_test:Loss, bet: 0.1}"])
-    told = "objective.bet: own_module_of_test:Loss has no setting 'bet'; did you mean 'beta'?"
+    message = "objective.bet: own_module_of_test:Loss has no setting 'bet'; did you mean 'beta'?"
     with pytest.raises(UserError, match="did you mean 'beta'"):
         check_custom_code(bad)
     failed = doctor_rows(bad, "own code")[0]
-    assert told in f"{failed.found}; {failed.fix}"
+    assert message in f"{failed.found}; {failed.fix}"
     with pytest.raises(UserError, match="did you mean 'beta'"):
         run_plan(bad, None, sweep=False, as_json=True)
 
 
 def test_the_settings_of_a_run_have_the_defaults_of_own_code(config_file: Path) -> None:
-    """Those that are used as they are; what the code converts or computes is left out."""
-    own = "own_module_of_test"
+    """Only those that are used unchanged; values that the code converts or computes are left out."""
+    module = "own_module_of_test"
     settings = load_settings(
         config_file,
         [
-            f"objective={{type: {own}:Loss, beta: 0.1}}",
-            f"advantage.type={own}:advantage",
-            f"optimizer.schedule.type={own}:schedule",
-            f"rollout.dynamic.type={own}:varied",
-            f"trackers=[{{type: {own}:Tracker}}]",
-            f"reward.terms={{a: {{type: {own}:reward, ratio: 1}}, b: {{type: {own}:answers}}}}",
-            f"data={{source: {{type: {own}:missing}}}}",
+            f"objective={{type: {module}:Loss, beta: 0.1}}",
+            f"advantage.type={module}:advantage",
+            f"optimizer.schedule.type={module}:schedule",
+            f"rollout.dynamic.type={module}:varied",
+            f"trackers=[{{type: {module}:Tracker}}]",
+            f"reward.terms={{a: {{type: {module}:reward, ratio: 1}}, b: {{type: {module}:answers}}}}",
+            f"data={{source: {{type: {module}:missing}}}}",
         ],
     )
-    typed = make_settings(json.loads(settings.model_dump_json()), [f"objective={{type: {own}:Typed}}"], "")
+    typed = make_settings(json.loads(settings.model_dump_json()), [f"objective={{type: {module}:Typed}}"], "")
     assert yaml.safe_load(resolved_yaml(typed))["objective"]["beta"] == 0.1, "of a pydantic model"
     run = create_run(settings)
-    found = load_settings(run / "config.yaml")
-    assert found.objective.keywords == {"beta": 0.1, "kind": "a"}
-    assert (found.advantage.keywords, found.optimizer.schedule.keywords) == ({"scale": 1.0}, {"low": 0.5})
-    assert found.rollout.dynamic.keywords == {"least": 0.1}
-    assert found.trackers[0].keywords == {"url": "x"}
-    terms = found.reward.terms
+    loaded = load_settings(run / "config.yaml")
+    assert loaded.objective.keywords == {"beta": 0.1, "kind": "a"}
+    assert (loaded.advantage.keywords, loaded.optimizer.schedule.keywords) == ({"scale": 1.0}, {"low": 0.5})
+    assert loaded.rollout.dynamic.keywords == {"least": 0.1}
+    assert loaded.trackers[0].keywords == {"url": "x"}
+    terms = loaded.reward.terms
     assert (terms["a"].model_extra, terms["b"].model_extra) == ({"ratio": 1, "near": 3}, {"scale": 2.0})
-    assert found.data.source.keywords == {}
-    check_custom_code(found)
-    assert resolved_yaml(found) == (run / "config.yaml").read_text()
+    assert loaded.data.source.keywords == {}
+    check_custom_code(loaded)
+    assert resolved_yaml(loaded) == (run / "config.yaml").read_text()
 
 
 def test_an_import_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +253,10 @@ def test_the_default_schedule_is_warm_up_then_constant() -> None:
     assert [rate(step) for step in range(1, 6)] == [1e-6 * min(1.0, step / 3) for step in range(1, 6)]
 
 
-def test_an_advantage_of_the_user_gets_its_settings_and_is_checked() -> None:
+def test_a_user_advantage_gets_its_settings_and_is_checked() -> None:
     rewards, group, lengths = np.array([1.0, 2.0]), np.array([0, 0]), np.array([3, 4])
-    own = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 3}").advantage)
-    assert own(rewards, group, lengths).tolist() == [3.0, 6.0]
+    advantage = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 3}").advantage)
+    assert advantage(rewards, group, lengths).tolist() == [3.0, 6.0]
     wrong = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 0}").advantage)
     with pytest.raises(UserError, match=r"returns shape \(1,\); return one finite number per response"):
         wrong(rewards, group, lengths)
@@ -266,9 +265,9 @@ def test_an_advantage_of_the_user_gets_its_settings_and_is_checked() -> None:
         none(rewards, group, lengths)
 
 
-def test_an_error_of_the_users_code_names_the_setting_and_the_line() -> None:
+def test_errors_of_user_code_name_the_setting_and_the_line() -> None:
     def line(text: str) -> str:
-        number = next(i for i, found in enumerate(MODULE.splitlines(), 1) if text in found)
+        number = next(i for i, source in enumerate(MODULE.splitlines(), 1) if text in source)
         return f"/own_module_of_test.py:{number}: "
 
     loss = build_loss(make("objective={type: 'own_module_of_test:Returns', what: error}"))
@@ -288,7 +287,7 @@ def test_an_error_of_the_users_code_names_the_setting_and_the_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "anchor", "told"),
+    ("returned", "anchor", "message"),
     [
         ("nothing", "old", "returns a NoneType, not a LossOutput; see docs/extend.md"),
         ("sum", "old", r"per_token is \(\); it must be a tensor with one value per token, \(3,\) like logp"),
@@ -296,30 +295,30 @@ def test_an_error_of_the_users_code_names_the_setting_and_the_line() -> None:
         ("good", "kl_trigger", "anchor.type kl_trigger needs the metric 'kl'"),
     ],
 )
-def test_what_a_loss_returns_is_checked(what: str, anchor: str, told: str) -> None:
-    def call(what: str, anchor: str) -> object:
-        objective = f"objective={{type: 'own_module_of_test:Returns', what: {what}}}"
+def test_what_a_loss_returns_is_checked(returned: str, anchor: str, message: str) -> None:
+    def call(returned: str, anchor: str) -> object:
+        objective = f"objective={{type: 'own_module_of_test:Returns', what: {returned}}}"
         return build_loss(make(objective, f"anchor.type={anchor}"))(torch.zeros(3), None)
 
-    with pytest.raises(UserError, match=told):
-        call(what, anchor)
+    with pytest.raises(UserError, match=message):
+        call(returned, anchor)
     call("good", "fixed")
 
 
 def test_a_loss_of_the_user_gets_the_entropy_bonus_of_ours() -> None:
-    own = make("objective={type: 'own_module_of_test:Returns', what: good, entropy_bonus: 0.5}")
-    check_custom_code(own)  # the class has no such setting
+    settings = make("objective={type: 'own_module_of_test:Returns', what: good, entropy_bonus: 0.5}")
+    check_custom_code(settings)  # the class has no such setting
     zeros, entropy = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
-    given = ResponseTokens(*[zeros] * 5, entropy=entropy)
-    without = build_loss(make("objective={type: 'own_module_of_test:Returns', what: good}"))(zeros, given)
-    assert (without.per_token - build_loss(own)(zeros, given).per_token).tolist() == [0.5, 1.0, 1.5]
+    tokens = ResponseTokens(*[zeros] * 5, entropy=entropy)
+    without = build_loss(make("objective={type: 'own_module_of_test:Returns', what: good}"))(zeros, tokens)
+    assert (without.per_token - build_loss(settings)(zeros, tokens).per_token).tolist() == [0.5, 1.0, 1.5]
 
 
 def test_a_filter_of_the_user_sees_dense_rewards() -> None:
-    own = make("rollout.dynamic.type=own_module_of_test:varied").rollout
+    rollout = make("rollout.dynamic.type=own_module_of_test:varied").rollout
     dense = GroupScores([1, 1], [0.2, 0.9], [False, False], [False, False], {})
     equal = GroupScores([1, 1], [0.2, 0.2], [True, False], [False, False], {})
-    assert [passes_filter(own, scores) for scores in (dense, equal)] == [True, False]
+    assert [passes_filter(rollout, scores) for scores in (dense, equal)] == [True, False]
     strict = make("rollout.dynamic={type: 'own_module_of_test:varied', least: 0.8, rounds: 3}").rollout
     assert [passes_filter(strict, scores) for scores in (dense, equal)] == [False, False]
     assert [passes_filter(make("rollout.dynamic={}").rollout, scores) for scores in (dense, equal)] == [
@@ -329,7 +328,7 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         (
             "advantage={type: 'own_module_of_test:advantage', scl: 1}",
@@ -358,14 +357,14 @@ def test_a_filter_of_the_user_sees_dense_rewards() -> None:
         ),
     ],
 )
-def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, told: str) -> None:
+def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         check_custom_code(make(override))
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("advantage={type: rpg, scale: 1}", "unknown key 'advantage.scale'"),
         ("advantage.type=grop", "advantage.type: "),
@@ -389,10 +388,10 @@ def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, t
         ("rollout.dynamic.type=mixd", "rollout.dynamic.type: must be mixed, or an import path"),
     ],
 )
-def test_ours_take_no_other_settings(override: str, told: str) -> None:
+def test_ours_take_no_other_settings(override: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         make(override)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_type_that_is_no_import_path_is_told() -> None:

@@ -1,6 +1,6 @@
-"""Prompts from code of the user: the same rows as from a file, and one line for what is wrong.
+"""Prompts from user code: the same rows as from a file, and one line for each mistake.
 
-Why: a source that fails, or that gives other rows after a resume, must not train on something else unnoticed.
+Why: if a source fails, or gives other rows after a resume, a run must not silently train on something else.
 Not covered: the example of docs/extend.md (tests/distributed/test_extend), resuming a whole run.
 """
 
@@ -69,9 +69,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def data(name: str, settings: dict[str, Any] | None = None, **more: Any) -> DataSettings:
+def data(name: str, settings: dict[str, Any] | None = None, **fields: Any) -> DataSettings:
     source = {"type": f"own_source_of_test:{name}", **(settings or {})}
-    return DataSettings.model_validate({"source": source} | KEYS | more)
+    return DataSettings.model_validate({"source": source} | KEYS | fields)
 
 
 def test_rows_are_treated_as_those_of_a_file(tmp_path: Path) -> None:
@@ -103,15 +103,15 @@ def test_a_resumed_run_has_the_same_prompts_or_is_refused() -> None:
     first = stream()
     first.take(3)
     state, rest = first.state(), [p.text for p in first.take(9)]
-    again = stream()
-    again.restore(state)
-    assert [p.text for p in again.take(9)] == rest
+    resumed = stream()
+    resumed.restore(state)
+    assert [p.text for p in resumed.take(9)] == rest
     with pytest.raises(UserError, match="the training prompts have changed"):
         stream(seed=5).restore(state)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             data("sums", {"cout": 3}),
@@ -127,10 +127,10 @@ def test_a_resumed_run_has_the_same_prompts_or_is_refused() -> None:
         (data("ends"), "data.source: own_source_of_test:ends ended its process (exit code 3); fix it"),
     ],
 )
-def test_what_is_wrong_is_one_line(settings: DataSettings, told: str) -> None:
+def test_what_is_wrong_is_one_line(settings: DataSettings, message: str) -> None:
     with pytest.raises(UserError) as error:
         read_problems(settings)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -140,15 +140,15 @@ def test_wrong_rows_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"source": {"type": "a:b"}, "path": "d"}, "path and source exclude each other"),
         ({"source": {"type": "a:b"}, "split": "test"}, "subset and split have no effect on source"),
         ({"source": {"type": "a"}}, "data.source.type: must be an import path module:name"),
     ],
 )
-def test_settings_that_exclude_each_other(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_exclude_each_other(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         make_settings({"model": {"path": "m"}, "data": change}, None, "x")
 
 
@@ -181,14 +181,14 @@ def stops():
 
 @pytest.fixture
 def asked_module(tmp_path: Path) -> Path:
-    """File with a letter for each row that the source was asked for."""
+    """A file with a letter for each row that was requested from the source."""
     (tmp_path / "asked_source_of_test.py").write_text(ASKED)
     return tmp_path / "asked"
 
 
-def streamed(name: str, settings: dict[str, Any] | None = None, *, rows: bool = False, **more: Any) -> Any:
+def streamed(name: str, settings: dict[str, Any] | None = None, *, rows: bool = False, **fields: Any) -> Any:
     source = {"type": f"asked_source_of_test:{name}", **(settings or {})}
-    keys = {"source": source, "streaming": True, "shuffle": False, "max_prompt_tokens": 20} | KEYS | more
+    keys = {"source": source, "streaming": True, "shuffle": False, "max_prompt_tokens": 20} | KEYS | fields
     return open_prompts(DataSettings.model_validate(keys), ByteTokenizer(), rows=rows)
 
 
@@ -211,17 +211,18 @@ def test_a_streaming_source_goes_on_where_it_was(asked_module: Path) -> None:
     first = streamed("count", rows=True)
     first.take(37)
     state = json.loads(json.dumps(first.sign(first.position())))
-    whole = {"sampler": {"stream": state}, "summary": {}, "seconds": 1.0}
-    RunState.model_validate(whole | {"format": 1, "step": 1, "metrics_bytes": 0})  # as the launcher checks it
+    whole_state = {"sampler": {"stream": state}, "summary": {}, "seconds": 1.0}
+    # As the launcher checks it.
+    RunState.model_validate(whole_state | {"format": 1, "step": 1, "metrics_bytes": 0})
     rest = [(p.id, p.text, p.context) for p in first.take(50)]
     first.restore(state)
     assert first.position() == state
     assert [(p.id, p.text, p.context) for p in first.take(50)] == rest
     later = streamed("count", {"change": 60}, rows=True)
     later.restore(state)
-    for wrong in ({"change": 30}, {"first": 1}, {"last": 40}):
+    for changed in ({"change": 30}, {"first": 1}, {"last": 40}):
         with pytest.raises(UserError, match="does not give the rows again that the run took"):
-            streamed("count", wrong, rows=True).restore(state)
+            streamed("count", changed, rows=True).restore(state)
     with pytest.raises(UserError, match=r"written with data\.streaming true"):
         PromptStream(list(first.prompts.fetch([0])), seed=1).restore(state)
     with pytest.raises(UserError, match=r"written with data\.streaming false"):
@@ -271,7 +272,7 @@ def test_checks_ask_a_streaming_source_for_one_row(asked_module: Path, config_fi
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"shuffle": True}, "streaming keeps the order of the source; set shuffle to false"),
         ({"order_by": "level"}, "streaming keeps the order of the source"),
@@ -281,9 +282,9 @@ def test_checks_ask_a_streaming_source_for_one_row(asked_module: Path, config_fi
         ({"source": None, "path": "d.jsonl"}, "streaming is for your own code; set source"),
     ],
 )
-def test_streaming_excludes_what_needs_all_rows(change: dict[str, Any], told: str) -> None:
+def test_streaming_excludes_what_needs_all_rows(change: dict[str, Any], message: str) -> None:
     data = {"source": {"type": "a:b"}, "streaming": True, "shuffle": False}
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=message):
         DataSettings.model_validate(data | change)
     with pytest.raises(ValidationError, match="a mixture needs the number of its rows; remove streaming"):
         DataSettings.model_validate({"mixture": [{"source": {"type": "a:b"}, "streaming": True}]})

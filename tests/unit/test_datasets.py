@@ -1,9 +1,8 @@
-"""Where prompts come from: Parquet and Arrow files, folders, the hub, mixtures, known data sets; and what of
-them is malformed.
+"""Sources of prompts: Parquet and Arrow files, folders, the hub, mixtures, known data sets; malformed rows.
 
 Why: a run must not start on half a file, or learn from rows that are not what they seem, and the message
-must say file, row and remedy. Not covered: JSON lines row by row (test_prompts); downloads, since there is
-no network: the hub's loader is shown a local folder instead.
+must name file, row and fix. Not covered: JSON lines row by row (test_prompts); downloads, since there is no
+network: the hub's loader gets a local folder instead.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(10)]
 
 
-def parquet(path: Path, rows: list[dict[str, object]], **how: object) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows), path, **how)
+def parquet(path: Path, rows: list[dict[str, object]], **options: object) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
     return path
 
 
@@ -87,7 +86,7 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
     assert [s.path for s in settings.data.sources] == [tmp_path / "a", tmp_path / "b"]
     file.write_text(settings.to_yaml())
     assert load_settings(file) == settings
-    for override, told in (
+    for override, message in (
         ("data={mixture: [{pth: a}]}", "did you mean 'data.mixture[0].path'"),
         ("data={mixture: [{weight: 2}]}", "needs path, hub, source or preset"),
         ("data={}", "has no prompts"),
@@ -98,14 +97,14 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError) as error:
             load_settings(file, [override])
-        assert told in str(error.value)
+        assert message in str(error.value)
 
 
 # -- malformed -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ({"prompt": "1+1"}, "'answer' is a null"),
         ({"prompt": "1+1", "answer": ""}, "'answer' is empty"),
@@ -114,19 +113,19 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_row_of_a_parquet_file_is_named_or_skipped(
-    tmp_path: Path, row: dict[str, object], says: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, row: dict[str, object], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = parquet(tmp_path / "d.parquet", [*ROWS[:4], row, *ROWS[5:]])
     with pytest.raises(UserError) as error:
         read_problems(DataSettings(path=file))
     assert str(error.value).startswith(f"{file}: row 5: ")
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert len(read_problems(DataSettings(path=file, malformed="skip"))) == 9
     assert f"1 malformed (9 are used); first malformed row: {file}: row 5: " in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"),
+    ("rows", "message"),
     [
         (
             [{"question": "1+1", "answer": "2"}],
@@ -139,15 +138,15 @@ def test_a_malformed_row_of_a_parquet_file_is_named_or_skipped(
         ([{"prompt": [{"role": "user", "content": ""}], "answer": "2"}], "not of chat messages"),
     ],
 )
-def test_wrong_columns_and_types(tmp_path: Path, rows: list[dict[str, object]], says: str) -> None:
+def test_wrong_columns_and_types(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
     file = parquet(tmp_path / "d.parquet", rows)
     with pytest.raises(UserError) as error:
         read_problems(DataSettings(path=file))
     assert str(error.value).startswith(f"{file}: row 1: ")
-    assert says in str(error.value)
+    assert message in str(error.value)
     with pytest.raises(UserError, match="none of its 1 rows can be used") as error:
         read_problems(DataSettings(path=file, malformed="skip"))
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
@@ -169,24 +168,24 @@ def test_compressed_lines_are_named_as_such(tmp_path: Path) -> None:
 
 def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     file = parquet(tmp_path / "d.parquet", ROWS * 10, row_group_size=20)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"d\.parquet: not a complete Parquet file.*download it again"):
         read_problems(DataSettings(path=file, malformed="skip"))
-    start = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(2).column(0).file_offset
-    first = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(2).column(0).dictionary_page_offset
-    place = first or start
-    file.write_bytes(whole[:place] + b"\xff" * 60 + whole[place + 60 :])
+    start = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(2).column(0).file_offset
+    first = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(2).column(0).dictionary_page_offset
+    position = first or start
+    file.write_bytes(content[:position] + b"\xff" * 60 + content[position + 60 :])
     with pytest.raises(UserError, match=r"d\.parquet: rows 41 to 60: damaged"):
         read_problems(DataSettings(path=file))
     assert len(read_problems(DataSettings(path=file, malformed="skip"))) == 80
     for suffix in ("parquet", "arrow"):
-        other = tmp_path / f"e.{suffix}"
+        path = tmp_path / f"e.{suffix}"
         with pytest.raises(UserError, match="does not exist"):
-            read_problems(DataSettings(path=other))
-        other.write_bytes(b"garbage" * 100)
+            read_problems(DataSettings(path=path))
+        path.write_bytes(b"garbage" * 100)
         with pytest.raises(UserError, match=r"e\.\w+: not a complete"):
-            read_problems(DataSettings(path=other))
+            read_problems(DataSettings(path=path))
 
 
 def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -202,7 +201,7 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 # -- known data sets -----------------------------------------------------------------------------------------
 
 
-def test_presets_know_the_forms_that_are_about(tmp_path: Path) -> None:
+def test_presets_know_the_common_formats(tmp_path: Path) -> None:
     def read(preset: str, *rows: dict[str, object]) -> list[tuple[object, str]]:
         file = tmp_path / f"{preset}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -231,8 +230,8 @@ def test_presets_can_be_overridden_and_name_what_is_wrong(tmp_path: Path) -> Non
     file.write_text('{"text": "P", "answer": "5"}\n')
     with pytest.raises(UserError, match=r"d\.jsonl:1: the key 'question' is missing"):
         read_problems(DataSettings(path=file, preset="gsm8k"))
-    own = DataSettings(path=file, preset="gsm8k", prompt_key="text", answer_key="answer")
-    assert pairs(own) == [("P", "5")]
+    settings = DataSettings(path=file, preset="gsm8k", prompt_key="text", answer_key="answer")
+    assert pairs(settings) == [("P", "5")]
     with pytest.raises(UserError, match="did you mean 'gsm8k'"):
         read_problems(DataSettings(preset="gsmk"))
     with pytest.raises(ValidationError, match="exclude each other"):

@@ -34,12 +34,12 @@ def without_code(page: str) -> str:
 
 @cache
 def anchors(page: str) -> set[str]:
-    """As code hosting sites make them of headings."""
-    found = set()
+    """Anchors of a page's headings, as code hosting sites make them."""
+    names = set()
     for heading in re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE):
         plain = re.sub(r"[^\w\s-]", "", heading.lower())
-        found.add(plain.strip().replace(" ", "-"))
-    return found
+        names.add(plain.strip().replace(" ", "-"))
+    return names
 
 
 def test_each_page_is_in_the_navigation_once() -> None:

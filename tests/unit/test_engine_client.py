@@ -5,8 +5,6 @@ that names the engine. Not covered: that vLLM answers in this form (the integrat
 """
 
 import asyncio
-import base64
-import io
 import json
 import socket
 import tempfile
@@ -25,13 +23,8 @@ from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.system.events import EventSender
 
 
-def choice(tokens: list[int], logprobs: list[float], finish: str = "stop", index: int = 0) -> dict[str, Any]:
-    content = [{"token_id": t, "logprob": v} for t, v in zip(tokens, logprobs, strict=True)]
-    return {"index": index, "token_ids": tokens, "finish_reason": finish, "logprobs": {"content": content}}
-
-
 class Request(NamedTuple):
-    """What the server got."""
+    """A request as the server received it."""
 
     path: str
     token: str
@@ -39,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Response:
-    """What the server answers."""
+    """The server's answer."""
 
     def __init__(self, status: int = 200, content: bytes = b"", json: Any = None):
         self.status = status
@@ -49,10 +42,8 @@ class Response:
 Handler = Callable[[Request], Response]
 
 
-def generate(
-    handler: Handler, as_bytes: bool = False, experts: ExpertShape | None = None, **changes: Any
-) -> list[Sample]:
-    """By a real server on a socket."""
+def generate(handler: Handler, experts: ExpertShape | None = None, **changes: Any) -> list[Sample]:
+    """Generate from a real server on a socket."""
 
     async def serve(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
@@ -75,10 +66,10 @@ def generate(
         if handler is not refuse:
             await web.UnixSite(runner, str(socket)).start()
         timeout = 1 if handler is hang else 60
-        client = EngineClient(3, socket, "secret", timeout=timeout, as_bytes=as_bytes, experts=experts)
-        asked = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
+        client = EngineClient(3, socket, "secret", timeout=timeout, experts=experts)
+        sampling = {"n": 1, "max_tokens": 8, "temperature": 0.7, "seed": 5, "stop_token_ids": [9]} | changes
         try:
-            return await client.generate(np.array([1, 2], np.int32), **asked)
+            return await client.generate(np.array([1, 2], np.int32), **sampling)
         finally:
             await client.close()
             await runner.cleanup()
@@ -87,25 +78,27 @@ def generate(
         return asyncio.run(run(Path(folder) / "s"))
 
 
-def answer(*choices: dict[str, Any]) -> Handler:
-    return lambda _: Response(json={"choices": list(choices)})
+def packed(*choices: tuple[int, list[int], list[float], str]) -> Handler:
+    samples = [
+        SampledBytes(i, finish, np.array(tokens, np.int32).tobytes(), np.array(values, np.float32).tobytes())
+        for i, tokens, values, finish in choices
+    ]
+    return lambda _: Response(content=msgspec.msgpack.encode(samples))
 
 
 def test_request_and_answer() -> None:
-    seen = {}
+    received = {}
 
     def handler(request: Request) -> Response:
-        seen["path"], seen["token"] = request.path, request.token
-        seen["body"] = request.body
-        return Response(
-            json={"choices": [choice([7], [-1.5], "length", 1), choice([5, 9], [-0.25, -2.0], "stop", 0)]},
-        )
+        received["path"], received["token"] = request.path, request.token
+        received["body"] = request.body
+        return packed((1, [7], [-1.5], "length"), (0, [5, 9], [-0.25, -2.0], "stop"))(request)
 
     samples = generate(handler, n=2)
-    assert seen["path"] == "/inference/v1/generate"
-    assert seen["token"] == "Bearer secret"
-    assert seen["body"]["token_ids"] == [1, 2]
-    sampling = seen["body"]["sampling_params"]
+    assert received["path"] == "/inference/v1/generate/bytes"
+    assert received["token"] == "Bearer secret"
+    assert received["body"]["token_ids"] == [1, 2]
+    sampling = received["body"]["sampling_params"]
     assert (sampling["n"], sampling["seed"], sampling["temperature"], sampling["max_tokens"]) == (
         2,
         5,
@@ -118,8 +111,11 @@ def test_request_and_answer() -> None:
     assert [s.tokens.tolist() for s in samples] == [[5, 9], [7]]  # by index
     assert [s.logprobs.tolist() for s in samples] == [[-0.25, -2.0], [-1.5]]
     assert [s.finish for s in samples] == ["stop", "length"]
-    assert samples[0].tokens.dtype == np.int32
-    assert samples[0].logprobs.dtype == np.float32
+    assert {(s.tokens.dtype.name, s.logprobs.dtype.name, s.tokens.flags.writeable) for s in samples} == {
+        ("int32", "float32", True)
+    }
+    (unscored,) = generate(packed((0, [5], [], "stop")), logprobs=False)
+    assert (unscored.tokens.tolist(), len(unscored.logprobs)) == ([5], 0)
 
 
 def refuse(request: Request) -> Response:
@@ -134,128 +130,60 @@ def break_off(request: Request) -> Response:
     raise ConnectionError
 
 
-BROKEN = choice([5, 6], [-1.0, -1.0])
-BROKEN["logprobs"]["content"][1]["token_id"] = 7
-
-
 @pytest.mark.parametrize(
-    ("handler", "says"),
+    ("handler", "message"),
     [
         (refuse, "does not listen on its socket"),
-        (hang, "did not answer /inference/v1/generate within 1 s"),
-        (break_off, "aborted /inference/v1/generate (ServerDisconnectedError"),
+        (hang, "did not answer /inference/v1/generate/bytes within 1 s"),
+        (break_off, "aborted /inference/v1/generate/bytes (ServerDisconnectedError"),
         (
             lambda _: Response(500, json={"error": {"message": "EngineCore died"}}),
-            "status 500: EngineCore died",
+            "bytes with status 500: EngineCore died",
         ),
         (lambda _: Response(503, content=b"busy"), "status 503: busy"),
+        (lambda _: Response(404, content=b"Not Found"), "bytes with status 404: Not Found"),
         (lambda _: Response(content=b"<html>"), "cannot be parsed"),
-        (lambda _: Response(json={"choices": [{"index": 0}]}), "cannot be parsed"),
-        (answer(), "returned 0 responses instead of 1"),
-        (answer(choice([5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
-        (answer(BROKEN), "log-probs of other tokens"),
-        (answer(choice([5], [-9999.0])), "missing or not finite"),
-        (answer({"index": 0, "token_ids": [5], "finish_reason": "stop"}), "log-probs of other tokens"),
-    ],
-)
-def test_every_failure_names_the_engine(handler: Handler, says: str) -> None:
-    with pytest.raises(EngineError) as error:
-        generate(handler)
-    assert str(error.value).startswith("engine 3 ")
-    assert says in str(error.value)
-
-
-def packed(*choices: tuple[int, list[int], list[float], str]) -> Handler:
-    made = [
-        SampledBytes(i, finish, np.array(tokens, np.int32).tobytes(), np.array(values, np.float32).tobytes())
-        for i, tokens, values, finish in choices
-    ]
-    return lambda _: Response(content=msgspec.msgpack.encode(made))
-
-
-def test_tokens_as_bytes() -> None:
-    paths = []
-
-    def handler(request: Request) -> Response:
-        paths.append(request.path)
-        return packed((1, [7], [-1.5], "length"), (0, [5, 9], [-0.25, -2.0], "stop"))(request)
-
-    samples = generate(handler, as_bytes=True, n=2)
-    assert paths == ["/inference/v1/generate/bytes"]
-    assert [(s.tokens.tolist(), s.logprobs.tolist(), s.finish) for s in samples] == [
-        ([5, 9], [-0.25, -2.0], "stop"),
-        ([7], [-1.5], "length"),
-    ]
-    assert {(s.tokens.dtype.name, s.logprobs.dtype.name, s.tokens.flags.writeable) for s in samples} == {
-        ("int32", "float32", True)
-    }
-    (unscored,) = generate(packed((0, [5], [], "stop")), as_bytes=True, logprobs=False)
-    assert (unscored.tokens.tolist(), len(unscored.logprobs)) == ([5], 0)
-
-
-def test_json_where_the_plug_in_is_missing() -> None:
-    paths = []
-
-    def handler(request: Request) -> Response:
-        paths.append(request.path)
-        missing = request.path.endswith("/bytes")
-        return Response(404) if missing else answer(choice([5], [-1.0]))(request)
-
-    (sample,) = generate(handler, as_bytes=True)
-    assert sample.tokens.tolist() == [5]
-    assert paths == ["/inference/v1/generate/bytes", "/inference/v1/generate"]
-
-
-@pytest.mark.parametrize(
-    ("handler", "says"),
-    [
         (lambda _: Response(content=b"{}"), "cannot be parsed"),
         (lambda _: Response(content=msgspec.msgpack.encode([[0, "stop", b"123", b""]])), "parsed"),
         (packed((0, [5, 6], [-1.0], "stop")), "returned 1 log-probs of 2 tokens"),
+        (packed((0, [5], [], "stop")), "returned 0 log-probs of 1 tokens"),
         (packed((0, [5], [float("nan")], "stop")), "missing or not finite"),
         (packed((0, [5], [float("-inf")], "stop")), "missing or not finite"),
         (packed((0, [5], [-1.0], "abort")), "ended a response with 'abort' after 1 tokens"),
         (packed(), "returned 0 responses instead of 1"),
-        (lambda _: Response(500, content=b"EngineCore died"), "bytes with status 500: EngineCore died"),
     ],
 )
-def test_every_failure_of_bytes_names_the_engine(handler: Handler, says: str) -> None:
+def test_every_failure_names_the_engine(handler: Handler, message: str) -> None:
     with pytest.raises(EngineError) as error:
-        generate(handler, as_bytes=True)
+        generate(handler)
     assert str(error.value).startswith("engine 3 ")
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize("as_bytes", [True, False])
-def test_routes_of_experts(as_bytes: bool) -> None:
+def test_routes_of_experts() -> None:
     """The prompt has two tokens; the routes of its first are left out."""
     routes = np.array([[[0, 0], [1, 2]], [[0, 0], [3, 0]]], np.uint8)
-    asked = []
+    starts = []
 
     def handler(request: Request) -> Response:
-        asked.append(request.body["sampling_params"].get("routed_experts_prompt_start"))
-        if as_bytes:
-            tokens, values = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
-            found = SampledBytes(
-                0, "stop", tokens.tobytes(), values.tobytes(), None, routes.tobytes(), routes.shape
-            )
-            return Response(content=msgspec.msgpack.encode([found]))
-        file = io.BytesIO()
-        np.save(file, routes)
-        text = base64.b64encode(file.getvalue()).decode()
-        return answer(choice([5, 6], [-1.0, -2.0]) | {"routed_experts": text})(request)
+        starts.append(request.body["sampling_params"].get("routed_experts_prompt_start"))
+        tokens, values = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
+        encoded = SampledBytes(
+            0, "stop", tokens.tobytes(), values.tobytes(), None, routes.tobytes(), routes.shape
+        )
+        return Response(content=msgspec.msgpack.encode([encoded]))
 
     experts = ExpertShape(4, 2, 64, True, (1,))
-    (sample,) = generate(handler, as_bytes, experts, routes_from=1)
+    (sample,) = generate(handler, experts, routes_from=1)
     assert sample.routes.tolist() == [[[1, 2]], [[3, 0]]]
-    (plain,) = generate(handler, as_bytes)
+    (plain,) = generate(handler)
     assert len(plain.routes) == 0
-    assert asked == [1, None]
+    assert starts == [1, None]
     routes[1, 1] = 0
     with pytest.raises(EngineError, match=r"engine 3 returned routes with an expert twice .* set training"):
-        generate(handler, as_bytes, experts, routes_from=1)
+        generate(handler, experts, routes_from=1)
     with pytest.raises(EngineError, match=r"engine 3 returned routes of shape \(2, 2, 2\) for 3 tokens"):
-        generate(handler, as_bytes, experts)
+        generate(handler, experts)
 
 
 # -- events --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The engine's command line, environment and GPUs, and what its log says of its end.
+"""The engine's command line, environment and GPUs, and the cause of its end in its log.
 
 Why: a setting that does not reach vLLM's command line is silently another run, and the token must not show
 on it. Not covered: an engine that runs (tests/integration/test_engine_process.py).
@@ -57,8 +57,8 @@ def test_command_line(config_file: Path, tmp_path: Path) -> None:
     assert "--uds" not in remote
     assert "--enforce-eager" in command
     assert "--distributed-executor-backend" not in command
-    one = engine_command(load_settings(config_file), 0, tmp_path / "e.sock")
-    assert "UniProcExecutor" in one[one.index("--distributed-executor-backend") + 1]
+    single = engine_command(load_settings(config_file), 0, tmp_path / "e.sock")
+    assert "UniProcExecutor" in single[single.index("--distributed-executor-backend") + 1]
     assert str(2**28) in command
     assert command[-2:] == ["--swap-space", "0"]
     loaded = engine_command(settings, 1, tmp_path / "e.sock", weights="checkpoint")
@@ -86,10 +86,10 @@ def test_environment(settings: Settings, tmp_path: Path, monkeypatch: pytest.Mon
     assert environment["OMP_NUM_THREADS"] == "12"
     assert environment["TORCH_COMPILE_DISABLE"] == "1"
     assert "secret" not in " ".join(engine_command(settings, 0, tmp_path / "e.sock"))
-    more = settings.model_copy(
+    sharded = settings.model_copy(
         update={"engine": settings.engine.model_copy(update={"replicas": 2, "tensor": 2})}
     )
-    assert engine_environment(more, 0, tmp_path, "secret")["OMP_NUM_THREADS"] == "3"
+    assert engine_environment(sharded, 0, tmp_path, "secret")["OMP_NUM_THREADS"] == "3"
     fixed = settings.model_copy(update={"engine": settings.engine.model_copy(update={"cpu_threads": 5})})
     assert engine_environment(fixed, 0, tmp_path, "secret")["OMP_NUM_THREADS"] == "5"
     gpu = engine_environment(settings.model_copy(update={"device": "cuda"}), 0, tmp_path, "secret")
@@ -111,8 +111,8 @@ def test_engines_have_the_gpus_behind_the_ranks(
     )
 
     def gpus(index: int) -> str:
-        seen = assign_node(settings, 0, 1).gpus(settings, index)
-        return engine_environment(settings, index, tmp_path, "secret", seen)["CUDA_VISIBLE_DEVICES"]
+        devices = assign_node(settings, 0, 1).gpus(settings, index)
+        return engine_environment(settings, index, tmp_path, "secret", devices)["CUDA_VISIBLE_DEVICES"]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [gpus(0), gpus(1)] == ["2,3", "4,5"]
@@ -148,10 +148,10 @@ def test_context_is_capped_by_the_model(config_file: Path) -> None:
     data = config_file.parent / "train.jsonl"
     assert length(f"evaluation={{data: {{path: {data}, max_prompt_tokens: 200}}}}") == 216
     sets = f"sets: [{{path: {data}, name: a, max_prompt_tokens: 90}}, {{path: {data}, name: b, OWN}}]"
-    own = "max_prompt_tokens: 80, max_response_tokens: 100"
-    assert length(f"evaluation={{{sets.replace('OWN', own)}}}") == 180
-    own = "max_prompt_tokens: 8, max_response_tokens: 1"
-    assert length(f"evaluation={{max_response_tokens: 60, {sets.replace('OWN', own)}}}") == 150
+    keys = "max_prompt_tokens: 80, max_response_tokens: 100"
+    assert length(f"evaluation={{{sets.replace('OWN', keys)}}}") == 180
+    keys = "max_prompt_tokens: 8, max_response_tokens: 1"
+    assert length(f"evaluation={{max_response_tokens: 60, {sets.replace('OWN', keys)}}}") == 150
     with pytest.raises(UserError, match=r"^evaluation.data.max_prompt_tokens: .* 512 positions"):
         length(f"evaluation={{data: {{path: {data}, max_prompt_tokens: 512}}}}")
 
@@ -195,27 +195,27 @@ def test_the_first_error_of_a_log_is_the_cause(tmp_path: Path) -> None:
         "(APIServer pid=3) core.ValidationError: 1 validation error for VllmConfig\n"
         "(APIServer pid=3)   Value error, no config file [type=value_error, input_type=ArgsKwargs]\n"
     )
-    says = "core.ValidationError: 1 validation error for VllmConfig: Value error, no config file"
-    assert first_error(log) == says
+    message = "core.ValidationError: 1 validation error for VllmConfig: Value error, no config file"
+    assert first_error(log) == message
     log.write_text(lines[0])
     assert first_error(log) is None
 
 
-def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
+def test_a_head_size_that_cpu_engines_lack_is_refused(
     config_file: Path, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", head_dim=16)
     settings = load_settings(
         config_file, [f"model.path={model}", f"evaluation={{data: {{path: {tmp_path}}}}}"]
     )
-    for checked in (
+    for check in (
         lambda s: check_start(CheckedRun(s)),
         lambda s: check_request(s, EvalModel(model, None)),
     ):  # training, evaluation
         with pytest.raises(
             UserError, match=r"model has heads of 16 .* on a CPU vLLM supports 32, 64, 80, .*"
         ):
-            checked(settings)
+            check(settings)
     check_head_dim(settings.model_copy(update={"device": "cuda"}), read_model_shape(model))
     check_head_dim(load_settings(config_file), read_model_shape(load_settings(config_file).model.path))
 
@@ -223,19 +223,19 @@ def test_a_head_size_that_engines_on_a_cpu_do_not_have_is_refused(
 def test_a_kv_cache_smaller_than_a_sequence_is_refused(config_file: Path) -> None:
     settings = load_settings(config_file)
     tokens = context_length(settings)
-    held = kv_bytes_per_token(settings, TINY) * tokens / 2**30
+    needed = kv_bytes_per_token(settings, TINY) * tokens / 2**30
 
     def with_cache(gib: float, **changes: object) -> Settings:
         engine = settings.engine.model_copy(update={"kv_cache_gib": gib, **changes})
         return settings.model_copy(update={"engine": engine})
 
-    check_kv_cache(with_cache(held), TINY)
+    check_kv_cache(with_cache(needed), TINY)
     with pytest.raises(
         UserError, match=rf"engine.kv_cache_gib .* holds {tokens - 1:,} tokens, .* {tokens:,}"
     ):
-        check_kv_cache(with_cache(held * (1 - 1 / (2 * tokens))), TINY)
-    check_kv_cache(with_cache(held / 2, arguments=["--kv-cache-dtype=fp8"]), TINY)  # half the bytes
-    check_kv_cache(with_cache(held / 2).model_copy(update={"device": "cuda"}), TINY)  # vLLM takes the rest
+        check_kv_cache(with_cache(needed * (1 - 1 / (2 * tokens))), TINY)
+    check_kv_cache(with_cache(needed / 2, arguments=["--kv-cache-dtype=fp8"]), TINY)  # half the bytes
+    check_kv_cache(with_cache(needed / 2).model_copy(update={"device": "cuda"}), TINY)  # vLLM takes the rest
 
 
 @pytest.mark.parametrize(("columns", "tensor", "fits"), [(64, 2, True), (96, 2, False), (48, 1, False)])
@@ -246,8 +246,8 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
     experts = replace(TINY_MOE.experts, ffn_hidden_size=columns)
     shape = replace(TINY_MOE, experts=experts)
     on_gpu = settings.model_copy(update={"device": "cuda"})
-    for fine in [(on_gpu, shape), (settings, TINY), *([(settings, shape)] if fits else [])]:
-        check_expert_columns(*fine)
+    for accepted in [(on_gpu, shape), (settings, TINY), *([(settings, shape)] if fits else [])]:
+        check_expert_columns(*accepted)
     if not fits:
         with pytest.raises(
             UserError, match=rf"{tensor} workers share the {columns} .* a multiple of 32 on each"
@@ -256,7 +256,7 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("argument", "told"),
+    ("argument", "message"),
     [
         ("--max-num-seqz=3", "vLLM has no option --max-num-seqz; did you mean --max-num-seqs?"),
         ("--bogus", "vLLM has no option --bogus; vllm serve --help=all lists them"),
@@ -267,20 +267,20 @@ def test_experts_that_engines_on_a_cpu_do_not_have_are_refused(
         ("-O3", None),
     ],
 )
-def test_options_that_vllm_lacks_are_refused(config_file: Path, argument: str, told: str | None) -> None:
+def test_options_that_vllm_lacks_are_refused(config_file: Path, argument: str, message: str | None) -> None:
     settings = load_settings(config_file, [f"engine.arguments=[{argument!r}, '3']"])
-    if told is None:
+    if message is None:
         check_engine_arguments(settings)
         return
     with pytest.raises(UserError) as error:
         check_engine_arguments(settings)
-    assert str(error.value) == f"engine.arguments: {told}"
+    assert str(error.value) == f"engine.arguments: {message}"
 
 
 def test_the_options_of_every_engine_are_vllms(config_file: Path, tmp_path: Path) -> None:
     settings = load_settings(config_file)
-    ours = [each for each in engine_command(settings, 0, tmp_path / "e.sock") if each.startswith("--")]
-    assert set(ours) <= option_names()
+    options = [word for word in engine_command(settings, 0, tmp_path / "e.sock") if word.startswith("--")]
+    assert set(options) <= option_names()
 
 
 def test_expert_parallel_engines_are_refused_on_a_cpu(config_file: Path) -> None:

@@ -36,8 +36,8 @@ def sample(
     kv_use: float, running: int, waiting: int, preemptions: int, tokens: int, *, peak: float | None = None
 ) -> dict[str, float]:
     """peak: the largest use since the last sample; by default that of this sample."""
-    found = {KV_USE: kv_use, KV_PEAK: kv_use if peak is None else peak, RUNNING: running}
-    return found | {WAITING: waiting, PREEMPTIONS: preemptions, TOKENS: tokens}
+    gauges = {KV_USE: kv_use, KV_PEAK: kv_use if peak is None else peak, RUNNING: running}
+    return gauges | {WAITING: waiting, PREEMPTIONS: preemptions, TOKENS: tokens}
 
 
 class Engine:
@@ -101,12 +101,12 @@ def test_a_row_for_the_step_and_a_line_for_each_engine(tmp_path: Path) -> None:
     assert 8 in {poll["running"][0] for poll in polls}
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line.pop("tokens_per_second") > 0 for line in lines] == [True, True]
-    same = {"step": 7}
+    step = {"step": 7}
     assert lines == [
-        same
+        step
         | {"engine": 0, "kv_use_max": 0.6, "kv_use_mean": 0.4, "waiting_max": 5}
         | {"running_max": 8, "preemptions": 2, "tokens": 300},
-        same
+        step
         | {"engine": 1, "kv_use_max": 0.9, "kv_use_mean": 0.9, "waiting_max": 1}
         | {"running_max": 8, "preemptions": 1, "tokens": 50},
     ]

@@ -201,7 +201,7 @@ def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> Non
     play(scene)
 
 
-def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_gpus(tmp_path: Path) -> None:
+def test_trainers_get_the_gpus_after_a_starting_engine_is_up(tmp_path: Path) -> None:
     """It takes all of its memory while it starts; and while the trainers have theirs, none is started."""
 
     async def scene() -> None:
@@ -227,7 +227,7 @@ def test_an_engine_that_is_starting_is_waited_for_before_the_trainers_have_the_g
     play(scene)
 
 
-def test_what_nobody_can_do_waits_until_the_engine_is_back_and_synced(tmp_path: Path) -> None:
+def test_requests_wait_until_the_only_engine_is_back_and_synced(tmp_path: Path) -> None:
     async def scene() -> None:
         pool, engines = build(tmp_path, 1)
         await pool.sync(NOTHING, 5, resync=False)
@@ -357,7 +357,7 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
     play(scene)
 
 
-def test_a_worker_may_wait_for_a_trainer_as_long_as_the_transport_allows(
+def test_a_worker_may_wait_for_a_trainer_up_to_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "_MIN_PROBE_SECONDS", 0.01)

@@ -1,13 +1,14 @@
-"""Episodes of the user's own: turns, tokens between them, rewards, errors.
+"""User-defined episodes: turns, tokens between them, rewards, errors.
 
-Why: a token that the policy did not sample and that is trained on, or a turn that continues other tokens than
-those sampled, shows in no metric. Stand-in engines answer from the prompt and the seed alone. Weight updates
-in mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
+Why: no metric shows that a token was trained on that the policy did not sample, or that a turn continues
+other tokens than those sampled. Stand-in engines answer from the prompt and the seed alone. Weight updates in
+mid-turn: test_sampler_ahead. Not covered: real engines (tests/integration/test_episode_run.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import re
@@ -17,13 +18,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from rpg_megatron.engine.client import EngineUnavailable, Sample
 from rpg_megatron.launcher.input_checks import list_custom_code
-from rpg_megatron.rollout.groups import Generated, GroupAnswers, GroupScores, GroupTask
+from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
+from rpg_megatron.rollout.dynamic_sampling import Group
+from rpg_megatron.rollout.groups import (
+    Generated,
+    GroupAnswers,
+    GroupScores,
+    GroupTask,
+    TrajectorySize,
+    by_response,
+)
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.custom_code import find_problem
 from tests.support import episodes
@@ -35,7 +47,7 @@ Request = dict[str, Any]
 
 
 class Engine:
-    """Answers a few digits and 0, drawn from prompt and seed, after a random while."""
+    """Answers a few digits and 0, drawn from prompt and seed, after a random delay."""
 
     def __init__(self, rng: random.Random, lives: int = 10**6):
         """lives: number of requests until it fails."""
@@ -66,8 +78,8 @@ def make_settings(config_file: Path, episode: str, **keys: Any) -> Settings:
 
 def make_task(**changes: Any) -> GroupTask:
     prompt = np.frombuffer(PROMPT, np.uint8).astype(np.int32)
-    given = {"samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
-    return GroupTask(7, 0, prompt, "2", **given)
+    fields = {"samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
+    return GroupTask(7, 0, prompt, "2", **fields)
 
 
 def sample(
@@ -78,15 +90,16 @@ def sample(
     async def run() -> tuple[list[Trajectory], GroupScores]:
         clients: Any = engines
         worker = Worker(settings, codec_of(ByteTokenizer()), clients, folder, [0])
-        whole = task or make_task()
+        group_task = task or make_task()
         try:
             async with asyncio.timeout(30):
-                done, number = Generated(False), -1
-                while not done.complete:
+                progress, number = Generated(False), -1
+                while not progress.complete:
                     number += 1
-                    done = await worker.generate(whole, number % len(engines), 0)
+                    progress = await worker.generate(group_task, number % len(engines), 0)
                 scores = await worker.score(7)
-                return await worker.fetch([7] * whole.samples, list(range(whole.samples))), scores
+                rows = len(scores.rows) or group_task.samples
+                return await worker.fetch([7] * rows, list(range(rows))), scores
         finally:
             worker.close()
 
@@ -105,7 +118,7 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
     assert len(answers) == 2 * 3
     assert len({r["seed"] for r in engine.requests}) == len(engine.requests)
     for t in group:
-        whole = [*PROMPT, *t.response.tolist()]
+        sequence = [*PROMPT, *t.response.tolist()]
         turns = re.fullmatch(rb"(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)", bytes(t.response.tolist()))
         assert turns is not None
         assert [bool(m) for m in t.mask] == [token not in b"()*" for token in t.response.tolist()]
@@ -113,25 +126,94 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
         assert (t.behaviour[t.mask] < 0).all()
         assert not t.behaviour[~t.mask].any()
         for begin in (turns.start(2), turns.start(3)):  # a request for exactly the tokens before the turn
-            assert [n for (a, _), n in answers.items() if list(a) == whole[: 12 + begin]] == [5]
+            assert [n for (a, _), n in answers.items() if list(a) == sequence[: 12 + begin]] == [5]
         assert t.text == bytes(token for token in t.response.tolist() if token).decode()
     assert scores.lengths == [int(t.mask.sum()) for t in group]
-    assert scores.totals == [len(t.response) for t in group]
+    assert [row.response for row in scores.rows] == [len(t.response) for t in group]
     assert scores.versions == {5: sum(scores.lengths)}
     assert (scores.segments, scores.mixed, scores.recomputed) == (3, 0, 0)
     assert not scores.repeatable
 
 
-def test_neither_timing_nor_failures_change_a_response(config_file: Path, tmp_path: Path) -> None:
+def test_a_rewritten_history_is_a_row_of_its_own(config_file: Path, tmp_path: Path) -> None:
+    """A turn is sampled in one row; rows share what belongs to the response, and count as one."""
+    settings = make_settings(config_file, "tests.support.episodes:branching")
+    engine = Engine(random.Random(1))
+    group, scores = sample(settings, [engine], tmp_path)
+    assert [(t.sample, t.branch) for t in group] == [(n, b) for n in range(3) for b in range(3)]
+    requests = [(tuple(r["prompt"]), r["seed"] + i) for r in engine.requests for i in range(r["n"])]
+    turns = {(tuple(engine._one(list(p), seed, 64).tokens.tolist()), p) for p, seed in requests}
+    assert len(requests) == len({seed for _, seed in requests}) == len(turns) == 15
+    for first, other, last in by_response(group):
+        assert [bytes(t.prompt.tolist()) for t in (first, other, last)] == [PROMPT, b"another prompt", PROMPT]
+        texts = [bytes(t.response.tolist()) for t in (first, other, last)]
+        assert re.fullmatch(rb"\d{1,5}\0?\(\)\*\d+\0?", texts[0])
+        assert re.fullmatch(rb"\d{1,5}\0?", texts[1])
+        assert re.fullmatch(rb"\(\)\*\d{1,5}\0?\(\)\*\d+\0?", texts[2])
+        for t in (first, other, last):
+            assert t.mask.tolist() == [token not in b"()*" for token in t.response.tolist()]
+            assert (t.versions == np.where(t.mask, 5, NOT_SAMPLED)).all()
+            whole = (*t.prompt.tolist(), *t.response.tolist())
+            starts = np.flatnonzero(np.diff(np.append(False, t.mask).astype(int)) == 1)
+            assert all(whole[: len(t.prompt) + start] in {p for p, _ in requests} for start in starts)
+        assert len({(t.reward, t.finish, t.seed, t.correct) for t in (first, other, last)}) == 1
+    assert scores.rows == [
+        TrajectorySize(t.sample, t.branch, len(t.prompt), len(t.response), t.sampled) for t in group
+    ]
+    assert scores.lengths == [sum(t.sampled for t in rows) for rows in by_response(group)]
+    assert len(scores.rewards) == len(scores.correct) == len(scores.truncated) == 3
+    assert scores.versions == {5: sum(scores.lengths)}
+
+    groups = [Group(make_task(), scores), Group(make_task(), replace(scores, rewards=[0.0, 1.0, 2.0]))]
+    index = index_of_groups(groups, lambda prompt_id: 0)
+    assert index.starts.tolist() == list(range(0, 18, 3))
+    assert index.reward[9:].tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
+    local = index_of([dataclasses.replace(t, group=g) for g in (0, 1) for t in group])
+    for name in ("group", "sample", "branch", "row", "prompt_length", "response_length", "sampled"):
+        assert np.array_equal(getattr(index, name), getattr(local, name)), name
+    metrics = batch_metrics(groups)
+    assert metrics["env/branches"] == 2
+    assert metrics["response/length_mean"] == np.mean(scores.lengths)
+
+
+def test_rows_survive_files_and_answer_for_their_response(config_file: Path, tmp_path: Path) -> None:
+    settings = make_settings(config_file, "tests.support.episodes:branching")
+
+    async def run() -> None:
+        worker = Worker(settings, codec_of(ByteTokenizer()), [Engine(random.Random(1))], tmp_path, [0])
+        try:
+            assert (await worker.generate(make_task(), 0, 0)).complete
+            scores, group = await worker.score(7), await worker.fetch([7] * 9, list(range(9)))
+            answers = await worker.answers(7)
+            await worker.save([7], tmp_path / "group.parquet")
+            await worker.drop([7])
+            (loaded,) = await worker.load([7], tmp_path / "group.parquet")
+            again = await worker.fetch([7] * 9, list(range(9)))
+        finally:
+            worker.close()
+        assert answers.responses == [rows[-1].text for rows in by_response(group)]
+        assert answers.lengths == scores.lengths
+        assert loaded == replace(scores, repeatable=True, failures=loaded.failures)
+        assert [(t.sample, t.branch, *contents([t])) for t in again] == [
+            (t.sample, t.branch, *contents([t])) for t in group
+        ]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("episode", ["three_turns", "branching"])
+def test_neither_timing_nor_failures_change_a_response(
+    config_file: Path, tmp_path: Path, episode: str
+) -> None:
     """A turn that an engine has answered is not sampled again when it fails."""
-    settings = make_settings(config_file, "tests.support.episodes:three_turns")
+    settings = make_settings(config_file, f"tests.support.episodes:{episode}")
     expected, _ = sample(settings, [Engine(random.Random(1))], tmp_path)
     for seed in range(20):
         lives = (seed % 7, 2, 100)
-        engines = [Engine(random.Random(10 * seed + i), lives=left) for i, left in enumerate(lives)]
+        engines = [Engine(random.Random(10 * seed + i), lives=count) for i, count in enumerate(lives)]
         group, _ = sample(settings, engines, tmp_path)
         assert contents(group) == contents(expected)
-        assert sum(engine.answered for engine in engines) == 9
+        assert sum(engine.answered for engine in engines) == (9 if episode == "three_turns" else 15)
 
 
 class BusyEngine(Engine):
@@ -205,15 +287,15 @@ def test_an_evaluation_runs_the_episode_too(config_file: Path, tmp_path: Path) -
         clients: Any = [Engine(random.Random(1))]
         worker = Worker(settings, codec_of(ByteTokenizer()), clients, tmp_path, [0])
         assert (await worker.generate(held_out, 0, 0)).complete
-        found = await worker.answers(7)
-        assert found.lengths == (await worker.score(7)).lengths
+        answers = await worker.answers(7)
+        assert answers.lengths == (await worker.score(7)).lengths
         worker.close()
-        return found
+        return answers
 
-    found = asyncio.run(run())
-    assert found.correct == [True] * 3
+    answers = asyncio.run(run())
+    assert answers.correct == [True] * 3
     assert all(
-        len(text.replace("()*", "")) <= n for text, n in zip(found.responses, found.lengths, strict=True)
+        len(text.replace("()*", "")) <= n for text, n in zip(answers.responses, answers.lengths, strict=True)
     )
 
 
@@ -300,10 +382,10 @@ def test_a_wrong_setting_is_found_before_the_start(
     """By the check that ``train``, ``plan`` and ``doctor`` run."""
     (code,) = list_custom_code(make_settings(config_file, episode, **keys))
     assert re.search(message, str(find_problem(code)))
-    (right,) = list_custom_code(
+    (valid,) = list_custom_code(
         load_settings(config_file, ["rollout.episode=tests.support.episodes:three_turns"])
     )
-    assert find_problem(right) is None
+    assert find_problem(valid) is None
 
 
 def test_the_example_of_the_page(

@@ -1,7 +1,7 @@
-"""``rpg-megatron eval`` before and between its starts: options, the folder, what is done already.
+"""``rpg-megatron eval`` without engines: options, the output folder, resuming.
 
-Why: an evaluation of hours that starts over, or that mixes the responses of two models or two temperatures
-without a word, is worse than none. Not covered: engines and processes (integration/test_evaluation_command).
+Why: an evaluation takes hours. It must not start over, nor silently mix the responses of two models or two
+temperatures. Not covered: engines and processes (integration/test_evaluation_command).
 """
 
 from __future__ import annotations
@@ -81,21 +81,21 @@ def test_a_line_that_was_never_finished_is_done_again(tmp_path: Path) -> None:
     file = tmp_path / "s.jsonl"
     for prompt in prompts(2):
         append_result(file, result(prompt))
-    whole = file.read_bytes()
-    lines = whole.splitlines(keepends=True)
+    content = file.read_bytes()
+    lines = content.splitlines(keepends=True)
     for cut in (1, len(lines[1]) // 2, len(lines[1]) - 1):
         file.write_bytes(lines[0] + lines[1][:cut])
         assert read_results(file, prompts(), 2) == [result(prompts()[0])]
         append_result(file, result(prompts()[1]))
-        assert file.read_bytes() == whole
+        assert file.read_bytes() == content
 
 
 def test_results_of_other_problems_are_refused(tmp_path: Path) -> None:
-    file, mine = tmp_path / "s.jsonl", prompts()
-    append_result(file, result(mine[1]))
-    for now in ([mine[0]], [replace(mine[1], text="other")], [replace(mine[1], answer="7")]):
+    file, problems = tmp_path / "s.jsonl", prompts()
+    append_result(file, result(problems[1]))
+    for changed in ([problems[0]], [replace(problems[1], text="other")], [replace(problems[1], answer="7")]):
         with pytest.raises(UserError, match=r"s.jsonl:1: the problem has changed .* choose another --out"):
-            read_results(file, now, 2)
+            read_results(file, changed, 2)
 
 
 @pytest.mark.parametrize("line", [b"{}", b"[1]", b"\xff", b'{"prompt_id": 0, "answer": "0"}', b"null"])
@@ -135,9 +135,7 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path, request_: EvalReq
         opened(request_, tmp_path / "out")
 
 
-def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
-    tmp_path: Path, request_: EvalRequest
-) -> None:
+def test_equal_settings_resume_and_others_show_the_difference(tmp_path: Path, request_: EvalRequest) -> None:
     out = tmp_path / "a" / "b"
     first = opened(request_, out)
     assert first.made
@@ -146,7 +144,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
         opened(request_, out)
     first.close()
     opened(replace(request_, engines=2, overrides=["engine.max_sequences=7"]), out).close()
-    for other, lines in (
+    for changed, lines in (
         (replace(request_, samples=8), ["evaluation.samples: 4 -> 8"]),
         (replace(request_, temperature=0.5, seed=3), ["evaluation.temperature: 1.0 -> 0.5", "seed: 0 -> 3"]),
         (
@@ -157,7 +155,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_the_difference(
         (replace(request_, overrides=["reward.type=boxed"]), ['reward.type: "auto" -> "boxed"']),
     ):
         with pytest.raises(UserError, match="contains an evaluation with other settings") as caught:
-            opened(other, out)
+            opened(changed, out)
         assert [line.strip() for line in str(caught.value).splitlines()[1:-1]] == lines
     assert not opened(request_, out).made
 
@@ -166,16 +164,16 @@ def test_other_weights_in_the_same_place_are_refused(
     tmp_path: Path, request_: EvalRequest, make_checkpoint: Callable[..., Path]
 ) -> None:
     model = make_checkpoint(tmp_path / "model")
-    mine = replace(request_, model=model)
-    opened(mine, tmp_path / "out").close()
+    request = replace(request_, model=model)
+    opened(request, tmp_path / "out").close()
     os.utime(model / "model.safetensors", ns=(1, 1))
     with pytest.raises(UserError, match=r"the model's files have changed: model\.safetensors"):
-        opened(mine, tmp_path / "out")
+        opened(request, tmp_path / "out")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, request_: EvalRequest) -> None:
     (tmp_path / "out").mkdir()
-    opened(request_, tmp_path / "out").close()  # an empty one is not
+    opened(request_, tmp_path / "out").close()  # an empty one is accepted
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
@@ -191,8 +189,8 @@ def test_without_a_folder_the_settings_name_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = set()
-    for one in (request_, request_, replace(request_, samples=8), replace(request_, engines=3)):
-        folder = opened(one, None)
+    for request in (request_, request_, replace(request_, samples=8), replace(request_, engines=3)):
+        folder = opened(request, None)
         folder.close()
         names.add(str(folder.path.relative_to(tmp_path)))
     assert len(names) == 2
@@ -228,11 +226,11 @@ def test_what_is_finished_is_shown_without_an_engine(
         "--out",
         str(tmp_path / "out"),
     ]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["eval", *options, "--json"])
-    assert ended.value.code == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["sets"]["sums"]["metrics"]["avg@2"]["value"] == pytest.approx(1 / 6)
+    assert exit_info.value.code == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["sets"]["sums"]["metrics"]["avg@2"]["value"] == pytest.approx(1 / 6)
     with pytest.raises(SystemExit):
         cli.main(["eval", *options])
     assert "avg@2            16.7 [0.0, 50.0]" in capsys.readouterr().out
@@ -274,7 +272,7 @@ def test_suites_and_files_become_sets(tmp_path: Path) -> None:
     assert find_sets("gsm8k", [], None) == [{"name": "gsm8k", "preset": "gsm8k", "split": "test"}]
 
 
-def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
+def test_a_run_is_evaluated_with_the_settings_of_its_training(
     tmp_path: Path, request_: EvalRequest, config_file: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     run = tmp_path / "runs" / "tiny-001"
@@ -284,8 +282,8 @@ def test_what_a_run_was_trained_with_is_what_it_is_evaluated_with(
     text = config_file.read_text().replace("train.jsonl", str(tmp_path / "train.jsonl"))
     (run / "config.yaml").write_text(text + "reward: {type: boxed}\n")
     for model in (run, run / "hf" / "step_000002"):
-        settings, found = make_request(replace(request_, model=model, overrides=[style]))
-        label, newest = model_label(found), model == run
+        settings, evaluated = make_request(replace(request_, model=model, overrides=[style]))
+        label, newest = model_label(evaluated), model == run
         assert label == ("tiny-001-step_000010" if newest else "tiny-001-step_000002")
         assert settings.model.path.name == label.removeprefix("tiny-001-")
         assert settings.reward.type == "boxed"
@@ -335,21 +333,21 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
     folder.close()
     open_output_dir(tmp_path / "out", settings, "tiny").close()  # the same settings resume
 
-    given = EvalRequest(
+    overridden = EvalRequest(
         run, samples=4, temperature=1.0, top_p=1.0, seed=1, max_response_tokens=32, device="cpu"
     )
-    settings, _ = make_request(replace(given, overrides=["data.limit=2"]))
+    settings, _ = make_request(replace(overridden, overrides=["data.limit=2"]))
     evaluation = settings.evaluation
     assert evaluation is not None
     assert (evaluation.samples, evaluation.temperature, evaluation.top_p) == (4, 1.0, 1.0)
     assert (settings.seed, settings.rollout.max_response_tokens) == (1, 32)
     assert (evaluation.heldout[0].data.limit, evaluation.heldout[0].data.template) == (2, "Q {prompt}")
 
-    other, _ = make_request(EvalRequest(run, files=[str(tmp_path / "train.jsonl")], device="cpu"))
-    assert other.evaluation is not None
-    (part,) = other.evaluation.heldout
+    train_set, _ = make_request(EvalRequest(run, files=[str(tmp_path / "train.jsonl")], device="cpu"))
+    assert train_set.evaluation is not None
+    (part,) = train_set.evaluation.heldout
     assert (part.name, part.data.limit, part.data.template) == ("train", None, "Q {prompt}")
-    assert (other.seed, other.evaluation.samples) == (7, 2)
+    assert (train_set.seed, train_set.evaluation.samples) == (7, 2)
 
 
 def test_a_run_with_several_sets_is_evaluated_on_them(
@@ -384,7 +382,7 @@ evaluation:
 def test_each_set_has_its_own_sampling(
     tmp_path: Path, data: Path, config_file: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
-    """The command line before the run, and what is for one set before what is for all."""
+    """The command line overrides the run; settings of one set override those for all sets."""
     run = tmp_path / "runs" / "tiny-001"
     make_checkpoint(run / "hf" / "step_000002")
     (run / "config.yaml").write_text(config_file.read_text() + SETS.replace("DATA", str(data)))
@@ -397,18 +395,18 @@ def test_each_set_has_its_own_sampling(
             for p in settings.evaluation.heldout
         ]
 
-    own = [(32, 0.6, 1.0, 12), (1, 1.0, 0.9, 30), (8, 1.0, 1.0, 12)]
-    assert sampling() == own
-    assert sampling(samples=2) == [(2, *part[1:]) for part in own]
-    assert sampling(max_response_tokens=20, top_p=0.5) == [(*part[:2], 0.5, 20) for part in own]
+    expected = [(32, 0.6, 1.0, 12), (1, 1.0, 0.9, 30), (8, 1.0, 1.0, 12)]
+    assert sampling() == expected
+    assert sampling(samples=2) == [(2, *part[1:]) for part in expected]
+    assert sampling(max_response_tokens=20, top_p=0.5) == [(*part[:2], 0.5, 20) for part in expected]
     assert sampling(samples=2, own={"b": {"samples": 4}}) == [
-        (n, *part[1:]) for n, part in zip((2, 4, 2), own, strict=True)
+        (n, *part[1:]) for n, part in zip((2, 4, 2), expected, strict=True)
     ]
     only = make_request(EvalRequest(run, device="cpu", files=[f"x={data}"], own={"x": {"samples": 3}}))[0]
     assert [(p.name, p.samples) for p in only.evaluation.heldout] == [("x", 3)]
 
-    everywhere, each = split_sampling(samples=["4", "aime24=32"], temperature=["a=b=0.5"], top_p=None)
-    assert (everywhere, each) == ({"samples": 4}, {"aime24": {"samples": 32}, "a=b": {"temperature": 0.5}})
+    for_all, by_set = split_sampling(samples=["4", "aime24=32"], temperature=["a=b=0.5"], top_p=None)
+    assert (for_all, by_set) == ({"samples": 4}, {"aime24": {"samples": 32}, "a=b": {"temperature": 0.5}})
 
 
 def test_the_table_shows_where_sets_differ() -> None:
@@ -426,7 +424,7 @@ def test_the_table_shows_where_sets_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["/nowhere", "--data", "DATA"], "MODEL: /nowhere does not exist"),
         (["DATA", "--data", "DATA"], "is a file"),
@@ -466,7 +464,7 @@ def test_the_table_shows_where_sets_differ() -> None:
 )
 def test_each_mistake_is_one_message(
     arguments: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     data: Path,
     checkpoint: Path,
@@ -486,14 +484,16 @@ def test_each_mistake_is_one_message(
     words = [str(places.get(word, word)) for word in arguments]
     if "--device" not in words:
         words += ["--device", "cpu"]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["eval", *words])
-    assert ended.value.code == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("error: ")
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
     for name in ("EMPTY", "RUN", "MEGATRON"):
-        said = said.replace(f"{name} has", f"{places[name]} has").replace(f"{name}:", f"{places[name]}:")
-    assert said in told.err
-    assert told.err.count("error: ") == 1
-    assert told.out == ""
+        message = message.replace(f"{name} has", f"{places[name]} has").replace(
+            f"{name}:", f"{places[name]}:"
+        )
+    assert message in captured.err
+    assert captured.err.count("error: ") == 1
+    assert captured.out == ""
     assert not (tmp_path / "evals").exists()

@@ -1,7 +1,7 @@
 """The numbers of an evaluation.
 
-Why: they are what a run is judged by. pass@k is checked against enumeration of all draws, the intervals
-against the normal ones and by how often they hold the truth. Not covered: sampling.
+Why: runs are judged by them. pass@k is checked against enumeration of all draws, the intervals against the
+normal ones and by how often they contain the true value. Not covered: sampling.
 """
 
 import itertools
@@ -97,33 +97,33 @@ def test_results_are_written_as_lines(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_intervals_are_those_of_the_normal_distribution_where_that_holds() -> None:
+def test_intervals_match_the_normal_distribution_where_it_holds() -> None:
     values = np.random.default_rng(3).normal(5.0, 2.0, 400)
     low, high = bootstrap_intervals({"x": values}, seed=1)["x"]
     half = 1.96 * values.std() / np.sqrt(400)
     assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.06 * half)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """60 problems, each right with a chance of 0.3: it is 0.3 that the interval should hold."""
+def test_intervals_contain_the_true_value_as_often_as_stated() -> None:
+    """60 problems, each right with a probability of 0.3, which the interval should contain."""
     rng = np.random.default_rng(5)
     columns = {str(i): rng.random(60) < 0.3 for i in range(300)}
-    found = [
+    intervals = [
         bootstrap_intervals({"x": column.astype(float)}, seed=7, resamples=1000)["x"]
         for column in columns.values()
     ]
-    covered = np.mean([low <= 0.3 <= high for low, high in found])
+    covered = np.mean([low <= 0.3 <= high for low, high in intervals])
     assert 0.90 <= covered <= 0.98
 
 
-def test_intervals_by_seed_and_for_all_metrics_from_the_same_draws() -> None:
+def test_intervals_depend_on_the_seed_and_share_their_draws() -> None:
     values = np.random.default_rng(1).random(40)
     columns = {"a": values, "b": values, "c": 1 - values}
-    one, again, other = (bootstrap_intervals(columns, seed=s, resamples=700) for s in (4, 4, 5))
-    assert one == again
-    assert one != other
-    assert one["a"] == one["b"] == pytest.approx((1 - one["c"][1], 1 - one["c"][0]))
-    assert one["a"][0] < values.mean() < one["a"][1]
+    first, repeated, reseeded = (bootstrap_intervals(columns, seed=s, resamples=700) for s in (4, 4, 5))
+    assert first == repeated
+    assert first != reseeded
+    assert first["a"] == first["b"] == pytest.approx((1 - first["c"][1], 1 - first["c"][0]))
+    assert first["a"][0] < values.mean() < first["a"][1]
 
 
 def test_an_interval_of_problems_that_are_all_alike_has_no_width() -> None:
@@ -136,16 +136,16 @@ def test_all_that_is_reported_of_a_set() -> None:
         result(["1", "2", None, "1"], finishes=["stop", "length", "length", "stop"]),
         result(["2", "2", "3", "1"], finishes=["stop", "stop", "stop", "length"]),
     ]
-    told = describe_set(results, seed=2)
-    assert (told["problems"], told["samples"]) == (2, 4)
-    assert told["metrics"]["avg@4"] == {
+    summary = describe_set(results, seed=2)
+    assert (summary["problems"], summary["samples"]) == (2, 4)
+    assert summary["metrics"]["avg@4"] == {
         "value": 3 / 8,
         "low": 1 / 4,
         "high": 1 / 2,
     }  # of two values, the ends
-    assert list(told["metrics"]) == ["avg@4", "pass@1", "pass@2", "pass@4", "maj@4"]
-    assert told["length"] == {"mean": 25.0, "p50": 25.0, "p99": 40.0, "max": 40}
-    assert told["truncated"] == {"frac": 3 / 8, "problems": 2, "correct_frac": 1 / 3}
-    assert told["unanswered_frac"] == 1 / 8
+    assert list(summary["metrics"]) == ["avg@4", "pass@1", "pass@2", "pass@4", "maj@4"]
+    assert summary["length"] == {"mean": 25.0, "p50": 25.0, "p99": 40.0, "max": 40}
+    assert summary["truncated"] == {"frac": 3 / 8, "problems": 2, "correct_frac": 1 / 3}
+    assert summary["unanswered_frac"] == 1 / 8
     assert describe_set([result(["1"])], seed=0)["truncated"]["correct_frac"] is None
-    json.dumps(told)
+    json.dumps(summary)

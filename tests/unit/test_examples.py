@@ -173,12 +173,12 @@ def check_margin(plan) -> None:
 
 def documented_layouts() -> list[tuple[str, int, list[str]]]:
     """Model, number of cards and overrides of each line of the tables in examples/README.md."""
-    found = []
+    layouts = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(r"\| `(\S+)` \| (\d+) \| (.*) \|", line):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
-            found.append((match[1], int(match[2]), overrides))
-    return found
+            layouts.append((match[1], int(match[2]), overrides))
+    return layouts
 
 
 @pytest.mark.parametrize("length", ["2k", "4k", "8k"])
@@ -194,18 +194,19 @@ def test_each_documented_layout_fits_and_fills_its_cards(
     for node in range(nodes := cards // 8):
         share = assign_node(settings, node, nodes)  # refuses what cannot be dealt out
         workers = len(share.engines) * settings.engine.tensor
-        cards = (len(share.ranks), workers)
-        assert cards == (8, 8) if settings.engine.colocated else sum(cards) == 8
+        placed = (len(share.ranks), workers)
+        assert placed == (8, 8) if settings.engine.colocated else sum(placed) == 8
         assert len(share.ranks) % tensor == 0  # tensor ranks stay on a node
 
 
 def test_what_less_recomputation_leaves_is_plans() -> None:
-    left = make_plan(
+    free_bytes = make_plan(
         load_settings(EXAMPLES / "qwen3_8b_dapo_math_8k.yaml", ["memory.recompute=selective"])
     ).left
     readme = " ".join((EXAMPLES / "README.md").read_text().split())
     assert (
-        f"`memory.recompute=selective`, Qwen3-8B at 8192 tokens still leaves {left / GIB:.2f} GiB." in readme
+        f"`memory.recompute=selective`, Qwen3-8B at 8192 tokens still leaves {free_bytes / GIB:.2f} GiB."
+        in readme
     )
 
 
@@ -232,7 +233,7 @@ def test_an_example_has_the_lengths_of_its_name(file: Path) -> None:
     assert {part.data.template for part in settings.evaluation.heldout} == {settings.data.template}
 
 
-def test_lengths_beyond_the_positions_of_the_math_model_are_refused() -> None:
+def test_lengths_beyond_the_math_models_positions_are_refused() -> None:
     overrides = [f"model.path={EXAMPLES}/models/Qwen2.5-Math-7B"]
     with pytest.raises(UserError, match=r"\(4096\) is more than the model's 4096 positions"):
         make_plan(load_settings(PAPER / "table5_4k" / "rpg-urkl.yaml", overrides))
@@ -243,7 +244,7 @@ def test_names_of_runs_differ() -> None:
     assert len(set(names)) == len(names) == 54
 
 
-def test_examples_that_sample_ahead_are_the_others_with_few_changes() -> None:
+def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
     assert {plan_of(file).gpus.total for file in AHEAD} == {8, 16, 64}
     for file in AHEAD:
         ahead, base = load_settings(file), load_settings(EXAMPLES / file.name)
@@ -265,14 +266,16 @@ def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
     """In the file's comment and in the table of the README."""
     plan = plan_of(file)
     by_placement = {s.placement: s for s in step_times(plan, assume(plan.target.name).values)}
-    own = by_placement["overlapped"]
+    overlapped = by_placement["overlapped"]
     others = [by_placement["by turns"].step, by_placement["colocated"].step]
-    told = [round(seconds) for seconds in (own.generation, own.training, own.step, *others)]
+    estimates = [
+        round(seconds) for seconds in (overlapped.generation, overlapped.training, overlapped.step, *others)
+    ]
     comment = " ".join(line[1:] for line in file.read_text().splitlines() if line.startswith("#"))
-    assert [int(n) for n in re.findall(r"(\d+) s[,;.]", comment.split("estimates")[1])] == told
+    assert [int(n) for n in re.findall(r"(\d+) s[,;.]", comment.split("estimates")[1])] == estimates
     (row,) = re.findall(rf"\| `{file.stem}` \|(.*)\|", (EXAMPLES / "README.md").read_text())
-    wanted = [f"{plan.gpus.trainer} + {plan.gpus.engines}", plan.settings.rollout.ahead, *told]
-    assert [cell.strip() for cell in row.split("|")] == [str(value) for value in wanted]
+    expected = [f"{plan.gpus.trainer} + {plan.gpus.engines}", plan.settings.rollout.ahead, *estimates]
+    assert [cell.strip() for cell in row.split("|")] == [str(value) for value in expected]
 
 
 def plan_of(file: Path) -> Plan:
@@ -281,19 +284,19 @@ def plan_of(file: Path) -> Plan:
 
 def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     """File, number of cards, overrides and estimates of each line of the table of mixtures."""
-    found = []
+    rows = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(
             r"\| `(\S+a\d+b\S+)` \| (\d+ \+ \d+) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
         ):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
-            found.append((match[1], match[2], overrides, list(match.groups()[3:])))
-    return found
+            rows.append((match[1], match[2], overrides, list(match.groups()[3:])))
+    return rows
 
 
-@pytest.mark.parametrize(("name", "cards", "overrides", "told"), mixtures())
-def test_a_documented_mixture_fits_and_its_experts_stay_on_a_node(
-    name: str, cards: str, overrides: list[str], told: list[str]
+@pytest.mark.parametrize(("name", "cards", "overrides", "expected"), mixtures())
+def test_a_documented_mixture_fits_with_experts_on_one_node(
+    name: str, cards: str, overrides: list[str], expected: list[str]
 ) -> None:
     settings = load_settings(EXAMPLES / "moe" / f"{name}.yaml", overrides)
     plan, parallel = make_plan(settings), settings.parallel
@@ -303,7 +306,7 @@ def test_a_documented_mixture_fits_and_its_experts_stay_on_a_node(
     assert set(plan.gpus.nodes) == {(8, 0), (0, 8)}
     assert parallel.expert * parallel.expert_tensor == 8
     estimates = plan.rank_total, plan.engine.total, sum(part.nbytes for part in plan.host)
-    assert [f"{nbytes / GIB:.0f}" for nbytes in estimates] == told
+    assert [f"{nbytes / GIB:.0f}" for nbytes in estimates] == expected
     # In host memory only where no other rank shares the state.
     assert bool(settings.memory.offload_optimizer) == (parallel.tensor * parallel.data == 8)
 
@@ -317,7 +320,7 @@ def test_every_mixture_is_documented() -> None:
     assert {file.stem for file in MIXTURES} == {name for name, *_ in mixtures()}
 
 
-def test_with_sizes_overridden_every_file_is_one_of_the_rehearsed_runs() -> None:
+def test_with_small_sizes_each_file_is_a_rehearsed_run() -> None:
     def run(file: Path) -> str:
         return shrunk(file).model_copy(update={"name": "run"}).to_yaml()
 
@@ -327,15 +330,15 @@ def test_with_sizes_overridden_every_file_is_one_of_the_rehearsed_runs() -> None
 
 
 def test_plan_of_a_recipe_by_the_command_line() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "rpg_megatron.cli", "plan", str(PAPER / "table3_8k" / "rpg-ufkl.yaml")],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "4.02B parameters" in done.stdout
-    assert done.stdout.rstrip().endswith("fits")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "4.02B parameters" in process.stdout
+    assert process.stdout.rstrip().endswith("fits")
 
 
 def test_a_model_that_is_not_there_is_told_from_a_wrong_one(tmp_path: Path) -> None:

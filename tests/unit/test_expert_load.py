@@ -1,4 +1,4 @@
-"""Load metrics of a mixture: equal to what is counted by hand, from the routers' own choices.
+"""Load metrics of a mixture equal values counted by hand from the routers' choices.
 
 Why: the metrics are the only sign of experts that receive no tokens. Not covered: that all ranks together
 count each token once.
@@ -19,8 +19,8 @@ from tests.support.tiny_models import TINY_MOE
 
 
 def test_metrics_of_an_even_and_an_uneven_layer() -> None:
-    found = load_metrics(np.array([[5.0, 5.0, 5.0, 5.0], [10.0, 10.0, 0.0, 0.0]]), (1, 3))
-    assert found == {
+    metrics = load_metrics(np.array([[5.0, 5.0, 5.0, 5.0], [10.0, 10.0, 0.0, 0.0]]), (1, 3))
+    assert metrics == {
         "moe/load_mean": 1.5,
         "moe/load_max": 2.0,
         "moe/load_max_layer": 3.0,
@@ -31,7 +31,7 @@ def test_metrics_of_an_even_and_an_uneven_layer() -> None:
     assert load_metrics(np.zeros((2, 4)), (0, 1)) == {}
 
 
-def test_choices_of_all_passes_are_counted_and_dense_layers_left_out() -> None:
+def test_choices_of_all_passes_are_counted_without_dense_layers() -> None:
     class Router(nn.Module):
         def forward(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return chosen.float(), chosen

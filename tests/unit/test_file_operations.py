@@ -78,8 +78,8 @@ def changes_files(name: str, call: ast.Call) -> bool:
     module, _, attribute = name.rpartition(".")
     if module:
         return attribute in CHANGES[module]
-    one = len(call.args) == 1 and not call.keywords
-    return name.startswith(".") and (attribute in METHODS or (attribute == "replace" and one))
+    one_argument = len(call.args) == 1 and not call.keywords
+    return name.startswith(".") and (attribute in METHODS or (attribute == "replace" and one_argument))
 
 
 def opens_files(name: str, call: ast.Call) -> bool:
@@ -89,29 +89,29 @@ def opens_files(name: str, call: ast.Call) -> bool:
     return name == "open" or method in READS or (method == "open" and by_mode)
 
 
-def found(file: Path) -> tuple[list[str], list[str]]:
-    every = list(calls(file))
+def file_calls(file: Path) -> tuple[list[str], list[str]]:
+    all_calls = list(calls(file))
     return (
-        sorted({name for name, call in every if changes_files(name, call)}),
-        sorted({name for name, call in every if opens_files(name, call)}),
+        sorted({name for name, call in all_calls if changes_files(name, call)}),
+        sorted({name for name, call in all_calls if opens_files(name, call)}),
     )
 
 
-MODULES = {str(f.relative_to(PACKAGE)): found(f) for f in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {str(f.relative_to(PACKAGE)): file_calls(f) for f in sorted(PACKAGE.rglob("*.py"))}
 
 
 def test_files_are_changed_by_one_module() -> None:
-    others = {name: changes for name, (changes, _) in MODULES.items() if changes}
-    assert sorted(others) == sorted(MAY_CHANGE), others
+    modules = {name: changes for name, (changes, _) in MODULES.items() if changes}
+    assert sorted(modules) == sorted(MAY_CHANGE), modules
 
 
 def test_files_are_opened_by_one_module() -> None:
-    others = {name: opens for name, (_, opens) in MODULES.items() if opens}
-    assert sorted(others) == sorted(MAY_OPEN), others
+    modules = {name: opens for name, (_, opens) in MODULES.items() if opens}
+    assert sorted(modules) == sorted(MAY_OPEN), modules
 
 
 @pytest.mark.parametrize(
-    ("code", "seen"),
+    ("code", "expected"),
     [
         ("import shutil\nshutil.rmtree(x)", (True, False)),
         ("undo.callback(shutil.rmtree, x)", (True, False)),
@@ -126,8 +126,8 @@ def test_files_are_opened_by_one_module() -> None:
         ("reader.open(place, version), read_text(path), open_own(path)", (False, False)),
     ],
 )
-def test_what_counts_as_such_a_call(tmp_path: Path, code: str, seen: tuple[bool, bool]) -> None:
+def test_what_counts_as_such_a_call(tmp_path: Path, code: str, expected: tuple[bool, bool]) -> None:
     file = tmp_path / "module.py"
     file.write_text(code)
-    changes, opens = found(file)
-    assert (bool(changes), bool(opens)) == seen
+    changes, opens = file_calls(file)
+    assert (bool(changes), bool(opens)) == expected

@@ -1,4 +1,4 @@
-"""Files that others may have made, or may change at the same time, are read, copied and removed as they seem.
+"""Files that others may have made, or may change meanwhile, are read, copied and removed safely.
 
 Why: a link in a downloaded folder, or planted in a folder that others can write to, otherwise makes us copy,
 overwrite or remove a file of ours that its author may not touch. Not covered: who uses which function
@@ -45,10 +45,10 @@ def secret(tmp_path: Path) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder that others have made."""
-    made = tmp_path / "folder"
-    (made / "sub").mkdir(parents=True)
-    (made / "file").write_text("x")
-    return made
+    path = tmp_path / "folder"
+    (path / "sub").mkdir(parents=True)
+    (path / "file").write_text("x")
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +82,8 @@ def test_what_lies_in_the_folder_is_read(tmp_path: Path, folder: Path) -> None:
     os.link(folder / "file", folder / "hard")
     (tmp_path / "way").symlink_to(folder)
     for name in ("file", "sub/link", "hard", "sub/../file"):
-        for place in (folder, tmp_path / "way"):  # the folder may be reached through links
-            with open_regular(place / name, place.resolve()) as f:
+        for root in (folder, tmp_path / "way"):  # the folder may be reached through links
+            with open_regular(root / name, root.resolve()) as f:
                 assert f.read() == b"x"
 
 
@@ -99,14 +99,14 @@ def test_what_lies_elsewhere_is_refused(tmp_path: Path, folder: Path, secret: Pa
         open_regular(file, folder.resolve())
 
 
-def test_a_link_that_is_put_in_place_at_the_last_moment_is_refused(
+def test_a_link_planted_at_the_last_moment_is_refused(
     folder: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swap(path: Path, *how: object, **more: object) -> int:
+    def swap(path: Path, *arguments: object, **options: object) -> int:
         if path == folder / "file":
             path.unlink()
             path.symlink_to(secret)
-        return real(path, *how, **more)
+        return real(path, *arguments, **options)
 
     real = os.open
     monkeypatch.setattr(files.os, "open", swap)
@@ -114,7 +114,7 @@ def test_a_link_that_is_put_in_place_at_the_last_moment_is_refused(
         open_regular(folder / "file", folder.resolve())
 
 
-def test_a_link_that_is_put_in_place_later_is_not_copied(tmp_path: Path, folder: Path, secret: Path) -> None:
+def test_a_link_planted_later_is_not_copied(tmp_path: Path, folder: Path, secret: Path) -> None:
     with open_regular(folder / "file", folder.resolve()) as source:
         (folder / "file").unlink()
         (folder / "file").symlink_to(secret)

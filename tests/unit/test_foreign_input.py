@@ -61,9 +61,9 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def targets(target: Path, victim: int, **others: Any) -> dict[str, Any]:
+def targets(target: Path, victim: int, **more: Any) -> dict[str, Any]:
     names = {"file": str(target), "folder": str(target.parent), "unix": "", "port": 1, "udp": 1}
-    return names | {"parent": victim} | others
+    return names | {"parent": victim} | more
 
 
 @pytest.mark.skipif("seccomp" not in sandbox.means(), reason="this kernel has no seccomp")
@@ -101,14 +101,14 @@ def test_planted_code_can_reach_nothing(target: Path, tmp_path: Path) -> None:
 def test_each_means_alone_protects_files(
     target: Path, tmp_path: Path, victim: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, only: str
 ) -> None:
-    if not any(only in found for found in sandbox.means()):
+    if not any(only in means for means in sandbox.means()):
         pytest.skip(f"this kernel has no {only}")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    other = "_landlock_version" if only == "seccomp" else "_filter_available"
+    disabled = "_landlock_version" if only == "seccomp" else "_filter_available"
     (tmp_path / "half_reader.py").write_text(
         "from rpg_megatron.system import sandbox\n"
         f"from {READERS} import attack\n"
-        f"sandbox.{other} = lambda: 0\n"
+        f"sandbox.{disabled} = lambda: 0\n"
     )
     with target.open("rb") as file:
         (reached,) = read_foreign("half_reader:attack", [file], targets(target, victim.pid))
@@ -141,9 +141,16 @@ def test_the_attempts_succeed_without_a_sandbox(target: Path, victim: subprocess
     code = "import sys; from tests.support.foreign_readers import attack; "
     code += "print(*next(attack([open(sys.argv[1], 'rb')], eval(sys.argv[2]))), sep=',')"
     command = [sys.executable, "-c", code, str(target), repr(targets(target, victim.pid))]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    wanted = {"read a file", "write a file", "append", "create", "create in /tmp", "create in shared memory"}
-    wanted |= {
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    expected = {
+        "read a file",
+        "write a file",
+        "append",
+        "create",
+        "create in /tmp",
+        "create in shared memory",
+    }
+    expected |= {
         "truncate",
         "open again to write",
         "mkdir",
@@ -154,8 +161,8 @@ def test_the_attempts_succeed_without_a_sandbox(target: Path, victim: subprocess
         "listen",
         "list",
     }
-    wanted |= {"signal the parent", "memory file", "socket pair", "leave the limits"}
-    assert wanted <= set(ran.stdout.strip().split(",")), ran.stderr
+    expected |= {"signal the parent", "memory file", "socket pair", "leave the limits"}
+    assert expected <= set(process.stdout.strip().split(",")), process.stderr
     assert victim.wait(60) == -signal.SIGUSR1
 
 
@@ -168,7 +175,7 @@ def test_only_listed_system_calls_are_let_through() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("misbehaviour", "message"),
     [
         ("segfault", "its reader ended: SIGSEGV"),
         ("memory", "cannot be read .more memory than allowed"),
@@ -184,10 +191,10 @@ def test_only_listed_system_calls_are_let_through() -> None:
         ("fail", "cannot be read .KeyError: 'x'"),
     ],
 )
-def test_every_end_is_one_message(how: str, told: str) -> None:
-    seconds = 1.0 if how == "hang" else 60.0
-    with pytest.raises(ForeignInputError, match=told):
-        read("misbehave", [], how, seconds=seconds)
+def test_every_end_is_one_message(misbehaviour: str, message: str) -> None:
+    seconds = 1.0 if misbehaviour == "hang" else 60.0
+    with pytest.raises(ForeignInputError, match=message):
+        read("misbehave", [], misbehaviour, seconds=seconds)
 
 
 def test_an_argument_that_is_not_unicode_is_one_message() -> None:
@@ -224,9 +231,9 @@ def read_rows(folder: Path) -> None:
 def read_rollouts(folder: Path) -> None:
     for number in range(2):
         (folder / f"step_00000{number}.parquet").write_bytes(b"x")
-    for _, found in iter_foreign_rollouts(sorted(folder.glob("step_*")), folder):
-        if isinstance(found, UserError):
-            raise found
+    for _, rollout in iter_foreign_rollouts(sorted(folder.glob("step_*")), folder):
+        if isinstance(rollout, UserError):
+            raise rollout
 
 
 def render(_: Path) -> None:
@@ -240,7 +247,7 @@ def locate(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "value", "told"),
+    ("read", "value", "message"),
     [
         (read_rows, (0, 0, []), "a part without rows"),
         (read_rows, (0, 0, [{"prompt": {(1, 2): 3}}]), "got `array` - at `key`"),
@@ -253,8 +260,8 @@ def locate(folder: Path) -> None:
         (locate, [], "more values than it should"),
     ],
 )
-def test_a_process_that_was_taken_over_cannot_keep_its_parent_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], None], value: Any, told: str
+def test_a_hijacked_process_cannot_keep_its_parent_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], None], value: Any, message: str
 ) -> None:
     """It sends the same value for ever."""
 
@@ -266,7 +273,7 @@ def test_a_process_that_was_taken_over_cannot_keep_its_parent_busy(
     for module in (foreign_input, chat_template, foreign_rollouts, plain_loading):
         monkeypatch.setattr(module, "read_foreign", taken_over)
     monkeypatch.setattr(rows, "_MIN_TEXT_LIMIT", 10_000)
-    with pytest.raises((UserError, ValueError, ForeignInputError), match=told):
+    with pytest.raises((UserError, ValueError, ForeignInputError), match=message):
         read(tmp_path)
 
 
@@ -276,9 +283,9 @@ def test_a_reader_gets_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "environment_reader.py").write_text(
         "import os\ndef read(files, argument):\n    yield list(os.environ.items())\n"
     )
-    (found,) = read_foreign("environment_reader:read", [])
-    assert "0123abc" not in str(found)
-    assert {name for name, _ in found} <= {
+    (variables,) = read_foreign("environment_reader:read", [])
+    assert "0123abc" not in str(variables)
+    assert {name for name, _ in variables} <= {
         *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
         *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_DEFAULT_MEMORY_POOL", "JE_ARROW_MALLOC_CONF"),
     }
@@ -290,8 +297,8 @@ def test_a_warning_to_all_processes_does_not_end_a_reader(
     """A scheduler sends it at any moment, also before the reader's first line has run."""
     start = subprocess.Popen
 
-    def warned(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
-        process = start(*arguments, **more)
+    def warned(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments, **options)
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(process.pid, number)
         return process
@@ -346,12 +353,12 @@ def test_a_reader_ends_with_the_process_that_started_it() -> None:
         assert select.select([ended], [], [], 60.0)[0], "it goes on reading"
 
 
-def test_a_reader_whose_parent_has_ended_before_it_asks_for_the_signal_reads_nothing() -> None:
+def test_a_reader_whose_parent_has_already_ended_reads_nothing() -> None:
     command = [sys.executable, "-m", "rpg_megatron.system.foreign_input", f"{READERS}:echo"]
     for parent, code in ((os.getpid(), 0), (1, 1)):
         options = {"input": b"\xa1x", "capture_output": True, "timeout": 60}
-        ran = subprocess.run([*command, str(parent), str(1 << 30)], check=False, **options)
-        assert (ran.returncode, b"x" in ran.stdout) == (code, code == 0), ran.stderr
+        process = subprocess.run([*command, str(parent), str(1 << 30)], check=False, **options)
+        assert (process.returncode, b"x" in process.stdout) == (code, code == 0), process.stderr
 
 
 def _children() -> set[str]:

@@ -1,7 +1,7 @@
-"""Emulated FP8: every quantiser gives the bits of an independent reference, and layers use them rightly.
+"""Emulated FP8: every quantiser is bit-equal to an independent reference; layers round the right operands.
 
-Why: a scale that is off by a factor of two, or that was taken along the wrong axis, still trains; it would
-only show what a recipe does as worse, or better, than it is.
+Why: with a scale that is off by a factor of two, or taken along the wrong axis, training still runs; only the
+recipe looks worse, or better, than it is.
 Not covered: Transformer Engine's kernels, which need a GPU (tests/gpu); several ranks
 (tests/distributed/test_fp8_layouts.py).
 """
@@ -28,18 +28,18 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def all_values(form: torch.dtype) -> list[float]:
-    """Every finite value that is not negative, by its bits: the mantissa of the i-th is even where i is."""
+    """All finite non-negative values, ordered by their bits; value i has an even mantissa iff i is even."""
     exponent_bits, mantissa_bits = (4, 3) if form is E4M3 else (5, 2)
-    bias, found = 2 ** (exponent_bits - 1) - 1, []
+    bias, values = 2 ** (exponent_bits - 1) - 1, []
     for e, m in itertools.product(range(2**exponent_bits), range(2**mantissa_bits)):
         fraction = m / 2**mantissa_bits
-        found.append(math.ldexp(fraction, 1 - bias) if e == 0 else math.ldexp(1 + fraction, e - bias))
+        values.append(math.ldexp(fraction, 1 - bias) if e == 0 else math.ldexp(1 + fraction, e - bias))
     # E4M3's last bit pattern is NaN; E5M2's last exponent is infinity and NaN.
-    return found[:-1] if form is E4M3 else found[:-4]
+    return values[:-1] if form is E4M3 else values[:-4]
 
 
 def nearest(values: np.ndarray, form: torch.dtype) -> np.ndarray:
-    """Of the table, with their signs; ties to the even mantissa; beyond the table its last; NaN stays."""
+    """Round to the table; ties go to the even mantissa, larger values to the last; signs and NaN stay."""
     table = all_values(form)
     even_first = np.array(table[::2] + table[1::2])  # argmin takes the first of two that are as near
     sizes = np.minimum(np.abs(values.astype(np.float64)), table[-1])
@@ -88,16 +88,16 @@ def awkward(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def same_bits(found: torch.Tensor, wanted: np.ndarray) -> bool:
-    nan = np.isnan(wanted)
-    found = found.numpy()
+def same_bits(actual: torch.Tensor, expected: np.ndarray) -> bool:
+    nan = np.isnan(expected)
+    actual = actual.numpy()
     return bool(
-        (np.isnan(found) == nan).all() and (found.view(np.int32) == wanted.view(np.int32))[~nan].all()
+        (np.isnan(actual) == nan).all() and (actual.view(np.int32) == expected.view(np.int32))[~nan].all()
     )
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_value_and_every_midpoint_is_rounded_as_the_table_says(form: torch.dtype) -> None:
+def test_all_values_and_midpoints_round_to_the_table(form: torch.dtype) -> None:
     table = all_values(form)
     assert table[-1] == LARGEST[form] == torch.finfo(form).max
     halves = [(a + b) / 2 for a, b in itertools.pairwise(table)]
@@ -105,8 +105,8 @@ def test_every_value_and_every_midpoint_is_rounded_as_the_table_says(form: torch
     beyond = [table[-1] * 1.01, table[-1] * 3, 1e38, math.inf]
     values = np.array([*table, *halves, *near, *beyond], np.float32)
     values = np.concatenate([values, -values])
-    found = fp8.round_scaled(torch.from_numpy(values), torch.ones(1), form)
-    assert same_bits(found, nearest(values, form))
+    result = fp8.round_scaled(torch.from_numpy(values), torch.ones(1), form)
+    assert same_bits(result, nearest(values, form))
     assert fp8.round_scaled(torch.tensor([torch.nan]), torch.ones(1), form).isnan().all()
 
 
@@ -134,19 +134,19 @@ def test_whole_tensors_are_bit_equal_to_the_reference(form: torch.dtype, dtype: 
 def test_the_reference_finds_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong power of two, blocks along the wrong axis, rounding twice, a cast that does not saturate."""
     x = awkward(130, 256, torch.bfloat16)
-    wanted = reference(x, E4M3, (1, 128), power_of_two=True)
-    assert same_bits(fp8.round_blocks(x, E4M3, (1, 128)), wanted)
-    assert not same_bits(fp8.round_blocks(x, E4M3, (128, 1)), wanted)
+    expected = reference(x, E4M3, (1, 128), power_of_two=True)
+    assert same_bits(fp8.round_blocks(x, E4M3, (1, 128)), expected)
+    assert not same_bits(fp8.round_blocks(x, E4M3, (128, 1)), expected)
 
     scale_of, round_scaled = fp8.scale_of, fp8.round_scaled
     for factor in (0.5, 2.0):
         monkeypatch.setattr(fp8, "scale_of", lambda *a, factor=factor, **k: scale_of(*a, **k) * factor)
-        assert not same_bits(fp8.round_blocks(x, E4M3, (1, 128)), wanted)
+        assert not same_bits(fp8.round_blocks(x, E4M3, (1, 128)), expected)
     monkeypatch.setattr(fp8, "scale_of", scale_of)
     largest = torch.finfo(E4M3).max
     overflown = lambda scaled: torch.where(scaled.abs() > largest, torch.nan, scaled)  # noqa: E731
     monkeypatch.setattr(fp8, "round_scaled", lambda x, s, form: overflown(x * s).to(form).float() / s)
-    assert not same_bits(fp8.round_blocks(x, E4M3, (1, 128)), wanted)
+    assert not same_bits(fp8.round_blocks(x, E4M3, (1, 128)), expected)
     monkeypatch.setattr(fp8, "round_scaled", round_scaled)
 
     monkeypatch.setattr(fp8, "scale_of", lambda amax, form, **_: torch.finfo(form).max / amax)
@@ -161,8 +161,8 @@ def test_the_reference_finds_planted_faults(monkeypatch: pytest.MonkeyPatch) -> 
 # -- a layer -------------------------------------------------------------------------------------------------
 
 
-class _Alone:
-    """The group of the ranks that share a layer, where there is one."""
+class _OneRankGroup:
+    """An amax reduction group of one rank."""
 
     @staticmethod
     def size() -> int:
@@ -171,7 +171,7 @@ class _Alone:
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8.mpu, "get_amax_reduction_group", lambda **_: _Alone())
+    monkeypatch.setattr(fp8.mpu, "get_amax_reduction_group", lambda **_: _OneRankGroup())
 
 
 def product(recipe: str) -> fp8.EmulatedProduct:
@@ -201,35 +201,35 @@ def operands(tokens: int = 256, inner: int = 384, outer: int = 128) -> list[torc
 
 
 def rounded(x: torch.Tensor, form: torch.dtype, block: tuple[int, int] | None) -> torch.Tensor:
-    """By the reference."""
+    """Round by the reference."""
     return torch.from_numpy(reference(x, form, block, power_of_two=block is not None))
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_layer_and_its_gradients_are_products_of_rounded_operands(recipe: str) -> None:
-    """Each operand is rounded along what is summed over; the weight's gradient is a sum over tokens."""
+def test_layer_outputs_and_gradients_use_rounded_operands(recipe: str) -> None:
+    """Each operand is rounded along the summed dimension; the weight's gradient sums over tokens."""
     x, w, bias, g = operands()
     leaves = [t.requires_grad_() for t in (x, w, bias)]
     y = multiply(product(recipe), x, w, bias)
     dx, dw, db = torch.autograd.grad(y, leaves, g)
     with torch.no_grad():
         x2, g2 = x[:, 0], g[:, 0]
-        row, column, square, back = ((1, 128), (128, 1), (128, 128), E4M3)
+        row, column, square, grad_form = ((1, 128), (128, 1), (128, 128), E4M3)
         if recipe == "tensorwise":
             row = column = square = None
-            back = E5M2
+            grad_form = E5M2
         qw = rounded(w, E4M3, square)
         assert torch.equal(y[:, 0], (rounded(x2, E4M3, row) @ qw.t() + bias).bfloat16())
-        assert torch.equal(dx[:, 0], (rounded(g2, back, row) @ qw).bfloat16())
-        wanted = (rounded(g2, back, column).t() @ rounded(x2, E4M3, column)).bfloat16()
-        assert torch.equal(dw, wanted)
+        assert torch.equal(dx[:, 0], (rounded(g2, grad_form, row) @ qw).bfloat16())
+        expected = (rounded(g2, grad_form, column).t() @ rounded(x2, E4M3, column)).bfloat16()
+        assert torch.equal(dw, expected)
         assert torch.equal(db, g2.sum(0))
-        if recipe == "blockwise":  # blocks along the features are another result, which this test tells apart
-            assert not torch.equal(dw, (rounded(g2, back, row).t() @ rounded(x2, E4M3, row)).bfloat16())
+        if recipe == "blockwise":  # blocks along the features would give another result
+            assert not torch.equal(dw, (rounded(g2, grad_form, row).t() @ rounded(x2, E4M3, row)).bfloat16())
 
 
 class Tracked:
-    """Delayed scaling of one tensor by its definition: the largest values of so many passes, in a list."""
+    """Delayed scaling of one tensor by definition: a list of the largest values of the last passes."""
 
     def __init__(self, form: torch.dtype, window: int = 1024) -> None:
         self.form, self.scale, self.window = form, np.float32(1), window
@@ -251,62 +251,62 @@ class Tracked:
 
 
 def test_delayed_scales_come_from_earlier_passes() -> None:
-    """Two micro-batches a pass over three passes, one of them without gradient; weights change in between."""
+    """Four passes of two micro-batches, two of them without gradients; weights change in between."""
     layer = product("delayed")
-    seen = {"x": Tracked(E4M3), "w": Tracked(E4M3), "g": Tracked(E5M2)}
+    trackers = {"x": Tracked(E4M3), "w": Tracked(E4M3), "g": Tracked(E5M2)}
     x, w, _, g = operands(tokens=16, inner=32, outer=16)
     w.requires_grad_()
     for number, training in enumerate([False, True, False, True]):
         layer.train(training)
-        weight = seen["w"].round(w)  # once a pass: scales that move on with the first micro-batch wait
-        seen["w"].see(w)
+        weight = trackers["w"].round(w)  # once per pass: a scale updated by the first micro-batch waits
+        trackers["w"].see(w)
         for factor in (0.5, 3.0):
-            part, back = (x * (factor + number)).requires_grad_(), g * factor / (1 + number)
-            wanted = (seen["x"].round(part)[:, 0] @ weight.t()).bfloat16()
+            part, grad = (x * (factor + number)).requires_grad_(), g * factor / (1 + number)
+            expected = (trackers["x"].round(part)[:, 0] @ weight.t()).bfloat16()
             with torch.set_grad_enabled(training):
                 y = multiply(layer, part, w)
-            assert torch.equal(y[:, 0], wanted), (number, factor)
-            rounded_x = seen["x"].round(part)[:, 0]
-            seen["x"].see(part)
+            assert torch.equal(y[:, 0], expected), (number, factor)
+            rounded_x = trackers["x"].round(part)[:, 0]
+            trackers["x"].see(part)
             if not training:
                 continue
-            seen["x"].move_on()
-            seen["w"].move_on()
-            dx, dw = torch.autograd.grad(y, [part, w], back)
-            rounded_g = seen["g"].round(back)[:, 0]
-            seen["g"].see(back)
-            seen["g"].move_on()
+            trackers["x"].move_on()
+            trackers["w"].move_on()
+            dx, dw = torch.autograd.grad(y, [part, w], grad)
+            rounded_g = trackers["g"].round(grad)[:, 0]
+            trackers["g"].see(grad)
+            trackers["g"].move_on()
             assert torch.equal(dx[:, 0], (rounded_g @ weight).bfloat16())
             assert torch.equal(dw, (rounded_g.t() @ rounded_x).bfloat16())
         with torch.no_grad():
             w += 0.1
-    assert layer.scale.tolist() == [float(t.scale) for t in seen.values()]
+    assert layer.scale.tolist() == [float(t.scale) for t in trackers.values()]
     assert (layer.scale != 1).all()
 
 
 def test_delayed_scales_forget_and_outlast_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After as many passes as are looked back on; zeros and NaN are no news, infinity leaves the scale."""
+    """The history is limited; zeros and NaN add nothing to it, and infinity leaves the scale as it is."""
     monkeypatch.setattr(fp8, "_HISTORY", 4)
-    layer, wanted = product("delayed").train(), Tracked(E4M3, window=4)
-    w, found = torch.ones(16, 16).bfloat16(), []
+    layer, tracker = product("delayed").train(), Tracked(E4M3, window=4)
+    w, scales = torch.ones(16, 16).bfloat16(), []
     for size in [8.0, 1.0, 0.0, 0.5, 0.5, torch.nan, 0.25, 0.25, 3e-39, torch.inf, *[2.0] * 5]:
         x = torch.full((16, 1, 16), size).bfloat16()
         multiply(layer, x, w)
-        wanted.see(x.nan_to_num(nan=0.0, posinf=torch.inf))
-        wanted.move_on()
-        found.append(float(layer.scale[0]))
-        assert found[-1] == wanted.scale, size
-    assert found[:4] == [56.0, 56.0, 56.0, 56.0]
-    assert found[-1] == 224.0
-    assert found[9:13] == [found[8]] * 4  # infinity is among them
+        tracker.see(x.nan_to_num(nan=0.0, posinf=torch.inf))
+        tracker.move_on()
+        scales.append(float(layer.scale[0]))
+        assert scales[-1] == tracker.scale, size
+    assert scales[:4] == [56.0, 56.0, 56.0, 56.0]
+    assert scales[-1] == 224.0
+    assert scales[9:13] == [scales[8]] * 4  # while infinity is in the history
 
 
-def test_delayed_scales_are_those_of_the_first_time_when_a_layer_is_recomputed() -> None:
-    """Several micro-batches are on their way before the first one's backward, as in a pipeline."""
+def test_recomputation_uses_the_scales_of_the_first_forward() -> None:
+    """Several forwards run before the first backward, as in a pipeline."""
     x, w, _, g = operands(tokens=16, inner=32, outer=16)
-    plain, again = product("delayed").train(), product("delayed").train()
+    plain, recomputing = product("delayed").train(), product("delayed").train()
     results = []
-    for layer, recomputed in ((plain, False), (again, True)):
+    for layer, recomputed in ((plain, False), (recomputing, True)):
         weight = w.clone().requires_grad_()
         parts = [(x * f).requires_grad_() for f in (1.0, 4.0, 2.0)]
         run = partial(multiply, layer)
@@ -317,18 +317,18 @@ def test_delayed_scales_are_those_of_the_first_time_when_a_layer_is_recomputed()
             y.backward(g)
         results.append([*outputs, *[p.grad for p in parts], weight.grad, layer.scale, layer.seen])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert not again._recomputed
+    assert not recomputing._recomputed
 
 
 def test_delayed_scales_are_in_checkpoints() -> None:
     x, w, _, _ = operands(tokens=16, inner=32, outer=16)
-    layer, other = product("delayed").train(), product("delayed").train()
+    layer, restored = product("delayed").train(), product("delayed").train()
     multiply(layer, x, w)
     state = layer.state_dict()
     multiply(layer, x * 5, w)
     assert set(state) == {"_extra_state"}
-    assert state["_extra_state"]["seen"].max() < layer.seen.max()  # a copy: it may be written later
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.scale, layer.scale)
-    assert torch.equal(other.seen, layer.seen)
+    assert state["_extra_state"]["seen"].max() < layer.seen.max()  # a copy, which may be written later
+    restored.load_state_dict(layer.state_dict())
+    assert torch.equal(restored.scale, layer.scale)
+    assert torch.equal(restored.seen, layer.seen)
     assert not product("blockwise").state_dict()

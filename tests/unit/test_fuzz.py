@@ -1,4 +1,4 @@
-"""Mutated files of others: a value or one message, never a changed class, another file, or an ended process.
+"""Mutated foreign files give a value or one message, never a changed class, another file or an ended process.
 
 Why: what a file can do with a parser is found by trying, not by listing. The small counts run always, the
 large ones with the long tests and ``make fuzz``; RPG_FUZZ_SEED chooses other mutations. Not covered: files
@@ -70,11 +70,11 @@ def nothing_is_touched() -> Iterator[None]:
 
 def _classes() -> dict[str, dict[str, int]]:
     """Every class of the watched modules -> its attributes and their identities."""
-    found = {c for module in WATCHED for c in vars(module).values() if isinstance(c, type)}
-    found |= {
+    classes = {c for module in WATCHED for c in vars(module).values() if isinstance(c, type)}
+    classes |= {
         c for c in gc.get_objects() if isinstance(c, type) and c.__module__ in ("pathlib", "collections")
     }
-    return {f"{c.__module__}.{c.__qualname__}": {k: id(v) for k, v in vars(c).items()} for c in found}
+    return {f"{c.__module__}.{c.__qualname__}": {k: id(v) for k, v in vars(c).items()} for c in classes}
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +96,16 @@ def test_indexes(genuine: Path, count: int) -> None:
     with nothing_is_touched():
         for data in mutated:
             with suppress(ValueError):
-                (found,) = foreign_reader.read_index([io.BytesIO(data)], None)  # type: ignore[list-item]
-                index._check(found)
-                assert all(".." not in p.file and not p.file.startswith("/") for p in found.pieces)
+                (content,) = foreign_reader.read_index([io.BytesIO(data)], None)  # type: ignore[list-item]
+                index._check(content)
+                assert all(".." not in p.file and not p.file.startswith("/") for p in content.pieces)
                 accepted += 1
     assert 0 < accepted < count  # some mutations do not matter, and some do
     # And in the process that reads them.
-    told = list(read_foreign("tests.support.foreign_readers:read_indexes", [], mutated))
-    assert len(told) == count
-    assert told.count("read") >= accepted
-    assert set(told) == {"read", "refused"}
+    answers = list(read_foreign("tests.support.foreign_readers:read_indexes", [], mutated))
+    assert len(answers) == count
+    assert answers.count("read") >= accepted
+    assert set(answers) == {"read", "refused"}
 
 
 def test_python_would_have_been_changed(genuine: Path) -> None:
@@ -141,8 +141,8 @@ def test_tensors(genuine: Path, tmp_path: Path, count: int) -> None:
     with file.open("rb") as opened, nothing_is_touched():
         for _, length in mutated:
             with suppress(ValueError):
-                ((found,),) = foreign_reader.locate_tensors([opened], [(0, begin, length)])
-                assert plain_loading._read_tensor(opened, found).numel() <= length
+                ((location,),) = foreign_reader.locate_tensors([opened], [(0, begin, length)])
+                assert plain_loading._read_tensor(opened, location).numel() <= length
                 read += 1
             begin += length
     assert 0 < read < count

@@ -20,7 +20,7 @@ LOCK, TORCH_PART, RECIPE = "requirements/gpu.txt", "requirements/te-torch.txt", 
 LOOSE, CPU, PROJECT = "requirements/gpu.in", "requirements/cpu.txt", "pyproject.toml"
 FILES = (LOCK, TORCH_PART, RECIPE, LOOSE, CPU, PROJECT, "README.md")
 HELD_BACK = {"apache-tvm-ffi"}
-"""Pinned otherwise than in cpu.txt, by vLLM."""
+"""Packages that vLLM pins to other versions than cpu.txt."""
 
 
 def requirements(text: str) -> list[Requirement]:
@@ -30,12 +30,12 @@ def requirements(text: str) -> list[Requirement]:
 
 def pins(text: str) -> dict[str, str]:
     """Package -> exact version; AssertionError for a line that is no plain pin."""
-    found = {}
+    versions = {}
     for r in requirements(text):
         (pin,) = r.specifier
         assert (pin.operator, "*" in pin.version, r.extras) == ("==", False, set()), f"{r} is no pin"
-        found[canonicalize_name(r.name)] = pin.version
-    return found
+        versions[canonicalize_name(r.name)] = pin.version
+    return versions
 
 
 def commands(recipe: str) -> list[str]:
@@ -45,39 +45,39 @@ def commands(recipe: str) -> list[str]:
 
 
 def mismatches(files: dict[str, str]) -> list[str]:
-    """What does not agree, one sentence each."""
-    found = []
+    """Mismatches, one sentence each."""
+    problems = []
     for name in (LOCK, TORCH_PART, RECIPE):
         if re.search(r"://|--(extra-)?index|^\s*-i\s|--find-links", files[name], re.MULTILINE):
-            found.append(f"{name} names an index")
-    if found:  # no pins, so nothing below could be read
-        return found
+            problems.append(f"{name} names an index")
+    if problems:  # no pins, so nothing below could be read
+        return problems
     project = tomllib.loads(files[PROJECT])["project"]
     locked = pins(files[LOCK]) | pins(files[TORCH_PART])
-    wanted = [Requirement(r) for r in project["dependencies"] + project["optional-dependencies"]["gpu"]]
-    for r in wanted + requirements(files[LOOSE]):
+    required = [Requirement(r) for r in project["dependencies"] + project["optional-dependencies"]["gpu"]]
+    for r in required + requirements(files[LOOSE]):
         version = locked.get(canonicalize_name(r.name), "")
         if not version or not r.specifier.contains(version):
-            found.append(f"{r} is wanted, {version or 'nothing'} is pinned")
+            problems.append(f"{r} is wanted, {version or 'nothing'} is pinned")
     parts = {n: v for n, v in locked.items() if n.startswith("transformer-engine")}
     if len(parts) != 3 or len(set(parts.values())) != 1:
-        found.append(f"parts of Transformer Engine: {parts}")
-    elsewhere = pins(files[CPU])
-    apart = {n for n in locked.keys() & elsewhere.keys() if locked[n] != elsewhere[n]}
-    found += [f"{n} is not what cpu.txt has" for n in sorted(apart ^ HELD_BACK)]
+        problems.append(f"parts of Transformer Engine: {parts}")
+    cpu_pins = pins(files[CPU])
+    different = {n for n in locked.keys() & cpu_pins.keys() if locked[n] != cpu_pins[n]}
+    problems += [f"{n} is not what cpu.txt has" for n in sorted(different ^ HELD_BACK)]
 
     recipe = commands(files[RECIPE])
     image, *rest = recipe
     release = re.fullmatch(r"FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-ubuntu24\.04", image)
     cuda = ".".join(locked.get("cuda-toolkit", "").split(".")[:2])
     if release is None or release[1] != cuda:
-        found.append(f"{image}: CUDA is not {cuda}, or not from that place")
+        problems.append(f"{image}: CUDA is not {cuda}, or not from that place")
     python = re.search(r"(\d+\.\d+)", project["requires-python"])
     assert python is not None
     for name in (LOCK, RECIPE, "README.md"):
         named = set(re.findall(r"python ?(3\.\d+)", files[name].lower()))
         if named != {python[1]}:
-            found.append(f"{name} has Python {named}, pyproject.toml {python[1]}")
+            problems.append(f"{name} has Python {named}, pyproject.toml {python[1]}")
     order = [
         next((i for i, c in enumerate(rest) if all(word in c for word in words)), -1)
         for words in (
@@ -87,8 +87,8 @@ def mismatches(files: dict[str, str]) -> list[str]:
         )
     ]
     if -1 in order or order != sorted(order):
-        found.append(f"{RECIPE} does not install {LOCK}, {TORCH_PART} and the package, in this order")
-    wanted_by_nodes = (
+        problems.append(f"{RECIPE} does not install {LOCK}, {TORCH_PART} and the package, in this order")
+    node_packages = (
         "build-essential",
         f"python{python[1]}-dev",
         "libibverbs1",
@@ -96,14 +96,14 @@ def mismatches(files: dict[str, str]) -> list[str]:
         "ibverbs-providers",
     )
     installed = next((c.split() for c in rest if "apt-get install" in c), [])
-    found += [f"{RECIPE} does not install {name}" for name in wanted_by_nodes if name not in installed]
+    problems += [f"{RECIPE} does not install {name}" for name in node_packages if name not in installed]
     for c in rest:
         copied = c.split()[1:-1] if c.startswith("COPY") else []
-        found += [f"{RECIPE}: {name} is not there" for name in copied if not (ROOT / name).exists()]
+        problems += [f"{RECIPE}: {name} is not there" for name in copied if not (ROOT / name).exists()]
     flags = [set(re.findall(r"NVTE_\w+=\w+", files[n])) for n in (TORCH_PART, RECIPE, "README.md")]
     if not flags[0] == flags[1] == flags[2]:
-        found.append(f"Transformer Engine is compiled in several ways: {flags}")
-    return found
+        problems.append(f"Transformer Engine is compiled in several ways: {flags}")
+    return problems
 
 
 def test_the_gpu_environment_is_described_once() -> None:
@@ -119,7 +119,7 @@ def changed(old: str, new: str) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "told"),
+    ("file", "change", "message"),
     [
         (LOCK, changed("megatron-core==0.19.2", "megatron-core==0.19.1"), "megatron-core==0.19.2 is wanted"),
         (LOCK, changed("math-verify==0.9.0\n", ""), "math-verify is wanted, nothing is pinned"),
@@ -139,6 +139,6 @@ def changed(old: str, new: str) -> Callable[[str], str]:
         (RECIPE, changed("COPY pyproject.toml", "COPY setup.cfg"), "setup.cfg is not there"),
     ],
 )
-def test_a_mismatch_is_found(file: str, change: Callable[[str], str], told: str) -> None:
+def test_a_mismatch_is_found(file: str, change: Callable[[str], str], message: str) -> None:
     files = {name: (ROOT / name).read_text() for name in FILES}
-    assert told in "\n".join(mismatches(files | {file: change(files[file])}))
+    assert message in "\n".join(mismatches(files | {file: change(files[file])}))

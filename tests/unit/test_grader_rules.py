@@ -1,7 +1,7 @@
 r"""Each reading rule of the grader on examples, right and wrong, and the bounds on the labelled sets.
 
 Why: a rule that reads too much rewards wrong answers, one that reads too little punishes right ones. The
-labelled rows (tests/data) hold the grader to both at once. Not covered: extraction forms and reasons
+labelled rows (tests/data) check both at once. Not covered: extraction forms and reasons
 (test_math_grader), constants (test_latex_numbers), hostile texts (test_reward_pool_hostile).
 """
 

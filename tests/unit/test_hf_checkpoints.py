@@ -25,7 +25,7 @@ def load(folder, layout, place, pipeline, dtype=torch.float32):
     params = {
         n: torch.full(s, float("nan"), dtype=dtype) for n, s in stage_shapes(layout, place, pipeline).items()
     }
-    read = load_hf_weights(
+    nbytes_read = load_hf_weights(
         folder,
         params.items(),
         layout,
@@ -33,7 +33,7 @@ def load(folder, layout, place, pipeline, dtype=torch.float32):
         tensor_rank=place.tensor_rank,
         vocab_multiple=place.vocab_multiple,
     )
-    return params, read
+    return params, nbytes_read
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,10 +51,10 @@ def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, p
     assert read_model_shape(tmp_path) == shape
     total = 0
     for place in grid(shape, 2, pipeline, vocab_multiple=16):
-        params, read = load(tmp_path, layout, place, pipeline)
+        params, nbytes_read = load(tmp_path, layout, place, pipeline)
         for name, value in stage_values(layout, place, pipeline, sd).items():
             assert torch.equal(params[name], value), (place, name)
-        total += read
+        total += nbytes_read
     weights = sum(t.nbytes for t in sd.values())
     norms = sum(t.nbytes for n, t in sd.items() if "norm" in n)  # every tensor rank reads these
     tied_copy = sd["model.embed_tokens.weight"].nbytes if tied else 0
@@ -173,11 +173,11 @@ def test_export_in_one_process_and_replacing(tmp_path):
         "model.safetensors",
         "tokenizer.json",
     ]
-    back = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(back[n], sd[n]) for n in sd)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(loaded[n], sd[n]) for n in sd)
     with pytest.raises(UserError, match="already exists"):
         export_hf(*args, dtype=torch.float32)
     export_hf(*args, dtype=torch.float16, replace=True)
-    back = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(back[n], sd[n].half()) for n in sd)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(loaded[n], sd[n].half()) for n in sd)
     assert {p.name for p in tmp_path.iterdir()} == {"out", "source"}

@@ -86,14 +86,16 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def run(cache: Path, hub: str, *code: str, **more: str) -> list[str]:
-    """What a Python process with this hub and this cache prints."""
-    environment = os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"} | more
-    done = subprocess.run(
+def run(cache: Path, hub: str, *code: str, **variables: str) -> list[str]:
+    """Output of a Python process with this hub and this cache."""
+    environment = (
+        os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"} | variables
+    )
+    process = subprocess.run(
         [sys.executable, "-c", "\n".join(code)], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 FIND = """
@@ -115,10 +117,13 @@ def test_a_model_by_its_name_on_the_hub(hub: str, tmp_path: Path) -> None:
     start = ("from pathlib import Path", f"CONFIG = Path({str(config)!r})", FIND)
     offline = {"HF_HUB_OFFLINE": "1"}
 
-    (none,) = run(cache, hub, *start, "find()", **offline)
-    assert none.startswith("model.path: tiny/adder is not a folder, and the hub's cache does not contain it")
+    (missing,) = run(cache, hub, *start, "find()", **offline)
+    assert missing.startswith(
+        "model.path: tiny/adder is not a folder, and the hub's cache does not contain it"
+    )
     assert (
-        "HF_HUB_OFFLINE is set; download it on a machine with network access (hf download tiny/adder)" in none
+        "HF_HUB_OFFLINE is set; download it on a machine with network access (hf download tiny/adder)"
+        in missing
     )
 
     folder, *errors = run(
@@ -144,8 +149,8 @@ def test_a_model_by_its_name_on_the_hub(hub: str, tmp_path: Path) -> None:
     assert "the hub's cache has only some of its files" in partial
 
     check = "from rpg_megatron.launcher.preflight import check_model"
-    found = run(cache, hub, *start, "find()", check, f"print(check_model(Path({folder!r})).family)")
-    assert found == [folder, "qwen3"]
+    output = run(cache, hub, *start, "find()", check, f"print(check_model(Path({folder!r})).family)")
+    assert output == [folder, "qwen3"]
     assert "model.safetensors" in Hub.wanted
     assert "pytorch_model.bin" not in Hub.wanted
 
@@ -161,5 +166,7 @@ def test_a_folder_of_this_name_comes_first(tmp_path: Path) -> None:
     config.write_text(f"model: {{path: tiny/adder}}\ndata: {{path: {QUICKSTART / 'train.jsonl'}}}\n")
     start = ("import os", "from pathlib import Path", f"CONFIG = Path({str(config)!r})", FIND)
     move = f"os.chdir({str(tmp_path)!r})"
-    found = run(tmp_path / "c", "http://127.0.0.1:9", *start, "find()", move, "find('model.path=tiny/adder')")
-    assert found == [str(tmp_path / "tiny" / "adder"), "tiny/adder"]
+    output = run(
+        tmp_path / "c", "http://127.0.0.1:9", *start, "find()", move, "find('model.path=tiny/adder')"
+    )
+    assert output == [str(tmp_path / "tiny" / "adder"), "tiny/adder"]

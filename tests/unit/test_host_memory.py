@@ -1,8 +1,8 @@
 """GPU state in host memory: how much memory is allocated, how it is copied, when it is freed.
 
-Why: torch's pinned memory is up to twice what was asked for, a copy that waits for itself stops the GPU once
-for each tensor, and memory that is freed while CUDA has it on its list is gone. CUDA's two functions are
-stood in for. Not covered: that copies are fast, and that memory is pinned (GPUs).
+Why: torch's pinned memory takes up to twice the requested size, a blocking copy stops the GPU once per
+tensor, and memory must not be freed while CUDA has it registered. CUDA's two functions are replaced. Not
+covered: that copies are fast, and that memory is pinned (GPUs).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.code == 0:
-            taken = [range(a, a + n) for a, n in self.held.items()]
-            assert not any(max(r.start, address) < min(r.stop, address + nbytes) for r in taken)
+            registered = [range(a, a + n) for a, n in self.held.items()]
+            assert not any(max(r.start, address) < min(r.stop, address + nbytes) for r in registered)
             self.held[address] = nbytes
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
-        assert _mapped(address)  # it goes back while it is still there
+        assert _mapped(address)  # unregistered before it is freed
         del self.held[address]
         return 0
 
@@ -53,17 +53,17 @@ def _mapped(address: int) -> bool:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    made = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    fake = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(host_memory, "_refused", False)
-    yield made
+    yield fake
     gc.collect()
-    assert made.held == {}
+    assert fake.held == {}
 
 
 def test_pinned_memory_is_what_was_asked_for_in_whole_pages(runtime: Runtime) -> None:
-    made = [host_tensor((size,), torch.uint8, pinned=True) for size in SIZES]
-    for size, tensor in zip(SIZES, made, strict=True):
+    tensors = [host_tensor((size,), torch.uint8, pinned=True) for size in SIZES]
+    for size, tensor in zip(SIZES, tensors, strict=True):
         assert tensor.data_ptr() % mmap.PAGESIZE == 0
         assert runtime.held[tensor.data_ptr()] == -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         assert tensor.untyped_storage().nbytes() <= size + 2 * mmap.PAGESIZE
@@ -71,11 +71,11 @@ def test_pinned_memory_is_what_was_asked_for_in_whole_pages(runtime: Runtime) ->
     weight.fill_(2.0)
     assert (weight.shape, weight.dtype, weight.is_contiguous()) == ((3, 5), torch.bfloat16, True)
     assert len(runtime.held) == 5
-    del tensor, made[-1]
+    del tensor, tensors[-1]
     assert len(runtime.held) == 4
 
 
-def test_where_cuda_refuses_memory_is_ordinary_and_one_line_says_so(
+def test_a_refused_pin_gives_ordinary_memory_and_one_warning(
     runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.code = 2
@@ -121,7 +121,7 @@ def test_parked_state_takes_its_own_size_once(runtime: Runtime, monkeypatch: pyt
 
 
 class Copies(TorchDispatchMode):
-    """What is copied, and what is allocated on the way."""
+    """Counts copied elements and blocking copies, and has the size of the largest clone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,31 +147,31 @@ def test_an_anchor_changes_places_without_a_wait_for_each_weight(
     monkeypatch.setattr(anchor, "_PART", 1000, raising=False)
     torch.manual_seed(3)
     weights = [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in [(50, 70), (1000,), (3,), (2001,)]]
-    first = [w.detach().clone() for w in weights]
-    held = anchor.HeldAnchor(weights, AnchorSettings(type="fixed"))
+    initial = [w.detach().clone() for w in weights]
+    held_anchor = anchor.HeldAnchor(weights, AnchorSettings(type="fixed"))
     with torch.no_grad():
         for w in weights:
             w.mul_(1.7).add_(0.1)
     later = [w.detach().clone() for w in weights]
     total = sum(w.numel() for w in weights)
-    with Copies() as seen:
+    with Copies() as copies:
         for _ in range(2):
-            with held.swapped_in():
-                assert all(torch.equal(w, f) for w, f in zip(weights, first, strict=True))
+            with held_anchor.swapped_in():
+                assert all(torch.equal(w, f) for w, f in zip(weights, initial, strict=True))
             assert all(torch.equal(w, n) for w, n in zip(weights, later, strict=True))
-    assert seen.waits == 0
-    assert seen.copied == 2 * 2 * 2 * total
-    assert 0 < seen.largest <= 1000  # of the device's memory
+    assert copies.waits == 0
+    assert copies.copied == 2 * 2 * 2 * total
+    assert 0 < copies.largest <= 1000  # of the device's memory
 
 
 def test_a_swap_waits_once_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     weight = torch.nn.Parameter(torch.ones(3))
-    held = anchor.HeldAnchor([weight], AnchorSettings(type="fixed"))
-    held._params = [OnGpu(weight)] * 5  # type: ignore[list-item]
-    held._held = held._held * 5
+    held_anchor = anchor.HeldAnchor([weight], AnchorSettings(type="fixed"))
+    held_anchor._params = [OnGpu(weight)] * 5  # type: ignore[list-item]
+    held_anchor._held = held_anchor._held * 5
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    with held.swapped_in():
+    with held_anchor.swapped_in():
         assert len(waits) == 1
     assert len(waits) == 2
 

@@ -1,6 +1,6 @@
 """Settings, models and data sets from others end in one message: no hang, no traceback, no unbounded memory.
 
-Why: people download models and data, and read configs that others wrote; what is wrong with them must be said
+Why: people download models and data, and read configs that others wrote; errors in them must be reported
 before a job holds GPUs. Not covered: pickles in checkpoints (test_plain_loading), and what vLLM and
 transformers do with a model's other files.
 """
@@ -53,7 +53,7 @@ def bomb(levels: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (bomb(12), "too large after its aliases are expanded"),
         ("a: &a [*a]\n", "an alias refers to a value that contains it"),
@@ -78,31 +78,31 @@ def bomb(levels: int) -> str:
         ("objective: {type: " + "k" * 100_000 + "}\n", "objective.type: 'kkk"),
     ],
 )
-def test_settings_that_no_reader_can_take(tmp_path: Path, text: str, told: str) -> None:
+def test_settings_that_no_reader_can_take(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as error:
         load_settings(file)
     assert str(error.value).startswith(str(file))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value)) < 10_000
 
 
 def test_files_that_extend_each_other_many_times_are_refused(tmp_path: Path, monkeypatch) -> None:
-    read: list[Path] = []
-    monkeypatch.setattr(merging, "read_yaml", lambda file: read.append(file) or read_yaml(file))
+    files_read: list[Path] = []
+    monkeypatch.setattr(merging, "read_yaml", lambda file: files_read.append(file) or read_yaml(file))
     for i in range(14):
         (tmp_path / f"{i}.yaml").write_text(f"extends: [{i + 1}.yaml, {i + 1}.yaml]\n")
     (tmp_path / "14.yaml").write_text("seed: 1\n")
     with pytest.raises(UserError, match="extends leads to more than 100 files or 1,000,000 bytes"):
         load_settings(tmp_path / "0.yaml")
-    assert len(read) < 110
-    read.clear()
+    assert len(files_read) < 110
+    files_read.clear()
     (tmp_path / "large.yaml").write_text("# " + "x" * 400_000)
     (tmp_path / "c.yaml").write_text("extends: [" + "large.yaml, " * 50 + "]\n")
     with pytest.raises(UserError, match="extends leads to more than"):
         load_settings(tmp_path / "c.yaml")
-    assert len(read) < 6
+    assert len(files_read) < 6
 
 
 def test_a_link_to_itself_is_one_message(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_overrides_that_no_reader_can_take(config_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "told"),
+    ("item", "message"),
     [
         ("x" * 100_000, "overrides have the form"),
         ("seed=[" + "x" * 100_000, "the value is not valid YAML"),
@@ -155,8 +155,8 @@ def test_overrides_that_no_reader_can_take(config_file: Path) -> None:
         ("reward." + "a." * 5000 + "a=1", "a key has at most 20 dots"),
     ],
 )
-def test_of_a_long_override_the_beginning_is_shown(config_file: Path, item: str, told: str) -> None:
-    with pytest.raises(UserError, match=told) as error:
+def test_of_a_long_override_the_beginning_is_shown(config_file: Path, item: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
         load_settings(config_file, ["seed=1", item])
     assert str(error.value).startswith(repr(item)[:60])
     assert len(str(error.value)) < 300
@@ -167,9 +167,9 @@ def test_of_a_long_override_the_beginning_is_shown(config_file: Path, item: str,
 )
 def test_a_name_is_no_hidden_folder_and_no_option(config_file: Path, name: str) -> None:
     values = {"name": name, "evaluation.sets": [{"path": "d", "name": name}], "evaluation.name": name}
-    told = "must be 1 to 128 letters, digits, .* no dot or dash first|not valid YAML"
+    message = "must be 1 to 128 letters, digits, .* no dot or dash first|not valid YAML"
     for key, value in values.items():
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             load_settings(config_file, [f"{key}={json.dumps(value)}"])
     with pytest.raises(UserError, match=r"--job .* no dot or dash first"):
         find_nodes(0, 2, name)
@@ -233,7 +233,7 @@ def entry(shape: object, begin: object, end: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("header", "told"),
+    ("header", "message"),
     [
         ({"a": entry([1] * 200_000, 0, 4)}, "a has 200,000 dimensions, more than 64"),
         (
@@ -255,10 +255,10 @@ def entry(shape: object, begin: object, end: object) -> dict[str, object]:
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
     ],
 )
-def test_headers_beyond_the_format_are_refused(tmp_path: Path, header: object, told: str) -> None:
+def test_headers_beyond_the_format_are_refused(tmp_path: Path, header: object, message: str) -> None:
     file = write_header(tmp_path / "model.safetensors", header, b"\0" * 4)
     began = time.monotonic()
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         read_header(file)
     assert str(error.value).startswith(str(file))
     assert time.monotonic() - began < 30
@@ -277,8 +277,8 @@ def test_tensors_in_any_order_and_without_elements_are_read(tmp_path: Path) -> N
         "a": entry([1], 0, 4),
         "scalar": entry([], 8, 12),
     }
-    found = read_header(write_header(tmp_path / "model.safetensors", header, b"\0" * 12))
-    assert {name: t.shape for name, t in found.items()} == {
+    tensors = read_header(write_header(tmp_path / "model.safetensors", header, b"\0" * 12))
+    assert {name: t.shape for name, t in tensors.items()} == {
         "a": (1,),
         "b": (1,),
         "none": (0, 5),
@@ -324,9 +324,7 @@ def test_only_files_of_the_model_are_copied_into_exports(tmp_path: Path) -> None
     assert not (tmp_path / "two").exists()
 
 
-def test_an_export_has_the_names_of_its_files_whatever_a_path_says_its_name_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_ignores_a_patched_path_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index of a checkpoint once changed ``Path.name`` for the whole process, and files went elsewhere."""
     layout = mapping_for(TINY)
     state = random_state_dict(layout)
@@ -407,9 +405,7 @@ def test_a_conversion_takes_no_folder_that_others_have_made(tmp_path: Path, kind
     assert work.exists()
 
 
-def test_a_job_is_refused_before_it_starts_if_its_model_links_elsewhere(
-    tmp_path: Path, make_checkpoint
-) -> None:
+def test_a_job_whose_model_links_elsewhere_is_refused(tmp_path: Path, make_checkpoint) -> None:
     model = make_checkpoint(tmp_path / "model")
     check_model(model)
     (tmp_path / "secret").write_text("mine")
@@ -441,11 +437,11 @@ def test_a_tokenizer_with_code_of_its_own_asks_nothing(tmp_path: Path, monkeypat
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["own.T", None]}})
     )
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda *question: asked.append(str(question)) or "y")
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *question: questions.append(str(question)) or "y")
     with pytest.raises(UserError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
-    assert asked == []
+    assert questions == []
     assert not (tmp_path / "ran").exists()
     assert "y/N" not in capsys.readouterr().out
 
@@ -565,7 +561,7 @@ def test_a_tokenizer_of_another_form_is_one_message(
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -575,9 +571,9 @@ def test_a_tokenizer_of_another_form_is_one_message(
         ("{% if %}", "TemplateSyntaxError"),
     ],
 )
-def test_a_chat_template_is_ended(monkeypatch, template: str, told: str) -> None:
+def test_a_chat_template_is_ended(monkeypatch, template: str, message: str) -> None:
     monkeypatch.setattr(chat_template, "_SECONDS", 2.0)
     problem = Problem(0, "1+1", "2", 0, "d.jsonl:1")
     tokenizer = SimpleNamespace(chat_template=template)
-    with pytest.raises(UserError, match=f"data.chat: the model's chat template cannot be used .*{told}"):
+    with pytest.raises(UserError, match=f"data.chat: the model's chat template cannot be used .*{message}"):
         fit_prompts([problem], DataSettings(path="d.jsonl", chat=True), tokenizer)

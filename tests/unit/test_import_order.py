@@ -30,7 +30,7 @@ def test_every_folder_is_a_room() -> None:
 
 
 def test_imports_point_downwards() -> None:
-    upwards = {(a, b) for a, asked in IMPORTS.items() for b in asked if room(b) < room(a)}
+    upwards = {(a, b) for a, imported in IMPORTS.items() for b in imported if room(b) < room(a)}
     assert upwards == set()
 
 
@@ -87,6 +87,6 @@ if {module!r} == "cli":
         pass
 print("IMPORTED", [name for name in {without!r} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "IMPORTED []"
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "IMPORTED []"

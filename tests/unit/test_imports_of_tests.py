@@ -38,9 +38,9 @@ def find_problems(source: str) -> list[str]:
 
 def test_no_test_module_is_imported_and_sys_path_stays() -> None:
     assert len(FILES) > 100
-    found = {str(f.relative_to(ROOT)): find_problems(f.read_text(encoding="utf-8")) for f in FILES}
-    del found["tests/support/forking.py"]  # its processes have a path of their own
-    assert {file: problems for file, problems in found.items() if problems} == {}
+    by_file = {str(f.relative_to(ROOT)): find_problems(f.read_text(encoding="utf-8")) for f in FILES}
+    del by_file["tests/support/forking.py"]  # its processes have a path of their own
+    assert {file: problems for file, problems in by_file.items() if problems} == {}
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,10 @@ def test_what_benchmarks_and_tools_import_exists() -> None:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "rpg_megatron":
-                known = names_of(str(node.module))
+                available = names_of(str(node.module))
                 checked += len(node.names)
-                missing += [f"{file.name}: {node.module}.{n.name}" for n in node.names if n.name not in known]
+                missing += [
+                    f"{file.name}: {node.module}.{n.name}" for n in node.names if n.name not in available
+                ]
     assert missing == []
     assert checked > 100

@@ -1,4 +1,4 @@
-"""``rpg-megatron init``: what it writes loads, and it overwrites nothing.
+"""``rpg-megatron init`` writes files that load, and overwrites nothing.
 
 Why: the first file that a newcomer edits is this one. Not covered: training with it (docs/tutorial.md shows a
 run).
@@ -84,9 +84,9 @@ def test_the_command(tmp_path: Path) -> None:
         line = [sys.executable, "-m", "rpg_megatron.cli", "init", *arguments]
         return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
-    done = init("task one", "--task", "custom")
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[1] == "next: cd 'task one' && rpg-megatron train run.yaml"
-    wrong = init("--task", "vision")
-    assert wrong.returncode == 2
-    assert wrong.stderr == "error: --task vision: must be math or custom\n"
+    process = init("task one", "--task", "custom")
+    assert process.returncode == 0
+    assert process.stdout.splitlines()[1] == "next: cd 'task one' && rpg-megatron train run.yaml"
+    refused = init("--task", "vision")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: --task vision: must be math or custom\n"

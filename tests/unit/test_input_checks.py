@@ -32,7 +32,7 @@ def shape_of(settings: Settings):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("reward.type=nomod:nope", "reward.type: nomod:nope: there is no module 'nomod'"),
         ("reward.type=json:nope", "reward.type: json:nope: the module json has no 'nope'"),
@@ -43,15 +43,15 @@ def shape_of(settings: Settings):
         ),
     ],
 )
-def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: str, told: str) -> None:
+def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: str, message: str) -> None:
     override = override.replace("HELD", str(config_file.parent / "train.jsonl"))
     settings = load_settings(config_file, [override])
     with pytest.raises(UserError) as error:
         check_start(CheckedRun(settings))
-    assert told in str(error.value)
+    assert message in str(error.value)
     failed = [row for row in doctor_rows(settings, "data", "reward") if row.verdict == "failed"]
     assert len(failed) == 1
-    assert told in f"{failed[0].found}; {failed[0].fix}"
+    assert message in f"{failed[0].found}; {failed[0].fix}"
     with pytest.raises(UserError) as planned:
         run_plan(settings, None, sweep=False, as_json=True)
     assert str(planned.value) == str(error.value)
@@ -76,27 +76,25 @@ def test_what_is_only_odd_is_a_warning(config_file: Path) -> None:
     assert alone.startswith("rollout.samples_per_prompt is 1, so advantage.type rpg has no group")
     rows = doctor_rows(load_settings(config_file, odd), "odd settings", "data")
     assert [row.verdict for row in rows] == ["warning", "warning", "warning"]
-    whole = [*odd[1:3], "advantage.type=batch_mean", "data.limit=8"]
-    assert len(check_data(load_settings(config_file, whole))) == 1
+    enough = [*odd[1:3], "advantage.type=batch_mean", "data.limit=8"]
+    assert len(check_data(load_settings(config_file, enough))) == 1
 
 
-def test_the_disk_has_room_for_a_checkpoint_before_anything_starts(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_must_have_room_for_a_checkpoint(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(config_file)
     shape, usage = shape_of(settings), namedtuple("usage", "total used free")
 
     def free(nbytes: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(nbytes, 0, nbytes))
 
-    one, kept = disk_bytes(settings, shape, checkpoints=1), disk_bytes(settings, shape)
-    free(kept)
+    one_checkpoint, all_checkpoints = disk_bytes(settings, shape, checkpoints=1), disk_bytes(settings, shape)
+    free(all_checkpoints)
     assert check_disk(settings, shape) == []
-    free(kept - 1)
-    (told,) = check_disk(settings, shape)
-    assert "checkpoints and export need" in told
-    assert " MiB free" in told, "of a tiny model, not 0.0 GiB"
-    free(one - 1)
+    free(all_checkpoints - 1)
+    (warning,) = check_disk(settings, shape)
+    assert "checkpoints and export need" in warning
+    assert " MiB free" in warning, "of a tiny model, not 0.0 GiB"
+    free(one_checkpoint - 1)
     with pytest.raises(UserError, match=r"one checkpoint and the export need .*; remove old runs, lower"):
         check_disk(settings, shape)
     assert (
@@ -114,7 +112,7 @@ def test_the_disk_has_room_for_a_checkpoint_before_anything_starts(
     ],
 )
 @pytest.mark.parametrize(
-    ("line", "more", "told"),
+    ("line", "options", "message"),
     [
         ('{"question": "1+1", "answer": "2"}', "", "is missing (keys of this line: 'question', 'answer'); "
          "add it or set KEY.prompt_key"),
@@ -124,15 +122,15 @@ def test_the_disk_has_room_for_a_checkpoint_before_anything_starts(
     ],
 )  # fmt: skip
 def test_a_hint_names_the_key_of_its_section(
-    config_file: Path, tmp_path: Path, section: str, key: str, line: str | None, more: str, told: str
+    config_file: Path, tmp_path: Path, section: str, key: str, line: str | None, options: str, message: str
 ) -> None:
     good, bad = config_file.parent / "train.jsonl", tmp_path / "bad.jsonl"
     if line is not None:
         bad.write_text(line + "\n")
-    override = section.replace("GOOD", str(good)).replace("BAD", f"{bad}{more}")
+    override = section.replace("GOOD", str(good)).replace("BAD", f"{bad}{options}")
     with pytest.raises(UserError) as error:
         check_data(load_settings(config_file, [override]))
-    assert told.replace("KEY", key) in str(error.value)
+    assert message.replace("KEY", key) in str(error.value)
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}\n"
@@ -151,9 +149,9 @@ def test_lengths_are_those_of_the_sampler(
     problems = read_problems(settings.data)
     tokenizer = open_tokenizer(model, chat=chat)
     assert tokenizer is not None
-    found, _ = fit_prompts(problems, settings.data, tokenizer)
-    wanted, _ = fit_prompts(problems, settings.data, AutoTokenizer.from_pretrained(str(model)))
-    assert [p.tokens.tolist() for p in found] == [p.tokens.tolist() for p in wanted]
+    actual, _ = fit_prompts(problems, settings.data, tokenizer)
+    expected, _ = fit_prompts(problems, settings.data, AutoTokenizer.from_pretrained(str(model)))
+    assert [p.tokens.tolist() for p in actual] == [p.tokens.tolist() for p in expected]
 
 
 def test_a_tokenizer_that_cannot_be_read_here_is_not_judged(config_file: Path, tmp_path: Path) -> None:
@@ -169,10 +167,10 @@ def test_the_checks_import_no_torch(config_file: Path) -> None:
         "check_start(CheckedRun(load_settings(Path(sys.argv[1]), ['reward.type=operator:eq'])))\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(config_file)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def copy_with_tokens(checkpoint: Path, folder: Path, *added: str, **config: object) -> Path:

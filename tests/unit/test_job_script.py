@@ -1,8 +1,8 @@
-"""What a job is told to run, and what it does when its launcher ends: known before it queues.
+"""A job's command, checked before it is queued, and what the job does when its launcher ends.
 
-Why: a job that cannot work should be refused before it is queued, and the shell lines that requeue it are
-taken once a night. They run here under bash, with stand-ins for Slurm's commands. Not covered: NeMo-Run,
-which is not in this environment, and a real Slurm (tests/integration/test_nemo_run.py).
+Why: a job that cannot work should be refused before it is queued, and the shell lines that requeue it run
+once a night. They run here under bash, with stand-ins for Slurm's commands. Not covered: NeMo-Run, which is
+not in this environment, and a real Slurm (tests/integration/test_nemo_run.py).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def test_the_script_gives_every_word_as_it_was_given(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     words = ["data.template=x 'y' \"$HOME\" {prompt}\n!", "seed=3"]
     script = training_script(Path("a c.yaml"), words, nodes=2, command="the bin/rpg-megatron", folder=folder)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    given = ["train", str(tmp_path / "a c.yaml"), "bridge.transport=process_group", *words]
-    assert done.stdout == "".join(f"<{word}>" for word in given) + f"\n{folder}\n"
-    # A name is looked for where the job runs.
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    expected = ["train", str(tmp_path / "a c.yaml"), "bridge.transport=process_group", *words]
+    assert process.stdout == "".join(f"<{word}>" for word in expected) + f"\n{folder}\n"
+    # A bare name is resolved where the job runs.
     assert " exec rpg-megatron train " in training_script(Path("c.yaml"))
     assert "process_group" not in training_script(Path("c.yaml"))
 
@@ -69,7 +69,7 @@ def test_a_script_that_nemo_run_would_change_is_refused() -> None:
 
 
 def test_options_have_the_executors_types() -> None:
-    given = [
+    options = [
         "account=12",
         "mem=100",
         "time=12:00:00",
@@ -77,10 +77,10 @@ def test_options_have_the_executors_types() -> None:
         "exclusive=true",
         "container_mounts=[/a, '/b c:/d']",
     ]
-    assert read_options([*given, "env_vars={NCCL_DEBUG: INFO}"], KNOWN) == {
+    assert read_options([*options, "env_vars={NCCL_DEBUG: INFO}"], KNOWN) == {
         "account": "12",
         "mem": "100",
-        "time": "12:00:00",  # to YAML a number
+        "time": "12:00:00",  # a number in YAML
         "nodes": 4,
         "exclusive": True,
         "container_mounts": ["/a", "/b c:/d"],
@@ -89,7 +89,7 @@ def test_options_have_the_executors_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("nodes", "must be KEY=VALUE"),
         ("acount=me", "has no such argument; did you mean account"),
@@ -102,8 +102,8 @@ def test_options_have_the_executors_types() -> None:
         ),
     ],
 )
-def test_options_that_cannot_be(option: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_options_that_cannot_be(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         read_options([option], KNOWN)
 
 
@@ -132,7 +132,7 @@ def test_a_job_that_can_work(config_file: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "told"),
+    ("words", "nodes", "message"),
     [
         (["parallel.data=3"], 2, "3 trainer ranks .* cannot be spread evenly over 2 nodes"),
         (["bridge.transport=shared_memory", "parallel.data=2"], 2, "works within one node only"),
@@ -143,9 +143,9 @@ def test_a_job_that_can_work(config_file: Path, command: str) -> None:
     ],
 )
 def test_a_job_that_cannot_work_is_refused(
-    config_file: Path, command: str, words: list[str], nodes: int, told: str
+    config_file: Path, command: str, words: list[str], nodes: int, message: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check_job(config_file, ["engine.replicas=2", *words], nodes=nodes, command=command, container=False)
 
 
@@ -154,16 +154,16 @@ def test_a_command_that_is_not_there_or_has_no_torch(
 ) -> None:
     with pytest.raises(UserError, match="gone/rpg-megatron was not found"):
         check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=False)
-    check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=True)  # it is in there
-    own = tmp_path / "venv" / "rpg-megatron"
-    own.parent.mkdir()
-    own.write_text("")
-    own.chmod(0o755)
-    monkeypatch.setattr(job_script.sys, "executable", str(own.with_name("python")))
-    check_job(config_file, [], nodes=1, command=str(own), container=False)
+    check_job(config_file, [], nodes=1, command="gone/rpg-megatron", container=True)  # the container has it
+    executable = tmp_path / "venv" / "rpg-megatron"
+    executable.parent.mkdir()
+    executable.write_text("")
+    executable.chmod(0o755)
+    monkeypatch.setattr(job_script.sys, "executable", str(executable.with_name("python")))
+    check_job(config_file, [], nodes=1, command=str(executable), container=False)
     monkeypatch.setattr(job_script, "has_torch", lambda: False)
     with pytest.raises(UserError, match="belongs to this environment, which has no torch"):
-        check_job(config_file, [], nodes=1, command=str(own), container=False)
+        check_job(config_file, [], nodes=1, command=str(executable), container=False)
 
 
 @pytest.mark.skipif(find_spec("nemo_run") is not None, reason="this environment has NeMo-Run")
@@ -173,10 +173,10 @@ def test_without_nemo_run_one_line_says_how_to_get_it(
     with pytest.raises(SystemExit) as end:
         cli.main(["launch", str(config_file), "--dryrun"])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: NeMo-Run cannot be imported")
-    assert "requirements/launch.txt" in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: NeMo-Run cannot be imported")
+    assert "requirements/launch.txt" in error
+    assert error.count("\n") == 1
 
 
 LOADED = """
@@ -188,10 +188,10 @@ print(*{d for name in list(sys.modules) for d in packages.get(name.partition("."
 
 
 def test_its_environment_has_what_the_command_imports() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
     file = Path(__file__).parents[2] / "requirements" / "launch.txt"
     listed = {line.partition("==")[0] for line in file.read_text().splitlines()}
-    loaded = {name for name in done.stdout.split() if name not in ("rpg-megatron", "setuptools")}
+    loaded = {name for name in process.stdout.split() if name not in ("rpg-megatron", "setuptools")}
     assert {"typer", "msgspec"} <= loaded
     assert {re.sub("[-_.]+", "-", name).lower() for name in loaded} <= {
         re.sub("[-_.]+", "-", name).lower() for name in listed
@@ -207,7 +207,7 @@ def test_nemo_run_requeues_as_the_scripts_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "array", "state", "ends", "did"),
+    ("code", "array", "state", "expected_code", "commands"),
     [
         (0, False, "RUNNING", 0, ""),
         (2, False, "RUNNING", 2, ""),
@@ -218,7 +218,9 @@ def test_nemo_run_requeues_as_the_scripts_do() -> None:
         (1, True, "RUNNING", 1, ""),
     ],
 )
-def test_the_end_of_a_job(tmp_path: Path, code: int, array: bool, state: str, ends: int, did: str) -> None:
+def test_the_end_of_a_job(
+    tmp_path: Path, code: int, array: bool, state: str, expected_code: int, commands: str
+) -> None:
     """As NeMo-Run's script ends: verbosely, with the launcher's code."""
     for name in ("scontrol", "scancel"):
         (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> "{tmp_path}/did"\n')
@@ -229,12 +231,12 @@ def test_the_end_of_a_job(tmp_path: Path, code: int, array: bool, state: str, en
     script += "if [ $exitcode -ne 0 ]; then\n    exit $exitcode\nfi\n"
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     environment |= {"SLURM_CPUS_ON_NODE": "4"} | ({"SLURM_ARRAY_JOB_ID": "70"} if array else {})
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == ends, done.stderr
-    assert ((tmp_path / "did").read_text() if (tmp_path / "did").exists() else "") == did
-    assert ("saved; requeued" in done.stdout) == did.startswith("scontrol")
+    assert process.returncode == expected_code, process.stderr
+    assert ((tmp_path / "did").read_text() if (tmp_path / "did").exists() else "") == commands
+    assert ("saved; requeued" in process.stdout) == commands.startswith("scontrol")
 
 
 def test_a_job_gets_all_memory_of_its_nodes() -> None:

@@ -15,7 +15,7 @@ from rpg_megatron.rewards.latex_numbers import compare_constants
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "wanted"),
+    ("a", "b", "expected"),
     [
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt 2}", True),
         (r"\sqrt{3}+\sqrt{2}", r"\sqrt{5+2\sqrt{6}}", True),
@@ -32,9 +32,9 @@ from rpg_megatron.rewards.latex_numbers import compare_constants
         (r"\pi^2", r"\pi^{3}", False),
     ],
 )
-def test_by_value(a: str, b: str, wanted: bool) -> None:
-    assert compare_constants(a, b) is wanted
-    assert compare_constants(b, a) is wanted
+def test_by_value(a: str, b: str, expected: bool) -> None:
+    assert compare_constants(a, b) is expected
+    assert compare_constants(b, a) is expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def write(draw: random.Random, depth: int) -> str:
 def test_the_verdicts_are_those_of_math_verify() -> None:
     from rpg_megatron.rewards.math_verify_worker import equal
 
-    draw, seen = random.Random(5), {True: 0, False: 0}
+    draw, counts = random.Random(5), {True: 0, False: 0}
     for _ in range(80):
         a = write(draw, draw.randint(0, 2))
         rewritten = [
@@ -103,9 +103,9 @@ def test_the_verdicts_are_those_of_math_verify() -> None:
         b = draw.choice([*rewritten, write(draw, 1), f"{a} + 1"])
         verdict = compare_constants(b, a)
         if verdict is not None:
-            seen[verdict] += 1
+            counts[verdict] += 1
             assert equal(b, a) is verdict, (b, a)
-    assert min(seen.values()) > 15, seen
+    assert min(counts.values()) > 15, counts
 
 
 def test_the_grader_asks_them_first() -> None:

@@ -1,4 +1,4 @@
-"""Limits of the shell that are too low for a run are told before anything starts.
+"""Limits of the shell that are too low for a run are reported before anything starts.
 
 Why: with too few open files or too little address space, a run ends in the traceback of a library after it
 has loaded the model. Not covered: whether the numbers suffice for large runs; real limits of a real launcher
@@ -22,11 +22,11 @@ NONE = resource.RLIM_INFINITY
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
-    """Limits that seem to be those of this process; not set: none."""
-    found: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: found.get(limit, (NONE, NONE)))
-    monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
-    return found
+    """The process's apparent limits; a limit that is not set is unlimited."""
+    values: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: values.get(limit, (NONE, NONE)))
+    monkeypatch.setattr(resource, "setrlimit", values.__setitem__)
+    return values
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_the_soft_limit_of_open_files_is_raised(
 
 def test_a_low_hard_limit_is_a_warning_or_an_error(limits: dict[int, tuple[int, int]]) -> None:
     limits[resource.RLIMIT_NOFILE] = 96, 400
-    told = "open files are limited to 400, up to 1024 are needed; raise the hard limit"
-    assert [text.startswith(told) for text in check_files(2, 512)] == [True]
+    message = "open files are limited to 400, up to 1024 are needed; raise the hard limit"
+    assert [text.startswith(message) for text in check_files(2, 512)] == [True]
     for ranks, hard in ((2, 96), (64, 400)):
         limits[resource.RLIMIT_NOFILE] = 96, hard
         with pytest.raises(
@@ -64,8 +64,8 @@ def test_little_address_space_is_refused_before_all_else(
 ) -> None:
     settings = load_settings(config_file)  # its model does not exist
     limits[resource.RLIMIT_AS] = 3 * 1024**3, NONE
-    told = r"limited to 3\.0 GiB, ranks and engines need 6 GiB or more; run ulimit -v unlimited"
-    with pytest.raises(UserError, match=told):
+    message = r"limited to 3\.0 GiB, ranks and engines need 6 GiB or more; run ulimit -v unlimited"
+    with pytest.raises(UserError, match=message):
         check_start(CheckedRun(settings))
     limits[resource.RLIMIT_AS] = 100 * 1024**3, NONE
     check_address_space()
@@ -85,7 +85,7 @@ def test_doctor_has_a_row_for_each_limit(limits: dict[int, tuple[int, int]], con
 
 
 @pytest.mark.parametrize(
-    ("log", "limit", "told"),
+    ("log", "limit", "message"),
     [
         ("MemoryError", resource.RLIMIT_AS, "ulimit -v is 4"),
         (
@@ -98,9 +98,9 @@ def test_doctor_has_a_row_for_each_limit(limits: dict[int, tuple[int, int]], con
     ],
 )
 def test_the_limit_that_a_log_speaks_of_is_named(
-    limits: dict[int, tuple[int, int]], log: str, limit: int, told: str
+    limits: dict[int, tuple[int, int]], log: str, limit: int, message: str
 ) -> None:
     assert explain_limits(log) == "", "there is no limit"
     limits[limit] = 4096, 4096
-    assert told in explain_limits(log)
+    assert message in explain_limits(log)
     assert explain_limits("ValueError") == ""

@@ -1,10 +1,10 @@
 """The chunked log-prob head equals log_softmax and its entropy, forward and backward, and keeps no logits.
 
-Numbers are held against float64 within twice the error of plain float32 torch: chunk sizes that do and do not
+Numbers are compared with float64, within twice the error of float32 torch: chunk sizes that do and do not
 divide the tokens, temperatures, a padded vocabulary. Allocations of tensors are watched: two chunks of logits
 at most, and never anything of the size of all tokens' logits. What a GPU compiles is traced here, without
-kernels: no graph break, no shape that is fixed, the same bits. With torch's kernels for a CPU (long),
-numbers as near to float64.
+kernels: no graph break, no fixed shape, the same bits. With torch's kernels for a CPU (long), numbers are as
+close to float64.
 Not covered: the vocabulary cut over ranks (test_vocab_parallel_logprobs), real sizes (long:
 tests/distributed/test_long_context.py), what a kernel takes and gives back inside one operation, a GPU's
 kernels (benchmarks/gpu.py logprobs).
@@ -47,12 +47,12 @@ def test_holds_two_chunks_of_logits_at_most(dtype: torch.dtype, entropy: bool) -
     logits = 4 * chunk * vocab
     with AllocationWatch() as watch:
         logp, h = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=chunk, vocab=vocab)
-        forward, kept = watch.peak, watch.live
+        forward, live = watch.peak, watch.live
         (logp + h if entropy else logp).sum().backward()
     small = 4 * (2 * tokens * width + 16 * tokens)
     gradients = 4 * vocab * width * (1 if dtype is torch.float32 else 2)
     assert forward <= 2 * logits + small
-    assert kept <= small
+    assert live <= small
     assert watch.peak <= 2 * logits + small + gradients
     assert torch.Size(watch.largest).numel() == chunk * vocab  # never [tokens, vocab]
 
@@ -61,12 +61,12 @@ def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
     torch.manual_seed(3)
     hidden, weight = torch.randn(300, 64).bfloat16(), (0.2 * torch.randn(1000, 64)).bfloat16()
     targets = torch.randint(0, 1000, (300,))
-    given = [x.clone().requires_grad_() for x in (hidden, weight)]
-    token_logprobs(*given, targets, temperature=1.0, chunk=64, vocab=1000)[0].sum().backward()
+    inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+    token_logprobs(*inputs, targets, temperature=1.0, chunk=64, vocab=1000)[0].sum().backward()
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     logits = exact[0] @ exact[1].t()
     torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum().backward()
-    for x, y in zip(given, exact, strict=True):
+    for x, y in zip(inputs, exact, strict=True):
         assert ((x.grad - y.grad).norm() / y.grad.norm()).item() < 2**-7
 
 
@@ -79,12 +79,12 @@ def test_what_a_gpu_compiles_can_be_traced(
 
     def run() -> list[torch.Tensor]:
         hidden, weight = (torch.randn(n, 16, generator=noise).to(dtype) for n in (70, 45))
-        given = [x.requires_grad_() for x in (hidden, weight)]
-        found = token_logprobs(
-            *given, torch.arange(70) % 41, temperature=0.7, chunk=32, vocab=41
+        leaves = [x.requires_grad_() for x in (hidden, weight)]
+        outputs = token_logprobs(
+            *leaves, torch.arange(70) % 41, temperature=0.7, chunk=32, vocab=41
         )  # the last chunk is shorter
-        (found[0] + found[1] if entropy else found[0]).sum().backward()
-        return [x.detach() for x in (*found, hidden.grad, weight.grad)]
+        (outputs[0] + outputs[1] if entropy else outputs[0]).sum().backward()
+        return [x.detach() for x in (*outputs, hidden.grad, weight.grad)]
 
     def compiled(function: Any, tensor: torch.Tensor) -> Any:
         traced.append(function.__name__)
@@ -114,10 +114,10 @@ def test_compiled_kernels_equal_float64(temperature: float, monkeypatch: pytest.
     assert not measure_errors(**sizes, chunk=64, temperature=temperature, scale=0.2)
 
 
-@pytest.mark.parametrize("known", [None, (11, 11)])
+@pytest.mark.parametrize("known_range", [None, (11, 11)])
 @pytest.mark.parametrize(("target", "first"), [(11, 0), (-1, -1)])
 def test_target_outside_the_vocabulary_is_refused(
-    target: int, first: int, known: tuple[int, int] | None
+    target: int, first: int, known_range: tuple[int, int] | None
 ) -> None:
     with pytest.raises(ValueError, match="outside the vocabulary of 10"):
         token_logprobs(
@@ -127,7 +127,7 @@ def test_target_outside_the_vocabulary_is_refused(
             temperature=1.0,
             chunk=4,
             vocab=10,
-            target_range=known and (first, target),
+            target_range=known_range and (first, target),
         )
 
 
@@ -137,8 +137,8 @@ def test_entropies_alone_have_a_gradient() -> None:
     token_logprobs(hidden, weight, torch.zeros(5, dtype=torch.int64), temperature=1.0, chunk=2, vocab=12)[
         1
     ].sum().backward()
-    found = hidden.grad
+    gradient = hidden.grad
     exact = hidden.detach().requires_grad_()
     logp = torch.log_softmax(exact @ weight.t(), -1)
     (-(logp.exp() * logp).sum()).backward()
-    torch.testing.assert_close(found, exact.grad)
+    torch.testing.assert_close(gradient, exact.grad)

@@ -1,8 +1,8 @@
-"""Every loss that a config can name is the function it says it is, with the config's numbers in it.
+"""Every loss that a config can name is the function of that name, with the config's numbers.
 
 For each block: the built loss equals a direct call of the public function with those arguments, and a changed
-setting changes the result, so that no setting is a no-op. The rules that move a held anchor are here as well,
-on plain tensors. Not covered: the numbers themselves (test_objectives, test_baselines), swapping in Megatron
+setting changes the result, so that no setting is a no-op. Also here: the rules that move a held anchor, on
+plain tensors. Not covered: the numbers themselves (test_objectives, test_baselines), swapping in Megatron
 (tests/distributed).
 """
 
@@ -120,9 +120,9 @@ def test_a_block_is_its_function(name: str, block: dict[str, Any], direct: Any, 
         with pytest.raises(ValueError, match=r"set anchor\.type to fixed"):
             settings_for(block, anchor)
         return
-    got = build_loss(settings_for(block, anchor))(logp, t).per_token
+    loss = build_loss(settings_for(block, anchor))(logp, t).per_token
     extra = {"anchor_logp": t.anchor} if anchor == "fixed" else {}
-    torch.testing.assert_close(got, direct(logp, t.old, t.advantages, **extra).per_token, rtol=0, atol=0)
+    torch.testing.assert_close(loss, direct(logp, t.old, t.advantages, **extra).per_token, rtol=0, atol=0)
 
 
 def test_blocks_differ() -> None:
@@ -132,9 +132,9 @@ def test_blocks_differ() -> None:
         build_loss(settings_for(block, anchor))(logp, t).per_token
         for (_, block, _), anchor in zip(CASES, anchors, strict=True)
     ]
-    for i, one in enumerate(losses):
-        for j, other in enumerate(losses[:i]):
-            assert not torch.equal(one, other), (CASES[i][0], CASES[j][0])
+    for i, loss in enumerate(losses):
+        for j, earlier in enumerate(losses[:i]):
+            assert not torch.equal(loss, earlier), (CASES[i][0], CASES[j][0])
 
 
 @pytest.mark.parametrize("kind", ["truncate", "icepop"])
@@ -144,13 +144,15 @@ def test_a_correction_multiplies_the_loss(kind: str, level: str) -> None:
     block = {"type": kind, "level": level, "high": 1.4} | ({"low": 0.7} if kind == "icepop" else {})
     out = build_loss(settings(correction=block))(logp, t)
     plain = build_loss(settings())(logp, t).per_token
-    wanted = rollout_correction(t.old, t.behaviour, t.sequences, kind=kind, level=level, low=0.7, high=1.4)
-    torch.testing.assert_close(out.per_token, plain * wanted.factor)
+    correction = rollout_correction(
+        t.old, t.behaviour, t.sequences, kind=kind, level=level, low=0.7, high=1.4
+    )
+    torch.testing.assert_close(out.per_token, plain * correction.factor)
     assert out.metrics["correction_hit"].sum() > 0
 
 
 @pytest.mark.parametrize(
-    ("block", "wanted"),
+    ("block", "expected"),
     [
         ({}, 24),
         ({"type": "sequence_mean"}, 5),
@@ -158,10 +160,10 @@ def test_a_correction_multiplies_the_loss(kind: str, level: str) -> None:
         ({"type": "constant"}, 5),
     ],
 )
-def test_aggregation(block: dict[str, Any], wanted: int) -> None:
+def test_aggregation(block: dict[str, Any], expected: int) -> None:
     _, t = tokens()
     total, count = build_aggregator(settings(aggregation=block))(torch.ones(24), t)
-    assert int(count) == wanted
+    assert int(count) == expected
     sums = {"token_mean": 24.0, "sequence_mean": 5.0, "constant": 24 / (block.get("constant") or 2048)}
     assert float(total) == pytest.approx(sums[block.get("type", "token_mean")])
 
@@ -178,12 +180,12 @@ REJECTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rejection", REJECTIONS)
 @pytest.mark.parametrize("cut", [24, 10, 5])
 def test_rejected_tokens_leave_the_denominator(kind: str, rejection: str, cut: int) -> None:
-    """Loss and gradient of any cut into micro-batches, against those of a loop over what is kept; float64."""
+    """Loss and gradient over micro-batches of any size, against a loop over the kept tokens; float64."""
     _, t = tokens()
     t = ResponseTokens(t.old.double(), t.anchor.double(), t.behaviour.double(), t.advantages, t.sequences)
     logp = (t.old + 0.1).requires_grad_()
     block = REJECTIONS[rejection]
-    how = settings(
+    config = settings(
         objective={"type": "cispo"},
         advantage={"type": "grpo"},
         aggregation={"type": kind, **({"constant": 7} if kind == "constant" else {})},
@@ -193,49 +195,51 @@ def test_rejected_tokens_leave_the_denominator(kind: str, rejection: str, cut: i
     for start in range(0, 24, cut):
         part = slice(start, start + cut)
         fields = {k: getattr(t, k)[part] for k in ("old", "anchor", "behaviour", "advantages", "sequences")}
-        some = ResponseTokens(**fields)
-        found, number = build_aggregator(how)(build_loss(how)(logp[part], some).per_token, some)
-        total, count = total + found, count + int(number)
+        microbatch = ResponseTokens(**fields)
+        loss_sum, number = build_aggregator(config)(
+            build_loss(config)(logp[part], microbatch).per_token, microbatch
+        )
+        total, count = total + loss_sum, count + int(number)
     (gradient,) = torch.autograd.grad(total / count, logp)
 
-    plain = build_loss(how.model_copy(update={"correction": None}))(logp, t).per_token
+    plain = build_loss(config.model_copy(update={"correction": None}))(logp, t).per_token
     kept: dict[int, list[torch.Tensor]] = {}
     low, high = block["low"], block["high"]
     for i, label in enumerate(t.sequences.tolist()):
         gaps = (t.old - t.behaviour)[t.sequences == label]
-        own = float((t.old - t.behaviour)[i].exp())
-        judged = {"tokens": own, "sequences": float(gaps.sum().exp())}.get(
+        ratio = float((t.old - t.behaviour)[i].exp())
+        judged = {"tokens": ratio, "sequences": float(gaps.sum().exp())}.get(
             rejection, float(gaps.mean().exp())
         )
-        factor = {"geometric": 1.0, "geometric, weighted": min(own, 1.3)}.get(rejection, judged)
+        factor = {"geometric": 1.0, "geometric, weighted": min(ratio, 1.3)}.get(rejection, judged)
         if low <= judged <= high:
             kept.setdefault(label, []).append(plain[i] * factor)
     assert 0 < sum(map(len, kept.values())) < 24
     sums = [torch.stack(each).sum() for each in kept.values()]
     if kind == "token_mean":
-        wanted = torch.stack(sums).sum() / sum(map(len, kept.values()))
+        expected = torch.stack(sums).sum() / sum(map(len, kept.values()))
     elif kind == "sequence_mean":
-        wanted = torch.stack([torch.stack(each).mean() for each in kept.values()]).mean()
+        expected = torch.stack([torch.stack(each).mean() for each in kept.values()]).mean()
     else:
-        wanted = torch.stack(sums).mean() / 7
-    torch.testing.assert_close(total / count, wanted, rtol=1e-12, atol=0)
-    (reference,) = torch.autograd.grad(wanted, logp)
+        expected = torch.stack(sums).mean() / 7
+    torch.testing.assert_close(total / count, expected, rtol=1e-12, atol=0)
+    (reference,) = torch.autograd.grad(expected, logp)
     torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-15)
 
 
 def test_rejected_tokens_take_their_entropy_with_them() -> None:
     logp, t = tokens()
     entropy = torch.linspace(0.1, 2.0, len(logp))
-    how = settings(
+    config = settings(
         objective={"entropy_bonus": 0.3}, correction=REJECTIONS["tokens"] | {"denominator": "kept"}
     )
-    out = build_loss(how)(logp, replace(t, entropy=entropy)).per_token
+    out = build_loss(config)(logp, replace(t, entropy=entropy)).per_token
     kept = rollout_correction(t.old, t.behaviour, t.sequences, kind="icepop", low=0.7, high=1.4).kept
-    total, count = build_aggregator(how)(out, t)
+    total, count = build_aggregator(config)(out, t)
     assert 0 < int(count) == int(kept.sum()) < 24
     torch.testing.assert_close(total, out[kept].sum())
-    nothing = build_aggregator(how)(out, replace(t, behaviour=t.old + 5))
-    assert [float(x) for x in nothing] == [0, 0]
+    empty = build_aggregator(config)(out, replace(t, behaviour=t.old + 5))
+    assert [float(x) for x in empty] == [0, 0]
 
 
 def held(**block: Any) -> tuple[HeldAnchor, torch.nn.Parameter]:
@@ -289,9 +293,9 @@ def test_the_entropy_bonus_is_outside_the_correction() -> None:
     entropy = torch.linspace(0.1, 2.0, len(logp))
     corrected = {"correction": {"type": "icepop"}}
     plain = build_loss(settings(**corrected))(logp, t)
-    found = build_loss(settings(objective={"entropy_bonus": 0.3}, **corrected))(
+    output = build_loss(settings(objective={"entropy_bonus": 0.3}, **corrected))(
         logp, replace(t, entropy=entropy)
     )
-    torch.testing.assert_close(found.per_token, plain.per_token - 0.3 * entropy, rtol=0, atol=0)
-    torch.testing.assert_close(found.metrics.pop("entropy_bonus"), 0.3 * entropy, rtol=0, atol=0)
-    assert found.metrics.keys() == plain.metrics.keys()
+    torch.testing.assert_close(output.per_token, plain.per_token - 0.3 * entropy, rtol=0, atol=0)
+    torch.testing.assert_close(output.metrics.pop("entropy_bonus"), 0.3 * entropy, rtol=0, atol=0)
+    assert output.metrics.keys() == plain.metrics.keys()

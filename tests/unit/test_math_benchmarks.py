@@ -63,10 +63,10 @@ def test_every_reference_is_right_against_itself(
 
 def test_the_solutions_of_gsm8k_are_right_as_they_stand() -> None:
     """The reference is what follows the mark; the whole solution, graded as a response, must give it."""
-    whole = DataSettings(path=DATA / "gsm8k_test.jsonl", prompt_key="question")
+    settings = DataSettings(path=DATA / "gsm8k_test.jsonl", prompt_key="question")
     references = read_problems(DataSettings(path=DATA / "gsm8k_test.jsonl", preset="gsm8k"))
     with Grader() as grader:
-        for solution, reference in zip(read_problems(whole), references, strict=True):
+        for solution, reference in zip(read_problems(settings), references, strict=True):
             for style in ("gsm8k", "auto"):
                 assert grader.submit(solution.answer, reference.answer, style).result().correct
         neighbours = itertools.pairwise(references)

@@ -1,4 +1,4 @@
-"""The grader: where an answer stands in a response, and whether it says the same as the reference.
+"""The grader: where an answer is in a response, and whether it equals the reference.
 
 Why: a reward that is wrong, that can be fooled by form, or that raises or hangs on some model's output in the
 middle of the night ruins a run. Not covered: workers that are killed (test_reward_pool), adversarial texts
@@ -161,7 +161,7 @@ def test_hostile_repetition_is_quick(piece: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "style", "found"),
+    ("response", "style", "expected"),
     [
         ("Answer: 5", "auto", "5"),
         ("\\boxed{5}", "auto", "5"),
@@ -195,12 +195,12 @@ def test_hostile_repetition_is_quick(piece: str) -> None:
         ("5" * 400, "auto", None),
     ],
 )
-def test_the_last_form_counts(response: str, style: str, found: str | None) -> None:
-    assert find_answer(response, style) == found
+def test_the_last_form_counts(response: str, style: str, expected: str | None) -> None:
+    assert find_answer(response, style) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "answer"),
+    ("response_answer", "answer"),
     [
         ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}"),
         ("x^2+2x+1", "(x+1)^2"),
@@ -216,14 +216,14 @@ def test_the_last_form_counts(response: str, style: str, found: str | None) -> N
         ("ab", "ba"),
     ],
 )
-def test_latex_is_compared_by_value(given: str, answer: str) -> None:
-    verdict = grade(f"\\boxed{{{given}}}", answer)
+def test_latex_is_compared_by_value(response_answer: str, answer: str) -> None:
+    verdict = grade(f"\\boxed{{{response_answer}}}", answer)
     assert verdict.correct
-    assert verdict.extracted == given
+    assert verdict.extracted == response_answer
 
 
 @pytest.mark.parametrize(
-    ("given", "answer"),
+    ("response_answer", "answer"),
     [
         ("(1,2)", "(2,1)"),
         ("[1,2)", "[1,2]"),
@@ -241,8 +241,8 @@ def test_latex_is_compared_by_value(given: str, answer: str) -> None:
         ("", "0"),
     ],
 )
-def test_what_is_not_the_same_value(given: str, answer: str) -> None:
-    assert not grade(f"\\boxed{{{given}}}", answer).correct
+def test_what_is_not_the_same_value(response_answer: str, answer: str) -> None:
+    assert not grade(f"\\boxed{{{response_answer}}}", answer).correct
 
 
 def test_a_verdict_says_why() -> None:
@@ -260,19 +260,19 @@ def test_a_verdict_says_why() -> None:
 
 def test_equal_answers_of_a_group_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with Grader(workers=2) as grader:
-        asked = []
+        pairs = []
         submit = grader._pool.submit
-        monkeypatch.setattr(grader._pool, "submit", lambda pair: asked.append(pair) or submit(pair))
+        monkeypatch.setattr(grader._pool, "submit", lambda pair: pairs.append(pair) or submit(pair))
         futures = [grader.submit(f"#{i}: \\boxed{{\\sqrt{{8}}x}}", "2\\sqrt{2}x") for i in range(16)]
         assert all(f.result().correct for f in futures)
-    assert asked == [["\\sqrt{8}x", "2\\sqrt{2}x"]]
+    assert pairs == [["\\sqrt{8}x", "2\\sqrt{2}x"]]
 
 
 def score(settings: RewardSettings, response: str, length: int = 10, sampled: int | None = None) -> tuple:
     scorer = Scorer(settings, max_tokens=100)
     try:
-        seen = Response(response, np.zeros(length, np.int32), "stop", sampled)
-        return tuple(*asyncio.run(scorer.score([seen], "1")))
+        graded = Response(response, np.zeros(length, np.int32), "stop", sampled)
+        return tuple(*asyncio.run(scorer.score([graded], "1")))
     finally:
         scorer.close()
 

@@ -64,7 +64,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_is_no_link_out_of_the_folder_that_was_given(tmp_path: Path) -> None:
+def test_a_checkpoint_is_no_link_out_of_the_given_folder(tmp_path: Path) -> None:
     """Its weights may be private, and the conversion's result has more readers."""
     (tmp_path / "model").mkdir()
     private = write(tmp_path / "private")
@@ -87,9 +87,9 @@ def test_no_content_of_other_files_is_shown(tmp_path: Path) -> None:
     (folder / MANIFEST).unlink()
     secret.write_text(json.dumps({"format": "0123abc"}))
     (folder / MANIFEST).symlink_to(secret)
-    found = inspect_checkpoint(folder)
-    assert "0123abc" not in found.table()
-    assert "leads to" in found.table()
+    report = inspect_checkpoint(folder)
+    assert "0123abc" not in report.table()
+    assert "leads to" in report.table()
 
 
 def test_names_draw_no_lines(tmp_path: Path) -> None:
@@ -108,16 +108,16 @@ def test_a_dtype_of_no_weights_is_refused(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
-def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) -> None:
+def test_a_manifest_returns_its_facts_and_finds_all_damage(tmp_path: Path) -> None:
     folder = write(tmp_path / "release")
     manifest = read_manifest(folder)
     assert manifest is not None
     facts, files = manifest
     assert facts == FACTS
     assert set(files) == {".metadata", "__0_0.distcp", "__1_0.distcp", "hf/config.json", "metadata.json"}
-    seen: list[int] = []
-    assert find_damage(folder, files, seen.append) == []
-    assert sum(seen) == sum(f["bytes"] for f in files.values())
+    progress: list[int] = []
+    assert find_damage(folder, files, progress.append) == []
+    assert sum(progress) == sum(f["bytes"] for f in files.values())
 
     (folder / "__0_0.distcp").unlink()
     (folder / "__1_0.distcp").write_bytes(b"short")
@@ -133,20 +133,20 @@ def test_a_manifest_tells_what_it_was_told_and_finds_all_damage(tmp_path: Path) 
 
 def test_a_manifest_takes_over_what_writers_say_of_their_files(tmp_path: Path) -> None:
     folder = write(tmp_path / "release")
-    known = hash_files(folder, ["__0_0.distcp", "__1_0.distcp"])
+    hashes = hash_files(folder, ["__0_0.distcp", "__1_0.distcp"])
     before = (folder / MANIFEST).read_bytes()
     (folder / MANIFEST).unlink()
-    seen: list[int] = []
-    write_manifest(folder, FACTS, seen.append, known)
+    progress: list[int] = []
+    write_manifest(folder, FACTS, progress.append, hashes)
     assert (folder / MANIFEST).read_bytes() == before
-    rest = [f for f in folder.rglob("*") if f.is_file() and f.name not in (*known, MANIFEST)]
-    assert sum(seen) == sum(f.stat().st_size for f in rest)
+    rest = [f for f in folder.rglob("*") if f.is_file() and f.name not in (*hashes, MANIFEST)]
+    assert sum(progress) == sum(f.stat().st_size for f in rest)
     (folder / "__1_0.distcp").write_bytes(b"cut")  # as the disk shows it to another node
     with pytest.raises(OSError, match=r"__1_0.distcp has 3 bytes here, and 600 where it was written"):
-        write_manifest(folder, FACTS, known=known)
+        write_manifest(folder, FACTS, known=hashes)
     (folder / "__1_0.distcp").unlink()  # each node has a disk of its own
     with pytest.raises(FileNotFoundError):
-        write_manifest(folder, FACTS, known=known)
+        write_manifest(folder, FACTS, known=hashes)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 3}}'])
@@ -187,8 +187,8 @@ def test_a_manifest_of_other_types_is_refused_in_few_words(tmp_path: Path, chang
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 300])
 def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path, name: str) -> None:
-    wanted = {"bytes": 1, "sha256": ""}
-    assert [p.partition(" cannot be read (")[0] for p in find_damage(tmp_path, {name: wanted})] == [
+    entry = {"bytes": 1, "sha256": ""}
+    assert [p.partition(" cannot be read (")[0] for p in find_damage(tmp_path, {name: entry})] == [
         one_line(name)
     ]
     assert len(find_short_files(tmp_path, Contents({}, frozenset(), {name: 1}))) == 1

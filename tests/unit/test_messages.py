@@ -73,12 +73,12 @@ METHODS = {f.__name__: f for f in (double, touch, refuse, lose, fail, wait)}
 
 @contextmanager
 def serving(address: str, token: str = "secret") -> Iterator[str]:
-    """A server in a thread; where it listens."""
-    loop, where = asyncio.new_event_loop(), []
+    """A server in a thread; yields its address."""
+    loop, addresses = asyncio.new_event_loop(), []
 
     async def start() -> asyncio.Task[None]:
         server = Server(token, METHODS)
-        where.append(server.listen(address))
+        addresses.append(server.listen(address))
         return asyncio.create_task(server.serve())
 
     task = loop.run_until_complete(start())
@@ -92,7 +92,7 @@ def serving(address: str, token: str = "secret") -> Iterator[str]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield where[0]
+        yield addresses[0]
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
@@ -105,8 +105,8 @@ def address(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("tcp", [False, True])
 def test_values_and_errors_cross(address: str, tcp: bool) -> None:
-    with serving("tcp://127.0.0.1:*" if tcp else address) as where:
-        client = Client(where, "secret", name="sampler", timeout=20)
+    with serving("tcp://127.0.0.1:*" if tcp else address) as endpoint:
+        client = Client(endpoint, "secret", name="sampler", timeout=20)
         answer = client.call("double", Point, Point(np.array([1.5, np.nan])), 2)
         assert isinstance(answer, Point)
         np.testing.assert_array_equal(answer.place, [3.0, np.nan])
@@ -126,16 +126,16 @@ def test_values_and_errors_cross(address: str, tcp: bool) -> None:
 
 
 def test_a_connection_that_is_made_at_once_is_noticed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a rank waited two minutes for a sampler that had answered before the rank began to look."""
+    """A rank once waited two minutes for a sampler that had answered before the rank began to wait."""
     connect = zmq.Socket.connect
 
-    def interrupted(socket: Any, where: str) -> Any:
-        connect(socket, where)
+    def interrupted(socket: Any, endpoint: str) -> Any:
+        connect(socket, endpoint)
         time.sleep(0.3)  # the scheduler's choice; the connection is made meanwhile
 
-    with serving(address) as where:
+    with serving(address) as endpoint:
         monkeypatch.setattr(zmq.Socket, "connect", interrupted)
-        client = Client(where, "secret", name="sampler", timeout=3)
+        client = Client(endpoint, "secret", name="sampler", timeout=3)
         assert client.call("touch", Path, Path("/a")) == Path("/a/x")
         client.close()
 
@@ -149,8 +149,8 @@ class Geometry:
 
 
 def test_an_interface_is_called_by_its_names_and_types(address: str) -> None:
-    with serving(address) as where:
-        client = Client(where, "secret", name="sampler", timeout=20)
+    with serving(address) as endpoint:
+        client = Client(endpoint, "secret", name="sampler", timeout=20)
         calls = remote_calls(Geometry, client.call)
         assert calls.keys() == {"double", "refuse"}
         for answer in (calls["double"](Point(np.ones(1))), calls["double"](times=2, point=Point(np.ones(1)))):
@@ -170,19 +170,19 @@ def test_a_server_has_the_methods_of_its_interface(interface: type, server: type
     async def addresses() -> list[str]:
         return []
 
-    others = {"addresses": addresses} if server is Sampler else {}
-    methods = methods_of(interface, server, **others)
+    added = {"addresses": addresses} if server is Sampler else {}
+    methods = methods_of(interface, server, **added)
     assert methods
     for name, method in methods.items():
-        if name not in others:
-            mine, theirs = inspect.signature(method), inspect.signature(getattr(interface, name))
-            assert list(mine.parameters) == list(theirs.parameters), name
-            assert mine.return_annotation == theirs.return_annotation, name
+        if name not in added:
+            signature, expected = inspect.signature(method), inspect.signature(getattr(interface, name))
+            assert list(signature.parameters) == list(expected.parameters), name
+            assert signature.return_annotation == expected.return_annotation, name
 
 
 def test_many_requests_at_a_time(address: str) -> None:
     async def scene() -> None:
-        client = AsyncClient(where, "secret")
+        client = AsyncClient(endpoint, "secret")
         waiting = asyncio.create_task(client.call("wait", None))
         calls = [client.call("double", Point, Point(np.array([i])), 3) for i in range(50)]
         assert [int(p.place[0]) for p in await asyncio.gather(*calls)] == [3 * i for i in range(50)]
@@ -191,14 +191,14 @@ def test_many_requests_at_a_time(address: str) -> None:
             await waiting
         client.close()
 
-    with serving(address) as where:
+    with serving(address) as endpoint:
         asyncio.run(scene())
 
 
 def test_only_who_knows_the_token_gets_in(address: str) -> None:
-    with serving(address) as where:
+    with serving(address) as endpoint:
         with pytest.raises(RuntimeError, match=r"the sampler at .* refuses our token"):
-            Client(where, "wrong", name="sampler", timeout=20)
+            Client(endpoint, "wrong", name="sampler", timeout=20)
         # Neither without keys, nor with the server's public key and keys of one's own.
         for keys in (None, zmq.curve_keypair()):
             with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -206,10 +206,10 @@ def test_only_who_knows_the_token_gets_in(address: str) -> None:
                 if keys:
                     stranger.curve_publickey, stranger.curve_secretkey = keys
                     stranger.curve_serverkey = public_key_of_server("secret")
-                stranger.connect(where)
+                stranger.connect(endpoint)
                 stranger.send_multipart([b"1", b"touch", encode([Path("/a")])])
                 assert not stranger.poll(500)
-        client = Client(where, "secret", name="sampler", timeout=20)  # it still serves others
+        client = Client(endpoint, "secret", name="sampler", timeout=20)  # it still serves others
         assert client.call("touch", Path, Path("/a")) == Path("/a/x")
         client.close()
 
@@ -223,8 +223,8 @@ def public_key_of_server(token: str) -> bytes:
 def test_nobody_there_and_a_server_that_dies(address: str) -> None:
     with pytest.raises(RuntimeError, match=r"no sampler answers at ipc:.*; see its log"):
         Client(address, "secret", name="sampler", timeout=0.3)
-    with serving(address) as where:
-        client = Client(where, "secret", name="sampler", timeout=20)
+    with serving(address) as endpoint:
+        client = Client(endpoint, "secret", name="sampler", timeout=20)
         call = Caller(client)
         time.sleep(0.3)
     call.join()
@@ -271,8 +271,8 @@ def test_who_waits_can_be_interrupted(address: str) -> None:
     def stop() -> None:
         raise Stop
 
-    with serving(address) as where:
-        client = Client(where, "secret", name="sampler", timeout=20, while_waiting=stop)
+    with serving(address) as endpoint:
+        client = Client(endpoint, "secret", name="sampler", timeout=20, while_waiting=stop)
         with pytest.raises(Stop):
             client.call("wait", None)
         client.close()

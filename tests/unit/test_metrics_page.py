@@ -1,8 +1,8 @@
 """docs/metrics.md has every key that a run writes, and no other.
 
-Why: a key without a meaning is noise to its reader, and one that does not exist sends him looking. Proved by
-the strings of the code that make keys, and by the losses of all objectives. Rows of real runs are compared
-with the page where such runs are made (tests/integration). Not covered: whether the ranges are good advice.
+Why: a key without a meaning is noise to its reader, and a documented key that does not exist wastes time.
+Proved by the strings of the code that make keys, and by the losses of all objectives. Rows of real runs are
+compared with the page in tests/integration. Not covered: whether the ranges are good advice.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def test_the_page_has_no_key_that_the_code_does_not_write() -> None:
         key = re.sub("<[^>]*>", "*", entry)
         wide = [k for k in keys if "*" in k and as_pattern(k).fullmatch(key)]
         # What a wide key puts in has to be a string of the code too.
-        put_in = [key.removeprefix(k.partition("*")[0]).removeprefix("*/") for k in wide]
-        if key not in keys and not any(text in strings for text in put_in):
+        parts = [key.removeprefix(k.partition("*")[0]).removeprefix("*/") for k in wide]
+        if key not in keys and not any(text in strings for text in parts):
             unknown.append(entry)
     assert unknown == []
     assert len(documented()) == len(set(documented()))

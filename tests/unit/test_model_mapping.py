@@ -1,6 +1,6 @@
-"""Every element of every HF tensor has exactly one place in the Megatron shards, and comes back bit for bit.
+"""Every element of every HF tensor has exactly one place in the Megatron shards; round trips are bit-exact.
 
-The maps are checked against shards made by other means (``megatron_shards.megatron_value``). Not covered
+The maps are checked against independently made shards (``megatron_shards.megatron_value``). Not covered
 here: that real GPTModels have these parameter names and shapes (tests/distributed), and that vLLM reads them
 right (tests/integration).
 """
@@ -137,15 +137,15 @@ def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
         RankShards(p, tuple((n, tuple(v.shape)) for n, v in params.items()))
         for p, params in zip(places, values, strict=True)
     ]
-    monkeypatch.setattr(publisher, "gather_objects", lambda mine, kind: [(s, "") for s in shards])
+    monkeypatch.setattr(publisher, "gather_objects", lambda value, kind: [(s, "") for s in shards])
     monkeypatch.setattr(publisher, "run_together", lambda step: step())
     plan = publisher.make_publish_plan(places[5], values[5], layout)
     assert plan.replicas == {0: (0, 4), 1: (1, 5), 2: (2, 6), 3: (3, 7)}
     assert plan.ranks == [0, 1, 2, 3]
     sent = {rank: sum(piece.hf.numel for *_, piece in plan.slices_of(rank)) for rank in plan.ranks}
     assert sum(sent.values()) == sum(Box.whole(s).numel for s in layout.hf_tensors().values())
-    one = 3 * 24 * 24 * 2 * 3  # two experts in each of three layers
-    assert sent[2] == sent[3] == one < sent[0]
+    experts_numel = 3 * 24 * 24 * 2 * 3  # two experts in each of three layers
+    assert sent[2] == sent[3] == experts_numel < sent[0]
     # Everything but experts lies on ranks 2 and 3, too, and may be read there.
     others = plan.shared["model.layers.1.self_attn.o_proj.weight", 1]
     assert [s.rank for s in others] == [3]
@@ -153,7 +153,7 @@ def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "device", "says"),
+    ("parallel", "device", "message"),
     [
         ({"data": 3, "expert": 3}, "cuda", "expert=3 does not divide the model's 8 experts"),
         ({"tensor": 2}, "cuda", "tensor=2 with experts needs sequence parallelism"),
@@ -163,12 +163,12 @@ def test_replicas_of_a_publish_plan_hold_the_same_experts(monkeypatch):
         ({"tensor": 2, "sequence": True, "expert_tensor": 2}, "cpu", None),
     ],
 )
-def test_layouts_that_experts_do_not_allow(parallel, device, says):
+def test_layouts_that_experts_do_not_allow(parallel, device, message):
     shape = TINY_MOE
-    if says is None:
+    if message is None:
         check_experts(shape, ParallelSettings(**parallel), device=device)
         return
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         check_experts(shape, ParallelSettings(**parallel), device=device)
 
 
@@ -196,7 +196,7 @@ def test_columns_of_an_expert_must_divide():
 
 
 def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused, **ranks):
-    """Shards made by other means are what the table says, and put together they are the checkpoint."""
+    """Independently made shards match the mapping, and together they are the checkpoint."""
     layout = mapping_for(shape)
     check_layout(shape, tensor, pipeline, virtual)
     sd = random_state_dict(layout)
@@ -214,14 +214,14 @@ def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused,
         RankShards(p, tuple(stage_shapes(layout, p, pipeline, virtual, fused).items())) for p in places
     ]
     sources = assign_owners(layout, holdings)
-    for name, want in sd.items():
-        back = torch.full_like(want, float("nan"))
+    for name, expected in sd.items():
+        joined = torch.full_like(expected, float("nan"))
         for s in sources[name]:
-            back[s.piece.hf.slices()] = shards[s.rank][s.param][s.piece.local.slices()]
-        assert torch.equal(back, want), name
+            joined[s.piece.hf.slices()] = shards[s.rank][s.param][s.piece.local.slices()]
+        assert torch.equal(joined, expected), name
 
 
-def test_tied_copy_on_the_last_stage_loads_the_embedding_but_is_not_a_source():
+def test_the_last_stages_tied_copy_loads_but_is_not_a_source():
     layout = mapping_for(tiny_shape(tied_embeddings=True))
     places = grid(layout.shape, 2, 2)
     assert "output_layer.weight" in stage_shapes(layout, places[3], 2)
@@ -231,7 +231,7 @@ def test_tied_copy_on_the_last_stage_loads_the_embedding_but_is_not_a_source():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_norm_names_of_transformer_engine_map_to_the_same_tensors(family):
+def test_fused_norm_names_map_to_the_same_tensors(family):
     layout = mapping_for(tiny_shape(family))
     kw = {"tensor": 2, "tensor_rank": 1, "vocab_multiple": 1}
     for fused, plain in (
@@ -298,12 +298,12 @@ def test_replicas_are_not_sources_and_a_lost_stage_is_named():
         for h in holdings
     ]
     sources = assign_owners(layout, [*copies, *holdings])
-    assert {s.rank for found in sources.values() for s in found} == {0, 1, 2, 3}
+    assert {s.rank for parts in sources.values() for s in parts} == {0, 1, 2, 3}
     with pytest.raises(MappingError, match=r"model\.layers\.2\.\S+: \d+ of \d+ elements are held by no rank"):
         assign_owners(layout, holdings[:2])
 
 
-def test_wrong_shape_wrong_name_and_wrong_offset_name_rank_and_parameter():
+def test_wrong_shapes_and_names_name_rank_and_parameter():
     layout = mapping_for(TINY)
     (place,) = grid(TINY, 1, 1)
     shapes = stage_shapes(layout, place, 1)
@@ -348,7 +348,7 @@ def test_shard_grouping_keeps_order_and_bounds_size():
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor", "pipeline", "virtual", "says"),
+    ("changes", "tensor", "pipeline", "virtual", "message"),
     [
         (
             {"num_heads": 12},
@@ -379,8 +379,8 @@ def test_shard_grouping_keeps_order_and_bounds_size():
         ),
     ],
 )
-def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline, virtual, says):
-    with pytest.raises(UserError, match=says):
+def test_parallel_sizes_that_do_not_fit_are_all_listed(changes, tensor, pipeline, virtual, message):
+    with pytest.raises(UserError, match=message):
         check_layout(tiny_shape(**changes), tensor, pipeline, virtual)
 
 

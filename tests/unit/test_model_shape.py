@@ -1,4 +1,4 @@
-"""What is read from a config.json, and that a model we would compute wrongly is refused at once.
+"""What is read from a config.json; a model that we would compute wrongly is refused at once.
 
 Why: rope scaling, a sliding window or a bias that goes unnoticed gives plausible log-probs that are wrong,
 and nothing downstream can tell. Not covered: that the families are computed right (tests/distributed).
@@ -54,11 +54,11 @@ def read(folder: Path, raw: dict[str, object]):
 
 
 def test_what_differs_between_families(tmp_path: Path) -> None:
-    found = [
+    fields = [
         (s.family, s.qkv_bias, s.qk_norm, s.head_dim, s.rope_scaling)
         for s in (read(tmp_path, raw) for raw in (LLAMA, QWEN2, QWEN3, {**QWEN3, "head_dim": 16}))
     ]
-    assert found == [
+    assert fields == [
         ("llama", False, False, 8, None),
         ("qwen2", True, False, 8, None),
         ("qwen3", False, True, 128, None),
@@ -67,7 +67,7 @@ def test_what_differs_between_families(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "wanted"),
+    ("changes", "expected"),
     [
         ({}, ExpertShape(16, 4, 32, True, (0, 1, 2, 3, 4, 5))),
         ({"num_experts": None, "num_local_experts": 16}, ExpertShape(16, 4, 32, True, (0, 1, 2, 3, 4, 5))),
@@ -78,17 +78,17 @@ def test_what_differs_between_families(tmp_path: Path) -> None:
     ],
 )
 def test_experts_are_read_as_transformers_does(
-    tmp_path: Path, changes: dict[str, object], wanted: ExpertShape
+    tmp_path: Path, changes: dict[str, object], expected: ExpertShape
 ) -> None:
     raw = {key: value for key, value in (QWEN3_MOE | changes).items() if value is not None}
     shape = read(tmp_path, raw)
-    assert (shape.family, shape.qk_norm, shape.head_dim, shape.experts) == ("qwen3_moe", True, 8, wanted)
-    assert [shape.has_experts(i) for i in range(6)] == [i in wanted.layers for i in range(6)]
-    assert shape.has_dense_layers == (len(wanted.layers) < 6)
+    assert (shape.family, shape.qk_norm, shape.head_dim, shape.experts) == ("qwen3_moe", True, 8, expected)
+    assert [shape.has_experts(i) for i in range(6)] == [i in expected.layers for i in range(6)]
+    assert shape.has_dense_layers == (len(expected.layers) < 6)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"num_local_experts": 8}, "num_experts is 16, but num_local_experts 8"),
         ({"num_experts_per_tok": 17}, r"num_experts_per_tok is 17, more than num_experts \(16\)"),
@@ -103,9 +103,9 @@ def test_experts_are_read_as_transformers_does(
     ],
 )
 def test_mixtures_of_experts_that_are_not_supported(
-    tmp_path: Path, changes: dict[str, object], says: str
+    tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         read(tmp_path, QWEN3_MOE | changes)
 
 
@@ -132,7 +132,7 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         (LLAMA | {"attention_bias": True}, "attention_bias=true is not supported for llama"),
         (QWEN3 | {"attention_bias": True}, "attention_bias=true is not supported for qwen3"),
@@ -167,13 +167,15 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         ),
     ],
 )
-def test_variants_that_are_not_covered_are_refused(tmp_path: Path, raw: dict[str, object], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_variants_that_are_not_covered_are_refused(
+    tmp_path: Path, raw: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
         read(tmp_path, raw)
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be an integer of 1 to 65,536"),
         ({"hidden_size": -48}, "hidden_size is -48"),
@@ -194,8 +196,8 @@ def test_variants_that_are_not_covered_are_refused(tmp_path: Path, raw: dict[str
         ({"vocab_size": None}, "the key 'vocab_size' is missing"),
     ],
 )
-def test_sizes_that_no_model_has_are_refused(tmp_path: Path, raw: dict[str, object], says: str) -> None:
-    with pytest.raises(UserError, match=says) as error:
+def test_sizes_that_no_model_has_are_refused(tmp_path: Path, raw: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
         read(tmp_path, LLAMA | raw)
     assert str(error.value).startswith(str(tmp_path / "config.json"))
 

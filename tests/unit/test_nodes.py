@@ -1,4 +1,4 @@
-"""Who takes part in a run, and who does what: from Slurm's environment, from options, from the settings.
+"""A run's nodes and what each of them runs: from Slurm's environment, from options, from the settings.
 
 Why: a launcher that takes an interactive shell for a cluster waits for nodes that never come, and one that
 takes a cluster for a single node starts as many runs as there are nodes. Not covered: Slurm itself
@@ -59,8 +59,8 @@ def test_a_step_of_several_nodes() -> None:
     nodes = find_nodes(None, None, None, STEP)
     assert nodes == Nodes(1, 2, "slurm-77-0-0", ("gpu07", "gpu08"))
     assert nodes.name(1) == "node 1 (gpu08)"
-    again = find_nodes(None, None, None, STEP | {"SLURM_RESTART_COUNT": "1"})
-    assert again.job != nodes.job  # what an earlier start left is not this one's
+    restarted = find_nodes(None, None, None, STEP | {"SLURM_RESTART_COUNT": "1"})
+    assert restarted.job != nodes.job  # files of an earlier start are not this one's
 
 
 def test_an_allocation_alone_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +88,12 @@ def test_several_launchers_on_a_node_are_an_error() -> None:
 def test_options_win_and_are_checked() -> None:
     assert find_nodes(1, 3, "a", STEP) == Nodes(1, 3, "job-a")
     assert find_nodes(0, 1, None, STEP) == Nodes()
-    for rank, count, job, told in (
+    for rank, count, job, message in (
         (None, 2, None, "--nodes and --node-rank go together"),
         (2, 2, None, "--node-rank 2 is not in 0 to 1"),
         (0, 2, "../x", "--job"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             find_nodes(rank, count, job, {})
 
 
@@ -128,19 +128,19 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         NodeAssignment(range(4, 8), range(2, 4)),
     ]
     for share in shares(settings, 2):
-        seen = [share.gpus(settings, engine) for engine in share.engines]
-        assert seen == [[0, 1, 2, 3], [2, 3, 0, 1]]
+        gpus = [share.gpus(settings, engine) for engine in share.engines]
+        assert gpus == [[0, 1, 2, 3], [2, 3, 0, 1]]
     sent = load_settings(config_file, [*on, "parallel.pipeline=4", "bridge.transport=process_group"])
     for share in shares(sent, 2):
         assert [share.gpus(sent, engine) for engine in share.engines] == [[0, 1], [2, 3]]
-    # Whoever could read weights on the node itself, and has them sent, is told so.
+    # A note points out engines that could read weights on their own node, but get them sent.
     sends = load_settings(config_file, [*on, "parallel.data=4", "bridge.transport=process_group"])
     assert "bridge.transport=cuda_ipc" in str(transport_note(sends, 2))
     assert [transport_note(settings, 2), transport_note(sent, 2), transport_note(sends, 1)] == [None] * 3
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["engine={tensor: 4, replicas: 2}"],
@@ -160,16 +160,16 @@ def test_colocated_engines_stay_with_the_ranks_of_their_node(config_file: Path) 
         (["parallel={tensor: 2, data: 2, expert: 2, expert_tensor: 2}"], r"of node 0 hold only a part"),
     ],
 )
-def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str], told: str) -> None:
+def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str], message: str) -> None:
     fit = ["device=cuda", "bridge.transport=cuda_ipc", "parallel={tensor: 2, data: 2}", "engine.replicas=2"]
     settings = load_settings(config_file, [*fit, *overrides])
     engine = settings.engine.model_copy(update={"colocated": True})
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         assign_node(settings.model_copy(update={"engine": engine}), 0, 2)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["bridge.transport=shared_memory"], "works within one node only; on 2 nodes set it"),
         (["engine.replicas=3"], r"3 engines \(engine.replicas\) cannot be spread evenly over 2 nodes"),
@@ -177,9 +177,9 @@ def test_colocated_engines_that_cannot_be(config_file: Path, overrides: list[str
         (["cluster.trainer_nodes=3"], r"cluster.trainer_nodes \(3\) is more than the job's 2 nodes"),
     ],
 )
-def test_what_cannot_be_shared_out(config_file: Path, overrides: list[str], told: str) -> None:
+def test_what_cannot_be_shared_out(config_file: Path, overrides: list[str], message: str) -> None:
     fit = ["bridge.transport=process_group", "parallel.data=2", "engine.replicas=2"]
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         assign_node(load_settings(config_file, [*fit, *overrides]), 0, 2)
 
 
@@ -218,13 +218,13 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
         guessing = socket.create_connection((place.address, place.port))
         assert control_channel._handshake(guessing, "a guess", host=False) is None
 
-        found = []
+        results = []
         thread = threading.Thread(
-            target=lambda: found.append(join(settings, Nodes(1, 2, "job-x"), lambda: None))
+            target=lambda: results.append(join(settings, Nodes(1, 2, "job-x"), lambda: None))
         )
         thread.start()
         thread.join(20)
-        line = found[0][0]
+        line = results[0][0]
         line.send("join", node=1, host="b")
         host.wait(lambda: None, lambda _: None)
         assert host.joined[1]["host"] == "b"
@@ -282,8 +282,8 @@ def test_a_file_that_a_dead_start_left_is_waited_out(settings: Settings) -> None
         join(short, Nodes(1, 2, "job-x"), lambda: None)
 
 
-def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Settings) -> None:
-    """Those of living ones, of machines that cannot be asked, and of somebody else stay."""
+def test_files_of_killed_launchers_go_at_the_next_start(settings: Settings) -> None:
+    """Files of running launchers, of machines that cannot be asked, and of other users stay."""
     alive = RendezvousServer(settings, Nodes(0, 2, "job-alive"))
     dead = RendezvousServer(settings, Nodes(0, 2, "job-dead"))
     living, killed = (rendezvous_file(settings, Nodes(0, 2, f"job-{name}")) for name in ("alive", "dead"))
@@ -297,27 +297,32 @@ def test_files_of_launchers_that_were_killed_go_at_the_next_start(settings: Sett
         old: text | {"machine": "another"},
         open_to_all: text,
     }
-    for file, held in facts.items():
-        file.write_text(json.dumps(held))
+    for file, content in facts.items():
+        file.write_text(json.dumps(content))
         file.chmod(0o644 if file == open_to_all else 0o600)
     (folder / ".meeting-job.jsonab12").write_text("half")  # killed while it wrote
     for file in (old, folder / ".meeting-job.jsonab12"):
         os.utime(file, (1, 1))
     try:
         host = RendezvousServer(settings, Nodes(0, 2, "job-next"))
-        mine = rendezvous_file(settings, Nodes(0, 2, "job-next"))
-        assert {file for file in folder.iterdir() if file.is_file()} == {living, elsewhere, open_to_all, mine}
+        new_file = rendezvous_file(settings, Nodes(0, 2, "job-next"))
+        assert {file for file in folder.iterdir() if file.is_file()} == {
+            living,
+            elsewhere,
+            open_to_all,
+            new_file,
+        }
         host.close()
-        assert not mine.exists()
+        assert not new_file.exists()
     finally:
         alive.close()
 
 
 def test_ports_lie_below_those_that_the_kernel_hands_out() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port("127.0.0.1")))
-        found = {free_port("127.0.0.1") for _ in range(50)}
-        assert taken.getsockname()[1] not in found
-    assert all(15_000 <= port < 32_000 for port in found)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", free_port("127.0.0.1")))
+        ports = {free_port("127.0.0.1") for _ in range(50)}
+        assert bound.getsockname()[1] not in ports
+    assert all(15_000 <= port < 32_000 for port in ports)
     with pytest.raises(OSError, match="assign requested address"):
         free_port("192.0.2.1")

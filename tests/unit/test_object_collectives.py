@@ -26,7 +26,7 @@ USES_PICKLES = {"training/profiling.py": "writes one, which torch's memory_viz r
 TORCH = {"torch.distributed", "torch.distributed.distributed_c10d"}
 
 
-def found_in(source: str) -> list[int]:
+def collective_lines(source: str) -> list[int]:
     """Lines of a module that call torch's object collectives, or a barrier that names no group."""
     tree = ast.parse(source)
     modules, names = set(TORCH), dict[str, str]()
@@ -39,7 +39,7 @@ def found_in(source: str) -> list[int]:
                     modules.add(a.asname or a.name)
                 elif node.module in TORCH and a.name in OBJECTS | BARRIERS:
                     names[a.asname or a.name] = a.name
-    found = []
+    lines = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -53,28 +53,28 @@ def found_in(source: str) -> list[int]:
         group = next((k.value for k in node.keywords if k.arg == "group"), None)
         default = group is None or (isinstance(group, ast.Constant) and group.value is None)
         if name in OBJECTS or (name in BARRIERS and default):
-            found.append(node.lineno)
-    return sorted(found)
+            lines.append(node.lineno)
+    return sorted(lines)
 
 
 def imports(source: str) -> set[str]:
     """The packages that a module imports, anywhere in it."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {a.name.partition(".")[0] for a in node.names}
+            packages |= {a.name.partition(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.partition(".")[0])
-    return found
+            packages.add(node.module.partition(".")[0])
+    return packages
 
 
 def sources() -> dict[str, str]:
     return {str(f.relative_to(PACKAGE)): f.read_text(encoding="utf-8") for f in PACKAGE.rglob("*.py")}
 
 
-def test_no_object_collective_and_no_barrier_of_the_default_group() -> None:
-    found = [f"{file}:{line}" for file, source in sources().items() for line in found_in(source)]
-    assert not found, f"use those of system/collectives: {', '.join(found)}"
+def test_no_object_collective_and_no_default_group_barrier() -> None:
+    calls = [f"{file}:{line}" for file, source in sources().items() for line in collective_lines(source)]
+    assert not calls, f"use those of system/collectives: {', '.join(calls)}"
 
 
 def test_modules_that_use_pickles_are_listed_with_the_reason() -> None:
@@ -100,5 +100,5 @@ dist.all_reduce(x)
 gather_on_first(1)
 other.barrier()
 """
-    assert found_in(source) == [7, 8, 9, 10, 11, 12, 14]
+    assert collective_lines(source) == [7, 8, 9, 10, 11, 12, 14]
     assert imports(source) == {"torch", "rpg_megatron"}

@@ -51,7 +51,7 @@ def objective(
 def test_expected_gradient_is_exact(divergence: str, estimator: str, separate: bool, seed: int) -> None:
     logits, old, anchor, reward = policies(seed)
     anchor = anchor if separate else old
-    (wanted,) = torch.autograd.grad(
+    (expected,) = torch.autograd.grad(
         -objective(divergence, torch.log_softmax(logits, 0), anchor, reward), logits
     )
     out = rpg_loss(
@@ -64,8 +64,8 @@ def test_expected_gradient_is_exact(divergence: str, estimator: str, separate: b
         clip=None,
         anchor_logp=anchor if separate else None,
     )
-    (got,) = torch.autograd.grad((old.exp() * out.per_token).sum(), logits)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad((old.exp() * out.per_token).sum(), logits)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -125,11 +125,11 @@ def test_kl_weight_at_the_old_policy(estimator: str) -> None:
     assert at_one == {"fkl": BETA, "ufkl": 0.0, "rkl": -BETA, "urkl": 0.0}
 
 
-@pytest.mark.parametrize(("one", "other"), [("fkl", "ufkl"), ("rkl", "urkl")])
-def test_normalised_and_unnormalised_agree_in_expectation_only(one: str, other: str) -> None:
+@pytest.mark.parametrize(("normalised", "unnormalised"), [("fkl", "ufkl"), ("rkl", "urkl")])
+def test_normalised_and_unnormalised_agree_in_expectation_only(normalised: str, unnormalised: str) -> None:
     logits, old, _, reward = policies(5)
     single, expected = [], []
-    for divergence in (one, other):
+    for divergence in (normalised, unnormalised):
         logp = torch.log_softmax(logits, 0)
         out = rpg_loss(logp, old, reward, divergence=divergence, beta=BETA, clip=None)
         single.append(torch.autograd.grad(out.per_token.sum(), logp, retain_graph=True)[0])
@@ -140,7 +140,7 @@ def test_normalised_and_unnormalised_agree_in_expectation_only(one: str, other: 
 
 @pytest.mark.parametrize("clip", [Clip(), Clip(kind="truncate"), None])
 def test_known_sequences_give_the_same_bits(clip: Clip | None) -> None:
-    """Numbers of sequences, of which some have no token, or any labels: a GPU waits for the latter."""
+    """Sequence numbers, some of them without tokens, or any labels, for which a GPU synchronises."""
     generator = torch.Generator().manual_seed(3)
     logp, old, advantages = torch.randn(3, 12, generator=generator)
     numbers = torch.tensor([0, 0, 0, 2, 2, 3, 3, 3, 3, 6, 6, 6])
@@ -148,8 +148,8 @@ def test_known_sequences_give_the_same_bits(clip: Clip | None) -> None:
         rpg_loss(logp, old, advantages, estimator="differentiable", clip=clip, sequences=s, sequence_count=n)
         for s, n in ((numbers, 8), (numbers, None), (10 * numbers - 7, None))
     ]
-    for other in losses[1:]:
-        assert losses[0].per_token.equal(other.per_token)
+    for loss in losses[1:]:
+        assert losses[0].per_token.equal(loss.per_token)
 
 
 def test_k3_is_the_unnormalised_kl() -> None:
@@ -179,9 +179,11 @@ def test_algorithm_1_read_literally_is_wrong(divergence: str) -> None:
     logp = torch.log_softmax(logits, 0)
     w = (logp - old).exp()
     regularised = reward + (BETA / w if divergence == "fkl" else -BETA * (1 - 1 / w))
-    (wanted,) = torch.autograd.grad(-objective(divergence, torch.log_softmax(logits, 0), old, reward), logits)
+    (expected,) = torch.autograd.grad(
+        -objective(divergence, torch.log_softmax(logits, 0), old, reward), logits
+    )
     literal = expected_gradient(-w * regularised, old, logits)
-    assert (literal - wanted).abs().max() > 1e-2
+    assert (literal - expected).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -201,9 +203,11 @@ def test_dual_clip_at_each_bound(
     beta, log_w = 1e-3, math.log(bound) + side * 1e-9
     w = math.exp(log_w)
     kept = w < 1.28 if advantage > 0 else 0.8 < w < 10.0
-    got = per_sample_gradient(log_w, advantage, divergence=divergence, beta=beta, clip=Clip(), **settings)
-    wanted = -(w * advantage + component(divergence, w) * beta / BETA) if kept else 0.0
-    assert got == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+    gradient = per_sample_gradient(
+        log_w, advantage, divergence=divergence, beta=beta, clip=Clip(), **settings
+    )
+    expected = -(w * advantage + component(divergence, w) * beta / BETA) if kept else 0.0
+    assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -284,18 +288,16 @@ def tree_logprobs(table: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("estimator", ["reinforce", "differentiable"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_sequence_ratio_is_exact_and_token_ratio_is_what_the_docs_say(
-    divergence: str, estimator: str
-) -> None:
+def test_sequence_ratio_is_exact_and_token_ratio_as_documented(divergence: str, estimator: str) -> None:
     logits, old_table, reward = sequence_tree(1)
     old = tree_logprobs(old_table)
 
-    def wanted(with_reward: bool) -> torch.Tensor:
+    def exact(with_reward: bool) -> torch.Tensor:
         logp = tree_logprobs(torch.log_softmax(logits, -1)).sum(-1)
         value = objective(divergence, logp, old.sum(-1), reward.reshape(9) * with_reward)
         return torch.autograd.grad(-value, logits)[0]
 
-    def got(with_reward: bool, by_sequence: bool) -> torch.Tensor:
+    def surrogate(with_reward: bool, by_sequence: bool) -> torch.Tensor:
         logp = tree_logprobs(torch.log_softmax(logits, -1))
         out = rpg_loss(
             logp.reshape(18),
@@ -309,9 +311,9 @@ def test_sequence_ratio_is_exact_and_token_ratio_is_what_the_docs_say(
         )
         return torch.autograd.grad((old.sum(-1).exp() * out.per_token.view(9, 2).sum(-1)).sum(), logits)[0]
 
-    torch.testing.assert_close(got(True, True), wanted(True), rtol=0, atol=1e-12)
+    torch.testing.assert_close(surrogate(True, True), exact(True), rtol=0, atol=1e-12)
     # Token by token, off-policy: the forward KL gradients are still exact, the reverse ones are not.
-    gap = (got(False, False) - wanted(False)).abs().max()
+    gap = (surrogate(False, False) - exact(False)).abs().max()
     assert gap < 1e-12 if divergence in ("fkl", "ufkl") else gap > 1e-2
 
 

@@ -36,15 +36,15 @@ def test_metrics_of_a_step_are_means_over_tokens_and_maxima() -> None:
     assert row["objective/mine_max"] == -5.0
 
 
-def test_an_anchor_that_waits_for_the_kl_needs_it_of_the_loss() -> None:
+def test_a_kl_trigger_needs_a_loss_with_the_metric_kl() -> None:
     raw = {"model": {"path": "m"}, "data": {"path": "d"}, "objective": {"type": "mine:Loss"}}
     settings = Settings.model_validate(raw | {"anchor": {"type": "kl_trigger"}})
-    found = UpdateStats(2, 0.0, 0.0, {"kl": 0.5}, 1.0, skipped=False)
+    stats = UpdateStats(2, 0.0, 0.0, {"kl": 0.5}, 1.0, skipped=False)
     empty = UpdateStats(0, 0.0, 0.0, {}, 1.0, skipped=False)
-    assert _mean_kl([found, empty], settings) == 0.5
+    assert _mean_kl([stats, empty], settings) == 0.5
     lacking = UpdateStats(2, 0.0, 0.0, {"mine": 0.5}, 1.0, skipped=False)
     with pytest.raises(UserError, match=r"^anchor.type kl_trigger: mine:Loss returns no metric 'kl'"):
-        _mean_kl([found, lacking], settings)
+        _mean_kl([stats, lacking], settings)
     every = Settings.model_validate(raw | {"anchor": {"type": "every"}})
     assert _mean_kl([lacking], every) == 0.0
 

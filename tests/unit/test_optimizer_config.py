@@ -1,4 +1,4 @@
-"""What of the settings reaches Megatron's optimizer configuration, and which settings do not go together.
+"""Which settings reach Megatron's optimizer configuration, and which settings exclude each other.
 
 Not covered: the optimizers themselves (tests/distributed), and that offloading saves memory on a GPU.
 """
@@ -37,12 +37,17 @@ def test_a_share_is_kept_in_host_memory(share: float):
     assert config.overlap_cpu_optimizer_d2h_h2d
     # Megatron's own launcher refuses offloading without it.
     assert config.use_precision_aware_optimizer
-    kept = (config.main_params_dtype, config.main_grads_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype)
-    assert kept == (torch.float32,) * 4
+    dtypes = (
+        config.main_params_dtype,
+        config.main_grads_dtype,
+        config.exp_avg_dtype,
+        config.exp_avg_sq_dtype,
+    )
+    assert dtypes == (torch.float32,) * 4
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"device": "cpu"}, "needs device cuda: on a CPU the optimizer is already in host memory"),
         ({"optimizer": {"distributed": False}}, "optimizer.distributed true"),
@@ -51,22 +56,22 @@ def test_a_share_is_kept_in_host_memory(share: float):
         ({"precision": {"fp8": {"parameters": True}}}, "precision.fp8.parameters"),
     ],
 )
-def test_off_loading_that_cannot_be_is_refused(sections: dict[str, Any], told: str):
-    with pytest.raises(ValidationError, match=told):
+def test_off_loading_that_cannot_be_is_refused(sections: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
         make(memory={"offload_optimizer": 0.5}, **sections)
     assert make(**sections).memory.offload_optimizer == 0
 
 
-def test_the_half_on_the_gpu_is_adamw_and_counts_steps_by_parameter():
+def test_the_gpus_half_is_adamw_with_a_step_count_per_parameter():
     torch.manual_seed(0)
     start, settings = torch.randn(5), {"lr": 0.1, "weight_decay": 0.1}
-    mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    halves = OffloadingAdam([mine], **settings), torch.optim.AdamW([theirs], **settings)
+    ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    halves = OffloadingAdam([ours], **settings), torch.optim.AdamW([torchs], **settings)
     for number in range(3):
-        for p, optimizer in zip((mine, theirs), halves, strict=True):
+        for p, optimizer in zip((ours, torchs), halves, strict=True):
             p.grad = torch.full_like(p, number - 0.5)
             optimizer.param_groups[0]["step"] = 1  # what Megatron puts back
             optimizer.step()
-    assert torch.equal(mine, theirs)
-    assert halves[0].state[mine]["step"] == 3
+    assert torch.equal(ours, torchs)
+    assert halves[0].state[ours]["step"] == 3
     assert not isinstance(halves[0], torch.optim.AdamW)

@@ -1,8 +1,7 @@
 """``tools/pack_gpu.py``: what it keeps of a library, which package is in which archive, what it refuses.
 
-Why: a kernel too few is seen only on the machine that nothing reaches. The library is made here, by the
-format. Not covered: real libraries (their cubins were compared once with what cuobjdump finds), and loading
-them.
+Why: a missing kernel is noticed only on the offline machine. The library is made here in its file format. Not
+covered: real libraries (their cubins were compared once with what cuobjdump finds), and loading them.
 """
 
 from __future__ import annotations
@@ -60,26 +59,26 @@ OLD = image(PTX, 80, b"older" * 8)
 )
 def test_what_an_architecture_loads_is_kept_in_its_place(images, kept, name):
     before, after = fatbin(LARGE, WANTED), fatbin(WANTED)
-    got = library(before + bytes(8) + fatbin(*images) + before, name)
-    freed = keep_architecture(got, 90)
-    lost = len(fatbin(*images)) - len(fatbin(*kept))
-    want = (
+    content = library(before + bytes(8) + fatbin(*images) + before, name)
+    freed = keep_architecture(content, 90)
+    dropped = len(fatbin(*images)) - len(fatbin(*kept))
+    expected = (
         after.ljust(len(before), b"\0")
         + bytes(8)
         + fatbin(*kept)
-        + bytes(lost)
+        + bytes(dropped)
         + after.ljust(len(before), b"\0")
     )
-    assert got == library(want, name)
-    assert freed == lost + 2 * len(LARGE)
-    assert keep_architecture(got, 90) == 0
+    assert content == library(expected, name)
+    assert freed == dropped + 2 * len(LARGE)
+    assert keep_architecture(content, 90) == 0
 
 
 def test_other_files_stay_as_they_are():
     for data in (b"", b"#!/bin/sh\n", library(fatbin(LARGE, WANTED), b".rodata")):
-        got = bytearray(data)
-        assert keep_architecture(got, 90) == 0
-        assert got == data
+        content = bytearray(data)
+        assert keep_architecture(content, 90) == 0
+        assert content == data
 
 
 @pytest.mark.parametrize(
@@ -98,12 +97,12 @@ def test_an_unknown_form_is_refused(broken):
 
 def test_each_package_is_in_one_archive_and_none_that_is_there():
     versions = locked()
-    there = {"rich": versions["rich"], "httpx": "0.1"}
-    found = archives(there)
-    names = [name for packages in found.values() for name in packages]
+    installed = {"rich": versions["rich"], "httpx": "0.1"}
+    by_archive = archives(installed)
+    names = [name for packages in by_archive.values() for name in packages]
     assert len(names) == len(set(names))
-    assert {"megatron-core", "pydantic"} <= set(found["te"])
-    assert {"math-verify", "datasets", "schedulefree"} <= set(found["app"])
+    assert {"megatron-core", "pydantic"} <= set(by_archive["te"])
+    assert {"math-verify", "datasets", "schedulefree"} <= set(by_archive["app"])
     assert not closure(["torch"]) & set(names)
     assert "rich" not in names
     assert "httpx" in names  # another version is there
@@ -140,14 +139,14 @@ def test_refusals(tmp_path: Path):
         (["--installed", tmp_path / "none"], f"{tmp_path / 'none'} cannot be read"),
         ([], "cuda-tile is missing"),
     ):
-        done = command(tmp_path / "out", *arguments)
-        assert (done.returncode, done.stdout) == (1, ""), done.stderr
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
+        process = command(tmp_path / "out", *arguments)
+        assert (process.returncode, process.stdout) == (1, ""), process.stderr
+        assert message in process.stderr
+        assert process.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pack_that_fails_names_the_library_and_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_pack_names_the_library_and_keeps_old_files(tmp_path, monkeypatch):
     def refuse(*_):
         raise ValueError("the fatbin at 16 has an unknown form")
 

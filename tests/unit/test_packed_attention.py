@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 def attention(context: int) -> PackedAttention:
     config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=context)
-    still = torch.zeros(16)  # nothing is rotated: the test of rotation is below
-    return PackedAttention(config, 1, None, "self", frequencies=still)  # type: ignore[arg-type]
+    no_rotation = torch.zeros(16)  # rotation has its own test below
+    return PackedAttention(config, 1, None, "self", frequencies=no_rotation)  # type: ignore[arg-type]
 
 
 def heads(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -49,26 +49,26 @@ def test_memory_is_linear_in_the_tokens(dtype: torch.dtype, lengths: list[int]) 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_chunks_of_context_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """A rank's chunks get what whole sequences give at their places; no mask outlives the forward pass."""
+    """A rank's chunks equal the same positions of whole sequences; no mask outlives the forward pass."""
     lengths, context = [6, 1200, 12], 3
     q, k, v = heads(sum(lengths))
-    whole = attention(1)(q, k, v, None, pack_lengths(lengths, CPU))
+    full_output = attention(1)(q, k, v, None, pack_lengths(lengths, CPU))
     packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
-    mine = packed.places[rank]
-    weight = torch.zeros_like(whole).index_fill(0, mine, 1.0) * torch.randn_like(whole)
-    wanted = torch.autograd.grad((whole * weight).sum(), (q, k, v))
+    positions = packed.places[rank]
+    weight = torch.zeros_like(full_output).index_fill(0, positions, 1.0) * torch.randn_like(full_output)
+    expected = torch.autograd.grad((full_output * weight).sum(), (q, k, v))
     monkeypatch.setattr(layers.mpu, "get_context_parallel_rank", lambda: rank)
     gathered = iter((k, v))
     monkeypatch.setattr(layers, "gather_places", lambda x, _, *, summed: next(gathered))
-    keys, values = k[mine], v[mine]
+    keys, values = k[positions], v[positions]
     with AllocationWatch() as watch:
-        out = attention(context)(q[mine], keys, values, None, packed)
-        kept = watch.live
-        got = torch.autograd.grad((out * weight[mine]).sum(), (q, k, v))
-    torch.testing.assert_close(out, whole[mine])
-    for a, b in zip(got, wanted, strict=True):
+        out = attention(context)(q[positions], keys, values, None, packed)
+        live = watch.live
+        gradients = torch.autograd.grad((out * weight[positions]).sum(), (q, k, v))
+    torch.testing.assert_close(out, full_output[positions])
+    for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b)
-    assert kept <= 8 * q[mine].numel() * q.element_size()
+    assert live <= 8 * q[positions].numel() * q.element_size()
 
 
 @settings(max_examples=50, deadline=None)
@@ -83,16 +83,16 @@ def test_groups_hold_every_token_once(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("lengths", [[20, 9, 12, 10, 200, 8, 190], [5, 5, 5], [3]])
 def test_groups_change_no_result(lengths: list[int]) -> None:
-    """Sequences attended to together get what each gets alone, gradients included."""
+    """Grouped sequences have the outputs and gradients of each sequence alone."""
     q, k, v = heads(sum(lengths))
     weight = torch.randn(sum(lengths), 128)
     out = attention(1)(q, k, v, None, pack_lengths(lengths, CPU))
-    got = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    gradients = torch.autograd.grad((out * weight).sum(), (q, k, v))
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    alone = torch.cat([attention(1)(*x, None, pack_lengths([len(x[0])], CPU)) for x in parts])
-    wanted = torch.autograd.grad((alone * weight).sum(), (q, k, v))
-    torch.testing.assert_close(out, alone, rtol=0, atol=2e-6)
-    for a, b in zip(got, wanted, strict=True):
+    separate = torch.cat([attention(1)(*x, None, pack_lengths([len(x[0])], CPU)) for x in parts])
+    expected = torch.autograd.grad((separate * weight).sum(), (q, k, v))
+    torch.testing.assert_close(out, separate, rtol=0, atol=2e-6)
+    for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
@@ -108,9 +108,9 @@ def test_rotation_is_megatrons(dtype: torch.dtype, context: int) -> None:
     for rank in range(context):
         packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
         group = SimpleNamespace(size=lambda: context, rank=lambda rank=rank: rank)
-        wanted = [_apply_rotary_pos_emb_thd(x, packed.cu_seqlens_q, angles, cp_group=group) for x in (q, k)]
-        got = Rotary(megatron.inv_freq)(q, k, packed)
-        for a, b, x in zip(got, wanted, (q, k), strict=True):
+        expected = [_apply_rotary_pos_emb_thd(x, packed.cu_seqlens_q, angles, cp_group=group) for x in (q, k)]
+        actual = Rotary(megatron.inv_freq)(q, k, packed)
+        for a, b, x in zip(actual, expected, (q, k), strict=True):
             assert torch.equal(a, b)
             weight = torch.randn_like(a)
             assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (a, b)))

@@ -147,20 +147,20 @@ def test_rows_have_filling_behind_sequences_only(align: int, context: int) -> No
     assert sorted(places.flatten().tolist()) == list(range(packs[0].size))
     assert all(p.tokens.size(1) == packs[0].size // context for p in packs)
     assert packs[0].tokens.size(1) % align == 0
-    whole = {}
+    joined = {}
     for name in ("tokens", "labels", "positions"):
-        whole[name] = torch.empty(packs[0].size, dtype=torch.int64)
-        for pack, held in zip(packs, places, strict=True):
-            whole[name][held] = getattr(pack, name)[0]
+        joined[name] = torch.empty(packs[0].size, dtype=torch.int64)
+        for pack, positions in zip(packs, places, strict=True):
+            joined[name][positions] = getattr(pack, name)[0]
     used = packs[0].real_positions()
-    assert whole["tokens"][used].tolist() == [n for size, _ in parts for n in range(1, size)]
-    assert whole["labels"][used].tolist() == [n for size, _ in parts for n in range(2, size + 1)]
-    assert whole["positions"][used].tolist() == [n for size, _ in parts for n in range(size - 1)]
+    assert joined["tokens"][used].tolist() == [n for size, _ in parts for n in range(1, size)]
+    assert joined["labels"][used].tolist() == [n for size, _ in parts for n in range(2, size + 1)]
+    assert joined["positions"][used].tolist() == [n for size, _ in parts for n in range(size - 1)]
     filling = torch.ones(packs[0].size, dtype=torch.bool).index_fill(0, used, False)
-    assert not whole["tokens"][filling].any()
+    assert not joined["tokens"][filling].any()
     assert not packs[0].mask[filling].any()
-    told = [part.tolist() for _, part in packs[0].split(whole["labels"])]
-    assert told == [list(range(size - response + 1, size + 1)) for size, response in parts]
+    responses = [part.tolist() for _, part in packs[0].split(joined["labels"])]
+    assert responses == [list(range(size - response + 1, size + 1)) for size, response in parts]
     assert packs[0].packed.cu_seqlens_q[-1] == packs[0].size
     if context == 1:
         assert packs[0].size - len(used) < align  # no padding between sequences
@@ -202,5 +202,5 @@ def test_only_sampled_tokens_are_in_the_loss() -> None:
 
 
 def test_uneven_minibatches_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 trajectories do not divide into 2"):
+    with pytest.raises(ValueError, match="5 responses do not divide into 2"):
         plan_batches([1] * 5, minibatches=2, data=1, budget=10)

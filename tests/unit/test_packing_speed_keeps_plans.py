@@ -1,4 +1,4 @@
-"""The quick search for rows and swaps makes the same plans, bit for bit, as looking at every candidate.
+"""The quick search for rows and swaps makes exactly the plans of a search over every candidate.
 
 Why: a run that resumes, or is compared with an earlier one, must cut its batches as before, and so must any
 later speed-up. Not covered: time (``python -m benchmarks.scale packing``).

@@ -1,8 +1,8 @@
 """A Megatron checkpoint from someone else runs no code and changes no class when it is listed or loaded.
 
-Why: torch reads a checkpoint's index, objects and tensors with Python's unpickler, which calls what they name
-and sets attributes of it. Not covered: whole commands (tests/integration), ten thousand mutated indexes
-(test_fuzz), and what Transformer Engine itself does with extra states (GPUs).
+Why: torch reads a checkpoint's index, objects and tensors with Python's unpickler, which calls the functions
+that they name and sets attributes. Not covered: whole commands (tests/integration), ten thousand mutated
+indexes (test_fuzz), and what Transformer Engine itself does with extra states (GPUs).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def checkpoint_folder(tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, change: Any) -> None:
     """Change the index's unpickled content and write it again."""
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    (folder / ".metadata").write_bytes(pickle.dumps(change(found)))
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(change(index)))
 
 
 def load(folder: Path, state: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_tensors_of_all_kinds_are_read(tmp_path: Path) -> None:
 
 
 def test_objects_are_plain_values(tmp_path: Path) -> None:
-    """Those of Megatron's optimizers and FP8 layers; others, such as its arguments, are passed over."""
+    """Those of Megatron's optimizers and FP8 layers; others, such as its arguments, load as None."""
     saved = {
         "betas": (0.9, (1, 2)),
         "scale": torch.ones(3),
@@ -129,27 +129,27 @@ def test_objects_are_plain_values(tmp_path: Path) -> None:
     }
     torch.save(saved, tmp_path / "common.pt")
     with plain_loading(tmp_path):
-        found = serialization.load_common(str(tmp_path))
-    assert torch.equal(found.pop("scale"), torch.ones(3))
-    wanted = {k: v for k, v in saved.items() if k != "scale"}
-    # A file in memory too: torch and Megatron would load what is in it.
-    assert found == wanted | {"arguments": None, "bytes": None}
+        loaded = serialization.load_common(str(tmp_path))
+    assert torch.equal(loaded.pop("scale"), torch.ones(3))
+    expected = {k: v for k, v in saved.items() if k != "scale"}
+    # So does a file in memory: torch and Megatron would load its content.
+    assert loaded == expected | {"arguments": None, "bytes": None}
 
 
-def test_of_a_storage_only_what_a_tensor_spans_is_read(tmp_path: Path) -> None:
+def test_only_the_span_of_a_tensor_is_read_from_its_storage(tmp_path: Path) -> None:
     file = tmp_path / "sparse"
     file.write_bytes(b"x")
-    os.truncate(file, 2**40)  # which no memory holds
+    os.truncate(file, 2**40)  # larger than any memory
     with file.open("rb") as opened:
-        where = Location("float32", (2, 3), (4, 1), 2**37, 0, 2**40)
-        assert _read_tensor(opened, where).untyped_storage().nbytes() == 7 * 4
+        location = Location("float32", (2, 3), (4, 1), 2**37, 0, 2**40)
+        assert _read_tensor(opened, location).untyped_storage().nbytes() == 7 * 4
         with pytest.raises(ValueError, match="a tensor of 6 numbers is spread over"):
-            _read_tensor(opened, where._replace(stride=(2**36, 1)))
+            _read_tensor(opened, location._replace(stride=(2**36, 1)))
         for shape, stride in (((2**62, 2**62), (3, 1)), ((2**40, 2**20), (0, 0))):
             with pytest.raises(ValueError, match="larger than its storage"):
-                _read_tensor(opened, where._replace(shape=shape, stride=stride))
+                _read_tensor(opened, location._replace(shape=shape, stride=stride))
         with pytest.raises(ValueError, match="an object with more than 1,000 tensors, or 1,024 MiB"):
-            _read_tensor(opened, where._replace(shape=(2**30,), stride=(1,)), {})
+            _read_tensor(opened, location._replace(shape=(2**30,), stride=(1,)), {})
 
 
 def test_what_was_loaded_is_saved_as_the_same_bytes(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_what_was_loaded_is_saved_as_the_same_bytes(tmp_path: Path) -> None:
     torch.save(
         [{"optimizer": groups, "shape": sizes, "other": (1, True, 1.0), "more": (1, 1, 1)}], tmp_path / "a.pt"
     )
-    found = load_object(tmp_path, "a.pt")
-    assert found[0]["more"] == (1, 1, 1)
-    assert [type(value) for value in found[0]["other"]] == [int, bool, float]
-    torch.save(found, tmp_path / "b.pt")
+    loaded = load_object(tmp_path, "a.pt")
+    assert loaded[0]["more"] == (1, 1, 1)
+    assert [type(value) for value in loaded[0]["other"]] == [int, bool, float]
+    torch.save(loaded, tmp_path / "b.pt")
     a, b = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "b.pt"))
     assert a == b
     assert pickle.dumps(a) == pickle.dumps(b)
@@ -172,16 +172,16 @@ def test_tensors_of_an_object_share_what_is_read(tmp_path: Path) -> None:
     """A list of a million uses of one tensor is small in a file."""
     tensor = torch.ones(1000)
     torch.save([tensor] * 50 + [tensor[:10]] * 50, tmp_path / "common.pt")
-    found = load_object(tmp_path, "common.pt")
-    assert [len(each) for each in found] == [1000] * 50 + [10] * 50
-    assert len({each.data_ptr() for each in found}) == 2
+    tensors = load_object(tmp_path, "common.pt")
+    assert [len(each) for each in tensors] == [1000] * 50 + [10] * 50
+    assert len({each.data_ptr() for each in tensors}) == 2
 
 
-def test_a_chunk_of_another_shape_than_the_index_gives_is_not_read(checkpoint_folder: Path) -> None:
-    def enlarge(found: Metadata) -> Metadata:
-        weight = found.state_dict_metadata["weight"]
+def test_a_chunk_whose_shape_differs_from_the_index_is_refused(checkpoint_folder: Path) -> None:
+    def enlarge(index: Metadata) -> Metadata:
+        weight = index.state_dict_metadata["weight"]
         weight.size, weight.chunks[0].sizes = torch.Size([4, 3]), torch.Size([4, 3])
-        return found
+        return index
 
     rewrite(checkpoint_folder, enlarge)
     with pytest.raises(UserError, match=r"weight has the shape \[2, 3\]"):
@@ -195,7 +195,7 @@ def test_what_a_checkpoint_names_is_not_run(tmp_path: Path, place: str) -> None:
     weight = torch.ones(2, 3)
     dcp.save({"weight": weight, "note": {"step": note}}, checkpoint_id=str(folder), no_dist=True)
     if place == "index":
-        rewrite(folder, lambda found: replace(found, planner_data=Payload(mark)))
+        rewrite(folder, lambda index: replace(index, planner_data=Payload(mark)))
     elif place == "tensor":
         replace_slice(folder, "weight", Payload(mark))
     state = {"weight": torch.zeros(2, 3), "note": {"step": 0}}
@@ -217,11 +217,11 @@ def replace_slice(folder: Path, name: str, value: Any) -> None:
     with file.open("ab") as f:
         f.write(content.getvalue())
 
-    def move(found: Metadata) -> Metadata:
-        for key in list(found.storage_data):
+    def move(index: Metadata) -> Metadata:
+        for key in list(index.storage_data):
             if key.fqn == name:
-                found.storage_data[key] = _StorageInfo(file.name, begin, len(content.getvalue()))
-        return found
+                index.storage_data[key] = _StorageInfo(file.name, begin, len(content.getvalue()))
+        return index
 
     rewrite(folder, move)
 
@@ -263,8 +263,8 @@ CLAIMS = [
 def test_a_tensor_that_claims_what_it_is_not_is_one_message(
     checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def here(reader: str, files: Any, argument: Any, kind: Any, **_: Any) -> Iterator[Any]:
-        """The reader without its process, of which each start takes a quarter of a second."""
+    def locate_in_process(reader: str, files: Any, argument: Any, kind: Any, **_: Any) -> Iterator[Any]:
+        """The reader without its process, whose start takes a quarter of a second."""
         assert reader == f"{foreign_reader.__name__}:locate_tensors"
         try:
             for value in foreign_reader.locate_tensors(files, argument):
@@ -272,23 +272,23 @@ def test_a_tensor_that_claims_what_it_is_not_is_one_message(
         except (ValueError, msgspec.MsgspecError) as e:
             raise ForeignInputError(str(e)) from None
 
-    monkeypatch.setattr(plain_loading_module, "read_foreign", here)
+    monkeypatch.setattr(plain_loading_module, "read_foreign", locate_in_process)
     monkeypatch.setattr(plain_loading_module, "read_index", unchecked_index)
-    for claim, told in CLAIMS:
+    for claim, message in CLAIMS:
         replace_slice(checkpoint_folder, "weight", claim)
-        with pytest.raises(UserError, match=f"{checkpoint_folder}: .*{told}"):
+        with pytest.raises(UserError, match=f"{checkpoint_folder}: .*{message}"):
             load(checkpoint_folder, {"weight": torch.zeros(2, 3)})
     replace_slice(checkpoint_folder, "weight", Claim())
     assert torch.equal(load(checkpoint_folder, {"weight": torch.zeros(2, 3)})["weight"], torch.ones(2, 3))
 
 
 def unchecked_index(folder: Path) -> Any:
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    return from_torch(found, found.storage_data)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    return from_torch(index, index.storage_data)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"size": torch.Size([-2, 3])}, "a size is no number"),
         ({"size": torch.Size([1, 3])}, "a part of 'weight' is outside it"),
@@ -299,26 +299,26 @@ def unchecked_index(folder: Path) -> Any:
     ],
     ids=str,
 )
-def test_an_index_that_claims_what_the_files_do_not_hold_is_one_message(
-    checkpoint_folder: Path, change: dict[str, Any], told: str
+def test_an_index_that_does_not_fit_its_files_is_one_message(
+    checkpoint_folder: Path, change: dict[str, Any], message: str
 ) -> None:
     ((name, value),) = change.items()
 
-    def claim(found: Metadata) -> Metadata:
-        tensor = found.state_dict_metadata["weight"]
+    def claim(index: Metadata) -> Metadata:
+        tensor = index.state_dict_metadata["weight"]
         if name in ("begin", "length"):
-            key = next(key for key in found.storage_data if key.fqn == "weight")
-            found.storage_data[key] = replace(
-                found.storage_data[key], **{"offset" if name == "begin" else name: value}
+            key = next(key for key in index.storage_data if key.fqn == "weight")
+            index.storage_data[key] = replace(
+                index.storage_data[key], **{"offset" if name == "begin" else name: value}
             )
         elif name == "dtype":
             tensor.properties = Properties(value)
         else:
             setattr(tensor, name, value)
-        return found
+        return index
 
     rewrite(checkpoint_folder, claim)
-    with pytest.raises(UserError, match=f"{checkpoint_folder}.*{told}"):
+    with pytest.raises(UserError, match=f"{checkpoint_folder}.*{message}"):
         read_then_load(checkpoint_folder)
 
 
@@ -367,13 +367,15 @@ def test_an_index_changes_no_class(checkpoint_folder: Path, tmp_path: Path) -> N
     ):
         read_index(checkpoint_folder)
     assert (vars(PurePath)["name"], dict(vars(PosixPath))) == before
-    alone = tmp_path / "poison"  # without torch's classes, which take long to import
-    alone.write_bytes(genuine[:2] + poison + b"N.")
+    poison_file = tmp_path / "poison"  # without torch's classes, which take long to import
+    poison_file.write_bytes(genuine[:2] + poison + b"N.")
     code = (
         "import pickle, sys, pathlib; pickle.load(open(sys.argv[1], 'rb')); print(pathlib.Path('a/b').name)"
     )
-    ran = subprocess.run([sys.executable, "-c", code, alone], capture_output=True, text=True, timeout=300)
-    assert ran.stdout == f"{name}\n", ran.stderr  # the poison does what it should
+    process = subprocess.run(
+        [sys.executable, "-c", code, poison_file], capture_output=True, text=True, timeout=300
+    )
+    assert process.stdout == f"{name}\n", process.stderr  # the poison does what it should
 
 
 def test_an_index_reads_no_file_outside(checkpoint_folder: Path) -> None:
@@ -384,8 +386,8 @@ def test_an_index_reads_no_file_outside(checkpoint_folder: Path) -> None:
             items = [(MetadataIndex("weight"), _StorageInfo("/etc/passwd", 0, 4))]
             return OrderedDict, (), {"values": dict}, None, iter(items)
 
-    def hide(found: Metadata) -> Metadata:
-        return replace(found, storage_data=Hidden())
+    def hide(index: Metadata) -> Metadata:
+        return replace(index, storage_data=Hidden())
 
     rewrite(checkpoint_folder, hide)
     with pytest.raises(UserError, match="/etc/passwd' is outside the checkpoint's folder"):
@@ -406,10 +408,10 @@ def test_an_index_may_name_what_it_does_not_need(checkpoint_folder: Path) -> Non
 
 
 def test_values_of_a_pickle_are_inert() -> None:
-    found = load_values(pickle.dumps({"a": Payload(Path("x")), "b": [1, (2.5, b"c")]}, protocol=5))
-    assert isinstance(found, Pairs)
-    assert found.get("b") == [1, (2.5, b"c")]
-    payload = found.get("a")
+    values = load_values(pickle.dumps({"a": Payload(Path("x")), "b": [1, (2.5, b"c")]}, protocol=5))
+    assert isinstance(values, Pairs)
+    assert values.get("b") == [1, (2.5, b"c")]
+    payload = values.get("a")
     assert isinstance(payload, Record)
     assert payload.maker == Name("posix", "system")
     assert payload.arguments == ("touch x",)
@@ -445,12 +447,10 @@ def test_pickles_for_other_libraries_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "own"),
+    ("checkpoint", "expected"),
     [("run/checkpoints/step_000002", True), ("other/step_000002", False), ("run/link/step_000002", False)],
 )
-def test_a_run_trusts_such_pickles_in_its_own_folder_alone(
-    tmp_path: Path, checkpoint: str, own: bool
-) -> None:
+def test_a_run_trusts_pickles_only_in_its_own_folder(tmp_path: Path, checkpoint: str, expected: bool) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "run" / "link").symlink_to(tmp_path / "other")
@@ -465,13 +465,13 @@ def test_a_run_trusts_such_pickles_in_its_own_folder_alone(
     run._weight_sync = SimpleNamespace(restore=lambda state: None)
     run._trainer = SimpleNamespace(load=load)
     assert RankRun.resume(run) == 2
-    assert loaded == [own]
+    assert loaded == [expected]
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../other/__0_0.distcp"])
 def test_an_index_names_only_files_of_its_folder(checkpoint_folder: Path, path: str) -> None:
-    def move(found: Metadata) -> Metadata:
-        return replace(found, storage_data={MetadataIndex("weight"): _StorageInfo(path, 0, 4)})
+    def move(index: Metadata) -> Metadata:
+        return replace(index, storage_data={MetadataIndex("weight"): _StorageInfo(path, 0, 4)})
 
     rewrite(checkpoint_folder, move)
     with pytest.raises(UserError, match=r"\.metadata: not readable .* is outside the checkpoint's folder"):
@@ -488,15 +488,15 @@ def test_what_is_no_index_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_our_own_index_needs_no_pickle(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = pickle.loads((checkpoint_folder / ".metadata").read_bytes())
-    wanted = read_index(checkpoint_folder)
-    write_plain_index(checkpoint_folder, found, found.storage_data)
+    index = pickle.loads((checkpoint_folder / ".metadata").read_bytes())
+    expected = read_index(checkpoint_folder)
+    write_plain_index(checkpoint_folder, index, index.storage_data)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a pickle is read")
 
     monkeypatch.setattr("rpg_megatron.checkpoints.index.read_foreign", refuse)
-    assert read_index(checkpoint_folder) == wanted
+    assert read_index(checkpoint_folder) == expected
     with (checkpoint_folder / ".metadata").open("ab") as f:  # another tool has changed it
         f.write(b"x")
     with pytest.raises(AssertionError, match="a pickle is read"):
@@ -515,8 +515,8 @@ def test_our_own_index_needs_no_pickle(checkpoint_folder: Path, monkeypatch: pyt
     ],
 )
 def test_a_plain_index_is_checked_too(checkpoint_folder: Path, change: dict[str, Any]) -> None:
-    found = pickle.loads((checkpoint_folder / ".metadata").read_bytes())
-    write_plain_index(checkpoint_folder, found, found.storage_data)
+    index = pickle.loads((checkpoint_folder / ".metadata").read_bytes())
+    write_plain_index(checkpoint_folder, index, index.storage_data)
     file = checkpoint_folder / PLAIN_INDEX
     content = json.loads(file.read_text())
     names = ["name", "offset", "number", "file", "begin", "length"]
@@ -526,26 +526,26 @@ def test_a_plain_index_is_checked_too(checkpoint_folder: Path, change: dict[str,
     if change.keys() & {"file", "name", "offset"}:
         with pytest.raises(UserError, match="not readable"):
             read_index(checkpoint_folder)
-    else:  # of another form: the other index is read
+    else:  # not valid: the pickled index is read instead
         assert read_index(checkpoint_folder).pieces
 
 
 def test_offsets_chosen_to_have_one_hash_are_refused(checkpoint_folder: Path) -> None:
     """Dictionaries of a million such keys would take days. Python hashes tuples of numbers by xxHash."""
-    first, second, fifth = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    prime1, prime2, prime5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
     size = 2**64
 
     def mix(state: int, number: int) -> int:
-        state = (state + number * second) % size
-        return ((state << 31 | state >> 33) % size) * first % size
+        state = (state + number * prime2) % size
+        return ((state << 31 | state >> 33) % size) * prime1 % size
 
     offsets: list[list[int]] = []
     number = 0
     while len(offsets) < 100:
         number += 1
-        other = (mix(fifth, 7) - mix(fifth, number)) * pow(second, -1, size) % size
-        if other < 2**61 - 1:
-            offsets.append([number, other])
+        partner = (mix(prime5, 7) - mix(prime5, number)) * pow(prime2, -1, size) % size
+        if partner < 2**61 - 1:
+            offsets.append([number, partner])
     assert len({hash(tuple(offset)) for offset in offsets}) == 1
     tensor = {"dtype": "uint8", "shape": [2**62, 2**62, 0], "chunks": [([*o, 0], [0] * 3) for o in offsets]}
     digest = hashlib.sha256((checkpoint_folder / ".metadata").read_bytes()).hexdigest()
@@ -556,9 +556,9 @@ def test_offsets_chosen_to_have_one_hash_are_refused(checkpoint_folder: Path) ->
 
 
 def test_a_tensor_larger_than_any_file_is_refused(checkpoint_folder: Path) -> None:
-    def enlarge(found: Metadata) -> Metadata:
-        found.state_dict_metadata["weight"].size = torch.Size([2**40] * 8)
-        return found
+    def enlarge(index: Metadata) -> Metadata:
+        index.state_dict_metadata["weight"].size = torch.Size([2**40] * 8)
+        return index
 
     rewrite(checkpoint_folder, enlarge)
     with pytest.raises(UserError, match="'weight' is larger than any file"):
@@ -575,8 +575,8 @@ def test_patches_end_with_the_block(tmp_path: Path) -> None:
 
 
 def test_errors_of_libraries_are_one_message(tmp_path: Path) -> None:
-    told = r"cannot be loaded as a checkpoint of this model \(KeyError: 'x'\)"
-    with pytest.raises(UserError, match=told), plain_loading(tmp_path):
+    message = r"cannot be loaded as a checkpoint of this model \(KeyError: 'x'\)"
+    with pytest.raises(UserError, match=message), plain_loading(tmp_path):
         raise KeyError("x")
 
 
@@ -587,7 +587,7 @@ def test_a_file_that_is_too_short_is_one_message(checkpoint_folder: Path) -> Non
         load(checkpoint_folder)
 
 
-def test_files_of_a_checkpoint_that_are_no_regular_files_are_damage(checkpoint_folder: Path) -> None:
+def test_irregular_files_of_a_checkpoint_are_reported_as_damage(checkpoint_folder: Path) -> None:
     contents = read_contents(checkpoint_folder)
     (name,) = contents.ends
     (checkpoint_folder / name).unlink()

@@ -1,7 +1,7 @@
 """``rpg-megatron plan``: figures that are published or can be counted by hand, the command, and no torch.
 
-Why: a plan is believed because its exact parts are exact. Not covered: how near the estimates come to real
-ranks (tests/distributed/test_plan_memory); whatever a GPU adds was never measured.
+Why: users trust a plan because its exact parts are exact. Not covered: how close the estimates are to real
+ranks (tests/distributed/test_plan_memory); what a GPU adds was never measured.
 """
 
 from __future__ import annotations
@@ -120,15 +120,15 @@ def test_bytes_per_parameter_are_the_published_numbers() -> None:
 def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Path]) -> None:
     settings = load_settings(write(LLAMA_8B))
     shape = read_model_shape(settings.model.path)
-    one = engine_memory(settings, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
-    assert one.kv_bytes_per_token == 128 * 1024
+    single = engine_memory(settings, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
+    assert single.kv_bytes_per_token == 128 * 1024
     wide = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 16})})
-    more = engine_memory(wide, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
-    assert more.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
+    sharded = engine_memory(wide, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
+    assert sharded.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
 
 
 def nccl_of(plan: Plan) -> int:
-    """Of the largest rank."""
+    """NCCL memory of the largest rank, in bytes."""
     return sum(part.nbytes for part in plan.largest.parts if part.name == NCCL)
 
 
@@ -163,11 +163,11 @@ def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> N
 
 
 def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsys) -> None:
-    """8B, two ranks, two engines: what is held in each turn, by hand."""
+    """8B, two ranks, two engines: memory held in each turn, counted by hand."""
     weights, n = 16_381_470_720, 8_190_735_360
-    told = {"colocated": True, "replicas": 2, "kv_cache_gib": 20}
+    colocated = {"colocated": True, "replicas": 2, "kv_cache_gib": 20}
     ipc = {"bridge": {"transport": "cuda_ipc"}}
-    plan = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **ipc), "b200-180")
+    plan = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **ipc), "b200-180")
     apart = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine={"replicas": 2}, **ipc), "b200-180")
     assert plan.shared_gpu is not None
     assert apart.shared_gpu is None
@@ -176,10 +176,10 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     assert nccl_of(plan) == nccl
     assert plan.shared_gpu.total("rollout") == 2 * weights + 20 * GIB + rest + nccl
     assert plan.shared_gpu.total("update") == apart.largest.peak + GRAPHS + RESERVE
-    # A worker reads the replica on its own card: where that is two cards, the other's worker reads here too.
-    cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **ipc), "b200-180")
+    # A worker reads the replica on its own card. With two cards, the other card's worker reads here too.
+    cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **ipc), "b200-180")
     far = {"bridge": {"transport": "process_group"}}
-    less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=told, **far), "b200-180")
+    less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **far), "b200-180")
     assert cut.shared_gpu.total("rollout") == less.shared_gpu.total("rollout") + GIB // 2
     assert plan.need == plan.shared_gpu.peak > apart.rank_total
     parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
@@ -188,31 +188,31 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     assert plan.engine.kv_cache == 20 * GIB
     # Messages are in host memory.
     sent = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
-    over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=told, **sent), "b200-180")
+    over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **sent), "b200-180")
     assert over_host.shared_gpu.total("rollout") == plan.shared_gpu.total("rollout")
-    # Each turn by itself may be too much.
+    # Each turn alone may exceed the card's memory.
     for settings, gpu, problem in (
         (
-            {"engine": told | {"kv_cache_gib": 150}},
+            {"engine": colocated | {"kv_cache_gib": 150}},
             "b200-180",
             "while engines sample,.*lower engine.kv_cache",
         ),
-        ({"engine": told}, "h100-80", "during an update a GPU holds .*h100-80 has"),
+        ({"engine": colocated}, "h100-80", "during an update a GPU holds .*h100-80 has"),
     ):
-        (found,) = plan_of(write(QWEN3_8B, parallel={"data": 2}, **settings, **ipc), gpu).problems
-        assert re.search(problem, found)
-    file = write(QWEN3_8B, parallel={"data": 2}, engine=told, **ipc)
+        (message,) = plan_of(write(QWEN3_8B, parallel={"data": 2}, **settings, **ipc), gpu).problems
+        assert re.search(problem, message)
+    file = write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **ipc)
     with pytest.raises(SystemExit):
         cli.main(["plan", str(file)])
     overrides = re.search(r"smallest layout that fits: .*: (parallel.*)", capsys.readouterr().out)[1].split()
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(file), "--json", *overrides])
-    assert left.value.code == 0
+    assert exit_info.value.code == 0
     assert json.loads(capsys.readouterr().out)["card"]["update"] < gpu_bytes("h100-80")
 
 
 def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
-    """The optimizer's state has a second place there, which it leaves free only while engines sample."""
+    """Parked optimizer state needs a second allocation there; the first is free only while engines sample."""
     cpu = {"device": "cpu", "precision": {"dtype": "float32"}}
     target = Target("cpu", "x", 64 * GIB)
     plans = [
@@ -250,10 +250,10 @@ def test_vllm_arguments_are_read(write: Callable[..., Path]) -> None:
 def test_the_ranks_together_hold_the_model(write: Callable[..., Path], config, parallel) -> None:
     plan = plan_of(write(config, parallel=parallel))
     shape, sizes = plan.shape, plan.settings.parallel
-    held = sum(r.parameters for r in plan.ranks if r.publishes) * sizes.tensor
+    total = sum(r.parameters for r in plan.ranks if r.publishes) * sizes.tensor
     norms = shape.num_layers * (2 * shape.hidden_size + 2 * shape.head_dim) + shape.hidden_size
     twice = shape.vocab_size * shape.hidden_size if shape.tied_embeddings and sizes.pipeline > 1 else 0
-    assert held == plan.parameters + (sizes.tensor - 1) * norms + twice
+    assert total == plan.parameters + (sizes.tensor - 1) * norms + twice
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_the_larger_the_layout_the_smaller_the_rank(write: Callable[..., Path]) 
     assert peak() > peak(tensor=2) > peak(tensor=2, sequence=True) > peak(tensor=4, sequence=True)
     assert peak(data=2) < peak()  # the distributed optimizer
     assert peak(context=2) < peak()  # half the tokens, and the distributed optimizer
-    kept = {"memory": {"recompute": "none"}}
-    longer = plan_of(write(QWEN3_8B, training={"tokens_per_microbatch": 16384}, **kept))
-    assert longer.largest.peak > plan_of(write(QWEN3_8B, **kept)).largest.peak
+    no_recompute = {"memory": {"recompute": "none"}}
+    longer = plan_of(write(QWEN3_8B, training={"tokens_per_microbatch": 16384}, **no_recompute))
+    assert longer.largest.peak > plan_of(write(QWEN3_8B, **no_recompute)).largest.peak
 
 
 def test_recomputed_activations_are_smaller(write: Callable[..., Path]) -> None:
@@ -316,16 +316,16 @@ def test_recomputed_activations_are_smaller(write: Callable[..., Path]) -> None:
 
 def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], capsys) -> None:
     file = write(QWEN3_8B)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(file), "--json"])
-    assert left.value.code == 1
-    told = json.loads(capsys.readouterr().out)
-    assert not told["fits"]
-    assert "a trainer rank needs" in told["problems"][0]
-    overrides = told["suggestion"]["parallel"].split()
-    with pytest.raises(SystemExit) as left:
+    assert exit_info.value.code == 1
+    output = json.loads(capsys.readouterr().out)
+    assert not output["fits"]
+    assert "a trainer rank needs" in output["problems"][0]
+    overrides = output["suggestion"]["parallel"].split()
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(file), *overrides])
-    assert left.value.code == 0
+    assert exit_info.value.code == 0
     assert "fits" in capsys.readouterr().out
     settings = load_settings(file)
     best = smallest(settings, read_model_shape(settings.model.path), Target("cuda", "x", 80 * GIB))
@@ -341,28 +341,30 @@ def test_an_engine_that_does_not_fit_is_told(write: Callable[..., Path], capsys)
     file = write(big, parallel={"tensor": 8, "pipeline": 8, "sequence": True})
     with pytest.raises(SystemExit):
         cli.main(["plan", str(file), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert any("raise engine.tensor" in problem for problem in told["problems"])
+    output = json.loads(capsys.readouterr().out)
+    assert any("raise engine.tensor" in problem for problem in output["problems"])
     with pytest.raises(SystemExit):
-        cli.main(["plan", str(file), "--json", f"engine.tensor={told['suggestion']['engine.tensor']}"])
+        cli.main(["plan", str(file), "--json", f"engine.tensor={output['suggestion']['engine.tensor']}"])
     assert json.loads(capsys.readouterr().out)["engine"]["full_sequences"] >= 1
 
 
-def test_sweep_lists_every_layout_of_as_many_ranks_the_best_first(write, capsys) -> None:
+def test_sweep_lists_all_layouts_best_first(write, capsys) -> None:
     file = write(QWEN3_8B, parallel={"tensor": 8, "sequence": True}, **TWO_NODES)
     with pytest.raises(SystemExit):
         cli.main(["plan", str(file), "--sweep", "--json"])
     swept = json.loads(capsys.readouterr().out)["sweep"]
     sizes = {(c["tensor"], c["pipeline"], c["context"], c["data"]) for c in swept}
-    two = (1, 2, 4, 8)
-    assert sizes == {(t, p, c, 8 // (t * p * c)) for t in two for p in two for c in two if t * p * c <= 8}
+    powers = (1, 2, 4, 8)
+    assert sizes == {
+        (t, p, c, 8 // (t * p * c)) for t in powers for p in powers for c in powers if t * p * c <= 8
+    }
     fits = [c["fits"] for c in swept]
     assert fits == sorted(fits, reverse=True)
     assert True in fits
     assert False in fits
 
 
-def test_a_layout_that_the_model_cannot_be_cut_into_is_one_message(write: Callable[..., Path]) -> None:
+def test_a_layout_that_does_not_fit_the_model_is_one_message(write: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match="tensor=3 does not divide the model's 32 attention heads"):
         plan_of(write(QWEN3_8B, parallel={"tensor": 3}))
 
@@ -377,7 +379,7 @@ def test_an_unknown_card_is_one_message() -> None:
         gpu_bytes("h100")
 
 
-def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
+def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(
     write: Callable[..., Path],
 ) -> None:
     file = write(QWEN3_8B, parallel={"tensor": 4, "sequence": True})
@@ -390,7 +392,7 @@ def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     printed = {}
     for columns in ("80", ""):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code, "plan", str(file), "--sweep"],
             env=environment | ({"COLUMNS": columns} if columns else {}),
             capture_output=True,
@@ -398,12 +400,12 @@ def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
             check=False,
             timeout=60,
         )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "\x1b" not in done.stdout
+        assert (process.returncode, process.stderr) == (0, "")
+        assert "\x1b" not in process.stdout
         for word in ("activations", "KV cache", "exact", "estimated", "layouts, best first"):
-            assert word in done.stdout
-        assert "…" not in done.stdout
-        printed[columns] = [line for line in done.stdout.splitlines() if not line.startswith("best:")]
+            assert word in process.stdout
+        assert "…" not in process.stdout
+        printed[columns] = [line for line in process.stdout.splitlines() if not line.startswith("best:")]
     assert max(map(len, printed["80"])) <= 80
     # Without a width a row is one line, so that grep and a log show it whole.
     facts = ("model ", "policy ", "layers ", "engines ", "GPUs ", "step ", "update ")
@@ -411,10 +413,10 @@ def test_the_tables_fit_80_columns_and_are_plain_unwrapped_rows_in_a_pipe(
 
 
 def test_the_quickstart_fits_this_machine(capsys) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(EXAMPLES / "quickstart.yaml")])
     out = capsys.readouterr().out
-    assert left.value.code == 0
+    assert exit_info.value.code == 0
     assert re.search(r"all processes +\d", out)
 
 
@@ -463,11 +465,11 @@ def test_experts_on_a_whole_node_need_gigabytes_of_buffers(write: Callable[..., 
     shape = read_model_shape(settings.model.path)
     within = trainer_communicators(settings, shape, 0, fused=True, ranks_per_node=8)
     across = trainer_communicators(settings, shape, 0, fused=True, ranks_per_node=4)
-    sizes = [dict(found)["experts: all-to-all"].nbytes for found in (within, across)]
+    sizes = [dict(communicators)["experts: all-to-all"].nbytes for communicators in (within, across)]
     assert sizes[0] > 2.8 * GIB > 4 * sizes[1]
 
 
-def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(
+def test_a_rank_holds_its_share_of_experts_and_their_state(
     write: Callable[..., Path],
 ) -> None:
     """EP 8 on 16 ranks: two ranks hold the same experts, sixteen the rest."""
@@ -479,8 +481,8 @@ def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(
     assert parts["optimizer"] == 12 * OTHERS // 16 + 12 * EXPERTS // 8 // 2
     split = {"tensor": 2, "sequence": True, "data": 8, "expert": 4, "expert_tensor": 2}
     plan = plan_of(write(QWEN3_30B_A3B, parallel=split))
-    mine = {p.name: p.nbytes for p in plan.largest.parts}["optimizer"]
-    assert mine == 12 * (plan.largest.parameters - EXPERTS // 8) // 8 + 12 * EXPERTS // 8 // 2
+    optimizer = {p.name: p.nbytes for p in plan.largest.parts}["optimizer"]
+    assert optimizer == 12 * (plan.largest.parameters - EXPERTS // 8) // 8 + 12 * EXPERTS // 8 // 2
     # Both tensor ranks of an expert process the tokens that either of them routes.
     assert expert_rows(plan.shape, plan.settings.parallel) == 8
     # At worst all tokens of the 8 ranks choose their 8 experts among the 32 of two ranks.
@@ -491,7 +493,7 @@ def test_a_rank_holds_its_share_of_the_experts_and_the_state_of_those_it_shares(
     assert worker_parameters(plan.shape, 2) == cut // 2 + routers + norms + heads
 
 
-def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Callable[..., Path]) -> None:
+def test_a_rank_may_get_more_tokens_than_its_expert_share(write: Callable[..., Path]) -> None:
     """At worst every token of the 8 ranks has all its 8 experts among the 16 of one: 8 times the rows."""
     full = write(QWEN3_30B_A3B, parallel={"data": 8, "expert": 8}, memory={"recompute": "full"})
     plan = plan_of(full)
@@ -506,11 +508,11 @@ def test_the_experts_of_a_rank_may_get_more_tokens_than_their_share(write: Calla
 def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
     settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}, **TWO_NODES))
     shape = read_model_shape(settings.model.path)
-    found = sweep(settings, shape, Target("cuda", "h100-80", gpu_bytes("h100-80")), 8)
-    sizes = {plan.settings.parallel.expert for plan in found}
+    plans = sweep(settings, shape, Target("cuda", "h100-80", gpu_bytes("h100-80")), 8)
+    sizes = {plan.settings.parallel.expert for plan in plans}
     assert sizes == {1, 2, 4, 8}
-    assert found[0].fits
-    assert "parallel.expert=8" in found[0].overrides
+    assert plans[0].fits
+    assert "parallel.expert=8" in plans[0].overrides
 
 
 def test_an_impossible_layout_of_experts_is_refused(write: Callable[..., Path]) -> None:

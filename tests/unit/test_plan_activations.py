@@ -1,7 +1,7 @@
-"""What ``plan`` counts of Transformer Engine's layers, against figures written out by hand.
+"""``plan``'s figures for Transformer Engine's layers equal figures written out by hand.
 
-Why: no GPU checks these figures, so each term stands here by itself. Not covered: that the packages' sources
-were read rightly (docs/plan.md names the places); Megatron's own layers, which are measured
+Why: no GPU checks these figures, so each term is tested by itself. Not covered: that the packages' sources
+were read correctly (docs/plan.md names the places); Megatron's own layers, which are measured
 (tests/distributed/test_plan_memory).
 """
 
@@ -101,9 +101,9 @@ def test_qwen3_8b_in_numbers() -> None:
         "full": TOKENS * (36 * 4096 + head),
     }
     assert [round(b / 2**30, 1) for b in plan.activations.values()] == [42.7, 17.4, 2.7]
-    own = plan_of("model.implementation=local")
-    assert own.implementation == "local"
-    assert own.activations["none"] / plan.activations["none"] == pytest.approx(1.878, abs=0.001)
+    local = plan_of("model.implementation=local")
+    assert local.implementation == "local"
+    assert local.activations["none"] / plan.activations["none"] == pytest.approx(1.878, abs=0.001)
 
 
 def test_how_cuts_change_them() -> None:
@@ -114,35 +114,35 @@ def test_how_cuts_change_them() -> None:
         # Two micro-batches of half the layers; the head is on the other rank.
         assert plan_of("parallel.pipeline=2").activations[kind] == nbytes - head
     # Without sequence parallelism the stream and what norms give are whole: 4 tensors a layer, and 1/rms.
-    whole = plan_of("parallel.sequence=false").activations["none"] - plan.activations["none"]
-    assert whole == TOKENS * (36 * (4 * 4096 + 2 * 2) + 4096 + 2)
+    difference = plan_of("parallel.sequence=false").activations["none"] - plan.activations["none"]
+    assert difference == TOKENS * (36 * (4 * 4096 + 2 * 2) + 4096 + 2)
 
 
 def test_fp8_counts_its_layers_and_the_weights_second_form() -> None:
     saved = {"none": 4096 + 4096 + 12_288, "fp8": 2112 + 2112 + 6336}
-    plain, all_of_them = plan_of(), plan_of("precision.fp8={recipe: blockwise}")
-    less = plain.activations["none"] - all_of_them.activations["none"]
+    plain, all_fp8 = plan_of(), plan_of("precision.fp8={recipe: blockwise}")
+    less = plain.activations["none"] - all_fp8.activations["none"]
     assert less == TOKENS * 36 * (saved["none"] - saved["fp8"])
-    assert plain.activations["full"] == all_of_them.activations["full"]
+    assert plain.activations["full"] == all_fp8.activations["full"]
     ends = plan_of("precision.fp8={recipe: blockwise, first_last_bf16: 2}")
     assert plain.activations["none"] - ends.activations["none"] == less * 32 // 36
     linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2  # of one layer on one rank
-    assert part(all_of_them, "weights in FP8") == 2 * 36 * linear
+    assert part(all_fp8, "weights in FP8") == 2 * 36 * linear
     assert part(ends, "weights in FP8") == 2 * 32 * linear
     cut = plan_of("precision.fp8={recipe: blockwise, first_last_bf16: 2}", "parallel.pipeline=2")
     assert part(cut, "weights in FP8") == 2 * 16 * linear
     served = plan_of("precision.fp8={recipe: blockwise, parameters: true}")
     assert part(served, "weights in bfloat16, for engines") == 2 * 36 * linear
-    assert served.rank_total == all_of_them.rank_total
+    assert served.rank_total == all_fp8.rank_total
 
 
-def test_on_a_shared_card_only_what_stays_counts_while_engines_sample() -> None:
+def test_on_a_shared_card_only_state_that_stays_counts() -> None:
     """Weights in FP8 are dropped with the gradients; FP8 parameters stay, like their copies."""
     shared = ["engine={colocated: true, replicas: 2, kv_cache_gib: 10}", "parallel.data=2"]
     ipc = ["bridge={transport: cuda_ipc}"]
     card = [
-        plan_of(*shared, *ipc, *more, gpu="b200-180").shared_gpu.total("rollout")
-        for more in ([], ["precision.fp8={}"], ["precision.fp8={parameters: true}"])
+        plan_of(*shared, *ipc, *precision, gpu="b200-180").shared_gpu.total("rollout")
+        for precision in ([], ["precision.fp8={}"], ["precision.fp8={parameters: true}"])
     ]
     linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2
     assert [c - card[0] for c in card] == [0, 0, 2 * 36 * linear]
@@ -161,24 +161,24 @@ def test_fp8_fills_up_micro_batches_and_needs_its_cards() -> None:
 
 def test_layers_are_chosen_as_the_policy_chooses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    seen = set()
-    for device, dtype, wanted in product(
+    results = set()
+    for device, dtype, implementation in product(
         ("cpu", "cuda"), ("float32", "bfloat16"), ("auto", "local", "transformer_engine")
     ):
-        if wanted == "transformer_engine" and (device, dtype) != ("cuda", "bfloat16"):
+        if implementation == "transformer_engine" and (device, dtype) != ("cuda", "bfloat16"):
             continue  # refused
         settings = Settings.model_validate(
             {
                 "device": device,
-                "model": {"path": str(QWEN3_8B), "implementation": wanted},
+                "model": {"path": str(QWEN3_8B), "implementation": implementation},
                 "data": {"path": "none"},
                 "precision": {"dtype": dtype},
             }
         )
         expected = uses_transformer_engine(settings, torch.device(device))
         assert uses_fused_layers(settings, device) == expected
-        seen.add(expected)
-    assert seen == {True, False}
+        results.add(expected)
+    assert results == {True, False}
     # The card that is named decides, not the device of the settings.
     settings = load_settings(EXAMPLES / "quickstart.yaml", [f"model.path={QWEN3_8B}", "precision={}"])
     target = Target("cuda", "h100-80", gpu_bytes("h100-80"))

@@ -71,9 +71,9 @@ def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
     assert "GPUs 16: 8 for trainer ranks, 8 for engine workers; 2 nodes: 2 of 4 ranks + 4 workers" in out
     out = " ".join(command(capsys, str(QWEN3_8B), "engine.colocated=true", "engine.kv_cache_gib=4").split())
     assert "GPUs 8, shared by 8 trainer ranks and 8 engine workers; 1 node: 1 of 8 ranks + 8 work" in out
-    told = json.loads(command(capsys, str(QWEN3_8B), "--json"))
-    assert told["gpus"]["total"] == 16
-    assert told["implementation"] == "transformer_engine"
+    output = json.loads(command(capsys, str(QWEN3_8B), "--json"))
+    assert output["gpus"]["total"] == 16
+    assert output["implementation"] == "transformer_engine"
 
 
 def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
@@ -81,18 +81,18 @@ def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
     first = plan_of("parallel={data: 8}")
     size = first.rank_total + int(0.54 * GIB)
     target = Target("cuda", str(size), size)
-    found = sweep(load_settings(QWEN3_8B), first.shape, target, 8)
-    assert found[0].left >= ROOM
-    tight = [plan for plan in found if plan.fits and plan.left < ROOM]
+    plans = sweep(load_settings(QWEN3_8B), first.shape, target, 8)
+    assert plans[0].left >= ROOM
+    tight = [plan for plan in plans if plan.fits and plan.left < ROOM]
     assert first.settings.parallel in [p.settings.parallel for p in tight]
     assert all(p.tight and any("of a GPU are left" in w for w in p.warnings) for p in tight)
-    order = [(plan.fits, plan.left >= ROOM) for plan in found]
+    order = [(plan.fits, plan.left >= ROOM) for plan in plans]
     assert order == sorted(order, reverse=True)
     out = command(capsys, str(QWEN3_8B), "--sweep", "--gpu", str(size))
     assert "tight: less than 4.00 GiB of a GPU left" in out
     assert "best: parallel.tensor=2 parallel.pipeline=1 parallel.context=1" in out
-    told = json.loads(command(capsys, str(QWEN3_8B), "--sweep", "--json", "--gpu", str(size)))
-    assert [c["tight"] for c in told["sweep"] if c["fits"] and c["left_bytes"] < ROOM] == [True] * len(tight)
+    data = json.loads(command(capsys, str(QWEN3_8B), "--sweep", "--json", "--gpu", str(size)))
+    assert [c["tight"] for c in data["sweep"] if c["fits"] and c["left_bytes"] < ROOM] == [True] * len(tight)
 
 
 def test_where_every_layout_is_tight_none_is_called_best(capsys) -> None:
@@ -145,11 +145,11 @@ def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
     assert sampled == 8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 17
     assert held == (8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 25) // 2
     assert moved == 2 * (2048 * 28 + 2048 * 9216 * 8)
-    alone = plan_of(
+    without_broadcast = plan_of(
         "parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "checkpoint.every=null"
     ).host
-    assert len(alone) == 2  # leaders broadcast to nobody
-    assert alone[1].nbytes == held  # four of eight leaders
+    assert len(without_broadcast) == 2  # leaders broadcast to nobody
+    assert without_broadcast[1].nbytes == held  # four of eight leaders
     assert broadcast_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8
     assert broadcast_bytes(5, 100, 3) == 2 * 28 + 34 * 8
 
@@ -199,10 +199,10 @@ def test_trajectories_take_what_is_planned() -> None:
 
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    kept = [make(i) for i in range(number)]
+    trajectories = [make(i) for i in range(number)]
     measured = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert len(kept) == number
+    assert len(trajectories) == number
     assert batch_bytes(number, number * prompt, number * response) == pytest.approx(measured, rel=0.02)
 
 

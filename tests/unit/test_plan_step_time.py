@@ -1,7 +1,7 @@
-"""Estimated times of a step: equal to what is counted by hand, and in proportion to what bounds them.
+"""Estimated step times equal values counted by hand, and are proportional to the limiting resource.
 
-Why: nobody can check such a table against a GPU beforehand, so its arithmetic has to be beyond doubt and its
-assumptions in sight. Not covered: whether a real step takes that long; nothing was timed.
+Why: nobody can check such a table against a GPU beforehand, so its arithmetic must be correct and its
+assumptions visible. Not covered: whether a real step takes that long; nothing was timed.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def seconds(name: Name, *assumed: str, overrides: tuple[str, ...] = ()) -> float
     return steps(*assumed, overrides=overrides)[0].seconds(name)
 
 
-def test_a_decode_step_reads_weights_and_the_keys_and_values_of_its_batch() -> None:
-    """128 responses on an engine, 64 at once; half a response's keys and values are there on average."""
-    found = seconds("rollout", "memory_bandwidth=1e12", "peak_bf16=1e30")
+def test_a_decode_step_reads_weights_and_the_kv_cache() -> None:
+    """128 responses on an engine, 64 at once; on average half of a response's KV cache is filled."""
+    rollout = seconds("rollout", "memory_bandwidth=1e12", "peak_bf16=1e30")
     context, kv = 256 + 4096, 2 * 36 * 8 * 128 * 2
-    one = (2 * (LAYERS + HEAD) + 64 * context * kv) / 1e12
-    assert found == pytest.approx(128 / 64 * 8192 * one, rel=1e-9)
+    step_seconds = (2 * (LAYERS + HEAD) + 64 * context * kv) / 1e12
+    assert rollout == pytest.approx(128 / 64 * 8192 * step_seconds, rel=1e-9)
 
 
 def test_decoding_is_bound_by_flops_where_memory_is_fast() -> None:
@@ -83,28 +83,26 @@ def test_decoding_is_bound_by_flops_where_memory_is_fast() -> None:
 def test_the_longest_response_ends_alone() -> None:
     """Half of the limit on average: one response goes on from 4,096 to 8,192 tokens."""
     tail = seconds("rollout: tail", "response_mean=0.5", "memory_bandwidth=1e12", "peak_bf16=1e30")
-    one = (2 * (LAYERS + HEAD) + (256 + 4096 + 2048) * 147_456) / 1e12
-    assert tail == pytest.approx(4096 * one, rel=1e-9)
+    step_seconds = (2 * (LAYERS + HEAD) + (256 + 4096 + 2048) * 147_456) / 1e12
+    assert tail == pytest.approx(4096 * step_seconds, rel=1e-9)
     assert seconds("rollout: tail") == 0
     assert seconds("rollout: tail", "decode_overhead=0.01", "response_mean=0.5") > 40
 
 
 def test_log_probs_are_one_forward_pass_attention_included() -> None:
-    each = 2 * (LAYERS + HEAD) * LENGTH + 2 * LENGTH**2 * 4096 * 36
-    assert seconds("log-probs", "peak_bf16=1e15") == pytest.approx(128 * each / 1e15, rel=1e-9)
+    flops = 2 * (LAYERS + HEAD) * LENGTH + 2 * LENGTH**2 * 4096 * 36
+    assert seconds("log-probs", "peak_bf16=1e15") == pytest.approx(128 * flops / 1e15, rel=1e-9)
     swapped = 4 * WEIGHTS / HOST_LINK
-    held = seconds("log-probs", "peak_bf16=1e15", overrides=("anchor.type=fixed",))
-    assert held == pytest.approx(256 * each / 1e15 + swapped, rel=1e-9)
+    with_anchor = seconds("log-probs", "peak_bf16=1e15", overrides=("anchor.type=fixed",))
+    assert with_anchor == pytest.approx(256 * flops / 1e15 + swapped, rel=1e-9)
     assert seconds("log-probs", "peak_bf16=1e30", overrides=("anchor.type=fixed",)) == pytest.approx(swapped)
 
 
 @pytest.mark.parametrize(
     ("recompute", "layers", "mlp"), [("none", 3, 0), ("selective", 3, 1), ("full", 4, 0)]
 )
-def test_an_update_is_forward_backward_and_what_is_computed_again(
-    recompute: str, layers: int, mlp: int
-) -> None:
-    found = seconds(
+def test_an_update_is_forward_backward_and_recomputation(recompute: str, layers: int, mlp: int) -> None:
+    update = seconds(
         "update",
         "peak_bf16=1e15",
         "memory_bandwidth=1e30",
@@ -114,7 +112,7 @@ def test_an_update_is_forward_backward_and_what_is_computed_again(
     )
     linear = 2 * LENGTH * (layers * LAYERS + mlp * 36 * 3 * 4096 * 12288 + 4 * HEAD)
     attention = layers * 2 * LENGTH**2 * 4096 * 36
-    assert found == pytest.approx(128 * (linear + attention) / 1e15, rel=1e-9)
+    assert update == pytest.approx(128 * (linear + attention) / 1e15, rel=1e-9)
 
 
 def test_optimizer_and_reduction_of_gradients() -> None:
@@ -125,8 +123,8 @@ def test_optimizer_and_reduction_of_gradients() -> None:
         4 * moved / 1e9 / LINK_EFFICIENCY
     )
     read = 30 * WEIGHTS / 2 / 8
-    found = seconds("update", "peak_bf16=1e30", "nvlink=1e30", "memory_bandwidth=1e12")
-    assert found == pytest.approx(4 * read / 1e12, rel=1e-6)
+    update = seconds("update", "peak_bf16=1e30", "nvlink=1e30", "memory_bandwidth=1e12")
+    assert update == pytest.approx(4 * read / 1e12, rel=1e-6)
     hidden = seconds("update", "memory_bandwidth=1e30")
     assert seconds("update", "memory_bandwidth=1e30", overrides=off) > hidden
 
@@ -156,29 +154,29 @@ def test_every_pass_over_the_batch_takes_its_time() -> None:
 
 def test_a_sync_takes_as_long_as_the_busiest_end() -> None:
     """Engines take turns with the replicas; a replica's ranks share the work; a worker receives its own."""
-    whole = WEIGHTS / 1e9 / LINK_EFFICIENCY
+    one_copy = WEIGHTS / 1e9 / LINK_EFFICIENCY
 
     def group(data: int, tensor: int, engines: int) -> float:
         layout = f"parallel={{tensor: {tensor}, data: {data}}}"
         return seconds("sync", "network=1e9", overrides=(layout, f"engine.replicas={engines}"))
 
-    assert group(1, 1, 8) == pytest.approx(8 * whole, rel=1e-3)
-    assert group(1, 4, 8) == pytest.approx(2 * whole, rel=1e-3)
-    assert group(2, 2, 8) == pytest.approx(2 * whole, rel=1e-3)
-    assert group(4, 1, 9) == pytest.approx(3 * whole, rel=1e-3)
-    assert group(8, 1, 8) == pytest.approx(whole, rel=1e-3)
-    assert group(2, 4, 1) == pytest.approx(whole, rel=1e-3)
+    assert group(1, 1, 8) == pytest.approx(8 * one_copy, rel=1e-3)
+    assert group(1, 4, 8) == pytest.approx(2 * one_copy, rel=1e-3)
+    assert group(2, 2, 8) == pytest.approx(2 * one_copy, rel=1e-3)
+    assert group(4, 1, 9) == pytest.approx(3 * one_copy, rel=1e-3)
+    assert group(8, 1, 8) == pytest.approx(one_copy, rel=1e-3)
+    assert group(2, 4, 1) == pytest.approx(one_copy, rel=1e-3)
     bounds = [steps(overrides=(f"engine={{replicas: {n}}}",))[0].phases[4].bound for n in (16, 8)]
     assert bounds == ["network, busiest sender", "network, an engine worker"]
     assert seconds("sync", "nvlink=1e9", overrides=(*COLOCATED, "bridge.transport=cuda_ipc")) == (
-        pytest.approx(whole, rel=1e-3)
+        pytest.approx(one_copy, rel=1e-3)
     )
 
 
 def test_a_shared_gpu_is_handed_over_twice() -> None:
     """12 bytes of state for each parameter, over eight replicas, there and back."""
-    found = seconds("handover", overrides=COLOCATED)
-    assert found == pytest.approx(2 * (HANDOVER + 12 * WEIGHTS / 2 / 8 / HOST_LINK), rel=1e-6)
+    handover = seconds("handover", overrides=COLOCATED)
+    assert handover == pytest.approx(2 * (HANDOVER + 12 * WEIGHTS / 2 / 8 / HOST_LINK), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_placements_add_up() -> None:
 AHEAD = ("rollout.ahead=1", "correction.type=truncate")
 
 
-def test_sampling_ahead_takes_the_longer_of_generation_and_training() -> None:
+def test_sampling_ahead_takes_the_longer_of_both_phases() -> None:
     assumed = ("response_mean=0.4", "step_overhead=3")
     turns, beside = steps(*assumed)[0], steps(*assumed, overrides=AHEAD)[0]
     drained = steps(*assumed, overrides=(*AHEAD, "rollout.inflight=drain"))[0]
@@ -269,21 +267,21 @@ def test_a_colocated_run_is_compared_with_halves() -> None:
 
 
 def command(capsys, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(QWEN3_8B), *arguments])
     captured = capsys.readouterr()
-    return left.value.code, captured.out, captured.err  # type: ignore[return-value]
+    return exit_info.value.code, captured.out, captured.err  # type: ignore[return-value]
 
 
 def test_the_command_says_where_each_number_comes_from(capsys) -> None:
     code, out, _ = command(capsys, "--json", "--assume", "train-mfu=0.5", "--assume", "nvlink=2e11")
-    told = json.loads(out)["step_time"]
-    assert (code, told["measured"]) == (0, False)
-    assumed = told["assumptions"]
+    times = json.loads(out)["step_time"]
+    assert (code, times["measured"]) == (0, False)
+    assumed = times["assumptions"]
     assert assumed["train_mfu"] == {"value": 0.5, "source": "as set"}
     assert assumed["memory_bandwidth"] == {"value": 3.35e12, "source": "data sheet"}
     assert assumed["score_mfu"]["source"] == "assumed"
-    first = told["placements"][0]
+    first = times["placements"][0]
     assert first["placement"] == "by turns"
     assert sum(p["seconds"] for p in first["phases"]) == pytest.approx(first["step_seconds"])
     assert first["tokens_per_second"] == pytest.approx(first["trained_tokens"] / first["step_seconds"])
@@ -330,17 +328,17 @@ def test_times_are_of_gpus(capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", str(quickstart), "--json"])
     assert json.loads(capsys.readouterr().out)["step_time"] is None
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(quickstart), "--assume", "network=1e9"])
     err = capsys.readouterr().err
-    assert (left.value.code, err.count("\n")) == (2, 1)
+    assert (exit_info.value.code, err.count("\n")) == (2, 1)
     assert "time is estimated for GPUs only" in err
 
 
 QWEN3_30B_A3B = Path(__file__).parents[2] / "examples" / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"
 
 
-def test_a_token_of_a_mixture_costs_its_experts_and_their_exchange() -> None:
+def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
     """Log-probs at full speed: 8 of 128 experts and the router; at EP 8, 7 of 8 rows go to other GPUs."""
     plan = make_plan(load_settings(QWEN3_30B_A3B, ["anchor.type=old"]), "h100-80")
     layer = 2048 * (2 * 4096 + 2 * 512 + 3 * 8 * 768 + 128)
@@ -352,8 +350,8 @@ def test_a_token_of_a_mixture_costs_its_experts_and_their_exchange() -> None:
         ("FLOP/s, 1 pass", ["peak_bf16=1e15", "nvlink=1e30"], per_gpu * flops / 1e15),
         ("exchange of tokens, 1 pass", ["peak_bf16=1e30", "nvlink=1e11"], per_gpu * sent / 1e11),
     ):
-        found = step_times(plan, assume("h100-80", [*PLAIN, *options]).values)[0]
-        phase = next(p for p in found.phases if p.name == "log-probs")
+        step = step_times(plan, assume("h100-80", [*PLAIN, *options]).values)[0]
+        phase = next(p for p in step.phases if p.name == "log-probs")
         assert phase.seconds == pytest.approx(seconds, rel=1e-9)
         assert phase.bound == name
 
@@ -371,5 +369,5 @@ def test_decoding_reads_the_experts_that_a_batch_chooses() -> None:
         chosen = 128 * (1 - (1 - 8 / 128) ** batch)
         layer = 2048 * (2 * 4096 + 2 * 512 + 3 * chosen * 768 + 128)
         read = 2 * (48 * layer + 2048 * 151936) / 2 + batch * context * 2 * 48 * 2 * 128 * 2
-        one = read / 1e12 + 2 * 48 * ALLREDUCE
-        assert seconds == pytest.approx(sequences / batch * 8192 * one, rel=1e-6)
+        step_seconds = read / 1e12 + 2 * 48 * ALLREDUCE
+        assert seconds == pytest.approx(sequences / batch * 8192 * step_seconds, rel=1e-6)

@@ -80,28 +80,30 @@ def shape_of(checkpoint: Path, **changes: Any) -> ModelShape:
 def test_recipe_reaches_model_gradients_and_optimizer(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fp8: FP8Settings | None, fields: dict[str, Any]
 ) -> None:
-    wanted = PrecisionSettings(fp8=fp8)
+    settings = PrecisionSettings(fp8=fp8)
     shape = shape_of(checkpoint, num_layers=4)
-    config = transformer_config(shape, ParallelSettings(), wanted, device=CUDA)
+    config = transformer_config(shape, ParallelSettings(), settings, device=CUDA)
     assert {name: getattr(config, name) for name in fields} == fields
-    on_cpu = transformer_config(shape, ParallelSettings(), wanted)
+    on_cpu = transformer_config(shape, ParallelSettings(), settings)
     assert (on_cpu.fp8, on_cpu.fp8_param, on_cpu.first_last_layers_bf16) == (None, False, False)
     assert (config.bf16, config.params_dtype) == (True, torch.bfloat16)
 
-    seen: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
     monkeypatch.setattr(
-        optimizer, "DistributedDataParallel", lambda _, ddp, chunk, disable_bucketing: seen.update(ddp=ddp)
+        optimizer,
+        "DistributedDataParallel",
+        lambda _, ddp, chunk, disable_bucketing: captured.update(ddp=ddp),
     )
     monkeypatch.setattr(
         optimizer,
         "get_megatron_optimizer",
-        lambda config, *_, **__: seen.update(optimizer=config) or SimpleNamespace(param_groups=[]),
+        lambda config, *_, **__: captured.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
     chunk: Any = SimpleNamespace(config=config)
-    optimizer.wrap_data_parallel([chunk], OptimizerSettings(), wanted, 1)
-    optimizer.build_optimizer([], OptimizerSettings(), wanted, MemorySettings())
-    assert seen["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)
-    assert seen["optimizer"].fp8_recipe == (fp8.recipe if fp8 else None)
+    optimizer.wrap_data_parallel([chunk], OptimizerSettings(), settings, 1)
+    optimizer.build_optimizer([], OptimizerSettings(), settings, MemorySettings())
+    assert captured["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)
+    assert captured["optimizer"].fp8_recipe == (fp8.recipe if fp8 else None)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +143,10 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
             pack = make_micro_batch(
                 trajectories, torch.device("cpu"), align=align, context=context, context_rank=rank
             )
-            here = pack.tokens.shape[1]
-            assert here > 0
-            assert here % multiple == 0
-            assert here * context == pack.size
+            local = pack.tokens.shape[1]
+            assert local > 0
+            assert local % multiple == 0
+            assert local * context == pack.size
             assert pack.mask.sum() == sum(lengths)
             # No gap between sequences and nothing behind them: attention asks for no padding.
             assert pack.packed.cu_seqlens_q_padded is None
@@ -152,7 +154,7 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["precision={dtype: float32, fp8: {}}"], "fp8 needs dtype bfloat16, not float32"),
         (["precision.fp8={recipe: delayed, first_last_bf16: 1}"], "recipe delayed does not support layers"),
@@ -168,31 +170,35 @@ def test_every_rank_gets_a_multiple_of_tokens(tmp_path: Path, overrides: list[st
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, overrides: list[str], told: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         settings_of(tmp_path, *overrides)
-    assert told in str(caught.value).splitlines()[0]
+    assert message in str(caught.value).splitlines()[0]
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_layers_are_chosen_by_device_precision_and_what_is_installed(
+def test_layers_depend_on_device_precision_and_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(*overrides: str, here: bool = True, device: torch.device = CUDA) -> bool:
-        monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: object() if here else None)
+    def chosen(*overrides: str, installed: bool = True, device: torch.device = CUDA) -> bool:
+        spec = object() if installed else None
+        monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: spec)
         return precision.uses_transformer_engine(settings_of(tmp_path, *overrides), device)
 
     assert chosen()
-    assert not chosen(here=False)
+    assert not chosen(installed=False)
     assert not chosen("precision.dtype=float32")
     assert not chosen("model.implementation=local")
     assert not chosen(device=torch.device("cpu"))
     assert not chosen("precision.fp8={}", "device=cpu", device=torch.device("cpu"))
-    for wanted, other in (("precision.fp8={}", "null"), ("model.implementation=transformer_engine", "local")):
+    for override, alternative in (
+        ("precision.fp8={}", "null"),
+        ("model.implementation=transformer_engine", "local"),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        assert chosen(wanted)
-        with pytest.raises(UserError, match=f"transformer_engine is not installed.*={other}$"):
-            chosen(wanted, here=False)
+        assert chosen(override)
+        with pytest.raises(UserError, match=f"transformer_engine is not installed.*={alternative}$"):
+            chosen(override, installed=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, and FP8 training needs 9\.0"):
@@ -202,8 +208,8 @@ def test_layers_are_chosen_by_device_precision_and_what_is_installed(
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(config_file: Path) -> None:
     settings = load_settings(config_file, ["device=cuda"])
-    wanted = r"^device is cuda, but this environment has .* instead of vllm; install requirements/gpu\.txt"
-    with pytest.raises(UserError, match=wanted):
+    message = r"^device is cuda, but this environment has .* instead of vllm; install requirements/gpu\.txt"
+    with pytest.raises(UserError, match=message):
         check_start(CheckedRun(settings))
     with pytest.raises(
         UserError, match=r"^device is cuda, but this machine has no NVIDIA GPU; set device=cpu"
@@ -243,7 +249,7 @@ def test_what_megatron_is_told_of_experts(recompute: str, modules: list[str]) ->
 
 
 class NamedSpecs(te_specs.TESpecProvider):
-    """Megatron's provider of Transformer Engine's layers with names in place of those, which are not here."""
+    """Megatron's provider of Transformer Engine's layers, with names for layers, as it is not installed."""
 
     def __getattribute__(self, name: str) -> Any:
         real = super().__getattribute__(name)
@@ -252,10 +258,10 @@ class NamedSpecs(te_specs.TESpecProvider):
         return lambda *_, **__: name
 
 
-def test_layers_of_experts_ask_transformer_engine_for_grouped_products(
+def test_expert_layers_use_transformer_engine_grouped_linears(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And for a norm of its own before the router, under the local layers' name, unlike dense layers."""
+    """And a separate norm before the router, under the local layers' name, unlike dense layers."""
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", NamedSpecs)
     monkeypatch.setattr(te_specs, "TEColumnParallelGroupedLinear", "grouped column")
     monkeypatch.setattr(te_specs, "TERowParallelGroupedLinear", "grouped row")

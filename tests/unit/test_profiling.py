@@ -1,6 +1,6 @@
 """The switches of ``profile``: a trace of the named steps and ranks with its phases, and no other file.
 
-Why: a trace is asked for once in a run of days; it must be there then, whole, and cost nothing before.
+Why: a trace is requested once in a run of days; it must then exist and be complete, and cost nothing before.
 Not covered: what is recorded of a GPU, NVTX (tests/gpu).
 """
 
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 
 def run_steps(folder: Path, settings: ProfileSettings, rank: int) -> list[str]:
-    said: list[str] = []
+    messages: list[str] = []
     profiler = Profiler(settings, folder, rank, CPU)
     for step in range(1, 4):
-        with profiler.step(step, said.append), profiler.phase("update"):
+        with profiler.step(step, messages.append), profiler.phase("update"):
             torch.ones(8, 8) @ torch.ones(8, 8)
-    return said
+    return messages
 
 
 def test_named_steps_of_named_ranks_are_traced(tmp_path: Path) -> None:
@@ -53,13 +53,13 @@ def test_a_step_that_fails_leaves_no_file_and_the_next_is_traced(tmp_path: Path)
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("in the way")
-    said = run_steps(tmp_path, ProfileSettings(steps=(1,)), 0)
-    assert len(said) == 1
-    assert "step 1: the profile cannot be written" in said[0]
+    messages = run_steps(tmp_path, ProfileSettings(steps=(1,)), 0)
+    assert len(messages) == 1
+    assert "step 1: the profile cannot be written" in messages[0]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["profile.memory=true"], "memory has no effect without steps"),
         (["profile.steps=[0]"], "steps start at 1"),
@@ -69,9 +69,9 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         (["engine.quantization=fp8", "device=cpu"], "engine.quantization fp8 needs device cuda"),
     ],
 )
-def test_settings_without_effect(tmp_path: Path, overrides: list[str], told: str) -> None:
+def test_settings_without_effect(tmp_path: Path, overrides: list[str], message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"path": "d"}}))
     with pytest.raises(UserError) as caught:
         load_settings(file, overrides)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

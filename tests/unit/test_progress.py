@@ -1,6 +1,6 @@
 """What a run shows: progress on terminals of any width and in files, and its summary.
 
-Why: the line of a step is what a user watches for days; it must not break off, lie or be shown twice. Not
+Why: users watch the line of a step for days; it must not be cut off, wrong or shown twice. Not
 covered: a launcher that shows it (tests/integration/test_launcher.py).
 """
 
@@ -19,7 +19,7 @@ from rpg_megatron.launcher.summary import summarise
 from rpg_megatron.system.events import EVENTS, EventSender
 
 
-def test_plain_progress_is_one_line_a_step_and_survives_broken_events(tmp_path: Path):
+def test_plain_progress_is_one_line_a_step_despite_broken_events(tmp_path: Path):
     file = tmp_path / "out"
     with file.open("w") as out:
         progress = Progress(tmp_path, steps=4, console=Console(file=out, width=40))
@@ -61,10 +61,10 @@ def test_a_narrow_terminal_shows_fewer_numbers_and_those_whole(tmp_path: Path, w
         progress.pump(0.5)
         progress.close()
     *_, head, numbers = (tmp_path / "out").read_text().splitlines()
-    whole = ["9/10", "-0.281", "35.9%", "0.151", "25%", "5.0e-06", "1,837"]
+    values = ["9/10", "-0.281", "35.9%", "0.151", "25%", "5.0e-06", "1,837"]
     names = re.split(r"  +", head.strip())
     assert names[-1] == last
-    assert numbers.split() == whole[: len(names)]
+    assert numbers.split() == values[: len(names)]
 
 
 def test_a_long_phase_says_how_far_it_is_where_that_is_asked(tmp_path: Path):
@@ -106,7 +106,7 @@ def test_the_summary_tells_of_each_held_out_set(tmp_path: Path):
     ]
 
 
-def test_a_step_whose_event_was_lost_is_read_from_the_metrics_and_shown_once(tmp_path: Path):
+def test_a_step_whose_event_was_lost_is_read_from_the_metrics(tmp_path: Path):
     metrics, file = tmp_path / "metrics.jsonl", tmp_path / "out"
     with file.open("w") as out:
         progress = Progress(tmp_path, steps=4, metrics=metrics, console=Console(file=out, width=40))

@@ -74,7 +74,7 @@ def test_limit_counts_lines_and_reads_no_further(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "message"),
     [
         (b'{"prompt": "1+1", "answer"\n', "not valid JSON"),
         (b'{"prompt": "\xff", "answer": "2"}\n', "not UTF-8 (byte 13 of the line)"),
@@ -97,12 +97,12 @@ def test_limit_counts_lines_and_reads_no_further(tmp_path: Path) -> None:
         (b"[" * 100_000 + b"\n", ""),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, says: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, bad: bytes, message: str) -> None:
     settings = data(tmp_path, line().encode() * 2 + bad + line().encode())
     with pytest.raises(UserError) as error:
         read_problems(settings)
     assert str(error.value).startswith(f"{settings.path}:3: ")
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_answer_without_its_mark_is_named(tmp_path: Path) -> None:
@@ -136,14 +136,14 @@ def test_a_missing_chat_template_is_found_before_anything_starts(
     check_data(load_settings(config_file, chat))
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.3, "reading the data\n"), (0.0, "")])
-def test_reading_for_long_is_told(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds, said
+@pytest.mark.parametrize(("seconds", "message"), [(0.3, "reading the data\n"), (0.0, "")])
+def test_a_long_read_is_reported(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds, message
 ) -> None:
     monkeypatch.setattr(checks, "_SILENT_SECONDS", 0.1 if seconds else 60.0)
     monkeypatch.setattr(checks, "check_data", lambda *_, **__: time.sleep(seconds) or [])
     checks.check_start(checks.CheckedRun(load_settings(config_file)))
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_template_chat_and_lengths(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_each_epoch_is_another_permutation() -> None:
     assert all(sorted(e) == list(range(50)) for e in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert epochs[0] != list(range(50))
-    again = PromptStream(some_prompts(50), seed=3)
-    assert [p.id for p in again.take(150)] == [i for epoch in epochs for i in epoch]
+    repeated = PromptStream(some_prompts(50), seed=3)
+    assert [p.id for p in repeated.take(150)] == [i for epoch in epochs for i in epoch]
     assert [p.id for p in PromptStream(some_prompts(50), seed=4).take(50)] != epochs[0]
 
 
@@ -270,8 +270,8 @@ def test_a_mixture_keeps_its_shares_and_epochs_at_any_moment() -> None:
     for n in (9, 90, 333, 900):
         for source, share in enumerate((6 / 9, 2 / 9, 1 / 9)):
             assert abs(taken[:n].count(source) - share * n) < 1.5
-    again = PromptStream(mixed(5, 40, 7), seed=3, weights=(6.0, 2.0, 1.0))
-    ids = [p.id for p in again.take(900) if p.source == 0]
+    repeated = PromptStream(mixed(5, 40, 7), seed=3, weights=(6.0, 2.0, 1.0))
+    ids = [p.id for p in repeated.take(900) if p.source == 0]
     epochs = [ids[i : i + 5] for i in range(0, 600, 5)]
     assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 20
@@ -288,9 +288,9 @@ def test_a_restored_mixture_goes_on_where_it_was(before: int) -> None:
     second.take(11)
     second.restore(state)
     assert [p.id for p in second.take(100)] == [p.id for p in first.take(100)]
-    other = PromptStream(mixed(5, 40, 7), seed=1, weights=(0.3, 0.4, 0.3))
+    changed = PromptStream(mixed(5, 40, 7), seed=1, weights=(0.3, 0.4, 0.3))
     with pytest.raises(UserError, match="prompts have changed"):
-        other.restore(state)
+        changed.restore(state)
 
 
 def test_a_source_of_which_no_prompt_is_left_is_an_error() -> None:

@@ -1,8 +1,8 @@
-"""The quickstart promises a small base model and honest prompt sets: this holds the committed files to it.
+"""The committed quickstart files are what the quickstart promises: a small base model and valid prompt sets.
 
-Held here: the folder's size, the model's shape (all divisible by two, so that TP2 and PP2 work), float32
-weights that match the config, a tokenizer that round-trips any UTF-8 and keeps digits apart, and prompt sets
-without duplicates, without overlap, and with right answers (recomputed here, without the script's help).
+Checked: the folder's size, the model's shape (all divisible by two, so that TP2 and PP2 work), float32
+weights that match the config, a tokenizer that round-trips any UTF-8 and splits numbers into digits, and
+prompt sets without duplicates, without overlap, and with right answers (recomputed here, without the script).
 Not covered: how often the model is right and how fast it learns. The script that makes the assets prints the
 first; the second is a training run.
 """
@@ -67,7 +67,7 @@ def test_the_weights_are_float32_and_match_the_config():
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (head,)
 
 
-def test_the_mixture_has_the_same_tokenizer_and_suits_two_ranks_and_an_engine_on_a_cpu():
+def test_the_mixture_fits_two_ranks_and_a_cpu_engine():
     assert sum(f.stat().st_size for f in MOE_MODEL.rglob("*") if f.is_file()) <= 4.5e6
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (MOE_MODEL / name).read_bytes() == (MODEL / name).read_bytes()
@@ -78,12 +78,12 @@ def test_the_mixture_has_the_same_tokenizer_and_suits_two_ranks_and_an_engine_on
 
 
 def test_inspect_lists_the_experts_of_the_mixture():
-    found = inspect_checkpoint(MOE_MODEL)
-    assert found.problems == []
-    experts = [row for row in found.tensors if ".experts." in row.name]
+    report = inspect_checkpoint(MOE_MODEL)
+    assert report.problems == []
+    experts = [row for row in report.tensors if ".experts." in row.name]
     assert len(experts) == 4 * 8 * 3
-    assert "1,066,368 parameters" in found.table()
-    assert "8 experts of 64 in 4 layers, 4 per token" in found.table()
+    assert "1,066,368 parameters" in report.table()
+    assert "8 experts of 64 in 4 layers, 4 per token" in report.table()
 
 
 @pytest.mark.parametrize(

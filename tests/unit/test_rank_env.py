@@ -1,7 +1,7 @@
-"""What trainer ranks and engines find in their environments: threads, queues, where they meet, the token.
+"""Environments of trainer ranks and engines: threads, hardware queues, the rendezvous, the token.
 
-Why: nothing fails where these are wrong. It is only slow: an optimizer in host memory on one core, or
-messages that wait for the products that they were to overlap with. Or others of the node can listen. Not
+Why: nothing fails if these are wrong. It is only slow: an optimizer in host memory on one core, or messages
+that wait for the matrix products that they should overlap with. Or other users of the node can listen. Not
 covered: that it is fast (GPUs).
 """
 
@@ -61,18 +61,18 @@ def test_an_optimizer_in_host_memory_has_the_nodes_cores(environments) -> None:
 def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(
     environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[int] = []
+    devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(device, "bind_to_numa_node", lambda gpu: None)
     for node in range(2):
         share = NodeAssignment(range(4 * node, 4 * node + 4), range(0))
         for rank, environment in zip(share.ranks, environments("parallel.data=8", share=share), strict=True):
-            told = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-            assert told == {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_RANK": str(rank % 4)}
-            monkeypatch.setenv("LOCAL_RANK", told["LOCAL_RANK"])
+            variables = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+            assert variables == {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_RANK": str(rank % 4)}
+            monkeypatch.setenv("LOCAL_RANK", variables["LOCAL_RANK"])
             assert start_device("cuda") == torch.device("cuda", rank % 4)
-    assert taken == [0, 1, 2, 3] * 2
+    assert devices == [0, 1, 2, 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: P
         starts = rank_starts(settings, share, start, tmp_path, tmp_path, "token", address, "module")
         return next(starts)[2]
 
-    one, several = environment(None), environment("127.0.0.1")
-    assert one["RPG_RENDEZVOUS"] == str(tmp_path / "rendezvous")
-    assert "MASTER_PORT" not in one
+    single, several = environment(None), environment("127.0.0.1")
+    assert single["RPG_RENDEZVOUS"] == str(tmp_path / "rendezvous")
+    assert "MASTER_PORT" not in single
     assert (several["MASTER_ADDR"], several["MASTER_PORT"]) == ("10.0.0.1", "29500")
     assert "RPG_RENDEZVOUS" not in several
-    assert (one["GLOO_SOCKET_IFNAME"], several["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
+    assert (single["GLOO_SOCKET_IFNAME"], several["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
 def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +130,8 @@ def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port := free_port("127.0.0.1")))
     store = _open_store(0)
-    found = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert [where.ip for where in found if where.port == port] == ["127.0.0.1"]
+    addresses = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
     del store
 
 
@@ -166,7 +166,7 @@ def test_a_rank_takes_the_threads_that_it_is_given(threads: str, monkeypatch: py
         torch.set_num_threads(before)
 
 
-def test_ranks_that_cut_layers_have_one_queue_and_engines_have_all(
+def test_ranks_that_cut_layers_have_one_queue_engines_have_all(
     environments, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [e.get(CONNECTIONS) for e in environments("parallel.data=2")] == [None, None]
@@ -182,19 +182,19 @@ def test_ranks_that_cut_layers_have_one_queue_and_engines_have_all(
         assert CONNECTIONS not in engine_environment(settings, 0, tmp_path, "secret")
 
 
-def test_the_store_of_weight_links_is_a_private_folder_unless_an_address_is_set(
+def test_the_links_store_is_a_private_folder_without_an_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[str, Path | None]] = []
+    stores: list[tuple[str, Path | None]] = []
     monkeypatch.setattr(
         process_group_publisher,
         "GroupPublisher",
-        lambda address, *_, **more: made.append((address, more["private"])),
+        lambda address, *_, **options: stores.append((address, options["private"])),
     )
-    for own, address in ((None, None), (None, "10.0.0.1"), ("10.0.0.2", None)):
+    for node_address, address in ((None, None), (None, "10.0.0.1"), ("10.0.0.2", None)):
         monkeypatch.delenv("RPG_NODE_ADDRESS", raising=False)
-        if own:
-            monkeypatch.setenv("RPG_NODE_ADDRESS", own)
+        if node_address:
+            monkeypatch.setenv("RPG_NODE_ADDRESS", node_address)
         settings = BridgeSettings(transport="process_group", address=address)
         open_publisher(settings, tmp_path, *[None] * 4, adopt=False)  # type: ignore[arg-type]
-    assert made == [("127.0.0.1", tmp_path), ("10.0.0.1", None), ("10.0.0.2", None)]
+    assert stores == [("127.0.0.1", tmp_path), ("10.0.0.1", None), ("10.0.0.2", None)]

@@ -1,8 +1,8 @@
-"""What a report is made of: the reading of run folders, verdicts, the choice of responses, escaping.
+"""Parts of a report: reading run folders, verdicts, the choice of responses, escaping.
 
-Why: people decide by a report what to do with a run that cost days, often one that broke, so it must neither
-fail on a broken folder nor call a sick run healthy. Folders are written by training's own writers. Not
-covered: what a browser makes of the page (tests/integration/test_report_browser).
+Why: users decide by a report what to do with a run that cost days, often one that broke. It must neither fail
+on a broken folder nor call a faulty run healthy. Folders are written by training's own writers. Not covered:
+how a browser shows the page (tests/integration/test_report_browser).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def rows_of(folder: Path, rows: list[dict[str, Any]], config: str = "training: {
 
 
 def page_data(file: Path) -> dict[str, Any]:
-    """The data in a page, found as a browser would find it."""
-    found: list[str] = []
+    """The data in a page, extracted as a browser would."""
+    chunks: list[str] = []
 
     class Finder(html.parser.HTMLParser):
         inside = False
@@ -65,13 +65,13 @@ def page_data(file: Path) -> dict[str, Any]:
 
         def handle_data(self, data: str) -> None:
             if self.inside:
-                found.append(data)
+                chunks.append(data)
 
         def handle_endtag(self, tag: str) -> None:
             self.inside = False
 
     Finder().feed(file.read_text(encoding="utf-8"))
-    return json.loads("".join(found))
+    return json.loads("".join(chunks))
 
 
 def verdicts(folder: Path) -> dict[str, str]:
@@ -83,18 +83,18 @@ def verdicts(folder: Path) -> dict[str, str]:
 
 def test_everything_of_a_run_is_in_the_page(run: Path, tmp_path: Path) -> None:
     file = write_report([run], tmp_path / "r.html")
-    (one,) = page_data(file)["runs"]
-    assert (one["name"], one["state"], one["steps"]) == ("good-001", "finished", 120)
-    assert one["step"] == list(range(121))
+    (shown,) = page_data(file)["runs"]
+    assert (shown["name"], shown["state"], shown["steps"]) == ("good-001", "finished", 120)
+    assert shown["step"] == list(range(121))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for key, values in one["metrics"].items():
+    for key, values in shown["metrics"].items():
         for row, value in zip(rows, values, strict=True):
             assert (key in row) == (value is not None)
             assert value is None or value == pytest.approx(row[key], rel=1e-4)
-    assert one["config"]["objective.divergence"] == "urkl"
-    (start,) = one["starts"]
+    assert shown["config"]["objective.divergence"] == "urkl"
+    (start,) = shown["starts"]
     assert start["packages.torch"] == "2.13.0"
-    assert one["notes"] == []
+    assert shown["notes"] == []
 
 
 def test_the_page_needs_nothing_else(run: Path, tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_broken_lines_nan_and_repeated_steps(tmp_path: Path) -> None:
     assert run.notes == ["metrics.jsonl: 4 of 9 lines could not be read and are skipped"]
     assert verdicts(folder)["numbers"] == "bad"
     assert "from step 2 on: policy/loss" in str(check_health(run))
-    (one,) = page_data(write_report([folder]))["runs"]
-    assert one["metrics"]["policy/loss"] == [None, None, "nan", "-inf"]
+    (shown,) = page_data(write_report([folder]))["runs"]
+    assert shown["metrics"]["policy/loss"] == [None, None, "nan", "-inf"]
 
 
 def test_an_empty_run_and_damaged_files_make_a_page_all_the_same(run: Path, tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_an_empty_run_and_damaged_files_make_a_page_all_the_same(run: Path, tmp_
     ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    (one,) = page_data(write_report([folder]))["runs"]
-    assert one["state"] == "not finished"
+    (shown,) = page_data(write_report([folder]))["runs"]
+    assert shown["state"] == "not finished"
     for name in ("config.yaml", "summary.json", "environment.json", "step_000001", "step_000000"):
-        assert any(name in note for note in one["notes"]), (name, one["notes"])
+        assert any(name in note for note in shown["notes"]), (name, shown["notes"])
 
 
 def _each_step(value: object, count: int = 12) -> str:
@@ -180,7 +180,7 @@ _TIMELINE = """\
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("metrics.jsonl", _each_step(1.7e308), None),
         ("metrics.jsonl", '{"step": 1}\n{"step": 1%s}\n{"step": -1}\n' % ("0" * 4000), "2 of 3 lines"),
@@ -200,14 +200,14 @@ _TIMELINE = """\
     ],
 )
 def test_values_of_another_form_do_not_reach_the_arithmetic(
-    tmp_path: Path, name: str, content: str, told: str | None
+    tmp_path: Path, name: str, content: str, message: str | None
 ) -> None:
     rows = [json.loads(line) for line in _each_step(0.5).splitlines()]
     folder = rows_of(tmp_path / "run", rows, "rollout: {prompts_per_step: 4}\n")
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(content)
-    (one,) = page_data(write_report([folder]))["runs"]
-    assert [name in note and told in note for note in one["notes"]] == ([True] if told else [])
+    (shown,) = page_data(write_report([folder]))["runs"]
+    assert [name in note and message in note for note in shown["notes"]] == ([True] if message else [])
 
 
 def test_a_folder_that_cannot_be_listed_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +216,8 @@ def test_a_folder_that_cannot_be_listed_is_noted(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(rollout_files, "list_rollouts", closed)
     folder = rows_of(tmp_path / "run", [{"step": 1}])
-    (one,) = page_data(write_report([folder]))["runs"]
-    assert one["notes"] == ["training responses cannot be read (Permission denied)"]
+    (shown,) = page_data(write_report([folder]))["runs"]
+    assert shown["notes"] == ["training responses cannot be read (Permission denied)"]
 
 
 def test_a_page_has_nothing_of_files_to_which_a_run_only_links(run: Path, tmp_path: Path) -> None:
@@ -230,10 +230,15 @@ def test_a_page_has_nothing_of_files_to_which_a_run_only_links(run: Path, tmp_pa
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(run / name)
     os.mkfifo(folder / LOCK)  # opening it would block
-    (one,) = page_data(write_report([folder]))["runs"]
-    assert (one["steps"], one["samples"]["items"], one["starts"], one["timeline"]) == (0, [], [], None)
+    (shown,) = page_data(write_report([folder]))["runs"]
+    assert (shown["steps"], shown["samples"]["items"], shown["starts"], shown["timeline"]) == (
+        0,
+        [],
+        [],
+        None,
+    )
     for name in names:
-        assert any(Path(name).name in note for note in one["notes"]), (name, one["notes"])
+        assert any(Path(name).name in note for note in shown["notes"]), (name, shown["notes"])
 
 
 def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
@@ -249,17 +254,17 @@ def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("target", "message"),
     [("missing", "no such folder"), ("file", "is a file"), ("runs", "the runs in it are good-001")],
 )
-def test_no_run_is_one_message(run: Path, tmp_path: Path, capfd: Any, what: str, told: str) -> None:
+def test_no_run_is_one_message(run: Path, tmp_path: Path, capfd: Any, target: str, message: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as end:
-        cli.main(["report", str(run), str(run.parent if what == "runs" else tmp_path / what)])
+        cli.main(["report", str(run), str(run.parent if target == "runs" else tmp_path / target)])
     assert end.value.code == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
     assert not (run / "report.html").exists()
 
@@ -307,7 +312,7 @@ def test_a_good_run_is_called_good(run: Path) -> None:
     assert changes["aime24/avg@4"].before == rows[0]["eval/aime24/avg@4"]
     assert changes["aime24/avg@4"].after == rows[-1]["eval/aime24/avg@4"]
     evaluations = [(r["step"], r["eval/aime24/avg@4"]) for r in rows if "eval/aime24/avg@4" in r]
-    assert changes["aime24/avg@4"].best == max(evaluations, key=lambda one: (one[1], -one[0]))
+    assert changes["aime24/avg@4"].best == max(evaluations, key=lambda item: (item[1], -item[0]))
     assert changes["reward/mean"].best is None
     assert changes["reward/mean"].after == pytest.approx(sum(r["reward/mean"] for r in rows[-10:]) / 10)
 
@@ -361,8 +366,8 @@ def test_intervals_are_wilsons() -> None:
 
 def test_a_vanished_signal_is_no_spike_of_the_gradient(tmp_path: Path) -> None:
     def row(step: int, silent: bool) -> dict[str, float]:
-        found = {"reward/std": 0.0, "groups/equal_rewards": 1.0, "policy/grad_norm": 1e-7}
-        return {"step": step, **(found if silent else {"reward/std": 0.5, "groups/equal_rewards": 0.4})}
+        no_signal = {"reward/std": 0.0, "groups/equal_rewards": 1.0, "policy/grad_norm": 1e-7}
+        return {"step": step, **(no_signal if silent else {"reward/std": 0.5, "groups/equal_rewards": 0.4})}
 
     rows = [row(s, silent=s > 3) for s in range(1, 11)]
     for r, norm in zip(rows, (1.0, 1.2, 0.9), strict=False):
@@ -444,12 +449,12 @@ def test_what_is_sick_is_called_so(tmp_path: Path, name: str, verdict: str, chan
 def test_an_engine_that_fell_back_is_remembered(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": 1, "engine/restarts": 0.0}])
     (folder / "logs").mkdir()
-    said = "engine 0 is up after 9 s\n"
+    startup = "engine 0 is up after 9 s\n"
     for line, verdict in (
         ("", "good"),
         ("warning: engine 0 ... (VLLM_USE_V2_MODEL_RUNNER=0); log: x\n", "warn"),
     ):
-        (folder / "logs" / "launcher.log").write_text(line + said)
+        (folder / "logs" / "launcher.log").write_text(line + startup)
         assert verdicts(folder)["engines"] == verdict
 
 
@@ -468,11 +473,11 @@ def test_sample_prints_responses_of_a_step(run: Path, capsys: pytest.CaptureFixt
     for t in read_rollouts(run / "rollouts" / "step_000010.parquet"):
         verdict = "correct" if t.correct else "wrong"
         assert f"-- response {t.sample}: reward {t.reward:.4g}, {verdict}, {t.sampled} tokens" in chosen
-    for step, prompt, told in (
+    for step, prompt, message in (
         (11, None, "no rollouts of step 11, but of 1 to 120"),
         (10, "x&y", "no prompt"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             print_samples(run, step, prompt, 1)
 
 
@@ -494,7 +499,7 @@ def test_the_mismatch_has_the_guards_bounds(tmp_path: Path) -> None:
 # -- responses -----------------------------------------------------------------------------------------------
 
 
-def test_changed_verdicts_are_found_and_shown_with_both_responses(run: Path) -> None:
+def test_changed_verdicts_are_shown_with_both_responses(run: Path) -> None:
     samples = choose_samples(read_run(run), read=10**8, room=10**6)
     first, last = (
         {
@@ -512,9 +517,9 @@ def test_changed_verdicts_are_found_and_shown_with_both_responses(run: Path) -> 
     held_out = {key: change for key, change in samples.changes.items() if key.startswith("held-out/")}
     assert held_out == dict.fromkeys(learnt, "learnt") | dict.fromkeys(forgotten, "forgotten")
     for key in learnt:
-        mine = [i for i in samples.items if f"{i['set']}/{i['id']}" == key]
-        assert any(i["step"] == 0 and not i["right"] for i in mine)
-        assert any(i["step"] == 120 and i["right"] for i in mine)
+        items = [i for i in samples.items if f"{i['set']}/{i['id']}" == key]
+        assert any(i["step"] == 0 and not i["right"] for i in items)
+        assert any(i["step"] == 120 and i["right"] for i in items)
         assert [mark[0] for mark in samples.verdicts[key]] == [0, 40, 80, 120]
         assert samples.prompts[key]["answer"] == str(17 * int(key.split("/")[1]) % 1000)
 
@@ -619,20 +624,20 @@ def test_the_last_steps_of_the_timeline(tmp_path: Path) -> None:
     end = write_timeline(folder, range(1, 9), engines=2)
     with (folder / "timeline.jsonl").open("ab") as file:
         file.write(b'{"phase": "update"}\n[1]\n{"time": NaN, "running": [1]}\n\xff\n{"phase": "coll')
-    found = last_steps(read_run(folder))
-    assert found is not None
-    assert (found["steps"], found["seconds"]) == ([3, 4, 5, 6, 7, 8], 240)
-    assert found["phases"][:5] == [
+    timeline = last_steps(read_run(folder))
+    assert timeline is not None
+    assert (timeline["steps"], timeline["seconds"]) == ([3, 4, 5, 6, 7, 8], 240)
+    assert timeline["phases"][:5] == [
         ["collect", 3, 0, 18],
         ["logprobs", 3, 18, 24],
         ["update", 3, 24, 39],
         ["sync", 3, 39, 40],
         ["collect", 4, 40, 58],
     ]
-    assert len(found["polls"]) == 120
-    assert [lane["name"] for lane in found["lanes"]] == ["engine 0", "engine 1"]
-    assert found["lanes"][1]["values"][:10] == [101] * 9 + [0]
-    assert found["shares"] == pytest.approx({"collect": 0.45, "sync": 0.025, "engines": 0.55})
+    assert len(timeline["polls"]) == 120
+    assert [lane["name"] for lane in timeline["lanes"]] == ["engine 0", "engine 1"]
+    assert timeline["lanes"][1]["values"][:10] == [101] * 9 + [0]
+    assert timeline["shares"] == pytest.approx({"collect": 0.45, "sync": 0.025, "engines": 0.55})
 
     write_timeline(folder, range(5, 7), engines=2, begin=end + 9000)  # resumed: without the time between
     resumed = last_steps(read_run(folder))
@@ -648,10 +653,10 @@ def test_many_engines_are_summed_and_a_rotated_file_is_read(tmp_path: Path) -> N
     middle = data.index(b"\n", len(data) * 9 // 10) + 1
     (folder / "timeline_earlier.jsonl").write_bytes(data[:middle])
     (folder / "timeline.jsonl").write_bytes(data[middle:])
-    found = last_steps(read_run(folder))
-    assert found is not None
-    assert found["steps"] == list(range(35, 41))
-    assert {lane["name"]: lane["values"][0] for lane in found["lanes"]} == {
+    timeline = last_steps(read_run(folder))
+    assert timeline is not None
+    assert timeline["steps"] == list(range(35, 41))
+    assert {lane["name"]: lane["values"][0] for lane in timeline["lanes"]} == {
         "engines busy": 64,
         "requests": sum(range(100, 164)),
     }
@@ -692,8 +697,8 @@ def test_code_of_the_user_that_has_changed_is_told(tmp_path: Path, monkeypatch: 
     assert record_environment(tmp_path / "run", settings) == []
     for file, name in ((reward, "my_reward.py"), (loss, "my_losses.py")):
         file.write_text("two")
-        (told,) = record_environment(tmp_path / "run", settings)
-        assert told.startswith(f"warning: {name} has changed since the last start;")
+        (warning,) = record_environment(tmp_path / "run", settings)
+        assert warning.startswith(f"warning: {name} has changed since the last start;")
         assert record_environment(tmp_path / "run", settings) == []
     starts = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert [list(start["own_code"]) for start in starts] == [["my_losses.py", "my_reward.py"]] * 6
@@ -702,7 +707,7 @@ def test_code_of_the_user_that_has_changed_is_told(tmp_path: Path, monkeypatch: 
 def test_a_broken_report_does_not_fail_the_run(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object, **how: object) -> None:
+    def broken(*_: object, **options: object) -> None:
         raise MemoryError("full")
 
     monkeypatch.setattr(report, "write_report", broken)
@@ -717,6 +722,6 @@ def test_reading_a_run_needs_no_torch(run: Path, tmp_path: Path) -> None:
         "finally: print([m for m in ('torch', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
     )
     command = [sys.executable, "-c", code, "report", str(run), "--out", str(tmp_path / "r.html")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [str(tmp_path / "r.html"), "[]"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert process.stderr == ""
+    assert process.stdout.splitlines() == [str(tmp_path / "r.html"), "[]"]

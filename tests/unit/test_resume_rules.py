@@ -1,7 +1,7 @@
 """Which run a command resumes, which settings may have changed by then, and which checkpoints are kept.
 
-Why: continuing the wrong run, or with another learning rate, spoils days of work and shows nowhere. Folders
-are made by hand here; their contents are real in tests/integration and tests/distributed.
+Why: continuing the wrong run, or with another learning rate, wastes days of work without a sign. Folders are
+made by hand here; their contents are real in tests/integration and tests/distributed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def make_settings(folder: Path, **sections: dict) -> Settings:
     return Settings.model_validate(plain | sections)
 
 
-def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0, **more: Any) -> Path:
+def add_checkpoint(run: OpenRun, step: int, metrics_bytes: int = 0, **fields: Any) -> Path:
     folder = step_folder(run.folder, step)
     part = part_folder(folder)
     part.mkdir(parents=True)
     stream = {"seed": 0, "taken": [step], "weights": [1.0], "prompts": ""}
     state = {"format": FORMAT, "step": step, "metrics_bytes": metrics_bytes, "summary": {}, "seconds": 1.0}
-    state |= more | {"sampler": {"stream": stream} | more.get("sampler", {})}
+    state |= fields | {"sampler": {"stream": stream} | fields.get("sampler", {})}
     (part / "state.json").write_text(json.dumps(state))
     (part / "model").mkdir()
     for name in ("rng.pt", "model/metadata.json"):
@@ -81,9 +81,9 @@ def test_only_the_owner_can_lock_a_run(tmp_path: Path) -> None:
     assert lock.stat().st_mode & 0o777 == 0o600
     run.close()
     lock.chmod(0o644)  # by an earlier version
-    held = hold_folder(run.folder)
-    assert held is not None
-    held.close()
+    handle = hold_folder(run.folder)
+    assert handle is not None
+    handle.close()
     assert lock.stat().st_mode & 0o777 == 0o600
 
 
@@ -110,11 +110,11 @@ def test_the_newest_whole_checkpoint_is_continued(tmp_path: Path, killed: Path) 
     assert (run.folder, run.checkpoint, run.is_new) == (killed, step_folder(killed, 4), False)
     assert "resuming" in run.notes[0]
     assert "from step 4" in run.notes[0]
-    # What the redone steps will write again is gone, and nothing else.
+    # Only the output of the steps that run again is removed.
     assert (killed / "metrics.jsonl").read_text() == '{"step":2}\n{"step":4}\n'
     assert [f.name for f in (killed / "evaluation").iterdir()] == ["step_000004.jsonl"]
-    left = sorted(f.name for f in (killed / "rollouts").rglob("*"))
-    assert left == ["part_00001_of_00002.parquet", "step_000004.jsonl", "step_000004.parquet"]
+    rollouts = sorted(f.name for f in (killed / "rollouts").rglob("*"))
+    assert rollouts == ["part_00001_of_00002.parquet", "step_000004.jsonl", "step_000004.parquet"]
 
 
 def test_a_run_that_is_at_work_is_not_started_twice(
@@ -123,14 +123,14 @@ def test_a_run_that_is_at_work_is_not_started_twice(
     monkeypatch.setattr(resume, "_CHECK_SECONDS", 0.1)
     run = open_run(make_settings(tmp_path))
     assert run.folder == killed
-    said = rf"r-001 is running \(process {os.getpid()} on {socket.gethostname()}\); wait until it ends, or"
-    for same in (make_settings(tmp_path), make_settings(tmp_path, parallel={"data": 2})):
-        with pytest.raises(UserError, match=said):
-            open_run(same)
-    # Two runs of one name that learn something else may work side by side, as in a search for a rate.
-    other = open_run(make_settings(tmp_path, optimizer={"lr": 1.0}))
-    assert (other.folder.name, other.checkpoint, other.is_new) == ("r-002", None, True)
-    assert other.notes[0].endswith("r-001 is running with other settings")
+    message = rf"r-001 is running \(process {os.getpid()} on {socket.gethostname()}\); wait until it ends, or"
+    for settings in (make_settings(tmp_path), make_settings(tmp_path, parallel={"data": 2})):
+        with pytest.raises(UserError, match=message):
+            open_run(settings)
+    # Runs of one name with different settings may run side by side, as in a learning-rate sweep.
+    other_run = open_run(make_settings(tmp_path, optimizer={"lr": 1.0}))
+    assert (other_run.folder.name, other_run.checkpoint, other_run.is_new) == ("r-002", None, True)
+    assert other_run.notes[0].endswith("r-001 is running with other settings")
     assert open_run(make_settings(tmp_path), fresh=True).folder.name == "r-003"
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, killed: Path) -> No
     assert run.checkpoint == step_folder(killed, 2)
     assert "damaged" in run.notes[0]
     assert "state.json does not have the contents that were written" in run.notes[0]
-    assert list(list_steps(killed)) == [2]  # or retention would take the damaged one for the newest
+    assert list(list_steps(killed)) == [2]  # or retention would keep the damaged one as the newest
 
 
 def test_a_new_run_where_nothing_is_to_be_continued(tmp_path: Path, killed: Path) -> None:
@@ -155,17 +155,17 @@ def test_a_new_run_where_nothing_is_to_be_continued(tmp_path: Path, killed: Path
 
 def test_a_finished_run_is_lengthened_by_its_own_command(tmp_path: Path, killed: Path) -> None:
     (killed / "summary.json").write_text('{"steps": 4}')
-    same = open_run(make_settings(tmp_path, training={"steps": 4}))
-    assert same.folder.name == "r-002"  # the same command again is another run
-    same.close()
-    shutil.rmtree(same.folder)
-    other = open_run(make_settings(tmp_path, training={"steps": 9}, optimizer={"lr": 1.0}))
-    assert other.folder.name == "r-002"
-    told = "\n".join(other.notes)
-    assert "optimizer.lr: 1e-06 -> 1.0" in told
-    assert "is finished and cannot be continued; starting a new run" in told
-    other.close()
-    shutil.rmtree(other.folder)
+    repeated = open_run(make_settings(tmp_path, training={"steps": 4}))
+    assert repeated.folder.name == "r-002"  # the same command again is another run
+    repeated.close()
+    shutil.rmtree(repeated.folder)
+    changed = open_run(make_settings(tmp_path, training={"steps": 9}, optimizer={"lr": 1.0}))
+    assert changed.folder.name == "r-002"
+    notes = "\n".join(changed.notes)
+    assert "optimizer.lr: 1e-06 -> 1.0" in notes
+    assert "is finished and cannot be continued; starting a new run" in notes
+    changed.close()
+    shutil.rmtree(changed.folder)
     longer = open_run(make_settings(tmp_path, training={"steps": 9}))
     assert (longer.folder, longer.checkpoint, longer.is_new) == (killed, step_folder(killed, 4), False)
     assert "resuming" in longer.notes[0]
@@ -256,12 +256,12 @@ def test_a_state_of_another_form_is_one_message(tmp_path: Path, state: Any) -> N
     checkpoint = add_checkpoint(first, 2)
     file = checkpoint / "state.json"
     if isinstance(state, dict):
-        whole = json.loads(file.read_text())
-        sampler = whole["sampler"]
-        whole |= state
-        if isinstance(whole["sampler"], dict):
-            whole["sampler"] = sampler | whole["sampler"]
-        state = json.dumps(whole)
+        full_state = json.loads(file.read_text())
+        sampler = full_state["sampler"]
+        full_state |= state
+        if isinstance(full_state["sampler"], dict):
+            full_state["sampler"] = sampler | full_state["sampler"]
+        state = json.dumps(full_state)
     file.write_bytes(state if isinstance(state, bytes) else state.encode())
     (checkpoint / "manifest.json").unlink()  # the hashes are right
     write_manifest(checkpoint, CheckpointMetadata("0.0", "float32", 1, 1))
@@ -281,10 +281,8 @@ def test_a_state_of_another_form_is_one_message(tmp_path: Path, state: Any) -> N
         *(f"checkpoints/step_000002/{f}" for f in ("state.json", "config.yaml", "rng.pt", "manifest.json")),
     ],
 )
-def test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made(
-    tmp_path: Path, name: str
-) -> None:
-    """The copy of a private file had more readers than the file."""
+def test_nothing_is_read_through_links_out_of_a_run(tmp_path: Path, name: str) -> None:
+    """A copy of a private file would have more readers than the file."""
     first = open_run(make_settings(tmp_path))
     checkpoint = add_checkpoint(first, 2)
     (first.folder / "metrics.jsonl").write_text("{}")
@@ -292,17 +290,17 @@ def test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made(
     first.close()
     (first.folder / name).rename(tmp_path / "private")
     (first.folder / name).symlink_to(tmp_path / "private")
-    given = [first.folder]
-    if name not in ("checkpoints", "checkpoints/step_000002"):  # these the user has named then
-        given.append(checkpoint)
-    for source in given:
+    sources = [first.folder]
+    if name not in ("checkpoints", "checkpoints/step_000002"):  # then the user has given the link
+        sources.append(checkpoint)
+    for source in sources:
         with pytest.raises(UserError, match=r"leads to .*private.*, outside ") as error:
             open_run(make_settings(tmp_path, name="other"), source=source)
         assert len(str(error.value)) < 1500
     assert not list(tmp_path.glob("other*"))
 
 
-def test_a_run_that_the_user_reaches_through_a_link_can_be_started_from(tmp_path: Path) -> None:
+def test_a_run_can_be_started_from_through_a_link(tmp_path: Path) -> None:
     first = open_run(make_settings(tmp_path))
     add_checkpoint(first, 2)
     (first.folder / "metrics.jsonl").write_text('{"step":2}\n')
@@ -320,7 +318,7 @@ def test_a_run_that_the_user_reaches_through_a_link_can_be_started_from(tmp_path
     assert copied.read_text() == '{"step":2}\n'
 
 
-def test_checkpoints_of_a_run_of_ones_own_may_lie_on_another_disk(tmp_path: Path, killed: Path) -> None:
+def test_checkpoints_of_a_run_may_be_on_another_disk(tmp_path: Path, killed: Path) -> None:
     (killed / "checkpoints").rename(tmp_path / "disk")
     (killed / "checkpoints").symlink_to(tmp_path / "disk")
     run = open_run(make_settings(tmp_path))
@@ -356,7 +354,7 @@ def test_a_planted_link_in_a_run_is_an_error(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
 def test_a_run_of_another_user_is_not_resumed(tmp_path: Path, killed: Path) -> None:
-    """In a folder of runs that others can write to, it would be the newest."""
+    """In a shared folder of runs it would be the newest one."""
     os.chown(killed, 12345, -1)
     run = open_run(make_settings(tmp_path))
     assert run.folder != killed
@@ -364,17 +362,15 @@ def test_a_run_of_another_user_is_not_resumed(tmp_path: Path, killed: Path) -> N
     assert (killed / "rollouts" / "step_000005.jsonl").exists(), "it was rewound"
 
 
-@pytest.mark.parametrize("asked", ["fresh", "from"])
-def test_a_run_that_was_asked_for_is_not_forgotten_before_its_first_checkpoint(
-    tmp_path: Path, killed: Path, asked: str
-) -> None:
-    source = killed if asked == "from" else None
-    first = open_run(make_settings(tmp_path), fresh=asked == "fresh", source=source)
+@pytest.mark.parametrize("option", ["fresh", "from"])
+def test_a_fresh_or_forked_run_hides_older_runs_at_once(tmp_path: Path, killed: Path, option: str) -> None:
+    source = killed if option == "from" else None
+    first = open_run(make_settings(tmp_path), fresh=option == "fresh", source=source)
     first.close()
     assert first.folder != killed
-    again = open_run(make_settings(tmp_path))
-    assert again.folder not in (killed, first.folder)
-    assert again.checkpoint == (step_folder(killed, 4) if asked == "from" else None)
+    rerun = open_run(make_settings(tmp_path))
+    assert rerun.folder not in (killed, first.folder)
+    assert rerun.checkpoint == (step_folder(killed, 4) if option == "from" else None)
     assert (killed / "rollouts" / "step_000005.jsonl").exists(), "the older run was rewound"
 
 
@@ -401,7 +397,7 @@ def test_each_step_keeps_the_settings_that_it_was_made_with(tmp_path: Path, kill
 
 
 @pytest.mark.parametrize(
-    ("rows", "kept", "lost"),
+    ("rows", "kept", "message"),
     [
         ('{"step":2}\n{"st', '{"step":2}\n', "steps 3 to 4 are lost"),
         ("", "", "steps 0 to 4 are lost"),
@@ -410,20 +406,20 @@ def test_each_step_keeps_the_settings_that_it_was_made_with(tmp_path: Path, kill
         ('{"step":2}\n{"step":4, "loss": 0.1}\n{"step":5}\n', '{"step":2}\n{"step":4, "loss": 0.1}\n', None),
     ],
 )
-def test_metrics_that_do_not_fit_the_checkpoint_lose_no_more_than_is_said(
-    tmp_path: Path, killed: Path, rows: str | None, kept: str | None, lost: str | None
+def test_mismatched_metrics_lose_only_the_reported_steps(
+    tmp_path: Path, killed: Path, rows: str | None, kept: str | None, message: str | None
 ) -> None:
     file = killed / "metrics.jsonl"
     file.unlink() if rows is None else file.write_text(rows)
     run = open_run(make_settings(tmp_path))
     assert run.checkpoint == step_folder(killed, 4)
     assert (file.read_text() if file.exists() else None) == kept
-    warned = [note for note in run.notes if "metrics.jsonl was shortened" in note]
-    assert [lost is None or lost in note for note in warned] == [True] * (lost is not None)
+    warnings = [note for note in run.notes if "metrics.jsonl was shortened" in note]
+    assert [message is None or message in note for note in warnings] == [True] * (message is not None)
 
 
 def test_a_row_that_is_written_again_is_removed(tmp_path: Path, killed: Path) -> None:
-    """A signal came between the updates of step 6 and its row, which was then written, and the run killed."""
+    """A signal came between step 6's updates and its row; the row was written, then the run was killed."""
     run = open_run(make_settings(tmp_path))
     folder = add_checkpoint(run, 6, 22, row={"loss": 1})
     with (killed / "metrics.jsonl").open("a") as file:
@@ -486,7 +482,7 @@ def test_the_rest_of_a_killed_removal_is_removed_later(
     tmp_path: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *_, **how: None)  # killed before it
+        patch.setattr(shutil, "rmtree", lambda *_, **options: None)  # killed before it
         remove_old(killed, keep=1, milestone=None)
     assert list(list_steps(killed)) == [4]
     assert not step_folder(killed, 2).exists()

@@ -1,7 +1,7 @@
-"""Each way in which a reward can fail is counted, told with its line, and stops the run if it is frequent.
+"""Each kind of reward failure is counted, reported with its line, and stops the run if it is frequent.
 
 Why: a reward that fails on every response trains nothing, and such a run once ended as a healthy one. Each
-way is tried on all responses and on one in three, in real reward workers and with a real connection to a
+kind is tried on all responses and on one in three, in real reward workers and with a real connection to a
 judge; then before a run, as train, doctor and plan do. Not covered: the order of the calls in a run
 (tests/integration), dynamic sampling and evaluations with failures (test_sampler).
 """
@@ -67,8 +67,8 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[StandInJudge]:
-    with stand_in_judge() as found:
-        yield found
+    with stand_in_judge() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +86,11 @@ def scorers(judge: StandInJudge, tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         raw = {"model": {"path": "m"}, "data": {"path": "d"}}
-        found = {
+        by_name = {
             k: Scorer(make_settings(raw | {"reward": v}, None, "x").reward, 9) for k, v in settings.items()
         }
-        yield found
-        for scorer in found.values():
+        yield by_name
+        for scorer in by_name.values():
             scorer.close()
 
 
@@ -120,24 +120,24 @@ def response(text: str) -> Response:
 def test_each_way_to_fail_is_counted_and_told(
     scorers: dict[str, Scorer], judge: StandInJudge, tmp_path: Path, way: str, share: float
 ) -> None:
-    found = scores_of(scorers, way, [True] if share == 1 else [False, True, False])
-    failures = [f.at("aime", 7, "What is\n1+1?") for s in found for f in s.failures]
+    scores = scores_of(scorers, way, [True] if share == 1 else [False, True, False])
+    failures = [f.at("aime", 7, "What is\n1+1?") for s in scores for f in s.failures]
     first = first_of_each(failures)
-    count = FailureCount("aime", len(failures), len(found), first)
+    count = FailureCount("aime", len(failures), len(scores), first)
     assert (count.share, len(first)) == (pytest.approx(share), 1)
-    told, line = WAYS[way]
-    told = told.replace("JUDGE", judge.url)
+    reason, line = WAYS[way]
+    reason = reason.replace("JUDGE", judge.url)
     if line is not None:
         number = next(n for n, text in enumerate(LINES, 1) if line in text)
-        told += f" at {first[0].place}"
+        reason += f" at {first[0].place}"
         assert first[0].place.endswith(f"/failing_rewards_of_test.py:{number}")
-    assert first[0].reason == told
-    assert told in next(s for s in found if s.failures).reason, "in the rollouts"
+    assert first[0].reason == reason
+    assert reason in next(s for s in scores if s.failures).reason, "in the rollouts"
     (warning,), message = guard_failures([count], GuardSettings(), "step 3")
     assert warning.startswith(
-        f"step 3: the reward failed on {len(failures)} of {len(found)} responses of the "
+        f"step 3: the reward failed on {len(failures)} of {len(scores)} responses of the "
     )
-    assert warning.endswith(f"held-out set aime, prompt 7 ('What is 1+1?'): {told}")
+    assert warning.endswith(f"held-out set aime, prompt 7 ('What is 1+1?'): {reason}")
     assert (message is not None) == (share == 1)
     assert message is None or message.endswith(warning.partition("first: ")[2])
     assert guard_failures([count], GuardSettings(reward_failures="warn"), "")[1] is None
@@ -146,8 +146,8 @@ def test_each_way_to_fail_is_counted_and_told(
 
 
 def test_what_did_not_fail_says_nothing(scorers: dict[str, Scorer]) -> None:
-    found = scores_of(scorers, "raise", [False, False])
-    assert [(s.reward, s.failures) for s in found] == [(1.0, ())] * 2
+    scores = scores_of(scorers, "raise", [False, False])
+    assert [(s.reward, s.failures) for s in scores] == [(1.0, ())] * 2
     assert guard_failures([FailureCount("", 0, 2)], GuardSettings(), "step 1") == ([], None)
     assert guard_failures([FailureCount()], GuardSettings(), "step 1") == ([], None)
 
@@ -210,41 +210,41 @@ def settings(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     Path("held.jsonl").write_text('{"prompt": "Held?", "answer": "raise"}\n')
 
     def make(reward: str, *overrides: str) -> Settings:
-        held = "evaluation={data: {path: held.jsonl, max_prompt_tokens: 99}, name: held}"
-        return load_settings(config_file, [f"reward={{type: {reward}}}", held, *overrides])
+        heldout = "evaluation={data: {path: held.jsonl, max_prompt_tokens: 99}, name: held}"
+        return load_settings(config_file, [f"reward={{type: {reward}}}", heldout, *overrides])
 
     return make
 
 
 def test_the_reward_is_tried_on_each_set(settings: Any) -> None:
-    one = "failing_rewards_of_test:one"
+    reward = "failing_rewards_of_test:one"
     with pytest.raises(UserError) as error:
-        try_reward(settings(one))
-    where = f"{Path('failing_rewards_of_test.py').resolve()}:5"
+        try_reward(settings(reward))
+    place = f"{Path('failing_rewards_of_test.py').resolve()}:5"
     assert str(error.value) == (
-        f"reward.type {one}, held-out set held, prompt 0 ('Held?'): error: KeyError: 'no such key' at {where}"
-        "; correct it, or set guards.reward_failures=warn to start anyway"
+        f"reward.type {reward}, held-out set held, prompt 0 ('Held?'): error: KeyError: 'no such key' "
+        f"at {place}; correct it, or set guards.reward_failures=warn to start anyway"
     )
-    assert try_reward(settings(one, "guards.reward_failures=warn")) == [str(error.value)]
-    assert try_reward(settings(one, "guards.reward_failures=off")) == []
+    assert try_reward(settings(reward, "guards.reward_failures=warn")) == [str(error.value)]
+    assert try_reward(settings(reward, "guards.reward_failures=off")) == []
     assert try_reward(settings("answer_line")) == []
     Path("held.jsonl").write_text('{"prompt": "Held?", "answer": "5"}\n')
     with pytest.raises(
         UserError, match=r"^reward.* held-out set held, .*: KeyError: 'meta' at .*py:12; correct"
     ):
-        try_reward(settings(one))
+        try_reward(settings(reward))
     Path("held.jsonl").unlink()
-    assert try_reward(settings(one)) == [], "the check of the data tells of that"
+    assert try_reward(settings(reward)) == [], "the check of the data tells of that"
 
 
 def test_a_group_has_the_size_of_the_run_and_a_plan_asks_nobody(settings: Any) -> None:
     terms = "{a: {type: 'failing_rewards_of_test:group'}, b: {type: 'failing_rewards_of_test:asks'}}"
-    found = settings("x", f"reward={{terms: {terms}}}")
-    (note,) = try_reward(found, offline=True)
+    loaded = settings("x", f"reward={{terms: {terms}}}")
+    (note,) = try_reward(loaded, offline=True)
     assert note.startswith("reward.terms.b.type failing_rewards_of_test:asks was not called: it may need a ")
     Path("train.jsonl").write_text('{"prompt": "A group?", "answer": "short"}')
     with pytest.raises(UserError) as error:
-        try_reward(found)
+        try_reward(loaded)
     group, asks = str(error.value).splitlines()
     assert "training set, prompt 0 ('A group?'): error: it returned 3 rewards for 4 responses at" in group
     assert "reward.terms.b.type failing_rewards_of_test:asks, training set" in asks
@@ -252,7 +252,7 @@ def test_a_group_has_the_size_of_the_run_and_a_plan_asks_nobody(settings: Any) -
 
 
 @pytest.mark.parametrize(
-    ("status", "told"),
+    ("status", "message"),
     [
         (None, "cannot be reached: Connection refused"),
         (401, "refuses a request without a key (key_variable) (status 401)"),
@@ -261,7 +261,7 @@ def test_a_group_has_the_size_of_the_run_and_a_plan_asks_nobody(settings: Any) -
         (200, None),
     ],
 )
-def test_a_judge_is_asked_once(settings: Any, status: int | None, told: str | None) -> None:
+def test_a_judge_is_asked_once(settings: Any, status: int | None, message: str | None) -> None:
     requests: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -283,7 +283,7 @@ def test_a_judge_is_asked_once(settings: Any, status: int | None, told: str | No
         finally:
             server.close()
 
-    assert asyncio.run(ask()) == told
+    assert asyncio.run(ask()) == message
     assert [r.split(b" HTTP")[0] for r in requests] == ([] if status is None else [b"GET /v1/models"])
 
 
@@ -292,14 +292,14 @@ def test_a_judge_that_is_down_is_told_before_the_start(settings: Any) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
         judge = {"url": url, "model": "m", "question": "{response}"}
-        found = settings("x", f"reward={json.dumps(judge | {'type': 'rpg_megatron.rewards.judge:Judge'})}")
+        loaded = settings("x", f"reward={json.dumps(judge | {'type': 'rpg_megatron.rewards.judge:Judge'})}")
         with pytest.raises(UserError) as error:
-            try_reward(found)
+            try_reward(loaded)
         assert str(error.value) == (
             f"reward.url: the judge at {url} cannot be reached: Connection refused; start it, correct the "
             "settings, or set guards.reward_failures=warn to start anyway"
         )
-        assert [note.partition(":Judge ")[2] for note in try_reward(found, offline=True)] == [
+        assert [note.partition(":Judge ")[2] for note in try_reward(loaded, offline=True)] == [
             "was not called: it may need a server; train and doctor call it"
         ]
 

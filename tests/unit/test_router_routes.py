@@ -1,4 +1,4 @@
-"""Routes of experts on their way from an engine's answer to a micro-batch: none is lost, moved or made up.
+"""Expert routes between an engine's answer and a micro-batch: none is lost, moved or invented.
 
 Why: a route that belongs to another token, or zeros of an engine that captured none, give plausible numbers.
 Not covered here: that vLLM returns them (tests/integration/test_router_replay_run.py), that routers follow
@@ -61,9 +61,9 @@ def trajectory(prompt: int, response: int, experts: ExpertShape = EXPERTS) -> Tr
 
 def returned(tokens: int, experts: ExpertShape = EXPERTS) -> np.ndarray:
     """As vLLM returns them: of all layers, zeros in dense ones."""
-    found = np.zeros((tokens, experts.layers[-1] + 2, experts.per_token), np.uint16)
-    found[:, experts.layers] = trajectory(1, tokens, experts).routes
-    return found
+    routes = np.zeros((tokens, experts.layers[-1] + 2, experts.per_token), np.uint16)
+    routes[:, experts.layers] = trajectory(1, tokens, experts).routes
+    return routes
 
 
 def test_routes_of_the_layers_with_experts() -> None:
@@ -75,7 +75,7 @@ def test_routes_of_the_layers_with_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         (lambda r: r[1:], r"routes of shape \(6, 5, 3\) for 7 tokens"),
         (lambda r: r[:0, :0, :0], r"routes of shape \(0, 0, 0\) for 7 tokens"),
@@ -87,25 +87,25 @@ def test_routes_of_the_layers_with_experts() -> None:
         (lambda r: r + 300, "beyond the 300"),
     ],
 )
-def test_what_cannot_be_routes_is_an_error(spoil: Callable[[np.ndarray], np.ndarray], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_routes_is_an_error(spoil: Callable[[np.ndarray], np.ndarray], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check_routes(spoil(returned(7)), 7, EXPERTS)
 
 
 def test_all_zero_routes_of_a_single_expert() -> None:
-    one = replace(EXPERTS, per_token=1, count=4)
-    assert check_routes(returned(9, one), 9, one).any()
+    single = replace(EXPERTS, per_token=1, count=4)
+    assert check_routes(returned(9, single), 9, single).any()
     with pytest.raises(ValueError, match="all zero"):
-        check_routes(returned(9, one) * 0, 9, one)
+        check_routes(returned(9, single) * 0, 9, single)
 
 
 @pytest.mark.parametrize("count", [6, 300])
 def test_messages_keep_shape_and_type(count: int) -> None:
     t = trajectory(4, 5, replace(EXPERTS, count=count))
-    back = decode(encode([t]), list[Trajectory])[0]
-    assert (back.routes.dtype, back.routes.shape) == (t.routes.dtype, (8, 2, 3))
-    assert np.array_equal(back.routes, t.routes)
-    assert back.routes.flags.writeable
+    decoded = decode(encode([t]), list[Trajectory])[0]
+    assert (decoded.routes.dtype, decoded.routes.shape) == (t.routes.dtype, (8, 2, 3))
+    assert np.array_equal(decoded.routes, t.routes)
+    assert decoded.routes.flags.writeable
 
 
 @pytest.mark.parametrize("count", [6, 300])
@@ -117,10 +117,10 @@ def test_rollout_files(tmp_path: Path, count: int) -> None:
     (tmp_path / "rollouts").mkdir()
     file = rollouts_file(tmp_path, 1)
     write_rollouts(file, batch)
-    for t, back in zip(batch, read_rollouts(file), strict=True):
-        assert back.routes.dtype == t.routes.dtype
-        assert np.array_equal(back.routes, t.routes)
-        assert np.array_equal(back.mask, t.mask)
+    for t, loaded in zip(batch, read_rollouts(file), strict=True):
+        assert loaded.routes.dtype == t.routes.dtype
+        assert np.array_equal(loaded.routes, t.routes)
+        assert np.array_equal(loaded.mask, t.mask)
     without, bare = rollouts_file(tmp_path, 2), rollouts_file(tmp_path, 3)
     write_rollouts(without, batch, routes=False)
     write_rollouts(bare, [replace(t, routes=np.zeros((0, 0, 0), np.uint8)) for t in batch])
@@ -141,7 +141,7 @@ def test_rollout_files(tmp_path: Path, count: int) -> None:
 def test_slices_of_context_ranks(context: int, align: int) -> None:
     batch = [trajectory(3, 4), trajectory(1, 1), trajectory(9, 6)]
     rows = np.concatenate([t.routes for t in batch])
-    found = np.zeros_like(rows)
+    collected = np.zeros_like(rows)
     for rank in range(context):
         micro = make_micro_batch(
             batch, torch.device("cpu"), align=align, context=context, context_rank=rank, experts=EXPERTS
@@ -157,10 +157,10 @@ def test_slices_of_context_ranks(context: int, align: int) -> None:
         assert np.array_equal(routes.real.numpy(), np.isin(place, used))
         for row, position in zip(experts, place, strict=True):
             if position in used:
-                found[np.searchsorted(used, position)] = row
+                collected[np.searchsorted(used, position)] = row
         assert micro.without_routes().packed.routes is None
         assert make_micro_batch(batch, torch.device("cpu")).packed.routes is None
-    assert np.array_equal(found, rows)
+    assert np.array_equal(collected, rows)
 
 
 def test_a_micro_batch_that_lacks_routes_is_an_error() -> None:
@@ -177,15 +177,15 @@ def test_mismatch_with_other_routes_is_of_sampled_tokens(monkeypatch: pytest.Mon
     batch[0].old = np.array([0.5, np.nan, 1e30, 0.25], np.float32)
     batch[1].old = np.array([np.nan, 1e30], np.float32)
     micro = make_micro_batch(batch, torch.device("cpu"), experts=EXPERTS)
-    found = torch.zeros(2, micro.size)
-    for t, values in micro.split(found[0]):
+    logprobs = torch.zeros(2, micro.size)
+    for t, values in micro.split(logprobs[0]):
         values.copy_(torch.where(torch.from_numpy(t.mask), 2.0, torch.nan))
-    monkeypatch.setattr(dist, "all_reduce", lambda values, **how: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda values, **options: None)
     monkeypatch.setattr(trainer, "control_group", lambda: None)
-    one = object.__new__(trainer.Trainer)
-    one.policy = SimpleNamespace(logprobs=lambda micros: [found])  # type: ignore[assignment]
-    one.mesh = SimpleNamespace(reports=True)  # type: ignore[assignment]
-    row = one._compare_routes([micro])
+    rank_trainer = object.__new__(trainer.Trainer)
+    rank_trainer.policy = SimpleNamespace(logprobs=lambda micros: [logprobs])  # type: ignore[assignment]
+    rank_trainer.mesh = SimpleNamespace(reports=True)  # type: ignore[assignment]
+    row = rank_trainer._compare_routes([micro])
     assert (row["routes/replayed_mismatch_mean"], row["routes/replayed_mismatch_max"]) == (0.375, 0.5)
     assert (row["routes/own_mismatch_mean"], row["routes/own_mismatch_max"]) == (2.0, 2.0)
 
@@ -197,7 +197,7 @@ def test_engines_return_routes(config_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (
             [REPLAY, "parallel.pipeline=2", "memory.recompute=selective"],
@@ -214,14 +214,14 @@ def test_engines_return_routes(config_file: Path, tmp_path: Path) -> None:
         ([REPLAY, "rollout.journal_routes=-1"], "steps start at 1"),
     ],
 )
-def test_what_excludes_replay(config_file: Path, overrides: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_what_excludes_replay(config_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         load_settings(config_file, overrides)
 
 
 def test_replay_with_sampling_ahead_is_advised_against(config_file: Path) -> None:
     ahead = ["rollout.ahead=1", "correction.type=truncate"]
-    assert [list(load_settings(config_file, given).notes()) for given in ([REPLAY], ahead)] == [[], []]
+    assert [list(load_settings(config_file, changes).notes()) for changes in ([REPLAY], ahead)] == [[], []]
     (note,) = load_settings(config_file, [REPLAY, *ahead]).notes()
     assert note.startswith("training.router_replay with rollout.ahead")
 
@@ -233,8 +233,8 @@ def test_replay_with_sampling_ahead_is_advised_against(config_file: Path) -> Non
 def test_settings_of_routers_need_experts(config_file: Path, override: str, off: str) -> None:
     settings = load_settings(config_file, [override])
     name, _, value = override.partition("=")
-    says = f"{name} {value}: the model at .* has no experts; set it to {off.partition('=')[2]}$"
-    with pytest.raises(UserError, match=says):
+    message = f"{name} {value}: the model at .* has no experts; set it to {off.partition('=')[2]}$"
+    with pytest.raises(UserError, match=message):
         check_routers(settings, read_model_shape(settings.model.path))
     check_routers(settings, TINY_MOE)
     check_routers(load_settings(config_file, [f"training.{off}"]), TINY)

@@ -1,4 +1,4 @@
-"""What the trainer measures of rollouts that were sampled ahead, on one rank.
+"""The trainer's metrics of rollouts that were sampled ahead, on one rank.
 
 The guard judges each engine by its own probes, whatever the others do; the correction is counted by the lag
 of each token, at both levels, for the tokens that an update learns from. On several ranks, beside a step:
@@ -56,9 +56,9 @@ def test_one_wrong_engine_of_many_is_named(gap: float) -> None:
     assert out_of_bounds(row, GuardSettings(), "bfloat16")
     worst = find_worst([trajectory([0.5], [VERSION])], VERSION)
     assert worst
-    said = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)
-    assert "(bound 5e-02) nats, on probes of engine 5 mean" in said
-    assert "probe of" not in said.partition("worst")[2]  # that token is the batch's
+    message = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)
+    assert "(bound 5e-02) nats, on probes of engine 5 mean" in message
+    assert "probe of" not in message.partition("worst")[2]  # that token is the batch's
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_an_engine_that_stands_out_is_named_far_below_the_bound(gaps: list[float
     assert not out_of_bounds(row, GuardSettings(engine_ratio=None), "bfloat16")
     worst = find_worst([trajectory([0.5], [VERSION])], VERSION)
     assert worst
-    said = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)
-    assert ("on probes of engine 1 mean 2.00e-02 (20.0 times" in said) == stops
+    message = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)
+    assert ("on probes of engine 1 mean 2.00e-02 (20.0 times" in message) == stops
 
 
 def test_a_few_tokens_of_an_engine_do_not_stop_a_run() -> None:
@@ -111,7 +111,7 @@ def test_the_correction_is_counted_by_lag(level: Any, kind: Any) -> None:
     gaps = [draw.normal(0, 0.4, n).tolist() for n in (1, 7, 5, 20, 9)]
     batch = [trajectory(gap, np.sort(draw.integers(5, 8, len(gap))).tolist()) for gap in gaps]
     row = correction_by_lag(batch, VERSION, lag_settings(correction={"type": kind, "level": level}))
-    found = rollout_correction(
+    metrics = rollout_correction(
         torch.from_numpy(np.concatenate([t.old for t in batch])),
         torch.from_numpy(np.concatenate([t.behaviour for t in batch])),
         torch.repeat_interleave(torch.tensor([len(gap) for gap in gaps])),
@@ -122,8 +122,8 @@ def test_the_correction_is_counted_by_lag(level: Any, kind: Any) -> None:
     assert len(row) == 6
     for lag in range(3):
         for key, column in (("ratio_mean", "correction_ratio"), ("hit_frac", "correction_hit")):
-            wanted = found[column].double().numpy()[versions == VERSION - lag].mean()
-            assert row[f"correction/lag_{lag}/{key}"] == pytest.approx(wanted, rel=1e-12)
+            expected = metrics[column].double().numpy()[versions == VERSION - lag].mean()
+            assert row[f"correction/lag_{lag}/{key}"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_off_policy_metrics_are_their_formulas() -> None:
@@ -150,10 +150,10 @@ def test_off_policy_metrics_are_their_formulas() -> None:
         },
         rel=1e-9,
     )
-    same = off_policy_metrics(
+    on_policy = off_policy_metrics(
         [trajectory([0.0] * 9, [VERSION] * 9)], lag_settings(guards={"uncorrected": True})
     )
-    assert list(same.values()) == [0.0, 0.0, 1.0, 1.0]
+    assert list(on_policy.values()) == [0.0, 0.0, 1.0, 1.0]
     assert off_policy_metrics([], lag_settings(correction=correction)) == {}
 
 
@@ -171,9 +171,9 @@ def test_tokens_of_others_are_in_no_weight() -> None:
         {"type": "icepop", "level": "sequence"},
     ):
         settings = lag_settings(correction=correction)
-        wanted = off_policy_metrics(batch, settings)
-        assert wanted["off_policy/kl_k3"] > 0
-        assert off_policy_metrics(longer, settings) == wanted
+        expected = off_policy_metrics(batch, settings)
+        assert expected["off_policy/kl_k3"] > 0
+        assert off_policy_metrics(longer, settings) == expected
         assert correction_by_lag(longer, VERSION, settings) == correction_by_lag(batch, VERSION, settings)
 
 

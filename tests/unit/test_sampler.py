@@ -1,7 +1,7 @@
 """The sampler against stand-in engines that answer from the seed alone.
 
-Why: a step must not depend on which engine was quick, and must be the same again after a resume; groups must
-be whole and in order, no two responses drawn with one seed. Not covered: real engines (integration test),
+Why: a step must not depend on the engines' timing, and must be the same after a resume; groups must be
+complete and in order, and every response needs its own seed. Not covered: real engines (integration test),
 weight updates.
 """
 
@@ -37,7 +37,7 @@ from tests.support.stand_in_engines import ByteTokenizer
 
 
 class FakeEngine:
-    """Answers "Answer: <digit>" after a random while; the digit and the log-probs come from the seed."""
+    """Answers "Answer: <digit>" after a random delay; the digit and the log-probs come from the seed."""
 
     def __init__(self, index: int, rng: random.Random, fail_after: int | None = None):
         self.index, self.rng, self.fail_after = index, rng, fail_after
@@ -58,7 +58,7 @@ class FakeEngine:
         raise EngineError("there are none")
 
     async def wait_ready(self, timeout: float) -> None:
-        """At once."""
+        """Ready at once."""
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -95,25 +95,26 @@ class LocalSampler(Sampler):
 
     def __init__(self, settings: Settings, engines: list[FakeEngine], events: Path = Path("/nowhere/events")):
         tokenizer = ByteTokenizer()
-        pool = EnginePool(settings.engine, engines, events.parent)  # never synced: they are taken as they are
+        pool = EnginePool(settings.engine, engines, events.parent)  # used without a sync
         stops = stop_tokens(settings.model.path, tokenizer)
         self.worker = Worker(settings, codec_of(tokenizer), engines, events.parent, stops)
         super().__init__(settings, tokenizer, pool, [self.worker], EventSender(events), events.parent)
 
     async def batch(self, step: int, version: int) -> Batch:
-        found = await self.rollout(step, version)
-        assert isinstance(found, RolloutBatch)
-        trajectories = await self.worker.fetch(found.index.ticket.tolist(), found.index.sample.tolist())
-        assert [t.ticket for t in trajectories] == found.index.ticket.tolist()
+        rollout = await self.rollout(step, version)
+        assert isinstance(rollout, RolloutBatch)
+        trajectories = await self.worker.fetch(rollout.index.ticket.tolist(), rollout.index.sample.tolist())
+        assert [t.ticket for t in trajectories] == rollout.index.ticket.tolist()
         trajectories = [
-            replace(t, group=group) for t, group in zip(trajectories, found.index.group.tolist(), strict=True)
+            replace(t, group=group)
+            for t, group in zip(trajectories, rollout.index.group.tolist(), strict=True)
         ]
-        for at_hand, sent in zip(
-            index_of(trajectories).columns()[2:], found.index.columns()[2:], strict=True
+        for local, sent in zip(
+            index_of(trajectories).columns()[2:], rollout.index.columns()[2:], strict=True
         ):
-            assert at_hand.tolist() == sent.tolist()
+            assert local.tolist() == sent.tolist()
         await self.release()
-        return Batch(trajectories, found.metrics, found.seconds)
+        return Batch(trajectories, rollout.metrics, rollout.seconds)
 
     def close(self) -> None:
         self.worker.close()
@@ -143,7 +144,7 @@ def test_a_step_is_the_same_whatever_the_timing(settings: Settings) -> None:
         assert t.reward == (1.0 if t.correct else -1.0)
 
 
-def test_restricted_sampling_is_asked_of_rollouts_and_not_of_probes(config_file: Path) -> None:
+def test_restricted_sampling_applies_to_rollouts_not_probes(config_file: Path) -> None:
     """Each engine's probes come with the batch, from the full distribution, for the guard."""
     rollout = "rollout={prompts_per_step: 2, samples_per_prompt: 2, top_p: 0.9, min_p: 0.1, stop: ['.']}"
     settings = load_settings(
@@ -157,21 +158,21 @@ def test_restricted_sampling_is_asked_of_rollouts_and_not_of_probes(config_file:
         for replica in sampler._pool.replicas:
             replica.version = 4
             sampler._pool.on_synced(replica, 4)
-        found = await sampler.rollout(5, 4)
-        assert isinstance(found, RolloutBatch)
-        assert found.probes is not None
-        probes = await sampler.worker.fetch(found.probes.ticket.tolist(), found.probes.sample.tolist())
+        batch = await sampler.rollout(5, 4)
+        assert isinstance(batch, RolloutBatch)
+        assert batch.probes is not None
+        probes = await sampler.worker.fetch(batch.probes.ticket.tolist(), batch.probes.sample.tolist())
         assert all((t.versions == 4).all() and len(t.behaviour) == len(t.response) for t in probes)
         sampler.close()
-        return found, fakes
+        return batch, fakes
 
-    found, fakes = asyncio.run(run())
-    assert found.probes is not None
-    assert found.probes.group.tolist() == [0] * 4 + [1] * 4  # one repeats a prompt of version 3
+    batch, fakes = asyncio.run(run())
+    assert batch.probes is not None
+    assert batch.probes.group.tolist() == [0] * 4 + [1] * 4  # one repeats a prompt of version 3
     requests = [request for fake in fakes for request in fake.requests]
-    asked = [(r["top_p"], r["min_p"], r["max_tokens"] == 8) for r in requests]
-    assert sorted(set(asked)) == [(0.9, 0.1, False), (1.0, 0.0, True)]
-    assert asked.count((1.0, 0.0, True)) == 8
+    sampling = [(r["top_p"], r["min_p"], r["max_tokens"] == 8) for r in requests]
+    assert sorted(set(sampling)) == [(0.9, 0.1, False), (1.0, 0.0, True)]
+    assert sampling.count((1.0, 0.0, True)) == 8
     assert {r["stop"] for r in requests} == {(".",)}
 
 
@@ -181,10 +182,10 @@ def test_other_steps_and_seeds_draw_others(settings: Settings) -> None:
     for batch in batches:
         for t in batch.trajectories:
             drawn.setdefault((t.prompt_id, t.sample), []).append(t.behaviour.tobytes())
-    assert sum(len(found) > 1 for found in drawn.values()) == 8 * 5
-    assert all(len(set(found)) == len(found) for found in drawn.values())
-    other = replace_seed(settings, 1)
-    assert flat(asyncio.run(LocalSampler(other, engines(1)).batch(1, 0))) != flat(batches[0])
+    assert sum(len(draws) > 1 for draws in drawn.values()) == 8 * 5
+    assert all(len(set(draws)) == len(draws) for draws in drawn.values())
+    reseeded = replace_seed(settings, 1)
+    assert flat(asyncio.run(LocalSampler(reseeded, engines(1)).batch(1, 0))) != flat(batches[0])
 
 
 def replace_seed(settings: Settings, seed: int) -> Settings:
@@ -200,8 +201,8 @@ def test_a_resumed_sampler_goes_on_with_the_same_steps(settings: Settings) -> No
         await resumed.restore(state)
         return flat(await sampler.batch(2, 1)), flat(await resumed.batch(2, 1))
 
-    went_on, resumed = asyncio.run(run())
-    assert went_on == resumed
+    continued, resumed = asyncio.run(run())
+    assert continued == resumed
 
 
 def test_a_prompt_that_comes_twice_makes_two_groups(settings: Settings) -> None:
@@ -275,23 +276,23 @@ def test_metrics_and_events(settings: Settings, tmp_path: Path) -> None:
 def test_counts_are_of_all_workers() -> None:
     class Counting:
         def __init__(self, **counts: float):
-            self.found = {f"reward/{name}": value for name, value in counts.items()}
+            self.values = {f"reward/{name}": value for name, value in counts.items()}
 
         async def counts(self) -> dict[str, float]:
-            return self.found
+            return self.values
 
     workers: list[Any] = [Counting(errors=1, a=2), Counting(errors=3), Counting(errors=0, b=5)]
     pool: Any = None
-    found = asyncio.run(Dispatcher(pool, workers, 1).counts())
-    assert found == {"reward/errors": 4, "reward/a": 2, "reward/b": 5}
+    totals = asyncio.run(Dispatcher(pool, workers, 1).counts())
+    assert totals == {"reward/errors": 4, "reward/a": 2, "reward/b": 5}
 
 
 # -- dynamic sampling ----------------------------------------------------------------------------------------
 
 
-def dynamic(settings: Settings, reward: str, **how: object) -> Settings:
+def dynamic(settings: Settings, reward: str, **options: object) -> Settings:
     """With a reward function that sees the last digit of the response; 4 prompts a step, 5 responses each."""
-    rollout = {"prompts_per_step": 4, "dynamic": DynamicSamplingSettings(**how)}
+    rollout = {"prompts_per_step": 4, "dynamic": DynamicSamplingSettings(**options)}
     return settings.model_copy(
         update={
             "rollout": settings.rollout.model_copy(update=rollout),
@@ -326,17 +327,17 @@ def run_steps(settings: Settings, count: int, seed: int = 1) -> list[Batch]:
 
 @pytest.mark.usefixtures("rewards")
 @pytest.mark.parametrize(
-    ("reward", "says"), [("right", "all right, 0 all wrong"), ("wrong", "0 all right, ")]
+    ("reward", "message"), [("right", "all right, 0 all wrong"), ("wrong", "0 all right, ")]
 )
 def test_a_step_that_cannot_be_filled_ends_with_its_counts(
-    settings: Settings, reward: str, says: str
+    settings: Settings, reward: str, message: str
 ) -> None:
     starving = dynamic(settings, reward, rounds=3, oversample=1.5)
     with pytest.raises(UserError) as error:
         run_steps(starving, 1)
     assert "step 1: after 3 rounds of dynamic sampling 0 of 4 groups" in str(error.value)
     assert "(sampled 18: " in str(error.value)  # 3 rounds of 1.5 x 4
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert f"too {'easy' if reward == 'right' else 'hard'}" in str(error.value)
 
 
@@ -356,14 +357,14 @@ def test_failures_of_the_reward_are_counted_by_set(
     share = (batch.index.reward < 0).mean()
     assert 0 < share < 1
     assert batch.metrics["reward/failed_frac"] == batch.failures.share == share
-    (held,) = evaluated.failures
-    assert (held.set, held.graded) == ("heldout", 24)
+    (heldout,) = evaluated.failures
+    assert (heldout.set, heldout.graded) == ("heldout", 24)
     assert (
-        held.failed
+        heldout.failed
         == sum(r.failed for r in evaluated.results)
         == sum(not c for r in evaluated.results for c in r.correct)
     )
-    for count in (batch.failures, held):
+    for count in (batch.failures, heldout):
         (first,) = count.first
         assert (first.set, first.detail) == (count.set, "it returned None")
         assert first.prompt.startswith("What is ")
@@ -371,7 +372,7 @@ def test_failures_of_the_reward_are_counted_by_set(
 
 
 @pytest.mark.usefixtures("rewards")
-def test_a_step_that_failures_keep_empty_ends_with_the_first(settings: Settings) -> None:
+def test_a_step_with_only_reward_failures_shows_the_first(settings: Settings) -> None:
     with pytest.raises(
         UserError, match=r"0 of 4 groups are kept; the reward failed on 90 of 90 .*\n.* KeyError"
     ):
@@ -394,12 +395,12 @@ def test_dynamic_sampling_fills_each_step_from_its_own_weights(settings: Setting
         discarded += m["discarded"]
     assert any(b.metrics["sampling/generated"] > 4 for b in batches)
     assert (discarded > 0) == (oversample > 1)
-    # Each prompt that can be mixed is trained on: the slow and the late ones are not passed over.
+    # Every prompt that can give a mixed group is trained on, also slow and late ones.
     assert {t.prompt_id for b in batches for t in b.trajectories} == {2, 3, 4, 5, 6, 7}
 
 
 @pytest.mark.usefixtures("rewards")
-def test_batches_do_not_depend_on_how_many_groups_are_sampled_at_a_time(settings: Settings) -> None:
+def test_batches_do_not_depend_on_the_oversampling(settings: Settings) -> None:
     one, more, many = (
         [flat(batch) for batch in run_steps(dynamic(settings, "mixed", oversample=n), 4, seed)]
         for seed, n in enumerate((1.0, 1.6, 4.0))
@@ -424,7 +425,7 @@ def test_every_group_has_seeds_of_its_own(settings: Settings) -> None:
 
 
 def from_source(settings: Settings, tmp_path: Path, **data: object) -> Settings:
-    """With prompts from code, in its order. Call it in ``tmp_path``."""
+    """Settings with prompts from code, in its order. Call it in ``tmp_path``."""
     (tmp_path / "doubles_of_test.py").write_text(
         "def doubles():\n"
         "    for i in range(1000):\n"
@@ -434,13 +435,13 @@ def from_source(settings: Settings, tmp_path: Path, **data: object) -> Settings:
     return settings.model_copy(update={"data": DataSettings.model_validate(source | data)})
 
 
-def test_a_streaming_source_gives_the_same_as_one_that_is_read_whole(
+def test_streaming_and_reading_a_source_whole_give_equal_batches(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = run_steps(from_source(settings, tmp_path), 2)
+    expected = run_steps(from_source(settings, tmp_path), 2)
     assert [flat(batch) for batch in run_steps(from_source(settings, tmp_path, streaming=True), 2)] == [
-        flat(batch) for batch in whole
+        flat(batch) for batch in expected
     ]
 
 
@@ -466,11 +467,11 @@ def test_a_resumed_sampler_samples_discarded_prompts_again(
             sampler.close()
             resumed.close()
 
-    went_on, resumed = asyncio.run(run())
-    assert went_on == resumed
+    continued, resumed = asyncio.run(run())
+    assert continued == resumed
 
 
-def test_evaluation_covers_the_whole_set_in_order_and_repeats_its_seeds(settings: Settings) -> None:
+def test_evaluation_covers_the_set_in_order_with_fixed_seeds(settings: Settings) -> None:
     fakes = engines(1)
     sampler = LocalSampler(settings, fakes)
 
@@ -511,7 +512,7 @@ def test_several_held_out_sets_are_told_apart(config_file: Path) -> None:
 
 
 def test_each_held_out_set_is_sampled_as_it_asks(config_file: Path) -> None:
-    """AIME with many samples and MATH-500 greedily, in one evaluation; the rest follows the section."""
+    """AIME with many samples and MATH-500 greedily, in one evaluation; other sets follow the section."""
     data = config_file.parent / "train.jsonl"
     part = f"path: {data}, max_prompt_tokens: 99, limit: 2"
     sets = f"{{name: a, samples: 5, {part}}}, {{name: c, {part}}}, "
@@ -523,10 +524,10 @@ def test_each_held_out_set_is_sampled_as_it_asks(config_file: Path) -> None:
     fakes = engines(1)
     results = asyncio.run(LocalSampler(settings, fakes).evaluate()).results
     assert [(r.set, len(r.responses)) for r in results] == [("a", 5)] * 2 + [("c", 2)] * 2 + [("b", 1)] * 2
-    asked = {
+    sampling = {
         tuple(q[key] for key in ("temperature", "top_p", "max_tokens")) for f in fakes for q in f.requests
     }
-    assert asked == {(0.6, 0.9, 30), (0.0, 1.0, 7)}
+    assert sampling == {(0.6, 0.9, 30), (0.0, 1.0, 7)}
     row = score_sets(results)
     assert settings.evaluation is not None
     assert set(settings.evaluation.metric_names()) == set(row)

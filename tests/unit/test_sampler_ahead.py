@@ -60,8 +60,8 @@ class Engine:
     async def generate(self, prompt: np.ndarray, *, n: int, **request: Any) -> list[Sample]:
         self.requests.append({"prompt": prompt.tolist(), "n": n, "version": self.version} | request)
         most, start = request["max_tokens"], request["routes_from"]
-        one = [self._one(prompt.tolist(), request["seed"] + i, most, start) for i in range(n)]
-        return list(await asyncio.gather(*one))
+        tasks = [self._one(prompt.tolist(), request["seed"] + i, most, start) for i in range(n)]
+        return list(await asyncio.gather(*tasks))
 
     async def _one(self, prompt: list[int], seed: int, most: int, routes_from: int) -> Sample:
         version, draw, tokens, values, finish = self.version, random.Random(seed), [], [], ""
@@ -82,10 +82,10 @@ class Engine:
             self.running -= 1
         # Each row names the version that computed it and its token's place.
         end = len(prompt) + len(tokens) - 1
-        made = -1 if version is None else version
-        routes = np.array([[[made, place]] for place in range(routes_from, end)], np.int16)
-        found = Sample(np.array(tokens, np.int32), np.array(values, np.float32), finish, version)
-        return replace(found, routes=routes) if tokens else found
+        computed_by = -1 if version is None else version
+        routes = np.array([[[computed_by, place]] for place in range(routes_from, end)], np.int16)
+        sample = Sample(np.array(tokens, np.int32), np.array(values, np.float32), finish, version)
+        return replace(sample, routes=routes) if tokens else sample
 
     async def post(self, *_: Any) -> tuple[int, str]:
         return 200, ""
@@ -125,7 +125,7 @@ def _syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """Sampler and stand-ins, and a trainer that takes a random while."""
+    """Sampler, stand-in engines, and a trainer with random delays."""
 
     def __init__(self, settings: Settings, folder: Path, seed: int, engines: int = 2):
         self.settings, self.rng, self.folder = settings, random.Random(seed), folder
@@ -173,7 +173,7 @@ class Run:
         self.worker.close()
 
     def tickets(self) -> list[list[int]]:
-        """Of each batch, in its order."""
+        """Tickets of each batch, in its order."""
         samples = self.settings.rollout.samples_per_prompt
         return [batch.index.ticket.tolist()[::samples] for batch in self.batches]
 
@@ -221,7 +221,7 @@ def with_dynamic(settings: Settings, **rollout: Any) -> Settings:
 
 
 def check(run: Run) -> None:
-    """What must hold whatever the timing."""
+    """Check what holds for any timing."""
     ahead, size = run.settings.rollout.ahead, run.settings.rollout.prompts_per_step
     seeds: Counter[tuple[int, int]] = Counter()
     for step, batch in enumerate(run.trajectories, 1):
@@ -259,7 +259,7 @@ def check(run: Run) -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_tokens_have_their_version_and_none_is_older_than_allowed(
+def test_tokens_have_their_version_and_none_is_too_old(
     settings: Settings, tmp_path: Path, ahead: int
 ) -> None:
     run = asyncio.run(Run(changed(settings, ahead=ahead), tmp_path / "run", ahead).go())
@@ -328,27 +328,25 @@ def test_drained_batches_have_one_version_and_are_the_same_again(
         assert versions == {max(step - 2, 0)}
 
 
-def test_a_resumed_run_goes_on_with_the_first_group_that_was_not_trained_on(
-    settings: Settings, tmp_path: Path
-) -> None:
+def test_a_resumed_run_starts_with_the_first_untrained_group(settings: Settings, tmp_path: Path) -> None:
     dynamic = with_dynamic(settings, ahead=1, inflight="drain")
 
     async def part() -> Run:
         return await Run(dynamic, tmp_path / "first", 1).go(last=5)
 
-    whole = asyncio.run(Run(dynamic, tmp_path / "whole", 3).go())
+    uninterrupted = asyncio.run(Run(dynamic, tmp_path / "whole", 3).go())
     first = asyncio.run(part())
     state = json.loads(json.dumps(first.batches[-1].state))
-    rest = asyncio.run(Run(dynamic, tmp_path / "rest", 7).go(first=6, state=state))
-    assert first.tickets() == whole.tickets()[:5]
+    resumed = asyncio.run(Run(dynamic, tmp_path / "rest", 7).go(first=6, state=state))
+    assert first.tickets() == uninterrupted.tickets()[:5]
     assert state["next_ticket"] == first.tickets()[-1][-1] + 1
-    assert rest.tickets()[0][0] > first.tickets()[-1][-1]
-    prompt_of = {t.ticket: t.prompt_id for batch in whole.trajectories for t in batch}
-    both = [t for batch in rest.trajectories for t in batch if t.ticket in prompt_of]
-    assert both
-    assert all(t.prompt_id == prompt_of[t.ticket] for t in both)
+    assert resumed.tickets()[0][0] > first.tickets()[-1][-1]
+    prompt_of = {t.ticket: t.prompt_id for batch in uninterrupted.trajectories for t in batch}
+    common = [t for batch in resumed.trajectories for t in batch if t.ticket in prompt_of]
+    assert common
+    assert all(t.prompt_id == prompt_of[t.ticket] for t in common)
     check(first)
-    for step, batch in enumerate(rest.trajectories, 6):
+    for step, batch in enumerate(resumed.trajectories, 6):
         assert {v for t in batch for v in t.versions.tolist()} == {max(step - 2, 5)}
     plain = asyncio.run(Run(settings, tmp_path / "plain", 1).go(first=6, state=state | {"next_ticket": 20}))
     assert [ticket for batch in plain.tickets() for ticket in batch] == list(range(20, 32))
@@ -361,10 +359,10 @@ def test_every_engine_answers_probes_with_the_present_weights(settings: Settings
         assert batch.probes is not None
         number = 2 + (step > 1)
         assert batch.probes.group.tolist() == [0] * number + [1] * number
-        asked = [t.prompt.tolist() for t in probes[:number]]
+        prompts = [t.prompt.tolist() for t in probes[:number]]
         if step > 1:
-            assert asked[-1] == max(earlier[:2], key=len), "the longest of the weights before"
-        earlier = asked
+            assert prompts[-1] == max(earlier[:2], key=len), "the longest of the weights before"
+        earlier = prompts
         assert [len(t.response) for t in probes] == batch.probes.response_length.tolist()
         assert [len(t.prompt) for t in probes] == batch.probes.prompt_length.tolist()
         for t in probes:

@@ -1,7 +1,7 @@
-"""The private folders of dead runs are removed, and nothing that others make of them or list in them.
+"""Private folders of dead runs are removed, and nothing that other users make or list in such folders.
 
 Why: /dev/shm and /tmp are open to every user of a node, and each start removes what dead runs left there. A
-folder of another user that looks like one of ours, with a list of files to remove, made a run delete them.
+folder of another user that looked like one of ours, with a list of files to remove, made a run delete them.
 Not covered: the processes that put files there (tests/integration/test_launcher).
 """
 
@@ -35,10 +35,10 @@ print(folder)
 
 def leave_folder(parent: Path, *segments: str) -> Path:
     """The folder of a process that has died, with these files in shared memory."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", DEAD, str(parent), *segments], check=True, capture_output=True, text=True
     )
-    return Path(done.stdout.strip())
+    return Path(process.stdout.strip())
 
 
 @pytest.fixture
@@ -56,38 +56,38 @@ def test_folders_of_dead_runs_go_and_those_of_living_ones_stay(shared: Path) -> 
     (shared / "rpg-foreign").mkdir()
     (shared / "new").touch()
     (shared / "new").replace(shared / "psm_reused")  # another process's file of the same name
-    mine = create_workspace(shared)
-    assert [folder.stat().st_mode & 0o777 for folder in (mine.work, mine.bridge)] == [0o700, 0o700]
-    kept = ["rpg-foreign", mine.bridge.name, "psm_reused"]
-    assert sorted(p.name for p in shared.iterdir()) == sorted(kept)
+    workspace = create_workspace(shared)
+    assert [folder.stat().st_mode & 0o777 for folder in (workspace.work, workspace.bridge)] == [0o700, 0o700]
+    expected = ["rpg-foreign", workspace.bridge.name, "psm_reused"]
+    assert sorted(p.name for p in shared.iterdir()) == sorted(expected)
     assert remove_abandoned(shared) == []
-    mine.remove()
-    assert not mine.work.exists()
-    assert not mine.bridge.exists()
+    workspace.remove()
+    assert not workspace.work.exists()
+    assert not workspace.bridge.exists()
 
 
-def test_the_work_folder_is_in_tmpdir_if_sockets_in_it_have_short_enough_paths(
+def test_the_work_folder_is_in_tmpdir_if_socket_paths_fit(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (long := Path(short, "long" * 12)).mkdir()
-        for chosen, wanted in ((Path(short), Path(short)), (long, Path("/tmp"))):
+        for chosen, parent in ((Path(short), Path(short)), (long, Path("/tmp"))):
             monkeypatch.setattr(tempfile, "tempdir", str(chosen))
-            mine = create_workspace(shared)
-            mine.remove()
-            assert (mine.work.parent, mine.work.name[:4]) == (wanted, "rpg-")
+            workspace = create_workspace(shared)
+            workspace.remove()
+            assert (workspace.work.parent, workspace.work.name[:4]) == (parent, "rpg-")
 
 
-def test_only_files_directly_in_shared_memory_are_removed_with_a_folder(shared: Path) -> None:
-    left = leave_folder(shared)
+def test_only_files_directly_in_shared_memory_are_removed(shared: Path) -> None:
+    folder = leave_folder(shared)
     (shared / "folder").mkdir()
     victims = [shared.parent / "victim", shared / "folder" / "victim"]
     for victim in victims:
         victim.touch()
     (shared / "link").symlink_to(victims[0])
-    ways = [*victims, shared / "link", shared / "folder" / ".." / ".." / "victim", shared / "folder"]
-    (left / SEGMENTS).write_text(json.dumps({str(file): file.stat().st_ino for file in ways}))
-    assert remove_abandoned(shared) == [left]
+    paths = [*victims, shared / "link", shared / "folder" / ".." / ".." / "victim", shared / "folder"]
+    (folder / SEGMENTS).write_text(json.dumps({str(file): file.stat().st_ino for file in paths}))
+    assert remove_abandoned(shared) == [folder]
     assert all(victim.exists() for victim in victims)
     assert sorted(p.name for p in shared.iterdir()) == ["folder", "link"]
 
@@ -96,14 +96,14 @@ def test_only_files_directly_in_shared_memory_are_removed_with_a_folder(shared: 
 def test_a_folder_that_others_can_make_removes_nothing(shared: Path, kind: str) -> None:
     if kind == "another user's" and os.geteuid():
         pytest.skip("only root can make a folder of another user")
-    left = leave_folder(shared, "psm_victim")
+    folder = leave_folder(shared, "psm_victim")
     if kind == "open to others":
-        left.chmod(0o755)
+        folder.chmod(0o755)
     elif kind == "another user's":
-        os.chown(left, 12345, -1)
+        os.chown(folder, 12345, -1)
     else:
-        left.rename(shared.parent / "elsewhere")
-        left.symlink_to(shared.parent / "elsewhere")
+        folder.rename(shared.parent / "elsewhere")
+        folder.symlink_to(shared.parent / "elsewhere")
     assert remove_abandoned(shared) == []
-    assert (left / SEGMENTS).exists()
+    assert (folder / SEGMENTS).exists()
     assert (shared / "psm_victim").exists()

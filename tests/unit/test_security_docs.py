@@ -1,7 +1,7 @@
 """Each sentence of docs/security.md has a test that fails if it is not true, or a reason why there is none.
 
 Why: a page on security that is wrong is worse than none, and nobody notices when the code changes. ``TABLE``
-has a test, or ``limit:`` with a reason, and below it parts of the sentences that it holds up. Proved: each
+has a test, or ``limit:`` with a reason, and below it parts of the sentences that it supports. Proved: each
 sentence, and each statement in a cell of a table, has such a part; each part is on the page once; each test
 exists. Not covered: whether a test proves the whole sentence; that is for the reader of both.
 """
@@ -99,7 +99,7 @@ integration/test_custom_rewards.py::test_a_judge_that_fails_costs_scores_and_cou
   which is read from the environment only
 integration/test_custom_rewards.py::test_a_judge_is_asked_again_after_waits_that_grow
   no redirects, so that its key
-unit/test_megatron_folder.py::test_a_manifest_tells_what_it_was_told_and_finds_all_damage
+unit/test_megatron_folder.py::test_a_manifest_returns_its_facts_and_finds_all_damage
 unit/test_resume_rules.py::test_a_damaged_checkpoint_is_passed_over
   before a resume: checkpoints by SHA-256
 unit/test_resume_rules.py::test_a_state_of_another_form_is_one_message
@@ -112,7 +112,7 @@ unit/test_checkpoint_path.py::test_a_run_a_step_and_its_model_are_the_same_check
 unit/test_checkpoint_path.py::test_what_is_evaluated
   They use no other key of a checkpoint that was copied
 unit/test_checkpoint_path.py::test_no_link_of_a_step_leads_out_of_it
-unit/test_resume_rules.py::test_nothing_is_read_through_links_out_of_a_run_that_others_may_have_made
+unit/test_resume_rules.py::test_nothing_is_read_through_links_out_of_a_run
   no link may lead outside the folder you give
   Below a folder that others may have made, a link
 unit/test_report.py::test_a_page_has_nothing_of_files_to_which_a_run_only_links
@@ -131,7 +131,7 @@ unit/test_files.py::test_a_copy_has_no_more_readers_than_its_source
   The copy of a file that others may not read
 unit/test_files.py::test_what_lies_in_the_folder_is_read
   Hard links are files like others
-unit/test_files.py::test_a_link_that_is_put_in_place_later_is_not_copied
+unit/test_files.py::test_a_link_planted_later_is_not_copied
   What is checked is the open file
 unit/test_files.py::test_json_files_have_a_limit
   at most 100 MB
@@ -162,11 +162,11 @@ unit/test_plain_loading.py::test_what_a_checkpoint_names_is_not_run
 unit/test_plain_loading.py::test_values_of_a_pickle_are_inert
   by code that can only make plain values
 unit/test_plain_loading.py::test_a_tensor_that_claims_what_it_is_not_is_one_message
-unit/test_plain_loading.py::test_of_a_storage_only_what_a_tensor_spans_is_read
+unit/test_plain_loading.py::test_only_the_span_of_a_tensor_is_read_from_its_storage
   within what their storage holds
 unit/test_plain_loading.py::test_a_checkpoints_small_files_are_no_links_out_of_it
 unit/test_plain_loading.py::test_an_index_names_only_files_of_its_folder
-unit/test_megatron_folder.py::test_a_checkpoint_is_no_link_out_of_the_folder_that_was_given
+unit/test_megatron_folder.py::test_a_checkpoint_is_no_link_out_of_the_given_folder
   Files outside the folder are refused
 unit/test_plain_loading.py::test_an_index_may_name_what_it_does_not_need
   In the index, what is not needed
@@ -176,7 +176,7 @@ unit/test_plain_loading.py::test_our_own_index_needs_no_pickle
   If another tool has changed that
 unit/test_plain_loading.py::test_pickles_for_other_libraries_are_left_out
   FP8 states of Transformer Engine are pickles
-unit/test_plain_loading.py::test_a_run_trusts_such_pickles_in_its_own_folder_alone
+unit/test_plain_loading.py::test_a_run_trusts_pickles_only_in_its_own_folder
   They are kept when a run resumes from its own folder
 unit/test_hostile_inputs.py::test_a_line_without_end_is_one_message
   lines of at most 256 MiB
@@ -186,7 +186,7 @@ unit/test_hostile_inputs.py::test_a_small_file_that_stands_for_gigabytes_is_refu
   a compressed file may hold 100 times
 unit/test_stored_prompts.py::test_what_others_could_have_written_is_not_used
   its folder must belong to you, with mode 0700
-unit/test_stored_prompts.py::test_a_file_of_another_user_or_a_link_in_the_folder_is_not_used
+unit/test_stored_prompts.py::test_another_users_file_or_a_link_is_not_used
   links are not followed; a checksum
 unit/test_stored_prompts.py::test_a_damaged_file_is_made_again
   a checksum finds damage, and
@@ -211,7 +211,7 @@ unit/test_foreign_input.py::test_a_reader_has_limits_for_as_long_as_it_lives
 unit/test_foreign_input.py::test_a_reader_gets_no_secrets
   an environment without secrets
 unit/test_foreign_input.py::test_a_reader_ends_with_the_process_that_started_it
-unit/test_foreign_input.py::test_a_reader_whose_parent_has_ended_before_it_asks_for_the_signal_reads_nothing
+unit/test_foreign_input.py::test_a_reader_whose_parent_has_already_ended_reads_nothing
   It ends when its parent ends
 unit/test_doctor_probes.py::test_the_process_for_foreign_input_is_tried
   tries the process on the machine
@@ -246,7 +246,7 @@ unit/test_rank_env.py::test_ranks_of_several_nodes_meet_at_one_address_only
   TCP at the cluster address of rank 0 | several nodes: none
 unit/test_rank_env.py::test_every_rank_has_the_token_from_its_environment_alone
   Processes have it from their environment
-unit/test_rank_env.py::test_the_store_of_weight_links_is_a_private_folder_unless_an_address_is_set
+unit/test_rank_env.py::test_the_links_store_is_a_private_folder_without_an_address
   With `bridge.address` set, weight links
 distributed/test_process_group_transport.py::test_workers_get_their_slices_again_and_again
   folder, mode 0700, in the bridge folder
@@ -276,7 +276,7 @@ integration/test_rollout_engine.py::test_every_route_asks_for_the_token_and_erro
 unit/test_scratch_dirs.py::test_folders_of_dead_runs_go_and_those_of_living_ones_stay
   need a shorter path | 0700; removed at the end
   `/dev/shm/rpg-*` | 0700; removed in the same way
-unit/test_scratch_dirs.py::test_the_work_folder_is_in_tmpdir_if_sockets_in_it_have_short_enough_paths
+unit/test_scratch_dirs.py::test_the_work_folder_is_in_tmpdir_if_socket_paths_fit
   or `/tmp/rpg-*` if sockets need a shorter path
 unit/test_hostile_inputs.py::test_the_folder_of_a_conversion_is_private
   `.NAME.incomplete` | 0700
@@ -287,9 +287,9 @@ integration/test_engine_process.py::test_starts_answers_and_stops
 unit/test_resume_rules.py::test_the_rest_of_a_run_follows_the_umask_also_behind_a_link
   exports | your umask
   Links that you give are followed: `runs`
-unit/test_resume_rules.py::test_a_run_that_the_user_reaches_through_a_link_can_be_started_from
+unit/test_resume_rules.py::test_a_run_can_be_started_from_through_a_link
   a run's folder and a model's may be reached
-unit/test_resume_rules.py::test_checkpoints_of_a_run_of_ones_own_may_lie_on_another_disk
+unit/test_resume_rules.py::test_checkpoints_of_a_run_may_be_on_another_disk
   `checkpoints/` of your own run lie on another disk
 """
 
@@ -311,34 +311,34 @@ def statements(block: str) -> list[tuple[int, int]]:
     else:  # the first cell says what the row is about
         first = block.index("|", 1)
         ends = [first, *(m.end() for m in re.finditer(r"\||;|\.(?=\s[A-Z])", block) if m.end() > first)]
-    found = [
+    spans = [
         (a, b)
         for a, b in zip([0, *ends], ends, strict=False)
         if block[a:b].strip(" |;.") not in NO_STATEMENTS
     ]
-    return found[1:] if block.startswith("|") else found
+    return spans[1:] if block.startswith("|") else spans
 
 
 def entries(table: str) -> list[tuple[str, list[str]]]:
     """Tests, or a limit, and the parts of the page below each; a test without parts shares the next's."""
-    found: list[tuple[str, list[str]]] = []
+    rows: list[tuple[str, list[str]]] = []
     for line in table.strip().splitlines():
         if line.startswith("  "):
-            found[-1][1].append(line.strip())
+            rows[-1][1].append(line.strip())
         else:
-            found.append((line, []))
-    return found
+            rows.append((line, []))
+    return rows
 
 
 def missing_from(page: str, table: str) -> list[str]:
     """Statements of a page that no part of the table covers, and parts that are not there just once."""
     lines = blocks(page)
-    parts = [part for _, some in entries(table) for part in some]
-    wrong = [part for part in parts if sum(line.count(part) for line in lines) != 1]
+    parts = [part for _, texts in entries(table) for part in texts]
+    problems = [part for part in parts if sum(line.count(part) for line in lines) != 1]
     for line in lines:
         covered = [(at, at + len(part)) for part in parts if (at := line.find(part)) >= 0]
-        wrong += [line[a:b] for a, b in statements(line) if not any(x < b and a < y for x, y in covered)]
-    return wrong
+        problems += [line[a:b] for a, b in statements(line) if not any(x < b and a < y for x, y in covered)]
+    return problems
 
 
 def test_each_statement_has_a_test_or_a_reason() -> None:
@@ -347,15 +347,15 @@ def test_each_statement_has_a_test_or_a_reason() -> None:
 
 def test_each_test_exists() -> None:
     tests = [name for name, _ in entries(TABLE) if not name.startswith("limit: ")]
-    known = {}
+    functions = {}
     for file in {name.partition("::")[0] for name in tests}:
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-        known[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert [name for name in tests if name.partition("::")[2] not in known[name.partition("::")[0]]] == []
+        functions[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert [name for name in tests if name.partition("::")[2] not in functions[name.partition("::")[0]]] == []
 
 
 @pytest.mark.parametrize(
-    ("added", "told"),
+    ("added", "expected"),
     [
         ("\nNothing can happen. It is safe.\n", ["Nothing can happen.", "It is safe."]),
         ("| x | no | it is closed; none |\n", ["it is closed;"]),
@@ -363,8 +363,8 @@ def test_each_test_exists() -> None:
         ("\n## A heading\n\n| head | of a table |\n|---|---|\n| first | no |\n", []),
     ],
 )
-def test_a_sentence_without_a_test_is_found(added: str, told: list[str]) -> None:
-    assert [text.strip(" |") for text in missing_from(PAGE + added, TABLE)] == told
+def test_a_sentence_without_a_test_is_found(added: str, expected: list[str]) -> None:
+    assert [text.strip(" |") for text in missing_from(PAGE + added, TABLE)] == expected
     assert missing_from(PAGE.replace("encrypted |", "|"), TABLE) != []
 
 
@@ -373,8 +373,8 @@ def test_packages_are_pinned() -> None:
     for file in (ROOT / "requirements").glob("*.txt"):
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.strip() and not line.startswith(("#", "    --hash=")):
-                found = re.match(r"([\w.-]+)(\[[\w,-]+\])?(==| @ )\S+", line)
-                assert found, f"{file.name}: {line}"
-                names.add(found[1].lower())
+                match = re.match(r"([\w.-]+)(\[[\w,-]+\])?(==| @ )\S+", line)
+                assert match, f"{file.name}: {line}"
+                names.add(match[1].lower())
     assert len(names) > 100
     assert not names & {"kernels", "peft"}

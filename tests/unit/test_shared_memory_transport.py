@@ -42,14 +42,14 @@ def test_reader_returns_every_tensor_and_any_box_of_it(folder):
     assert manifest == read_manifest(folder / "manifest.json")
     reader = ShardReader(folder)
     reader.open(manifest.place, 3)
-    for name, want in sd.items():
-        assert torch.equal(reader.whole(name), want)
-        assert manifest.tensors[name].checksum == checksum(want, (0,) * want.dim())
+    for name, expected in sd.items():
+        assert torch.equal(reader.whole(name), expected)
+        assert manifest.tensors[name].checksum == checksum(expected, (0,) * expected.dim())
     name = "model.layers.1.self_attn.q_proj.weight"
-    wanted = Box((5, 3), (20, 7))
-    out = torch.zeros(wanted.extent)
-    for part, box in reader.cut(name, wanted):
-        out[Box(box.offset_in(wanted), box.extent).slices()] = part
+    requested = Box((5, 3), (20, 7))
+    out = torch.zeros(requested.extent)
+    for part, box in reader.cut(name, requested):
+        out[Box(box.offset_in(requested), box.extent).slices()] = part
     assert torch.equal(out, sd[name][5:25, 3:10])
     reader.close()
     pub.close()

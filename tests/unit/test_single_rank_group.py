@@ -1,6 +1,6 @@
-"""The process group of a rank alone does what gloo's of one rank does, without gloo's port.
+"""The process group of a single rank does what gloo does for one rank, without gloo's port.
 
-Why: a rank alone had a port on loopback for each of Megatron's process groups, without authentication.
+Why: gloo opens an unauthenticated loopback port for each of Megatron's process groups, also for one rank.
 Proved: each collective that Megatron and torch call leaves the same bytes in the same tensors as gloo,
 reductions that scale and messages to other ranks are errors, and no port is open. Not covered: GPUs, and a
 whole rank (tests/distributed/test_control_group).
@@ -36,19 +36,19 @@ def into(collective: Callable[[Tensor, Tensor], Any]) -> Callable[[], list[Tenso
     """A collective of an output and an input; both are compared."""
 
     def call() -> list[Tensor]:
-        out, given = torch.zeros_like(ODD), ODD.clone()
-        collective(out, given)
-        return [out, given]
+        out, source = torch.zeros_like(ODD), ODD.clone()
+        collective(out, source)
+        return [out, source]
 
     return call
 
 
 def coalesced(collective: Callable[[Tensor, Tensor], Any]) -> Callable[[], list[Tensor]]:
-    """As Megatron calls it for the buckets of gradients and parameters: together, waiting for them later."""
+    """As Megatron calls it for gradient and parameter buckets: coalesced, with a later wait."""
 
-    def call(out: Tensor, given: Tensor) -> None:
+    def call(out: Tensor, source: Tensor) -> None:
         with dist.distributed_c10d._coalescing_manager(async_ops=True) as handle:
-            collective(out, given)
+            collective(out, source)
         handle.wait()
 
     return into(call)
@@ -73,21 +73,21 @@ def in_place() -> list[Tensor]:
 
 
 REDUCTIONS = {
-    f"all_reduce {op}": into(lambda out, given, op=op: dist.all_reduce(given, op=op, async_op=True).wait())
+    f"all_reduce {op}": into(lambda out, source, op=op: dist.all_reduce(source, op=op, async_op=True).wait())
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 }
 COLLECTIVES = REDUCTIONS | {
-    "reduce": into(lambda out, given: dist.reduce(given, 0)),
-    "broadcast": into(lambda out, given: dist.broadcast(given, 0)),
-    "all_gather": into(lambda out, given: dist.all_gather([out], given)),
+    "reduce": into(lambda out, source: dist.reduce(source, 0)),
+    "broadcast": into(lambda out, source: dist.broadcast(source, 0)),
+    "all_gather": into(lambda out, source: dist.all_gather([out], source)),
     "all_gather_into_tensor": into(dist.all_gather_into_tensor),
-    "gather": into(lambda out, given: dist.gather(given, [out], dst=0)),
-    "scatter": into(lambda out, given: dist.scatter(out, [given], src=0)),
-    "reduce_scatter": into(lambda out, given: dist.reduce_scatter(out, [given])),
+    "gather": into(lambda out, source: dist.gather(source, [out], dst=0)),
+    "scatter": into(lambda out, source: dist.scatter(out, [source], src=0)),
+    "reduce_scatter": into(lambda out, source: dist.reduce_scatter(out, [source])),
     "reduce_scatter_tensor": into(dist.reduce_scatter_tensor),
     "all_to_all_single": into(dist.all_to_all_single),
-    "all_to_all_single, sizes": into(lambda out, given: dist.all_to_all_single(out, given, [2], [2])),
-    "coalesced all_reduce": coalesced(lambda out, given: dist.all_reduce(given)),
+    "all_to_all_single, sizes": into(lambda out, source: dist.all_to_all_single(out, source, [2], [2])),
+    "coalesced all_reduce": coalesced(lambda out, source: dist.all_reduce(source)),
     "coalesced all_gather": coalesced(dist.all_gather_into_tensor),
     "coalesced reduce_scatter": coalesced(dist.reduce_scatter_tensor),
     "objects": objects,
@@ -96,35 +96,35 @@ COLLECTIVES = REDUCTIONS | {
 
 
 def outcomes(backend: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """What each collective leaves, in the default group and in a group of its own, and the open ports."""
+    """The tensors and objects after each collective, and the open ports."""
     with process_group(backend):
         dist.barrier()
-        found = {name: call() for name, call in COLLECTIVES.items()}
+        results = {name: call() for name, call in COLLECTIVES.items()}
         dist.barrier(group=dist.new_group([0]))
-        return found, listening_ports()
+        return results, listening_ports()
 
 
 def test_collectives_leave_what_gloo_leaves_without_a_port() -> None:
     before = listening_ports()
-    (wanted, ports), (found, ours) = outcomes("gloo"), outcomes(SINGLE_RANK)
+    (expected, ports), (results, open_ports) = outcomes("gloo"), outcomes(SINGLE_RANK)
     assert len(ports) > len(before), "gloo's ports are not seen"
-    assert ours == before
-    for name, values in wanted.items():
-        for value, own in zip(values, found[name], strict=True):
+    assert open_ports == before
+    for name, values in expected.items():
+        for value, actual in zip(values, results[name], strict=True):
             if isinstance(value, Tensor):
-                value, own = value.numpy().tobytes(), own.numpy().tobytes()
-            assert own == value, name
+                value, actual = value.numpy().tobytes(), actual.numpy().tobytes()
+            assert actual == value, name
 
 
 def test_gradients_and_later_changes_stay_apart() -> None:
     """Outputs are copies that autograd does not follow, as gloo's are."""
     with process_group(SINGLE_RANK):
-        given, out = torch.ones(2, requires_grad=True), torch.zeros(2)
-        dist.all_gather_into_tensor(out, given * 2)
+        source, out = torch.ones(2, requires_grad=True), torch.zeros(2)
+        dist.all_gather_into_tensor(out, source * 2)
         assert not out.requires_grad
         out += 1
-        assert given.tolist() == [1, 1]
-        dist.all_to_all([out], [given])  # which gloo does not have
+        assert source.tolist() == [1, 1]
+        dist.all_to_all([out], [source])  # which gloo does not have
         assert out.tolist() == [1, 1]
         with pytest.raises(RuntimeError, match="shape"):
             dist.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))

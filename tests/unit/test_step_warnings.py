@@ -1,4 +1,4 @@
-"""A step that trains nothing says so at once, and not again while it stays so.
+"""A step that trains nothing gives a warning at once, which is not repeated while the state lasts.
 
 Why: such a run looks healthy on the terminal for hours. Not covered: the report's checks of the same
 (test_report.py), the metrics themselves (test_sampler.py, test_skipped_updates.py).
@@ -26,76 +26,76 @@ BOTH = CUT | {"groups/equal_rewards": 1.0}
 ALL_EQUAL = IN_GROUPS | {"reward/std": 0.0}
 
 
-def test_responses_that_are_all_cut_off_and_rewards_that_are_all_equal(config_file: Path) -> None:
-    told: list[str] = []
-    warnings = StepWarnings(load_settings(config_file), told.append)
+def test_truncated_responses_and_equal_rewards_are_reported(config_file: Path) -> None:
+    messages: list[str] = []
+    warnings = StepWarnings(load_settings(config_file), messages.append)
     for step, row in enumerate((GOOD, CUT, BOTH, CUT, GOOD, IN_GROUPS, ALL_EQUAL, GOOD, ALL_EQUAL)):
         warnings.check_batch(step, row)
-    assert [text.partition(" (")[0] for text in told] == [
+    assert [text.partition(" (")[0] for text in messages] == [
         "step 1: every response was cut off at 16 tokens",
         "step 2: all rewards in each group were equal",
         "step 5: all rewards in each group were equal",
         "step 8: all rewards of the step were equal",
     ]
-    told.clear()
-    across = StepWarnings(load_settings(config_file, ["advantage.type=batch_mean"]), told.append)
+    messages.clear()
+    across = StepWarnings(load_settings(config_file, ["advantage.type=batch_mean"]), messages.append)
     across.check_batch(1, IN_GROUPS)
-    assert told == []  # groups are compared with each other
+    assert messages == []  # groups are compared with each other
     across.check_batch(2, ALL_EQUAL)
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
 def test_what_is_not_finite_is_told_at_each_step(config_file: Path) -> None:
-    told: list[str] = []
-    warnings = StepWarnings(load_settings(config_file, ["guards.skipped_updates=7"]), told.append)
+    messages: list[str] = []
+    warnings = StepWarnings(load_settings(config_file, ["guards.skipped_updates=7"]), messages.append)
     warnings.check_update(1, {"policy/skipped_updates": 0.0, "policy/loss": 0.1})
     for step in (2, 3):
         warnings.check_update(step, {"policy/skipped_updates": 2.0, "policy/loss": 0.1})
     odd = {f"a/{i}": math.nan for i in range(4)} | {"policy/loss": math.inf, "policy/grad_norm": 1.0}
     warnings.check_update(4, odd)
-    assert [text[:60] for text in told] == [
+    assert [text[:60] for text in messages] == [
         f"step {step}: the gradient was not finite in 2 of its updates: skipped"[:60] for step in (2, 3)
     ] + ["step 4: NaN or infinite: a/0, a/1, a/2 and 2 more"]
-    assert "7 in a row end the run (guards.skipped_updates)" in told[0]
+    assert "7 in a row end the run (guards.skipped_updates)" in messages[0]
 
 
 def test_engines_that_are_not_compared(config_file: Path) -> None:
-    """Told before the start if the settings make it certain, else at the first step."""
+    """Reported before the start if the settings make it certain, else at the first step."""
     two = ["engine.replicas=2", "rollout.ahead=1", "correction.type=truncate"]
     few = [*two, "guards.probe_prompts=3", "guards.probe_tokens=10"]
     (certain,) = warn_of_settings(load_settings(config_file, few))
     assert certain.startswith("guards.engine_ratio has no effect: it takes 32 probe tokens of an engine")
-    for fine in (two, few[1:], [*few, "guards.engine_ratio=null"], [*few, "guards.mismatch=off"]):
-        assert warn_of_settings(load_settings(config_file, fine)) == []
+    for accepted in (two, few[1:], [*few, "guards.engine_ratio=null"], [*few, "guards.mismatch=off"]):
+        assert warn_of_settings(load_settings(config_file, accepted)) == []
 
-    told: list[str] = []
-    warnings = StepWarnings(load_settings(config_file, two), told.append)
+    messages: list[str] = []
+    warnings = StepWarnings(load_settings(config_file, two), messages.append)
     warnings.check_probes(1, {"mismatch/logp_engine_ratio": 1.0})
-    assert told == []
+    assert messages == []
     for step in (2, 3):
         warnings.check_probes(step, {"async/probe_tokens": 40.0})
-    assert len(told) == 1
-    assert told[0].startswith("step 2: the engines' log-probs were not compared with each other")
-    assert "takes 32 probe tokens of each, and all had 40;" in told[0]
-    for other in (two[1:], [*two, "guards.engine_ratio=null"]):
-        StepWarnings(load_settings(config_file, other), told.append).check_probes(1, {})
-    assert len(told) == 1
+    assert len(messages) == 1
+    assert messages[0].startswith("step 2: the engines' log-probs were not compared with each other")
+    assert "takes 32 probe tokens of each, and all had 40;" in messages[0]
+    for overrides in (two[1:], [*two, "guards.engine_ratio=null"]):
+        StepWarnings(load_settings(config_file, overrides), messages.append).check_probes(1, {})
+    assert len(messages) == 1
 
 
 def test_a_run_tells_in_the_step(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its methods, with what they call replaced; those of the probes are in tests/distributed/test_probes."""
+    """RankRun's methods, with what they call replaced; probes: tests/distributed/test_probes."""
     monkeypatch.setattr("rpg_megatron.training.run.broadcast_object", lambda value, kind: value)
-    told: list[str] = []
+    messages: list[str] = []
     settings = load_settings(config_file)
     run: Any = object.__new__(RankRun)
-    run.settings, run._warnings = settings, StepWarnings(settings, told.append)
+    run.settings, run._warnings = settings, StepWarnings(settings, messages.append)
     batch: Any = SimpleNamespace(metrics=dict(CUT), failures=FailureCount(), index=None, sampler={})
     run.check_rewards(1, batch)
-    assert len(told) == 1
-    assert told[0].startswith("step 1: every response was cut off")
+    assert len(messages) == 1
+    assert messages[0].startswith("step 1: every response was cut off")
     run._weight_sync, run._stop = SimpleNamespace(check_stop=list), SimpleNamespace(listen=list)
     update = {"policy/skipped_updates": 1.0}
     run._trainer = SimpleNamespace(update=lambda step, batch, on_update: batch.metrics.update(update))
     run.update(1, batch)
-    assert len(told) == 2
-    assert told[1].startswith("step 1: the gradient was not finite in 1 of its updates: skipped; ")
+    assert len(messages) == 2
+    assert messages[1].startswith("step 1: the gradient was not finite in 1 of its updates: skipped; ")

@@ -1,9 +1,9 @@
-"""Prompts of large data sets: in a file, tokenized when they are taken.
+"""Prompts of large data sets are stored in a file, and tokenized when they are taken.
 
-Why: order, seeds and resume count the prompts that are kept, so a run on a large set must take exactly those
-that the plain way takes, which reads and tokenizes everything first. And a file that saves work must never be
-trusted when it is damaged, of other data or another user's. Not covered: seconds and memory
-(benchmarks/prompts.py); small sets (test_prompts).
+Why: order, seeds and resume count the kept prompts, so a large set must give exactly the prompts of the plain
+implementation, which reads and tokenizes everything first. And a cache file must never be trusted if it is
+damaged, of other data or another user's. Not covered: seconds and memory (benchmarks/prompts.py); small sets
+(test_prompts).
 """
 
 import asyncio
@@ -69,7 +69,7 @@ def byte_level(normal: Any = None, *, merges: bool = True, first: bool = False, 
 
 def write(file: Path, rng: random.Random, rows: int = 40) -> list[dict[str, Any]]:
     """Random problems, some of them blank lines, repeated, long, or in other alphabets."""
-    found: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
     with file.open("w") as out:
         for index in range(rows):
             letters = rng.choice(["ab", "ab c", "é\u4e2d", GROWING, "a<|end|>"])
@@ -85,12 +85,12 @@ def write(file: Path, rng: random.Random, rows: int = 40) -> list[dict[str, Any]
             out.write(json.dumps(row) + "\n")
     for number, line in enumerate(file.read_text().split("\n")):
         if line:
-            found.append({"id": number, "row": json.loads(line)})
-    return found
+            problems.append({"id": number, "row": json.loads(line)})
+    return problems
 
 
 class Plain:
-    """The plain way: tokenize all prompts, then take them in the order of shuffled epochs."""
+    """The plain implementation: tokenize all prompts, then take them in the order of shuffled epochs."""
 
     def __init__(
         self, sources: list[list[dict[str, Any]]], data: DataSettings, tokenizer: Any, *, rows: bool
@@ -102,8 +102,8 @@ class Plain:
         contexts = hashlib.blake2b(digest_size=16)
         for number, source in enumerate(sources):
             kept = []
-            for found in source:
-                row, key = found["row"], " ".join(found["row"]["prompt"].split())
+            for problem in source:
+                row, key = problem["row"], " ".join(problem["row"]["prompt"].split())
                 if data.deduplicate and key in seen:
                     continue
                 seen.add(key)
@@ -118,11 +118,11 @@ class Plain:
                     text = tokenizer.decode(ids)
                 chat = [{"role": "user", "content": message}]
                 context = json.dumps({"prompt": text, "messages": chat, "row": row}) if rows else ""
-                known = (offset + found["id"], text, row["answer"], list(ids), number, context)
-                prompts.update(f"{number} {known[0]} {len(ids)} ".encode())
+                entry = (offset + problem["id"], text, row["answer"], list(ids), number, context)
+                prompts.update(f"{number} {entry[0]} {len(ids)} ".encode())
                 prompts.update(np.array(ids, np.int32).tobytes() + row["answer"].encode() + b"\0")
                 contexts.update(context.encode() + b"\0")
-                kept.append(known)
+                kept.append(entry)
             offset += source[-1]["id"] + 1
             self.sources.append(kept)
         self.fingerprints = prompts.hexdigest(), contexts.hexdigest() if rows else ""
@@ -143,13 +143,13 @@ class Plain:
 
 
 def take(stream: PromptStream, count: int) -> list[Any]:
-    found = stream.take(count)
-    assert all(p.tokens.dtype == np.int32 for p in found)
-    return [(p.id, p.text, p.answer, p.tokens.tolist(), p.source, p.context) for p in found]
+    prompts = stream.take(count)
+    assert all(p.tokens.dtype == np.int32 for p in prompts)
+    return [(p.id, p.text, p.answer, p.tokens.tolist(), p.source, p.context) for p in prompts]
 
 
 class StandIn(ByteTokenizer):
-    """A tokenizer of which nothing is known."""
+    """A tokenizer without known properties."""
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         return bytes(t for t in tokens if t).decode(errors="replace")
@@ -191,7 +191,7 @@ def test_order_prompts_and_states_are_those_of_the_plain_way(
     limit = sorted(lengths)[len(lengths) // 2]  # some prompts have this length
     data = data.model_copy(update={"max_prompt_tokens": limit})
     plain = Plain(sources, data, tokenizer, rows=rows)
-    for _ in range(2):  # the second one finds what the first has kept
+    for _ in range(2):  # the second one uses the first one's cache
         prompts = open_prompts(data, tokenizer, rows=rows)
         assert isinstance(prompts, StoredPrompts)
         stream = PromptStream(prompts, seed, data.weights)
@@ -204,9 +204,9 @@ def test_order_prompts_and_states_are_those_of_the_plain_way(
         state = json.loads(json.dumps(stream.state()))
         assert (state["prompts"], state["rows"]) == plain.fingerprints
         assert state["taken"] == plain.taken
-        again = take(stream, 50)
+        expected = take(stream, 50)
         stream.restore(state)
-        assert take(stream, 50) == again
+        assert take(stream, 50) == expected
         stream.restore(stream.sign(before))
         assert take(stream, 300) == last
 
@@ -270,7 +270,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def read_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts, in the list, how often data are read and not found."""
+    """A list with an entry for each time that data are read, not taken from the cache."""
     calls: list[int] = []
     before = stored_problems.write_rows
 
@@ -326,9 +326,9 @@ def test_other_data_settings_or_limits_are_read_anew(
 ) -> None:
     calls, first = read_anew(monkeypatch), opened(data)
     assert data.path is not None
-    before, was = data.path.read_text(), data.path.stat()
+    before, status = data.path.read_text(), data.path.stat()
     data.path.write_text(before.replace('"answer": "3"', '"answer": "4"'))
-    os.utime(data.path, ns=(was.st_atime_ns, was.st_mtime_ns))  # neither size nor time tell
+    os.utime(data.path, ns=(status.st_atime_ns, status.st_mtime_ns))  # neither size nor time show the change
     assert opened(data)[0] != first[0]
     assert len(files(tmp_path)) == 2  # the old ones are replaced
     data.path.write_text(before)
@@ -370,18 +370,18 @@ def test_a_whole_file_of_another_form_is_made_again(data: DataSettings, tmp_path
         assert opened(data) == first
 
 
-@pytest.mark.parametrize("how", ["mode", "owner", "link", "file"])
+@pytest.mark.parametrize("case", ["mode", "owner", "link", "file"])
 def test_what_others_could_have_written_is_not_used(
-    data: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    data: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     calls, first = read_anew(monkeypatch), opened(data)
     folder, user = tmp_path / "data/.rpg_cache", tmp_path / "user"
     kept = {file: file.read_bytes() for file in files(folder)}
-    if how == "mode":
+    if case == "mode":
         folder.chmod(0o770)
-    elif how == "owner":
+    elif case == "owner":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    elif how == "link":
+    elif case == "link":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
         kept = {}
@@ -394,12 +394,12 @@ def test_what_others_could_have_written_is_not_used(
     assert opened(data) == first
     assert len(calls) == 2
     assert all(file.read_bytes() == content for file, content in kept.items())
-    assert len(files(user)) == (0 if how == "owner" else 2)  # the user's cache folder is next
+    assert len(files(user)) == (0 if case == "owner" else 2)  # the user's cache folder is next
     assert opened(data) == first
-    assert len(calls) == (3 if how == "owner" else 2)
+    assert len(calls) == (3 if case == "owner" else 2)
 
 
-def test_a_file_of_another_user_or_a_link_in_the_folder_is_not_used(
+def test_another_users_file_or_a_link_is_not_used(
     data: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, first = read_anew(monkeypatch), opened(data)
@@ -409,16 +409,16 @@ def test_a_file_of_another_user_or_a_link_in_the_folder_is_not_used(
     assert opened(data) == first
     assert len(calls) == 2
     assert not any(file.is_symlink() for file in files(tmp_path / "data"))
-    owner = os.fstat
+    fstat = os.fstat
 
-    def others(descriptor: int) -> Any:
-        found = owner(descriptor)
+    def with_other_owner(descriptor: int) -> Any:
+        status = fstat(descriptor)
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        fields = list(found)
+        fields = list(status)
         fields[4] += name.endswith(".problems")
         return os.stat_result(fields)
 
-    monkeypatch.setattr(os, "fstat", others)
+    monkeypatch.setattr(os, "fstat", with_other_owner)
     assert opened(data) == first
     assert len(calls) > 2
 
@@ -431,11 +431,11 @@ def test_data_that_change_while_they_are_read_are_not_kept(
     content = data.path.read_text()
 
     def write_rows(*args: Any) -> Any:
-        found = before(*args)
+        result = before(*args)
         assert data.path is not None
         with data.path.open("a") as file:
             file.write('{"prompt": "new", "answer": "1"}\n')
-        return found
+        return result
 
     monkeypatch.setattr(stored_problems, "write_rows", write_rows)
     problems, *_ = read_problems_with_counts(data)
@@ -489,9 +489,9 @@ def test_errors_come_before_anything_is_kept(data: DataSettings, tmp_path: Path)
 
 
 def test_a_checkpoint_waits_for_the_fingerprints(config_file: Path) -> None:
-    """Without blocking the requests, and a request that is cancelled does not end the wait of others."""
+    """Without blocking the requests; a cancelled request does not end the wait of others."""
     prompts = PromptList([Prompt(i, "p", "a", np.array([i], np.int32)) for i in range(5)])
-    known = prompts.fingerprints.result()
+    fingerprints = prompts.fingerprints.result()
     prompts.fingerprints = Future()
     stream = TaskStream(load_settings(config_file), prompts)
 
@@ -503,18 +503,18 @@ def test_a_checkpoint_waits_for_the_fingerprints(config_file: Path) -> None:
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.wait([first])
-        for _ in range(5):  # a future that is cancelled tells others later
+        for _ in range(5):  # a cancelled future calls others back later
             await asyncio.sleep(0)
         stream.take(0)
         stream.take(0)
         assert not second.done()
-        prompts.fingerprints.set_result(known)
+        prompts.fingerprints.set_result(fingerprints)
         await second
         return stream.sign(position)
 
     state = asyncio.run(run())
     assert state["stream"]["taken"] == [2]
-    assert (state["stream"]["prompts"], state["stream"]["rows"]) == known
+    assert (state["stream"]["prompts"], state["stream"]["rows"]) == fingerprints
 
 
 # -- order ---------------------------------------------------------------------------------------------------
@@ -532,9 +532,9 @@ def test_prompts_may_keep_the_order_of_the_rows_or_of_a_column(tmp_path: Path, r
 
     def ids(data: DataSettings) -> list[int]:
         stream = PromptStream(open_prompts(data, byte_level()), 1, data.weights, shuffle=data.shuffle)
-        found = [p.id for p in stream.take(3)]
+        first_ids = [p.id for p in stream.take(3)]
         stream.restore(json.loads(json.dumps(stream.state())))
-        return found + [p.id for p in stream.take(2 * rows - 3)]
+        return first_ids + [p.id for p in stream.take(2 * rows - 3)]
 
     assert ids(plain) == [*range(rows), *range(rows)]
     ordered = plain.model_copy(update={"order_by": "extra.level"})
@@ -563,7 +563,7 @@ def test_a_resumed_run_with_another_order_is_refused(data: DataSettings) -> None
 
 
 @pytest.mark.parametrize(
-    ("level", "says"),
+    ("level", "message"),
     [
         ('"hard"', "'level' is a text, and the prompts are to be ordered by it (data.order_by)"),
         ("true", "'level' is a true/false value"),
@@ -576,14 +576,14 @@ def test_a_resumed_run_with_another_order_is_refused(data: DataSettings) -> None
         ),
     ],
 )
-def test_a_column_to_order_by_must_have_numbers(tmp_path: Path, level: str | None, says: str) -> None:
+def test_a_column_to_order_by_must_have_numbers(tmp_path: Path, level: str | None, message: str) -> None:
     column = "" if level is None else f', "level": {level}'
     text = '{"prompt": "1", "answer": "1", "level": 1}\n{"prompt": "1", "answer": "1"' + column + "}\n"
     (tmp_path / "a.jsonl").write_text(text)
     data = DataSettings(path=tmp_path / "a.jsonl", shuffle=False, order_by="level")
     with pytest.raises(UserError) as error:
         read_problems_with_counts(data)
-    assert str(error.value).startswith(f"{data.path}:2: {says}")
+    assert str(error.value).startswith(f"{data.path}:2: {message}")
     problems, left_out, _ = read_problems_with_counts(data.model_copy(update={"malformed": "skip"}))
     assert (len(problems), left_out) == (1, {"malformed": 1})
 

@@ -1,8 +1,8 @@
 """Every read of GPU memory comes after its write, and every free after its last use, whatever the GPU's pace.
 
 Why: a wait that is missing shows on a GPU as wrong weights now and then, and on a CPU never. The real code of
-transports, off-load and anchor runs on a model of streams (``tests.support.stream_order``), in which what has
-happened is only what something waited for. What the model cannot show, it says.
+transports, off-load and anchor runs on a model of streams (``tests.support.stream_order``), in which an
+operation counts as done only if something waited for it. The model documents what it cannot show.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TRAINER_GPU = 1
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     """The test itself is a trainer on the second GPU of its node."""
     mapped_reader._stream.cache_clear()
-    with stream_order(monkeypatch) as made, made.within(Process("trainer", TRAINER_GPU)):
-        yield made
+    with stream_order(monkeypatch) as model, model.within(Process("trainer", TRAINER_GPU)):
+        yield model
     mapped_reader._stream.cache_clear()
 
 
@@ -64,14 +64,14 @@ class Ranks:
         self._order, self._rank = order, threading.local()
         self.processes = [Process(f"rank {rank}", rank) for rank in range(2)]
         self.places = grid(SHAPE, 1, 1, vocab_multiple=16, data=2)
-        self._told: list[tuple[bytes, Clock]] = [(b"", {})] * 2
+        self._messages: list[tuple[bytes, Clock]] = [(b"", {})] * 2
         self._barrier = threading.Barrier(2)
         for module in (publisher, cuda_ipc, process_group_publisher, collectives):
             monkeypatch.setattr(module, "gather_objects", self._gather)
         self.params = self.all(self._weights)
 
     def all(self, step: Callable[[int], T]) -> list[T]:
-        """What each rank says, in a thread of its process."""
+        """A step's results, each rank's in a thread of its process."""
         out: list[Any] = [None, None]
 
         def run(rank: int) -> None:
@@ -115,13 +115,13 @@ class Ranks:
 
     def _gather(self, value: Any, kind: Any = Any, group: Any = None) -> list[Any]:
         """``gather_objects`` between the threads."""
-        self._told[self._rank.number] = encode(value), dict(self._order.host.clock)
+        self._messages[self._rank.number] = encode(value), dict(self._order.host.clock)
         self._barrier.wait(30)
-        told = list(self._told)
-        for _, clock in told:
+        messages = list(self._messages)
+        for _, clock in messages:
             self._order.host.learn(clock)
         self._barrier.wait(30)
-        return [decode(x, kind) for x, _ in told]
+        return [decode(x, kind) for x, _ in messages]
 
 
 class Engine:
@@ -143,8 +143,8 @@ class Engine:
             with own_stream(self.device):
                 self.reader.begin()
                 for name, box in WANTED:
-                    for part, where in self.reader.cut(name, box):
-                        self.weights[name][where.slices()].copy_(part, non_blocking=True)
+                    for part, target in self.reader.cut(name, box):
+                        self.weights[name][target.slices()].copy_(part, non_blocking=True)
                 sums = self.reader.end() or sums
             ack = {"rank": 0, "sums": sums, "ranks_read": {name: [0] for name, _ in WANTED}}
             assert compare_checksums(manifest, [ack]) == {}
@@ -158,7 +158,7 @@ def test_weights_that_links_carry(
 ) -> None:
     """NCCL between GPUs, and gloo through pinned memory where the engine has the trainer's GPU."""
     ranks = Ranks(order, monkeypatch)
-    made = ranks.all(
+    publishers = ranks.all(
         lambda rank: GroupPublisher(
             *("127.0.0.1", ranks.places[rank], ranks.params[rank], LAYOUT, torch.float32),
             timeout=20.0,
@@ -171,7 +171,7 @@ def test_weights_that_links_carry(
         Engine(order, i if colocated else i + 2, lambda device, i=i: GroupReader(device, position=(i, 0, 1)))
         for i in range(2)
     ]
-    ranks.sync(made, engines)
+    ranks.sync(publishers, engines)
     assert order.faults == []
     for process in [*ranks.processes, *(engine.process for engine in engines)]:
         assert len(process.streams) == 4 + 1  # one for all syncs, and a rank one for its link
@@ -187,11 +187,11 @@ def test_weights_that_handles_open(
     """cuda_ipc, on a trainer's GPU and from another one. Publishing waits for all streams of the GPU."""
     ranks, folder = Ranks(order, monkeypatch), tmp_path / "bridge"
     folder.mkdir(mode=0o700)
-    made = ranks.all(
+    publishers = ranks.all(
         lambda rank: CudaIpcPublisher(folder, ranks.places[rank], ranks.params[rank], LAYOUT, torch.float32)
     )
     engine = Engine(order, gpu, lambda device: ShardReader(folder, gpu_of(device)))
-    ranks.sync(made, [engine], side_stream=True)
+    ranks.sync(publishers, [engine], side_stream=True)
     assert order.faults == []
 
 
@@ -227,19 +227,19 @@ def test_state_that_leaves_the_gpu_and_comes_back(order: Order) -> None:
 def test_an_anchor_that_takes_the_place_of_the_policy(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchor, "_PART", 100)
     weights = [torch.nn.Parameter(on_gpu(torch.full((250,), float(i)))) for i in range(3)]
-    held = HeldAnchor(weights, AnchorSettings(type="every", updates=2))
+    held_anchor = HeldAnchor(weights, AnchorSettings(type="every", updates=2))
     order.require_idle_host_memory()
     for step in range(1, 4):
         with torch.no_grad():
             for weight in weights:
                 weight.add_(1.0)
         present = [w.detach().clone() for w in weights]
-        with held.swapped_in():
+        with held_anchor.swapped_in():
             order.require_idle_host_memory()
             assert float(weights[1].detach()[0]) == (1.0 if step <= 2 else 3.0)
         order.require_idle_host_memory()
         assert all(torch.equal(w, p) for w, p in zip(weights, present, strict=True))
-        held.after_step(1, 0.0)
+        held_anchor.after_step(1, 0.0)
         order.require_idle_host_memory()
     assert order.faults == []
 
@@ -350,11 +350,11 @@ def test_a_planted_fault_is_found(order: Order, fault: Callable[[Order], None]) 
     first, *more = order.faults
     assert PLANTED[fault] in first
     assert first.startswith("tests/unit/test_stream_order.py:")
-    assert all("frees" in other for other in more)  # what is still in use is freed at the end
+    assert all("frees" in other for other in more)  # memory still in use is freed at the end
 
 
 def test_what_is_in_order_is_not_a_fault(order: Order) -> None:
-    """The same again, each with what puts it in order."""
+    """The same operations, each with the wait that orders it."""
     x = gpu_tensor()
     read_on_another_stream(x, waits=True)
     host = host_tensor((100,), torch.float32, pinned=True)

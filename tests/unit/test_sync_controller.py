@@ -48,17 +48,17 @@ class StandInEngine:
         if path == SYNC:
             body = json.loads(json.dumps(body))
             try:
-                done = await run_steps(self, body["steps"], body["update_info"], dict, self.gate)
+                results = await run_steps(self, body["steps"], body["update_info"], dict, self.gate)
             except StepFailed as e:
                 return 500, str(e)
-            return 200, msgspec.json.encode(done).decode()
+            return 200, msgspec.json.encode(results).decode()
         assert path == "/collective_rpc", path
         return 200, json.dumps({"results": await self.collective_rpc(body["method"])})
 
-    def called(self, what):
-        self.calls.append(what)
-        if what in self.status:
-            raise RuntimeError(self.status[what])
+    def called(self, name):
+        self.calls.append(name)
+        if name in self.status:
+            raise RuntimeError(self.status[name])
 
     async def collective_rpc(self, method, args=()):
         self.called(method)
@@ -172,7 +172,7 @@ def test_a_sleeping_engine_has_weights_before_it_has_a_kv_cache(published):
     assert {"wake", "wake KV cache"} < set(report.seconds)
 
 
-def test_a_sleeping_engine_that_refuses_weights_has_none_and_is_not_resumed(published):
+def test_a_sleeping_engine_that_refuses_weights_is_not_resumed(published):
     _, manifest = published
     engine = StandInEngine(Path(manifest.place["manifest"]).parent, fail=("check", 1))
     with pytest.raises(CheckFailed, match="the engine waits: worker rank 1"):
@@ -184,7 +184,7 @@ def test_a_sleeping_engine_that_refuses_weights_has_none_and_is_not_resumed(publ
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("engine", "message"),
     [
         ({"fail": ("check", 1)}, "worker rank 1: out of memory"),
         ({"fail": ("silent", 0)}, "worker rank 0: did not run check"),
@@ -192,10 +192,10 @@ def test_a_sleeping_engine_that_refuses_weights_has_none_and_is_not_resumed(publ
         ({"skip": ["lm_head.weight"]}, r"lm_head\.weight: workers read 0 bytes"),
     ],
 )
-def test_failed_checks_leave_the_engine_running(published, engine, says):
+def test_failed_checks_leave_the_engine_running(published, engine, message):
     _, manifest = published
     engine = StandInEngine(Path(manifest.place["manifest"]).parent, **engine)
-    with pytest.raises(CheckFailed, match=says):
+    with pytest.raises(CheckFailed, match=message):
         sync(engine, manifest)
     assert engine.calls[-2:] == ["rpg_abort", "resume"]
 

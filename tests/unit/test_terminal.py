@@ -1,4 +1,4 @@
-"""Names and texts of others do not control the terminal.
+"""Foreign names and texts do not control the terminal.
 
 Why: a tensor's name, a file's name or a library's error may hold escape sequences, which move the cursor,
 hide lines or set a terminal's title, and characters that show a text in another order than it has. Not
@@ -77,8 +77,8 @@ def run(code: str, *arguments: str) -> tuple[str, str]:
     """Standard output and error of a process that runs this code."""
     code = f"import json\nhostile = json.loads({json.dumps(json.dumps(HOSTILE))})\n{code}"
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-    return done.stdout.decode(), done.stderr.decode()
+    process = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    return process.stdout.decode(), process.stderr.decode()
 
 
 def write_model(folder: Path) -> None:
@@ -121,8 +121,12 @@ def test_no_command_prints_what_others_wrote_as_it_is(tmp_path: Path) -> None:
     assert lines[0].startswith(SHOWN.removesuffix(r"\udc80") + r"\nwhole: all is well  float32")
     assert [line for line in lines if line.strip().startswith("whole")] == [], "no line of the name's own"
     assert lines[-1] == SHOWN
-    for told in (r"/\x1b[2J.yaml: no such config file", r"/\udc9b.yaml: no such config file", r"--\x1b[2J"):
-        assert told in err
+    for message in (
+        r"/\x1b[2J.yaml: no such config file",
+        r"/\udc9b.yaml: no such config file",
+        r"--\x1b[2J",
+    ):
+        assert message in err
     assert err.count(SHOWN) == 3, "printed, a warning, a traceback"
     assert len(re.findall(r"error: .*bbb.*File name too long", err)) == 2
     assert err.count("Traceback") <= 1
@@ -150,8 +154,8 @@ def test_progress_bars_are_drawn_in_their_place() -> None:
 
 def test_of_a_very_long_error_both_ends_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     print_error("error: begin " + "x" * 100_000 + " end")
-    told = capsys.readouterr().err
-    assert told.startswith("error: begin xxx")
-    assert told.endswith("xxx end\n")
-    assert "... 84,017 characters are left out ..." in told
-    assert len(told) < 17_000
+    output = capsys.readouterr().err
+    assert output.startswith("error: begin xxx")
+    assert output.endswith("xxx end\n")
+    assert "... 84,017 characters are left out ..." in output
+    assert len(output) < 17_000

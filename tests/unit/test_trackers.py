@@ -1,10 +1,10 @@
 """A tracker gets settings, metrics and responses, under one id for all starts of a run; whatever it does, the
 run continues.
 
-Why: a tracker is the one part of a run that depends on a server of others. Proved with trackers of the
-user's own, by the interface that ours use too, each in its process: one that works, one that raises, one
-whose process dies, one that never answers and one that cannot be made, side by side; and with the real
-packages where they are installed (else skipped): offline stores, and a server that accepts and never answers.
+Why: a tracker is the one part of a run that depends on an external server. Proved with user-defined trackers,
+through the interface of the built-in ones, each in its process: one that works, one that raises, one whose
+process dies, one that never answers and one that cannot be made, side by side; and with the real packages
+where they are installed (else skipped): offline stores, and a server that accepts and never answers.
 Not covered: a training run with them (docs/trackers.md says how that was tried).
 """
 
@@ -142,7 +142,7 @@ def log(trackers: Trackers, step: int) -> None:
     trackers.put({"step": step, "reward/mean": step / 2, "eval/heldout/avg@2": 0.25})
 
 
-def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
+def test_each_tracker_gets_its_rows_and_none_stops_another(
     make: Callable[..., Settings], impatient: None
 ) -> None:
     names = ["Works", "Raises", "Dies", "Blocks", "Fails"]
@@ -162,8 +162,8 @@ def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
     wait_until(lambda: len(warnings) == 3)
     dropped = trackers.metrics()["trackers/dropped"]
     assert trackers.metrics()["trackers/dropped"] == 0
-    for one in trackers._clients:
-        one.begin_to_close()
+    for tracker_client in trackers._clients:
+        tracker_client.begin_to_close()
     for file in ("works.jsonl", "raises.jsonl", "dies.jsonl"):
         wait_until(lambda file=file: read(folder, file)[-1] == ["close"])
     trackers.close(0.5)
@@ -183,34 +183,34 @@ def test_each_tracker_gets_all_that_it_can_take_and_none_stops_another(
     assert [row[0] for row in read(folder, "dies.jsonl") if row[0] != "start"] == [*range(8), "close"]
     # Raises: step 1. Blocks: of 8 rows one was under way, six queued. Fails: two beyond its queue.
     assert dropped == 1 + 1 + 2
-    told = {name: [w for w in warnings if f":{name}" in w] for name in names}
-    assert told["Works"] == []
-    assert "ConnectionError: no route to host; fix my_trackers:Raises" in told["Raises"][0]
-    assert "its process ended (exit code 3)" in told["Dies"][0]
-    assert "PermissionError: no key" in told["Fails"][0]
-    assert "1 of 8 rows were not delivered" in told["Raises"][1]
-    assert "8 of 8 rows were not delivered" in told["Blocks"][0]
-    assert "8 of 8 rows were not delivered" in told["Fails"][1]
+    by_tracker = {name: [w for w in warnings if f":{name}" in w] for name in names}
+    assert by_tracker["Works"] == []
+    assert "ConnectionError: no route to host; fix my_trackers:Raises" in by_tracker["Raises"][0]
+    assert "its process ended (exit code 3)" in by_tracker["Dies"][0]
+    assert "PermissionError: no key" in by_tracker["Fails"][0]
+    assert "1 of 8 rows were not delivered" in by_tracker["Raises"][1]
+    assert "8 of 8 rows were not delivered" in by_tracker["Blocks"][0]
+    assert "8 of 8 rows were not delivered" in by_tracker["Fails"][1]
     assert len(warnings) == 6
     wait_until(lambda: {p.pid for p in psutil.Process().children(recursive=True)} == before)
 
 
-def test_a_process_that_starts_while_its_tracker_is_given_up_ends(
+def test_a_process_that_starts_for_a_closed_tracker_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starting, start = threading.Event(), subprocess.Popen
 
-    def slow(*_: Any, **how: Any) -> Any:
+    def slow(*_: Any, **options: Any) -> Any:
         starting.set()
         time.sleep(0.5)
-        return start(["sleep", "1000"], **how)
+        return start(["sleep", "1000"], **options)
 
     monkeypatch.setattr(child.subprocess, "Popen", slow)
-    one = client.TrackerClient(tmp_path, 0, "my_trackers:Works", lambda text: None)
+    tracker = client.TrackerClient(tmp_path, 0, "my_trackers:Works", lambda text: None)
     assert starting.wait(60)
-    one.close(0.0)
-    one._thread.join(20)
-    assert not one._thread.is_alive()
+    tracker.close(0.0)
+    tracker._thread.join(20)
+    assert not tracker._thread.is_alive()
 
 
 def test_a_resumed_run_has_the_same_id_and_writes_the_count(
@@ -240,9 +240,9 @@ def test_tensorboard_has_a_few_responses_as_text(make: Callable[..., Settings]) 
     writer = open_metrics(settings, folder, None, print)
     long = replace(trajectories(1)[0], text=f"a{'x' * 9999}b", correct=False, extracted="5", finish="length")
     hostile = replace(trajectories(1)[0], text="<b>\n# one\r---\x1b[2J", prompt_id=7)
-    for step, found in enumerate([[], trajectories(40), [long, hostile]]):
-        if found:
-            writer.add_responses(found)
+    for step, responses in enumerate([[], trajectories(40), [long, hostile]]):
+        if responses:
+            writer.add_responses(responses)
         writer.write({"step": step, "reward/mean": 0.5})
     writer.write({"step": 3, "reward/mean": 0.5})
     writer.close()
@@ -322,8 +322,8 @@ def test_a_missing_key_is_told_before_the_start(
     (warning,) = check_trackers(make("[wandb]"), none)
     assert "WANDB_API_KEY" in warning
     assert check_trackers(make("[{type: wandb, offline: true}]"), none) == []
-    for found in ({"WANDB_API_KEY": "x"}, {"NETRC": str(tmp_path / "netrc")}, {"WANDB_MODE": "offline"}):
-        assert check_trackers(make("[wandb]"), none | found) == []
+    for variables in ({"WANDB_API_KEY": "x"}, {"NETRC": str(tmp_path / "netrc")}, {"WANDB_MODE": "offline"}):
+        assert check_trackers(make("[wandb]"), none | variables) == []
 
 
 # -- the real packages ---------------------------------------------------------------------------------------
@@ -382,19 +382,19 @@ def wandb_records(file: Path) -> Iterator[Any]:
     """The records of an offline run: LevelDB's log format after seven bytes, and the package's messages."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, whole = file.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        rest = 32768 - place % 32768
-        if rest < 7:
-            place += rest
+    data, position, message = file.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        if room < 7:
+            position += room
             continue
-        _, size, kind = struct.unpack_from("<IHB", data, place)
-        whole += data[place + 7 : place + 7 + size]
-        place += 7 + size
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        message += data[position + 7 : position + 7 + size]
+        position += 7 + size
         if kind in (1, 4):  # a whole record, or its last part
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            whole = b""
+            record.ParseFromString(message)
+            message = b""
             yield record
 
 

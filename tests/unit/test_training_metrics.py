@@ -1,4 +1,4 @@
-"""The mismatch guard fires when it must and only then; a journal gives back the same bits, or is not there.
+"""The mismatch guard fires when it must and only then; a journal is read back bit-equal, or is not there.
 
 Not covered: the loop itself (tests/integration), leaders of several replicas (tests/distributed).
 """
@@ -87,7 +87,7 @@ def compare_logprobs(batch: list[Trajectory], version: int) -> dict[str, float]:
 
 
 def message_of(batch: list[Trajectory], version: int) -> str:
-    """What the guard says of a batch that is out of bounds."""
+    """The guard's message for a batch that is out of bounds."""
     row, worst = compare_logprobs(batch, version), find_worst(batch, version)
     assert out_of_bounds(row, GuardSettings(), "float32")
     assert worst
@@ -101,15 +101,15 @@ def test_only_tokens_of_the_present_weights_count() -> None:
     assert row["mismatch/logp_max"] == pytest.approx(2e-5, rel=0.05)
 
 
-def test_replayed_routes_are_compared_only_where_no_update_interrupted() -> None:
+def test_interrupted_responses_with_routes_are_not_compared() -> None:
     """The trainer has the older routes for the tokens before the update; the engine computed them again."""
     routes = np.zeros((5, 2, 1), np.uint8)
     mixed = replace(trajectory([0.5, 0.5, 2e-5, 0.5], [6, 6, 7, 7]), routes=routes)
-    whole = replace(with_others(trajectory([1e-5, 2e-5, 3e-5], [7, 7, 7]), [1]), routes=routes)
-    row = compare_logprobs([mixed, whole], version=7)
+    uninterrupted = replace(with_others(trajectory([1e-5, 2e-5, 3e-5], [7, 7, 7]), [1]), routes=routes)
+    row = compare_logprobs([mixed, uninterrupted], version=7)
     assert (row["mismatch/tokens"], row["mismatch/stale_tokens"]) == (3, 4)
     assert row["mismatch/logp_max"] == pytest.approx(3e-5, rel=0.05)
-    worst = find_worst([mixed, whole], 7)
+    worst = find_worst([mixed, uninterrupted], 7)
     assert worst is not None
     assert worst.gap == pytest.approx(3e-5, rel=0.05)
     assert compare_logprobs([replace(mixed, routes=NO_ROUTES)], version=7)["mismatch/tokens"] == 2
@@ -136,31 +136,31 @@ def test_groups_without_a_signal_are_counted() -> None:
     assert row["groups/equal_rewards"] == 0.5
 
 
-def with_others(t: Trajectory, places: list[int], version: int = NOT_SAMPLED) -> Trajectory:
-    """The trajectory with tokens that the policy did not sample, before these places of its response."""
+def with_others(t: Trajectory, positions: list[int], version: int = NOT_SAMPLED) -> Trajectory:
+    """Insert tokens that the policy did not sample before these positions of the response."""
 
     def insert(values: np.ndarray, value: float) -> np.ndarray:
-        return np.insert(values, places, value)
+        return np.insert(values, positions, value)
 
     return replace(
         t,
         response=insert(t.response, 9),
         behaviour=insert(t.behaviour, 0),
         versions=insert(t.versions, version),
-        old=insert(t.old, [np.nan, -1e30, 7][len(places) % 3]),
+        old=insert(t.old, [np.nan, -1e30, 7][len(positions) % 3]),
         mask=insert(t.mask, False),
     )
 
 
 @pytest.mark.parametrize("version", [NOT_SAMPLED, 7])
 def test_tokens_of_others_are_in_no_comparison(version: int) -> None:
-    """Whatever the numbers beside them."""
+    """Whatever their log-probs and versions."""
     batch = [trajectory([2e-3, 0.5, 1e-5], [7, 6, 7]), trajectory([1e-4, 2e-2], [7, 7])]
     longer = [with_others(batch[0], [0, 0, 1], version), with_others(batch[1], [0, 1, 1, 2], version)]
     assert [t.sampled for t in longer] == [3, 2]
-    found, wanted = find_gaps(longer, 7), find_gaps(batch, 7)
-    assert np.array_equal(found[0], wanted[0])
-    assert found[1] == wanted[1] == 1
+    gaps, expected = find_gaps(longer, 7), find_gaps(batch, 7)
+    assert np.array_equal(gaps[0], expected[0])
+    assert gaps[1] == expected[1] == 1
     assert find_worst(longer, 7) == replace(find_worst(batch, 7), position=4, length=6)
     assert "worst at token 4 of 6" in message_of(longer, 7)
 
@@ -168,20 +168,21 @@ def test_tokens_of_others_are_in_no_comparison(version: int) -> None:
 def test_scores_count_what_the_policy_sampled() -> None:
     plain = trajectory([0.0] * 5, [6, 6, 7, 7, 7])
     group = [plain, with_others(plain, [0, 0, 1, 2, 4, 5, 5]), with_others(plain, [3])]
+    group = [replace(t, sample=number) for number, t in enumerate(group)]
     scores = scores_of(group)
     assert scores.lengths == [5, 5, 5]
-    assert scores.totals == [5, 12, 6]
+    assert scores.rows == [(0, 0, 2, 5, 5), (1, 0, 2, 12, 5), (2, 0, 2, 6, 5)]
     assert scores.versions == {6: 6, 7: 9}
     assert (scores.segments, scores.mixed) == (6, 3)
-    # The prompt, and what stands before the first token of the second version.
+    # The prompt, and the tokens before the first one of the second version.
     assert scores.recomputed == 3 * 2 + 2 + 6 + 2
-    assert scores_of([plain]).totals == []
+    assert scores_of([plain]).rows == []
     none = scores_of([replace(plain, mask=np.zeros(5, bool))])
-    assert (none.lengths, none.totals, none.versions) == ([0], [5], {})
+    assert (none.lengths, none.rows, none.versions) == ([0], [(1, 0, 2, 5, 0)], {})
 
     groups = [
         Group(GroupTask(number, 0, plain.prompt, "", 3, 0, 1, 7), scores)
-        for number, scores in enumerate((scores, scores_of([plain] * 3)))
+        for number, scores in enumerate((scores, scores_of([replace(plain, sample=i) for i in range(3)])))
     ]
     row = batch_metrics(groups)
     assert (row["response/length_mean"], row["response/length_max"]) == (5, 5)
@@ -221,9 +222,9 @@ def test_of_equal_gaps_the_first_is_named() -> None:
 def test_what_top_p_explains_is_no_mismatch(excess: float, gap: list[float]) -> None:
     """The engine's log-prob may exceed the trainer's by minus the log of the kept mass, not fall below it."""
     batch = [trajectory([0.08, 0.12, -2e-3], [7] * 3)]
-    found, _ = find_gaps(batch, 7, excess)
-    assert found.tolist() == pytest.approx(gap, abs=1e-6)
-    assert not np.signbit(found).any()  # they are sorted by their bits
+    gaps, _ = find_gaps(batch, 7, excess)
+    assert gaps.tolist() == pytest.approx(gap, abs=1e-6)
+    assert not np.signbit(gaps).any()  # they are sorted by their bits
     worst = find_worst(batch, 7, excess=excess)
     assert worst
     assert worst.position == int(np.argmax(gap))
@@ -256,29 +257,29 @@ GAPS = {
 @pytest.mark.parametrize("leaders", [1, 3])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_leaders_find_the_quantile_of_all_gaps(name: str, leaders: int) -> None:
-    """By counts that they add up; the same bits as numpy finds in all gaps together."""
+    """From summed counts; bit-equal to numpy's quantile of all gaps."""
     gaps = GAPS[name].astype(np.float32)
     shards = np.array_split(np.random.default_rng(1).permutation(gaps), leaders)
     table: list[np.ndarray] = []
-    meeting, lock = threading.Barrier(leaders), threading.Lock()
+    barrier, lock = threading.Barrier(leaders), threading.Lock()
 
     def add_up(values: np.ndarray) -> np.ndarray:
         with lock:
             table.append(values)
-        meeting.wait(60)
+        barrier.wait(60)
         total: np.ndarray = np.sum(table, axis=0)
-        if meeting.wait(60) == 0:
+        if barrier.wait(60) == 0:
             table.clear()
-        meeting.wait(60)
+        barrier.wait(60)
         return total
 
     with ThreadPoolExecutor(leaders) as pool:
         rows = list(pool.map(lambda shard: summarise_sharded(shard, 2, add_up), shards))
-        wanted = summarise(gaps, 2 * leaders)
-    mean = wanted.pop("mismatch/logp_mean", 0.0)
+        expected = summarise(gaps, 2 * leaders)
+    mean = expected.pop("mismatch/logp_mean", 0.0)
     for row in rows:
         assert row.pop("mismatch/logp_mean", 0.0) == pytest.approx(mean, rel=1e-12, nan_ok=True)
-        assert repr(row) == repr(wanted)
+        assert repr(row) == repr(expected)
 
 
 def scored(number: int) -> Trajectory:
@@ -298,8 +299,8 @@ def scored(number: int) -> Trajectory:
     return t
 
 
-def assert_same(got: list[Trajectory], wanted: list[Trajectory]) -> None:
-    for a, b in zip(got, wanted, strict=True):
+def assert_same(actual: list[Trajectory], expected: list[Trajectory]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         for name, value in vars(b).items():
             if isinstance(value, np.ndarray):
                 assert getattr(a, name).dtype == value.dtype
@@ -318,7 +319,7 @@ def test_journal_round_trip(tmp_path: Path, count: int) -> None:
     assert [p.name for p in file.parent.iterdir()] == ["step_000001.parquet"]
     assert list_rollouts(tmp_path) == [file]
     table = pq.read_table(file)
-    assert table.num_rows == count  # a plain Parquet file to others
+    assert table.num_rows == count  # other tools see a plain Parquet file
     masks = [None if t.mask.all() else t.mask.tolist() for t in batch]
     assert table["mask"].to_pylist() == masks
     assert count < 150 or all(m in masks for m in ([True, False, True], [False, True], [False], None))
@@ -339,20 +340,20 @@ def test_a_journal_in_parts_is_read_in_batch_order(tmp_path: Path, parts: int) -
     file = write_parts(tmp_path, shards)
     assert_same(read_rollouts(file), batch)
     assert list_rollouts(tmp_path) == [file]
-    assert pq.read_table(file).num_rows == len(batch)  # one data set to others
+    assert pq.read_table(file).num_rows == len(batch)  # other tools see one data set
     assert sum(len(pd.read_parquet(f)) for f in file.iterdir()) == len(pd.read_parquet(file)) == len(batch)
 
 
 def test_a_journal_in_parts_is_streamed(tmp_path: Path) -> None:
-    """Its first trajectories are there before the rest has been read, which here is damaged."""
+    """The first trajectories come before the rest is read, which is damaged here."""
     batch = [replace(scored(number), group=number, sample=0) for number in range(600)]
     file = write_parts(tmp_path, [batch[::2], batch[1::2]])
     part = part_file(file, 1, 2)
     metadata = pq.ParquetFile(part).metadata
     column = metadata.row_group(metadata.num_row_groups - 1).column(0)
     end = column.data_page_offset + column.total_compressed_size
-    whole = part.read_bytes()
-    part.write_bytes(whole[: end - 4] + b"xxxx" + whole[end:])
+    content = part.read_bytes()
+    part.write_bytes(content[: end - 4] + b"xxxx" + content[end:])
     rows = iter_rollouts(file)
     assert_same([next(rows) for _ in range(50)], batch[:50])
     with pytest.raises(UserError, match=r"part_00001_of_00002\.parquet: damaged"):
@@ -377,7 +378,7 @@ def test_a_journal_without_all_its_parts_is_none(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_step_are_removed(tmp_path: Path) -> None:
-    """In the file's place, or in parts, whatever their number."""
+    """As one file, or as any number of parts."""
     file = rollouts_file(tmp_path, 1)
     other = rollouts_file(tmp_path, 11)
     write_rollouts(other, [scored(1)])
@@ -411,48 +412,48 @@ def test_journals_without_a_column(tmp_path: Path, column: str) -> None:
 def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     file = rollouts_file(tmp_path, 1)
     write_rollouts(file, [scored(number) for number in range(100)])
-    whole = file.read_bytes()
-    for damaged in (b"", whole[:300], whole[:2000] + b"x" + whole[2001:]):
+    content = file.read_bytes()
+    for damaged in (b"", content[:300], content[:2000] + b"x" + content[2001:]):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match=r"step_000001\.parquet: damaged"):
             read_rollouts(file)
-    pq.write_table(pq.read_table(io.BytesIO(whole)).drop_columns(["old"]), file)
+    pq.write_table(pq.read_table(io.BytesIO(content)).drop_columns(["old"]), file)
     with pytest.raises(UserError, match=r"damaged .*old"):
         read_rollouts(file)
 
 
 @pytest.mark.parametrize(
-    ("mask", "told"),
+    ("mask", "message"),
     [
         ([True, None, False], "mask has nulls in its lists"),
         ([True, False], "mask of group 3 does not have the length of the response"),
         ([], "mask of group 3 does not have the length of the response"),
     ],
 )
-def test_a_mask_that_is_none_is_damage(tmp_path: Path, mask: list[bool | None], told: str) -> None:
+def test_a_mask_that_is_none_is_damage(tmp_path: Path, mask: list[bool | None], message: str) -> None:
     file = rollouts_file(tmp_path, 1)
     write_rollouts(file, [trajectory([0.0] * 3, [7] * 3)])
     table = pq.read_table(file)
     column = pa.array([mask], pa.list_(pa.bool_()))
     pq.write_table(table.set_column(table.schema.get_field_index("mask"), "mask", column), file)
-    with pytest.raises(UserError, match=rf"step_000001\.parquet: damaged \({told}\); choose"):
+    with pytest.raises(UserError, match=rf"step_000001\.parquet: damaged \({message}\); choose"):
         read_rollouts(file)
 
 
 def test_a_replay_compares_what_the_policy_sampled() -> None:
     t = with_others(trajectory([0.0] * 3, [7] * 3), [0, 2])
     t.anchor = t.old.copy()
-    again = replace(t, old=np.where(t.mask, t.old, 5), anchor=np.where(t.mask, t.anchor, np.nan))
-    assert measure_gaps([t], [again]) == Gaps(tokens=3, old=0, anchor=0, advantage=0)
-    again.old[1] += 0.25
-    assert measure_gaps([t], [again]).old == 0.25
-    assert measure_gaps([t], [replace(again, old=t.old[1:])]).old == math.inf
-    assert measure_gaps([t], [replace(again, old=t.old[:0], advantage=0.6)]) == Gaps(3, math.inf, 0, 0.5)
+    replayed = replace(t, old=np.where(t.mask, t.old, 5), anchor=np.where(t.mask, t.anchor, np.nan))
+    assert measure_gaps([t], [replayed]) == Gaps(tokens=3, old=0, anchor=0, advantage=0)
+    replayed.old[1] += 0.25
+    assert measure_gaps([t], [replayed]).old == 0.25
+    assert measure_gaps([t], [replace(replayed, old=t.old[1:])]).old == math.inf
+    assert measure_gaps([t], [replace(replayed, old=t.old[:0], advantage=0.6)]) == Gaps(3, math.inf, 0, 0.5)
 
 
 def test_a_journal_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts"
-    with pytest.raises(FileNotFoundError):  # the run's folder has been removed, and is not made anew
+    with pytest.raises(FileNotFoundError):  # a removed run folder is not created again
         write_rollouts(tmp_path / "gone" / "rollouts" / "step_000001.parquet", [])
     assert not (tmp_path / "gone").exists()
     (folder / "step_000001.parquet").mkdir(parents=True)  # in the way
@@ -484,7 +485,7 @@ def test_rows_are_on_the_disk_before_a_checkpoint_counts_them(
 
 
 @pytest.mark.parametrize("problem", ["No space left on device", None])
-def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
+def test_a_failed_last_checkpoint_is_in_summary_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str | None
 ) -> None:
     """The end of a rank's run, with what it calls replaced."""
@@ -510,7 +511,7 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
 
 
 @pytest.mark.parametrize(
-    ("keep", "newest", "left"),
+    ("keep", "newest", "remaining"),
     [
         (None, 6, [1, 2, 3, 4, 5, 6]),
         (2, 6, [5, 6]),
@@ -525,7 +526,7 @@ def test_a_last_checkpoint_that_is_not_written_is_in_summary_and_metrics(
     ],
 )
 def test_old_rollouts_are_pruned_once_a_checkpoint_is_complete(
-    tmp_path: Path, keep: int | str | None, newest: int, left: list[int]
+    tmp_path: Path, keep: int | str | None, newest: int, remaining: list[int]
 ) -> None:
     sizes = []
     for step in range(1, 7):
@@ -539,5 +540,5 @@ def test_old_rollouts_are_pruned_once_a_checkpoint_is_complete(
     if isinstance(keep, str):
         keep = keep.format(three=sum(sizes[-3:]))
     prune_rollouts(tmp_path, RolloutFilesSettings(keep=keep), newest)
-    assert [step_of(file) for file in list_rollouts(tmp_path)] == left
+    assert [step_of(file) for file in list_rollouts(tmp_path)] == remaining
     assert other.exists()

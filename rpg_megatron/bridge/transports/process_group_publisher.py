@@ -73,8 +73,8 @@ class GroupPublisher:
             )
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "", str)
-        known = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
-        place = gather_objects(hosted.place | known if hosted else None, dict[str, Any] | None)[0]
+        layout = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
+        place = gather_objects(hosted.place | layout if hosted else None, dict[str, Any] | None)[0]
         self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
         self._rendezvous.place = place
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -207,10 +207,10 @@ class GroupPublisher:
         return {
             key: tuple(
                 self._index[s.rank]
-                for s in found
+                for s in slices
                 if sums[s.rank][key] == sums[self._plan.owners[key[0]][key[1]].rank][key]
             )
-            for key, found in self._plan.shared.items()
+            for key, slices in self._plan.shared.items()
         }
 
     def _find(self, buckets: list[list[Any]]) -> list[list[tuple[BucketPart, str, Box]]]:
@@ -218,13 +218,13 @@ class GroupPublisher:
         return [[self._locate(*part) for part in bucket] for bucket in buckets]
 
     def _locate(self, name: str, start: list[int], extent: list[int]) -> tuple[BucketPart, str, Box]:
-        wanted = Box(tuple(start), tuple(extent))
+        box = Box(tuple(start), tuple(extent))
         for param, piece in self._pieces.get(name, []):
-            cut = piece.cut(wanted)
-            if cut is not None and cut.hf == wanted:
-                return BucketPart(name, wanted, wanted.numel * self.dtype.itemsize), param, cut.local
+            cut = piece.cut(box)
+            if cut is not None and cut.hf == box:
+                return BucketPart(name, box, box.numel * self.dtype.itemsize), param, cut.local
         raise ValueError(
-            f"a worker requested {name} {wanted} from rank {self.coordinates.rank}, which does not hold it"
+            f"a worker requested {name} {box} from rank {self.coordinates.rank}, which does not hold it"
         )
 
 

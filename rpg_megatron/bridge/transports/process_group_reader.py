@@ -160,7 +160,7 @@ class GroupReader:
 
     def end(self) -> ReadSums:
         """Checksum and bytes of each tensor received since ``begin``."""
-        return {name: found for name, found in self._sums.items() if found[1]}
+        return {name: total for name, total in self._sums.items() if total[1]}
 
     def ranks_read(self, name: str) -> set[int]:
         """The ranks that slices of a tensor are requested from."""

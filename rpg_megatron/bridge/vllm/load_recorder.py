@@ -98,8 +98,8 @@ class LoadRecorder[Key: Hashable](TorchDispatchMode):
     def _note_copy(self, key: Key | None, target: torch.Tensor, source: torch.Tensor) -> None:
         origin = self._sources.get(_storage(source))
         if key is None or origin is None:
-            what = "an intermediate tensor" if origin is None else origin[0]
-            self.refused.append(f"copy of {what} into {key or 'no parameter'}")
+            source_name = "an intermediate tensor" if origin is None else origin[0]
+            self.refused.append(f"copy of {source_name} into {key or 'no parameter'}")
             return
         name, full = origin
         box = strided_box(Strided.of(source), full.shape)

@@ -316,9 +316,9 @@ class BearerAuth:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Forward the request, or answer 401; answers ``CORE_HEALTH`` itself."""
         if scope["type"] in ("http", "websocket"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
             # Digests have equal length, so the time of the comparison reveals nothing about the token.
-            if not hmac.compare_digest(hashlib.sha256(given).digest(), self._digest):
+            if not hmac.compare_digest(hashlib.sha256(authorization).digest(), self._digest):
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 4401})
                     return

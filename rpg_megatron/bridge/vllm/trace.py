@@ -102,9 +102,9 @@ class WorkerTrace:
 
     def take(self, file: Path) -> None:
         """Write the values since the last ``take``, concatenated over calls, and discard them."""
-        kept = {name: torch.cat(values) for name, values in self._kept.items()}
+        outputs = {name: torch.cat(values) for name, values in self._kept.items()}
         self._kept.clear()
-        save_file(kept, file)
+        save_file(outputs, file)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -143,7 +143,7 @@ def join_workers(shards: Sequence[Trace], shape: ModelShape) -> Trace:
     heads, groups = shape.num_heads // workers, max(1, shape.num_kv_heads // workers)
     every = max(1, workers // shape.num_kv_heads)
     whole: Trace = {}
-    for site, mine in shards[0].items():
+    for site, values in shards[0].items():
         stem, _, part = site.rpartition(".")
         if part == _QKV:
             cut = [s[site].split([heads * d, groups * d, groups * d], dim=1) for s in shards]
@@ -158,5 +158,5 @@ def join_workers(shards: Sequence[Trace], shape: ModelShape) -> Trace:
             step = every if part.startswith("key") else 1
             whole[site] = torch.cat([s[site] for s in shards[::step]], 1)
         else:
-            whole[site] = mine
+            whole[site] = values
     return whole

@@ -109,7 +109,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
         name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, dtype, shape in signature
     }
     live = {module: get_layer_params_buffers(module)[0] for module in model.modules()}
-    kept = [
+    live_tensors = [
         (module, name, tensor)
         for module, tensors in live.items()
         for name, tensor in tensors.items()
@@ -118,7 +118,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
     try:
         with torch.device(device):
             initialize_layerwise_reload(model)  # moves every other parameter to the meta device
-        for module, name, tensor in kept:
+        for module, name, tensor in live_tensors:
             module._parameters[name] = to_meta_tensor(tensor)
         targets = {
             (module, name): tensor
@@ -132,7 +132,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
         current = ["(none)"]
         try:
             with recorder:
-                model.load_weights(_noting(sources, current))
+                model.load_weights(_track_names(sources, current))
         except Exception as e:
             shape = list(sources[current[0]].shape) if current[0] in sources else []
             raise ShardError(
@@ -147,7 +147,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
     except NotRecordable as e:
         return ModelPlan(signature, None, reason=str(e))
     finally:
-        for module, name, tensor in kept:
+        for module, name, tensor in live_tensors:
             module._parameters[name] = tensor
             _unwrap_loader(tensor)
         restore_layers(model)
@@ -183,7 +183,7 @@ def restore_layers(model: torch.nn.Module) -> None:
             info.reset()
 
 
-def _noting(sources: dict[str, torch.Tensor], current: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _track_names(sources: dict[str, torch.Tensor], current: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors for a loader; ``current[0]`` is the name being loaded."""
     for name, tensor in sources.items():
         current[0] = name
@@ -273,8 +273,8 @@ def _unprocessed_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     the biases.
     """
     params, _ = get_layerwise_info(module).restore_metadata
-    kept = {name: tensor for name, tensor in module._parameters.items() if name in KEPT_TENSORS}
-    return {name: t for name, t in (params | kept).items() if t is not None and name not in SKIP_LOAD_TENSORS}
+    live = {name: tensor for name, tensor in module._parameters.items() if name in KEPT_TENSORS}
+    return {name: t for name, t in (params | live).items() if t is not None and name not in SKIP_LOAD_TENSORS}
 
 
 def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
@@ -370,8 +370,8 @@ def _process(layer: Any) -> None:
             delattr(layer, "_already_called_process_weights_after_loading")
         kernel = getattr(method, "moe_kernel", None)
         method.process_weights_after_loading(layer)
-        kept = kernel is getattr(method, "moe_kernel", None)
-        if kernel is not None and kept and next(layer.parameters()).device.type == "cpu":
+        unchanged = kernel is getattr(method, "moe_kernel", None)
+        if kernel is not None and unchanged and next(layer.parameters()).device.type == "cpu":
             # vLLM packs experts for a CPU only when it makes their kernel.
             kernel.fused_experts.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):

@@ -111,24 +111,24 @@ class _Causes:
             return []
         if common := self._replaced(sites) or self._quantised(sites):
             return [common]
-        found, unknown, by_layer = [], [], defaultdict(list)
+        findings, unknown, by_layer = [], [], defaultdict(list)
         for site in sites:
             by_layer[split_site(site)[0]].append(site)
         for group in by_layer.values():
             if common := self._replaced(group):
-                found.append(common)
+                findings.append(common)
                 continue
             scaled = {s: finding for s in group if (finding := self._scaled(s))}
-            found += scaled.values()
+            findings += scaled.values()
             rest = [s for s in group if s not in scaled]
             if len(rest) > _FEW:
                 unknown += rest
             elif rest:
-                found.append(self._unknown(rest))
-        return found + ([self._unknown(unknown)] if unknown else [])
+                findings.append(self._unknown(rest))
+        return findings + ([self._unknown(unknown)] if unknown else [])
 
-    def _of_weights(self, what: str, sites: Sequence[str], kind: str = "", **values: float) -> Finding:
-        """what: end of a message that begins with the layers or, if there are few sites, the parameters."""
+    def _weights_finding(self, fault: str, sites: Sequence[str], kind: str = "", **values: float) -> Finding:
+        """fault: end of a message that begins with the layers or, if there are few sites, the parameters."""
         layers = layers_of(sites)
         whole = len(sites) > _FEW * max(len(layers), 1)
         if whole:
@@ -138,37 +138,37 @@ class _Causes:
             subject = ", ".join(names[:_FEW])
             subject += f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
             plural = len(names) > 1
-        text = f"{subject} of the {self._side} {'are' if plural else 'is'} {what}"
+        text = f"{subject} of the {self._side} {'are' if plural else 'is'} {fault}"
         kind = kind or ("layer" if whole else "weights")
         return self._finding(kind, text, _ADVICE.get(kind, _WEIGHTS_ADVICE[self._side]), sites, **values)
 
     def _replaced(self, sites: Sequence[str]) -> Finding | None:
         """Other weights, or another use of the experts, that explain all of the sites."""
-        for kind, what, reference in self._references(layers_of(sites)):
+        for kind, fault, reference in self._references(layers_of(sites)):
             if self._explains(sites, reference):
-                return self._of_weights(what, sites, kind)
+                return self._weights_finding(fault, sites, kind)
         return None
 
     def _references(self, layers: Sequence[int]) -> Iterator[tuple[str, str, ModuleChecker]]:
         """References that a side may follow instead: kind of the finding, end of its message, reference."""
-        checker, own, shape = self._checker, self._checker.weights, self._shape
+        checker, original, shape = self._checker, self._checker.weights, self._shape
         if checker.side.dtype != "bfloat16":
-            rounded = replace(checker, weights=lambda name: own(name).bfloat16())
+            rounded = replace(checker, weights=lambda name: original(name).bfloat16())
             yield "precision", "right with weights that are rounded to bfloat16", rounded
         for label, weights in self._others.items():
             yield "", f"stale: the weights are those of {label}", replace(checker, weights=weights)
         for other in range(shape.num_layers) if len(layers) == 1 else ():
             if other != layers[0] and shape.has_experts(other) == shape.has_experts(layers[0]):
-                moved = replace(checker, weights=_of_layer(own, layers[0], other))
+                moved = replace(checker, weights=_swapped_layer(original, layers[0], other))
                 yield "", f"misplaced: the weights are those of layer {other}", moved
         if (experts := shape.experts) is not None:
             changed = replace(experts, normalised=not experts.normalised)
-            what = f"right with expert weights that {'do not ' if experts.normalised else ''}sum to 1"
-            yield "routing", what, replace(checker, shape=replace(shape, experts=changed))
+            fault = f"right with expert weights that {'do not ' if experts.normalised else ''}sum to 1"
+            yield "routing", fault, replace(checker, shape=replace(shape, experts=changed))
             for n in range(1, min(experts.count, 2 * experts.per_token) + 1):
                 changed = replace(experts, per_token=n)
-                what = f"right with {n} experts per token instead of {experts.per_token}"
-                yield "routing", what, replace(checker, shape=replace(shape, experts=changed))
+                fault = f"right with {n} experts per token instead of {experts.per_token}"
+                yield "routing", fault, replace(checker, shape=replace(shape, experts=changed))
 
     def _quantised(self, sites: Sequence[str]) -> Finding | None:
         """Quantised weights: every matrix of every layer is slightly off, but no norm."""
@@ -177,28 +177,29 @@ class _Causes:
         all_matrices = {s for s, part in parts.items() if part in _MATRICES} <= set(sites)
         if not all_matrices or any(parts[s] in NORMS for s in sites) or max(errors) > _QUANTISED:
             return None
-        what = f"off by {min(errors):.1%} to {max(errors):.1%} in all matrices but no norm, as if quantised"
-        return self._of_weights(what, sites, "precision")
+        fault = f"off by {min(errors):.1%} to {max(errors):.1%} in all matrices but no norm, as if quantised"
+        return self._weights_finding(fault, sites, "precision")
 
     def _scaled(self, site: str) -> Finding | None:
-        """A constant factor."""
+        """A constant factor, up to the rounding of scaled weights."""
         checker = self._checker
-        found, expected, error = checker.found(site), checker.expected(site), checker.error(site)
-        factor = ((found * expected).sum() / expected.square().sum()).item()
-        if not checker.error(site, factor * expected) <= min(checker.tolerance(site), error / 2):
+        actual, expected, error = checker.found(site), checker.expected(site), checker.error(site)
+        factor = ((actual * expected).sum() / expected.square().sum()).item()
+        limit = checker.tolerance(site) + checker.weight_rounding(site)
+        if not checker.error(site, factor * expected) <= min(limit, error * 2 / 3):
             return None
-        what = f"{abs(factor - 1):.1%} too {'large' if factor > 1 else 'small'}"
-        return self._of_weights(what, [site], factor=factor)
+        fault = f"{abs(factor - 1):.1%} too {'large' if factor > 1 else 'small'}"
+        return self._weights_finding(fault, [site], factor=factor)
 
     def _unknown(self, sites: Sequence[str]) -> Finding:
         error = max(self._checker.error(s) for s in sites)
         if len(sites) > 1:
-            what = f"{len(sites)} outputs are off, by up to {error:.1%}"
+            fault = f"{len(sites)} outputs are off, by up to {error:.1%}"
         else:
-            what = f"the output is off by {error:.1%}"
+            fault = f"the output is off by {error:.1%}"
             if sites[0].endswith(".experts") and (experts := self._wrong_experts(sites[0])):
-                what += f", for every token with a large weight of expert {ranges(experts)}"
-        return self._of_weights(f"wrong: {what}", sites, error=error)
+                fault += f", for every token with a large weight of expert {ranges(experts)}"
+        return self._weights_finding(f"wrong: {fault}", sites, error=error)
 
     def _wrong_experts(self, site: str) -> list[int]:
         """Experts such that all tokens that give them at least an average weight have a wrong output.
@@ -208,8 +209,8 @@ class _Causes:
         checker, experts, layer = self._checker, self._shape.experts, split_site(site)[0]
         assert experts is not None
         assert layer is not None
-        found, expected = checker.found(site), checker.expected(site)
-        right = (found - expected).norm(dim=1) <= checker.tolerance(site) * expected.norm(dim=1)
+        actual, expected = checker.found(site), checker.expected(site)
+        right = (actual - expected).norm(dim=1) <= checker.tolerance(site) * expected.norm(dim=1)
         logits = checker.found(layer_site(layer, "router"))
         weights = routing_weights(logits, experts)
         large = (weights > 0) & (weights >= weights.sum(1, keepdim=True) / experts.per_token)
@@ -230,15 +231,15 @@ class _Causes:
         for site in sites:
             part = split_site(site)[1]
             by_part["rope" if part.endswith("_rope") else part].append(site)
-        found = []
+        findings = []
         explainers = {"rope": self._rope, LOGPROBS: self._logprobs}
         for part, group in by_part.items():
             finding = explainers.get(part, self._other)(group)
             if self._alone is not None and part != LOGPROBS and self._explains(group, self._alone):
                 text = f"{finding.text}; only when packed: each sequence alone is right"
                 finding = replace(finding, kind="packing", text=text, advice=_ADVICE["packing"])
-            found.append(finding)
-        return found
+            findings.append(finding)
+        return findings
 
     def _other(self, sites: Sequence[str]) -> Finding:
         part, layers = split_site(sites[0])[1], layers_of(sites)
@@ -280,12 +281,12 @@ class _Causes:
     def _starts(self, site: str) -> list[int] | None:
         """The start positions that explain each sequence's rotation; None if there are none, or all are 0."""
         checker, lengths = self._checker, self._checker.side.lengths
-        found, total = checker.found(site).split(lengths), sum(lengths)
+        actual, total = checker.found(site).split(lengths), sum(lengths)
         in_pack = torch.tensor([0, *lengths[:-1]]).cumsum(0).tolist()
         starts: dict[int, int] = {}
         for start in (*in_pack, 1, -1, *range(2, min(total, 64))):
             moved = replace(checker, starts=[start] * len(lengths)).expected(site).split(lengths)
-            for i, values in enumerate(found):
+            for i, values in enumerate(actual):
                 if distance(values, moved[i]) <= checker.tolerance(site) + 2.4e-7 * total:
                     starts.setdefault(i, start)
         if len(starts) < len(lengths) or not any(starts.values()):
@@ -326,7 +327,7 @@ class _Causes:
         return self._finding("other", text, advice, sites)
 
 
-def _of_layer(weights: Weights, layer: int, other: int) -> Weights:
+def _swapped_layer(weights: Weights, layer: int, other: int) -> Weights:
     """The weights with those of another layer in place of a layer's own."""
     return lambda name: weights(name.replace(f"model.layers.{layer}.", f"model.layers.{other}."))
 

@@ -118,22 +118,22 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     # The audit sends one request at a time: nothing is sampled ahead.
     rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
     guards = settings.guards.model_copy(update={"uncorrected": False})
-    own = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
-    return settings.model_copy(update=own), request
+    update = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
+    return settings.model_copy(update=update), request
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
     """Check that the engine's checkpoint has the trainer's sizes; the audit finds other differences."""
-    ours = read_model_shape(settings.model.path)
+    policy_shape = read_model_shape(settings.model.path)
     try:
-        theirs = read_model_shape(path)
+        engine_shape = read_model_shape(path)
     except UserError as e:
         raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
-    alike = replace(theirs, **{name: getattr(ours, name) for name in _MAY_DIFFER})
-    if alike != ours:
-        a, b = asdict(ours), asdict(alike)
+    alike = replace(engine_shape, **{name: getattr(policy_shape, name) for name in _MAY_DIFFER})
+    if alike != policy_shape:
+        a, b = asdict(policy_shape), asdict(alike)
         listed = ", ".join(
-            f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(ours) if a[f.name] != b[f.name]
+            f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(policy_shape) if a[f.name] != b[f.name]
         )
         raise UserError(f"--engine-model: {path} is a different model than model.path ({listed})")
 
@@ -143,29 +143,29 @@ def show(report: dict[str, Any], console: Console) -> None:
     engines = report["engines"]
     worst = next((e for e in engines if not e["clean"]), engines[0])
     source = "weights synced through the bridge" if report["synced"] else "weights as the engine loaded them"
-    _say(
+    _print(
         console,
         f"\nengine {worst['engine']} against the trainer: {worst['sequences']} sequences, {worst['tokens']} "
         f"tokens, {report['dtype']}, {source}\n"
         "relative difference of engine and trainer; * marks a module whose output does not match its input\n",
     )
-    _say(console, _table(worst))
+    _print(console, _table(worst))
     logprobs = worst["logprobs"]
     head = "*" if _broken(worst, ("logits", "logprobs")) else ""
-    _say(
+    _print(
         console,
         f"\nfinal norm {_cell(worst, 'final_norm')}   log-probs {head}mean {_number(logprobs['mean'])}, "
         f"max {_number(logprobs['max'])} nats over {logprobs['tokens']:.0f} sampled tokens\n",
     )
     if routes := worst["routes"]:
-        _say(
+        _print(
             console,
             f"choices of experts: {routes['changed']} of {routes['choices']} (tokens x layers) differ; "
             f"{routes['unused']} of {routes['experts']} experts were not chosen for any token\n",
         )
     if worst["first"]:
         first = worst["first"]
-        _say(
+        _print(
             console,
             f"first: {first['site']} of the {first['side']}, off by {_number(first['error'])} "
             f"(rounding explains {first['tolerance']:.0e})",
@@ -173,11 +173,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     for engine in engines:
         name = f"engine {engine['engine']}: " if len(engines) > 1 else ""
         if engine["clean"]:
-            _say(console, f"{name}clean: every module of both sides matches its input; they agree")
+            _print(console, f"{name}clean: every module of both sides matches its input; they agree")
         for finding in engine["findings"][:_SHOWN]:
-            _say(console, f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}.")
+            _print(
+                console, f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}."
+            )
         if (more := len(engine["findings"]) - _SHOWN) > 0:
-            _say(console, f"{name}and {more} more findings, see the report")
+            _print(console, f"{name}and {more} more findings, see the report")
 
 
 def _table(engine: dict[str, Any]) -> str:
@@ -208,5 +210,5 @@ def _broken(engine: dict[str, Any], sites: tuple[str, ...]) -> bool:
     return any(b["site"] in sites for b in engine["broken"])
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)

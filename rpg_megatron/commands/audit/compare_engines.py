@@ -65,16 +65,18 @@ def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> N
     request = AuditRequest(**read_json(folder / REQUEST))
     if request.sync:
         run.sync_engines(version=0)
-    given = choose_tokens(run.settings, request) if run.mesh.rank == 0 else []
+    sequences = choose_tokens(run.settings, request) if run.mesh.rank == 0 else []
     weights = folder / "weights"
     run.write_checkpoint(weights)
     others = {name: StoredWeights(Path(path)) for name, path in request.others.items()}
     engines = []
     for index in range(run.settings.engine.replicas):
         socket = engine_socket(work, index)
-        verdict, count = audit_engine(run, index, socket, bridge, token, given, weights, others)
+        verdict, count = audit_engine(run, index, socket, bridge, token, sequences, weights, others)
         if verdict is not None:
-            engines.append({"engine": index, "sequences": len(given), "tokens": count} | verdict.to_json())
+            engines.append(
+                {"engine": index, "sequences": len(sequences), "tokens": count} | verdict.to_json()
+            )
     if run.mesh.rank == 0:
         remove(weights)
         report = {
@@ -93,14 +95,14 @@ def audit_engine(
     socket: Path,
     bridge: Path,
     token: str,
-    given: Sequence[Tokens],
+    sequences: Sequence[Tokens],
     weights: Path,
     others: Mapping[str, Weights],
 ) -> tuple[AuditVerdict | None, int]:
     """Compare one engine with the trainer. Collective; rank 0 returns the verdict and the number of tokens.
 
-    given: on rank 0, the tokens of each sequence that the engine continues. weights: folder of the trainer's
-    weights as a Hugging Face checkpoint.
+    sequences: on rank 0, tokens that the engine continues. weights: folder of the trainer's weights as a
+    Hugging Face checkpoint.
     """
     settings = run.settings
     shape = read_model_shape(settings.model.path)
@@ -108,7 +110,7 @@ def audit_engine(
     if run.mesh.rank == 0:
         run.events.phase("tracing the engine", 0, 1)
         client = EngineClient(index, socket, token, timeout=settings.engine.request_timeout)
-        traced = asyncio.run(trace_engine(client, settings, shape, bridge, given))
+        traced = asyncio.run(trace_engine(client, settings, shape, bridge, sequences))
         run.events.phase("tracing the trainer", 0, 1)
     trajectories: list[Trajectory] = broadcast_object([t for t, _ in traced], list[Trajectory])
     packs = [run.policy.pack(trajectories)]
@@ -154,17 +156,17 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
 
 
 async def trace_engine(
-    client: EngineClient, settings: Settings, shape: ModelShape, bridge: Path, given: Sequence[Tokens]
+    client: EngineClient, settings: Settings, shape: ModelShape, bridge: Path, sequences: Sequence[Tokens]
 ) -> list[tuple[Trajectory, Trace]]:
     """Have the engine continue each given sequence, one at a time; returns it with its modules' outputs.
 
     Raises UserError if the engine cannot be traced.
     """
-    found = []
+    traced = []
     try:
         await client.wait_ready(settings.engine.start_timeout)
         await _call(client, "start")
-        for number, tokens in enumerate(given):
+        for number, tokens in enumerate(sequences):
             room = context_length(settings) - len(tokens)
             (sample,) = await client.generate(
                 tokens,
@@ -175,11 +177,11 @@ async def trace_engine(
             await _call(client, "take")
             shards = await asyncio.to_thread(read_workers, bridge, settings.engine.tensor)
             trajectory = _trajectory(number, tokens, sample)
-            found.append((trajectory, _cut(join_workers(shards, shape), trajectory)))
+            traced.append((trajectory, _cut(join_workers(shards, shape), trajectory)))
         await _call(client, "stop")
     finally:
         await client.close()
-    return found
+    return traced
 
 
 async def _call(client: EngineClient, action: str) -> None:
@@ -208,14 +210,14 @@ def _cut(trace: Trace, trajectory: Trajectory) -> Trace:
     positions, sampled = trajectory.length - 1, len(trajectory.response)
     out = {}
     for site, values in trace.items():
-        wanted = sampled if site == LOGITS else positions
-        if values.size(0) < wanted:
+        expected = sampled if site == LOGITS else positions
+        if values.size(0) < expected:
             raise UserError(
-                f"the engine's trace has {values.size(0)} of {wanted} rows of {site}: it does not run all "
+                f"the engine's trace has {values.size(0)} of {expected} rows of {site}: it does not run all "
                 "tokens through its modules; remove prefix caching, compilation and speculation from "
                 "engine.arguments"
             )
-        out[site] = values[:wanted]
+        out[site] = values[:expected]
     return out
 
 
@@ -228,16 +230,16 @@ def _engine_side(trajectories: Sequence[Trajectory], traces: Sequence[Trace]) ->
 def trainer_side(
     trajectories: Sequence[Trajectory],
     packs: Sequence[MicroBatch],
-    found: Sequence[tuple[Trace, torch.Tensor]],
+    traced: Sequence[tuple[Trace, torch.Tensor]],
 ) -> ActivationTrace:
     """The trainer's trace of packs that together hold the trajectories in order; padding is removed.
 
-    found: the result of ``trace_policy``.
+    traced: the result of ``trace_policy``.
     """
     used = [p.real_positions() for p in packs]
-    sites = found[0][0]
-    trace = {s: torch.cat([f[0][s][u] for f, u in zip(found, used, strict=True)]) for s in sites}
-    logp = torch.cat([part for f, p in zip(found, packs, strict=True) for _, part in p.split(f[1][0])])
+    sites = traced[0][0]
+    trace = {s: torch.cat([f[0][s][u] for f, u in zip(traced, used, strict=True)]) for s in sites}
+    logp = torch.cat([part for f, p in zip(traced, packs, strict=True) for _, part in p.split(f[1][0])])
     return _side("trainer", trajectories, trace, logp)
 
 

@@ -252,15 +252,15 @@ class ModuleChecker:
 
     def error(self, site: str, expected: Tensor | None = None) -> float:
         """Distance of a site's values from the expected ones, see ``distance``. NaN counts as infinite."""
-        found = self.found(site)
+        actual = self.found(site)
         if expected is None:
             expected = self.expected(site)
         layer, part = split_site(site)
         if part == "experts" and layer is not None:
             assert self.shape.experts is not None
             ambiguous = undecided(self.found(layer_site(layer, "router")), self.shape.experts)
-            expected = torch.where(ambiguous[:, None], found, expected)
-        worst = distance(found, expected)
+            expected = torch.where(ambiguous[:, None], actual, expected)
+        worst = distance(actual, expected)
         if part in NORMS:
             off = (self._channel_ratios(site, expected) - 1).abs().max().item()
             # Scaled so that the channel tolerance equals the tolerance.
@@ -298,6 +298,15 @@ class ModuleChecker:
                 tolerance += torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * total
         return tolerance
 
+    def weight_rounding(self, site: str) -> float:
+        """Error due to rounding the weights of a norm to the side's dtype; 0 for matrices, where it averages
+        out.
+        """
+        if split_site(site)[1] not in NORMS:
+            return 0.0
+        ratio = TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype]
+        return torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * ratio
+
     def _channel_ratios(self, site: str, expected: Tensor) -> Tensor:
         """[width] least-squares factor from expected to found values of each channel of a norm.
 
@@ -326,14 +335,14 @@ class ModuleChecker:
         return torch.cat(out, 1).transpose(0, 1).flatten(1)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Largest relative error of a token over its channels, or of a channel over the tokens; 0 if equal.
 
     Channels smaller than average are measured relative to the average: rounding is relative to the terms of a
     sum, not to the result.
     """
     wide = torch.float64 if expected.dtype == torch.float64 else torch.float32
-    off, size = (found.to(wide) - expected.to(wide)).square(), expected.to(wide).square()
+    off, size = (actual.to(wide) - expected.to(wide)).square(), expected.to(wide).square()
     worst = 0.0
     for dim in (1, 0):
         scale = size.sum(dim)

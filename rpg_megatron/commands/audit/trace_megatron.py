@@ -47,10 +47,10 @@ def trace_policy(
     mesh = policy.mesh
     # Data-parallel replicas computed the same; use the first one.
     coordinates = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
-    mine = None
+    own_calls = None
     if mesh.data_rank == 0:
-        mine = coordinates, {site: [_send(call) for call in calls] for site, calls in kept.items()}
-    everyone = gather_on_first(mine, tuple[tuple[int, int, int], dict[str, list[_Sent]]] | None)
+        own_calls = coordinates, {site: [_send(call) for call in calls] for site, calls in kept.items()}
+    everyone = gather_on_first(own_calls, tuple[tuple[int, int, int], dict[str, list[_Sent]]] | None)
     if mesh.rank:
         return []
     # Each site is on one stage, where every context rank has its positions, sharded over the tensor ranks.
@@ -59,7 +59,7 @@ def trace_policy(
     for (_, context_rank, _), values in ranks:
         for site, calls in values.items():
             shards[site][context_rank].append([_receive(call) for call in calls])
-    found = []
+    traced = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
         assert pack.packed.places is not None
@@ -70,8 +70,8 @@ def trace_policy(
                 for name, part in joined.items():
                     whole = trace.setdefault(name, part.new_empty(pack.size, part.size(1)))
                     whole[held] = part
-        found.append((trace, values.cpu()))
-    return found
+        traced.append((trace, values.cpu()))
+    return traced
 
 
 def _send(tensor: Tensor) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:

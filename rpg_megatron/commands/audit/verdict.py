@@ -130,13 +130,13 @@ def _broken(
 ) -> list[dict[str, Any]]:
     """The sites whose error exceeds rounding, see ``AuditVerdict.broken``."""
     order = [*all_sites(sides["engine"].shape), LOGPROBS]
-    found: list[dict[str, Any]] = []
+    broken: list[dict[str, Any]] = []
     for name, errors in links.items():
         for site, error in errors.items():
             tolerance = sides[name].tolerance(LOGITS if site == LOGPROBS else site)
             if error > tolerance:
-                found.append({"side": name, "site": site, "error": error, "tolerance": tolerance})
-    return sorted(found, key=lambda f: order.index(str(f["site"])))
+                broken.append({"side": name, "site": site, "error": error, "tolerance": tolerance})
+    return sorted(broken, key=lambda f: order.index(str(f["site"])))
 
 
 def _dtype(side: ActivationTrace, dtype: str) -> Finding:

@@ -333,14 +333,14 @@ def _compare(job: Job, hf: Path, processes: ConvertProcesses) -> Verification:
     processes.phase("verifying: transformers")
     request = {"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences}
     (report,) = processes.run(HF_LOGITS, "transformers", request, 1)
-    found = Verification(**report, tokens=sum(map(len, job.sequences)))
-    if not found.difference <= found.tolerance:
+    result = Verification(**report, tokens=sum(map(len, job.sequences)))
+    if not result.difference <= result.tolerance:
         raise RunFailed(
-            f"logits differ by up to {found.difference:.2e} ({found.worst}), beyond the "
-            f"tolerance of {found.tolerance:.1e} for float32 rounding: Megatron and transformers disagree; "
+            f"logits differ by up to {result.difference:.2e} ({result.worst}), beyond the "
+            f"tolerance of {result.tolerance:.1e} for float32 rounding: Megatron and transformers disagree; "
             "nothing was written"
         )
-    return found
+    return result
 
 
 def _megatron_version() -> str:

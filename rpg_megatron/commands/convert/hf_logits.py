@@ -28,11 +28,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         job["hf"], dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     ).eval()
-    ours = load_file(Path(job["work"]) / LOGITS)
+    logits = load_file(Path(job["work"]) / LOGITS)
     difference, largest, worst = 0.0, 0.0, ""
     for number, tokens in enumerate(job["sequences"]):
         reference = model(torch.tensor([tokens])).logits[0]
-        gap = (ours[str(number)] - reference).abs()
+        gap = (logits[str(number)] - reference).abs()
         gap = torch.where(gap.isnan(), torch.inf, gap)
         largest = max(largest, float(reference.abs().max()))
         if float(gap.max()) >= difference:

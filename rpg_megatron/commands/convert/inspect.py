@@ -113,66 +113,66 @@ def inspect_checkpoint(folder: Path) -> Inspection:
 
 
 def _inspect_hf(folder: Path) -> Inspection:
-    found = Inspection("Hugging Face", str(folder))
+    inspection = Inspection("Hugging Face", str(folder))
     try:
         shape = read_model_shape(folder)
     except UserError as e:
         raise UserError(str(e).removeprefix("model.path: ")) from None
-    found.model = _model(shape)
-    stored = _attempt(found, lambda: list_checkpoint(folder)) or {}
-    found.tensors = [
+    inspection.model = _model(shape)
+    stored = _attempt(inspection, lambda: list_checkpoint(folder)) or {}
+    inspection.tensors = [
         Row(n, SAFETENSORS.get(t.dtype, t.dtype), list(t.shape), t.file.name) for n, t in stored.items()
     ]
     if stored:
-        _attempt(found, lambda: verify_hf_checkpoint(folder, mapping_for(shape)))
-    found.checked = "files are as long as their headers say; tensors are those of config.json"
-    return found
+        _attempt(inspection, lambda: verify_hf_checkpoint(folder, mapping_for(shape)))
+    inspection.checked = "files are as long as their headers say; tensors are those of config.json"
+    return inspection
 
 
 def _inspect_megatron(folder: Path) -> Inspection:
-    found = Inspection("Megatron-Core (torch_dist)", str(folder))
-    manifest = _attempt(found, lambda: read_manifest(folder, *places_of(folder)))
+    inspection = Inspection("Megatron-Core (torch_dist)", str(folder))
+    manifest = _attempt(inspection, lambda: read_manifest(folder, *places_of(folder)))
     if manifest:
-        found.facts = asdict(manifest[0])
-        found.problems += find_damage(folder, manifest[1], inside=places_of(folder))
+        inspection.facts = asdict(manifest[0])
+        inspection.problems += find_damage(folder, manifest[1], inside=places_of(folder))
     if (folder / HF).is_dir():
-        shape: ModelShape | None = _attempt(found, lambda: read_model_shape(folder / HF))
-        found.model = _model(shape) if shape else None
-    _add_contents(found, folder)
-    found.checked = _HASHED if manifest else "no manifest; files are long enough"
-    return found
+        shape: ModelShape | None = _attempt(inspection, lambda: read_model_shape(folder / HF))
+        inspection.model = _model(shape) if shape else None
+    _add_contents(inspection, folder)
+    inspection.checked = _HASHED if manifest else "no manifest; files are long enough"
+    return inspection
 
 
 def _inspect_step(step: Step) -> Inspection:
-    found = Inspection("Megatron-Core (torch_dist)", str(step.folder), facts=asdict(step.metadata))
-    found.problems += find_damage(step.folder, step.files, inside=(real_path(step.root),))
+    inspection = Inspection("Megatron-Core (torch_dist)", str(step.folder), facts=asdict(step.metadata))
+    inspection.problems += find_damage(step.folder, step.files, inside=(real_path(step.root),))
     with suppress(UserError):  # its model is not on this machine
-        found.model = _model(read_model_shape(find_model_files(step)[0]))
-    _add_contents(found, step.weights)
-    found.checked = _HASHED
-    return found
+        inspection.model = _model(read_model_shape(find_model_files(step)[0]))
+    _add_contents(inspection, step.weights)
+    inspection.checked = _HASHED
+    return inspection
 
 
-def _add_contents(found: Inspection, folder: Path) -> None:
+def _add_contents(inspection: Inspection, folder: Path) -> None:
     """List the tensors according to Megatron's index, and check that files are long enough for it."""
-    contents = _attempt(found, lambda: read_contents(folder))
+    contents = _attempt(inspection, lambda: read_contents(folder))
     if contents:
-        found.tensors = [
+        inspection.tensors = [
             Row(n, t.dtype, list(t.shape), f"{t.parts} part{'s' if t.parts > 1 else ''}")
             for n, t in contents.tensors.items()
         ]
-        known = {p.partition("/")[2] for p in found.problems}  # names in a step begin with model/
-        found.problems += [
-            p for p in find_short_files(folder, contents) if p not in {*found.problems, *known}
+        known = {p.partition("/")[2] for p in inspection.problems}  # names in a step begin with model/
+        inspection.problems += [
+            p for p in find_short_files(folder, contents) if p not in {*inspection.problems, *known}
         ]
 
 
-def _attempt[T](found: Inspection, step: Callable[[], T]) -> T | None:
+def _attempt[T](inspection: Inspection, step: Callable[[], T]) -> T | None:
     """The step's result; a UserError is recorded as a problem, and the inspection continues."""
     try:
         return step()
     except UserError as e:
-        found.problems.append(str(e))
+        inspection.problems.append(str(e))
         return None
 
 

@@ -89,9 +89,9 @@ def inspect(
     with exit_on_interrupt():
         from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(checkpoint)
-    typer.echo(found.json() if as_json else found.table())
-    if found.problems:
+    inspection = inspect_checkpoint(checkpoint)
+    typer.echo(inspection.json() if as_json else inspection.table())
+    if inspection.problems:
         raise typer.Exit(2)
 
 

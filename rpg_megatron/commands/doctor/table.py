@@ -34,13 +34,13 @@ def print_reports(reports: Sequence[NodeReport], console: Console) -> None:
         console.print(_checks_table(reports[0].checks))
     else:
         console.print(_nodes_table(reports))
-        found: dict[Check, list[str]] = {}
+        nodes_of: dict[Check, list[str]] = {}
         for report in reports:
             for check in report.checks:
                 if check.verdict in ("failed", "warning"):
-                    found.setdefault(check, []).append(report.node)
-        if found:
-            console.print(_faults_table(found))
+                    nodes_of.setdefault(check, []).append(report.node)
+        if nodes_of:
+            console.print(_faults_table(nodes_of))
     bad = failures(reports)
     summary = f"[bold red]{bad} failed[/]" if bad else "[bold green]all checks passed[/]"
     console.print(summary, highlight=False)
@@ -83,13 +83,13 @@ def _nodes_table(reports: Sequence[NodeReport]) -> Table:
     return table
 
 
-def _faults_table(found: dict[Check, list[str]]) -> Table:
+def _faults_table(nodes_of: dict[Check, list[str]]) -> Table:
     table = _table()
     for name in ("nodes", "check"):
         table.add_column(name)
     table.add_column("", no_wrap=True)
     table.add_column("found", overflow="fold")
-    for check, nodes in found.items():
+    for check, nodes in nodes_of.items():
         more = f" (+{len(nodes) - _SHOWN_NODES})" if len(nodes) > _SHOWN_NODES else ""
         where = ", ".join(nodes[:_SHOWN_NODES]) + more
         table.add_row(escape(where), escape(check.name), _verdict(check), _text(check))
@@ -106,7 +106,7 @@ def _verdict(check: Check) -> str:
 
 
 def _text(check: Check) -> str:
-    found = escape(check.found)
+    text = escape(check.found)
     if check.verdict == "not applicable":
-        return f"[dim]not applicable: {found}[/]"
-    return f"{found}\n[bold]fix:[/] {escape(check.fix)}" if check.fix else found
+        return f"[dim]not applicable: {text}[/]"
+    return f"{text}\n[bold]fix:[/] {escape(check.fix)}" if check.fix else text

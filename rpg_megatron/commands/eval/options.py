@@ -96,7 +96,7 @@ def evaluate(
         from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
-    everywhere, own = split_sampling(
+    everywhere, per_set = split_sampling(
         samples=samples, temperature=temperature, top_p=top_p, max_response_tokens=max_response_tokens
     )
     request = EvalRequest(
@@ -105,7 +105,7 @@ def evaluate(
         files=tuple(data or ()),
         folder=data_dir,
         **everywhere,
-        own=own,
+        own=per_set,
         seed=seed,
         engines=engines,
         tensor=tensor,
@@ -113,13 +113,13 @@ def evaluate(
         overrides=tuple(overrides or ()),
     )
     with StopSignals(resumable=True) as signals, exit_codes():
-        settings, found = make_request(request)
-        check_request(settings, found)
+        settings, model_source = make_request(request)
+        check_request(settings, model_source)
         signals.raising = False  # from here on, resources must be cleaned up
-        folder = open_output_dir(out, settings, model_label(found))
+        folder = open_output_dir(out, settings, model_label(model_source))
         try:
             if not folder.finished:
-                run_evaluation(settings, found, signals, folder)
+                run_evaluation(settings, model_source, signals, folder)
             summary = folder.summary()
         finally:
             folder.close()
@@ -140,23 +140,23 @@ def split_sampling(**options: list[str] | None) -> tuple[dict[str, Any], dict[st
     Raises UserError.
     """
     everywhere: dict[str, Any] = {}
-    own: dict[str, dict[str, Any]] = {}
-    for key, given in options.items():
-        kind, low, high, wanted = _RANGES[key]
+    per_set: dict[str, dict[str, Any]] = {}
+    for key, texts in options.items():
+        kind, low, high, description = _RANGES[key]
         option = f"--{key.replace('_', '-')}"
-        for text in given or ():
+        for text in texts or ():
             name, _, number = text.rpartition("=")
             try:
                 value = kind(number)
             except ValueError:
                 value = math.nan
             if not low <= value <= high:
-                raise UserError(f"{option}: {text!r} is not {wanted}, or SET= and such a number")
-            place = own.setdefault(name, {}) if name else everywhere
+                raise UserError(f"{option}: {text!r} is not {description}, or SET= and such a number")
+            place = per_set.setdefault(name, {}) if name else everywhere
             if key in place:
                 raise UserError(f"{option} is given twice for {name or 'all sets'}; remove one of them")
             place[key] = value
-    return everywhere, own
+    return everywhere, per_set
 
 
 def _print(summary: dict[str, object], folder: Path, as_json: bool) -> None:

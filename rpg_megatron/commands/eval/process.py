@@ -66,7 +66,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     loaded = {
         part.name: load_set(part, tokenizer, vocab, rows=settings.needs_rows) for part in evaluation.heldout
     }
-    prompts = {name: found for name, (found, _) in loaded.items()}
+    prompts = {name: prompts_of_set for name, (prompts_of_set, _) in loaded.items()}
     done = {  # without those for which the reward failed: it may have been corrected
         part.name: [
             result

@@ -83,18 +83,18 @@ class EvalModel:
 
 def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     """Settings whose ``model.path`` is the checkpoint, and the model. Raises UserError for bad options."""
-    found = find_model(request.model)
-    model, run = found.path, found.run
+    model_source = find_model(request.model)
+    model, run = model_source.path, model_source.run
     trained = load_settings(run / CONFIG) if run is not None else None
-    own = _own_sets(trained, request)
-    sets = [] if own else find_sets(request.suites, request.files, request.folder)
+    run_evaluation = _own_sets(trained, request)
+    sets = [] if run_evaluation else find_sets(request.suites, request.files, request.folder)
     sampling = _sampling(trained, request)
     _check_overrides(request.overrides)
-    shape = read_model_shape(found.config)
+    shape = read_model_shape(model_source.config)
     response = request.max_response_tokens or (
         trained.rollout.max_response_tokens if trained else min(_RESPONSE, shape.max_positions // 2)
     )
-    own_sampling = _own_sampling(own, sets, request)
+    own_sampling = _own_sampling(run_evaluation, sets, request)
     limits = [part.get("max_response_tokens") for part in (sampling, *own_sampling.values())]
     longest = max(response, *(limit or 0 for limit in limits))
     if longest >= shape.max_positions:
@@ -110,7 +110,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     if trained is not None:
         heldout = trained.evaluation.heldout[0].data if trained.evaluation else trained.data
         data |= {key: getattr(heldout, key) for key in _STYLE}
-        if own is not None:
+        if run_evaluation is not None:
             data = heldout.model_dump(include=set(DataSettings.model_fields))
         reward = _reward(trained.reward, request.overrides)
         rollout |= {"stop": trained.rollout.stop, "stop_token_ids": trained.rollout.stop_token_ids}
@@ -131,13 +131,13 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
         "data": data,
     }
     settings = make_settings(raw, list(request.overrides), "eval")
-    if own is not None:
-        problems = _overridden(own, settings, request.overrides)
+    if run_evaluation is not None:
+        problems = _overridden(run_evaluation, settings, request.overrides)
     else:
         common = settings.data.model_dump(exclude={"path", "preset", "split"})
         problems = {"sets": [common | part for part in sets]}
-    if own is not None and own.data is not None:
-        sampling |= own_sampling[own.name]
+    if run_evaluation is not None and run_evaluation.data is not None:
+        sampling |= own_sampling[run_evaluation.name]
     else:
         none = dict.fromkeys(OWN_SAMPLING)
         names = [part["name"] or part["preset"] for part in problems["sets"]]
@@ -155,7 +155,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
                 f"({part.response_tokens}) is more than the model's {shape.max_positions} positions "
                 "(max_position_embeddings); lower one of the two"
             )
-    return settings, found
+    return settings, model_source
 
 
 def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
@@ -191,36 +191,40 @@ def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSetti
 def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
     """Responses per problem and sampling: as given, else as in the run, else the defaults."""
     base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
-    given = {key: getattr(request, key) for key in OWN_SAMPLING} | {"top_k": None, "min_p": None}
-    return {key: getattr(base, key) if value is None else value for key, value in given.items()}
+    requested = {key: getattr(request, key) for key in OWN_SAMPLING} | {"top_k": None, "min_p": None}
+    return {key: getattr(base, key) if value is None else value for key, value in requested.items()}
 
 
 def _own_sampling(
-    own: EvaluationSettings | None, sets: Sequence[dict[str, Any]], request: EvalRequest
+    evaluation: EvaluationSettings | None, sets: Sequence[dict[str, Any]], request: EvalRequest
 ) -> dict[str, dict[str, Any]]:
     """Name of each set -> its own values, as given for it, or as in the run unless one is given for all sets.
 
     Raises UserError if a set with own values is not evaluated.
     """
-    found: dict[str, dict[str, Any]] = {part["name"]: {} for part in sets}
-    for part in own.heldout if own is not None else ():
+    by_set: dict[str, dict[str, Any]] = {part["name"]: {} for part in sets}
+    for part in evaluation.heldout if evaluation is not None else ():
         keys = [key for key in OWN_SAMPLING if getattr(request, key) is None]
-        found[part.name] = {key: getattr(part.data, key, None) for key in keys}
+        by_set[part.name] = {key: getattr(part.data, key, None) for key in keys}
     for name, values in request.own.items():
-        if name not in found:
+        if name not in by_set:
             option = next(iter(values)).replace("_", "-")
-            raise UserError(f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(found)}")
-        found[name] |= values
-    return {name: {k: v for k, v in values.items() if v is not None} for name, values in found.items()}
+            raise UserError(
+                f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(by_set)}"
+            )
+        by_set[name] |= values
+    return {name: {k: v for k, v in values.items() if v is not None} for name, values in by_set.items()}
 
 
-def _overridden(own: EvaluationSettings, settings: Settings, overrides: Sequence[str]) -> dict[str, Any]:
+def _overridden(
+    evaluation: EvaluationSettings, settings: Settings, overrides: Sequence[str]
+) -> dict[str, Any]:
     """The run's sets, with the keys of ``data`` that the command line sets."""
     keys = {item.split(".")[1].partition("=")[0] for item in overrides if item.startswith("data.")}
-    given = settings.data.model_dump(include=keys)
-    if own.data is not None:
-        return {"name": own.name, "data": own.data.model_dump() | given}
-    return {"sets": [part.model_dump() | given for part in own.sets]}
+    data = settings.data.model_dump(include=keys)
+    if evaluation.data is not None:
+        return {"name": evaluation.name, "data": evaluation.data.model_dump() | data}
+    return {"sets": [part.model_dump() | data for part in evaluation.sets]}
 
 
 def check_request(settings: Settings, model: EvalModel) -> None:
@@ -273,7 +277,7 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
     """Name of each set, and its preset, path and split, if any. Raises UserError."""
     if folder is not None and not folder.is_dir():
         raise UserError(f"--data-dir: {folder} is not a folder")
-    found: list[dict[str, Any]] = []
+    sets: list[dict[str, Any]] = []
     for item in filter(None, map(str.strip, suites.split(","))):
         name, _, file = item.partition("=")
         try:
@@ -286,7 +290,7 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
             part["path"] = str(path.absolute())
         elif name in _TEST:
             part["split"] = _TEST[name]
-        found.append(part)
+        sets.append(part)
     for item in files:
         # Paths may contain "=" too, so the part before it must be a valid name.
         name, eq, file = item.partition("=")
@@ -294,13 +298,13 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
             name, file = Path(item).stem, item
             if not re.fullmatch(NAME, name):
                 raise UserError(f"--data: {name!r} is not a valid name of a set; give NAME={item}")
-        found.append({"name": name, "path": str(Path(file).absolute())})
-    if not found:
+        sets.append({"name": name, "path": str(Path(file).absolute())})
+    if not sets:
         raise UserError("no problems to evaluate; give --suite NAME,NAME or --data FILE")
-    names = [part["name"] for part in found]
+    names = [part["name"] for part in sets]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two sets are named {twice}; rename one of them with --data NAME=FILE")
-    return found
+    return sets
 
 
 def _find_copy(name: str, folder: Path) -> Path:

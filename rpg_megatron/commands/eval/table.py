@@ -21,8 +21,8 @@ def show_summary(summary: dict[str, Any]) -> str:
     shared = []
     for title, key in _SAMPLING.items():
         # An earlier version wrote one value for all sets.
-        found = [part.get(key, summary.get(key)) for part in sets.values()]
-        values = [f"{value:,}" if isinstance(value, int) else f"{value:g}" for value in found]
+        numbers = [part.get(key, summary.get(key)) for part in sets.values()]
+        values = [f"{value:,}" if isinstance(value, int) else f"{value:g}" for value in numbers]
         if len(set(values)) == 1:
             shared.append(title.format(values[0]))
         else:
@@ -47,8 +47,8 @@ def _interval(metric: dict[str, float] | None) -> str:
     return f"{value:.1f} [{low:.1f}, {high:.1f}]"
 
 
-def _truncated(found: dict[str, Any]) -> str:
-    return f"{found['frac']:.1%}, in {found['problems']} problems" if found["problems"] else "none"
+def _truncated(row: dict[str, Any]) -> str:
+    return f"{row['frac']:.1%}, in {row['problems']} problems" if row["problems"] else "none"
 
 
 def _left_out(counts: dict[str, int]) -> str:

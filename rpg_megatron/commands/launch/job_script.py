@@ -112,15 +112,15 @@ def check_job(
         check_start(CheckedRun(settings, frozenset({"trainer", "engines"}), nodes=nodes))
         return settings
     check_start(preparing(with_local_model(settings), nodes=nodes))
-    found = shutil.which(command)
-    if found is None:
+    executable = shutil.which(command)
+    if executable is None:
         raise UserError(
             f"{command} was not found; give the one of the training environment: "
             "--command DIR/bin/rpg-megatron"
         )
-    if Path(found).resolve().parent == Path(sys.executable).absolute().parent and not has_torch():
+    if Path(executable).resolve().parent == Path(sys.executable).absolute().parent and not has_torch():
         raise UserError(
-            f"{found} belongs to this environment, which has no torch; give the training environment's: "
+            f"{executable} belongs to this environment, which has no torch; give the training environment's: "
             "--command DIR/bin/rpg-megatron"
         )
     return settings

@@ -141,22 +141,22 @@ def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: 
         if "container_image" not in arguments:
             raise UserError("--executor docker needs an image: -o container_image=NAME")
         # Weights are transferred through shared memory; Docker's default is 64 MB.
-        given = {"shm_size": "32g", "volumes": [here], "num_gpus": -1 if gpus else None}
-        return given | arguments
+        defaults = {"shm_size": "32g", "volumes": [here], "num_gpus": -1 if gpus else None}
+        return defaults | arguments
     if kind == "local":
         return arguments
-    given = SLURM | {"account": None, "tunnel": run.LocalTunnel(job_dir=f"{home}/experiments")}
+    defaults = SLURM | {"account": None, "tunnel": run.LocalTunnel(job_dir=f"{home}/experiments")}
     if gpus and not {"gres", "gpus_per_node", "gpus_per_task"} & arguments.keys():
-        given["gpus_per_node"] = gpus
+        defaults["gpus_per_node"] = gpus
     if "container_image" in arguments:
-        given["container_mounts"] = [here]
+        defaults["container_mounts"] = [here]
     more = {
         "srun_args": [*SLURM["srun_args"], *(arguments.get("srun_args") or [])],
         "setup_lines": "\n".join(filter(None, [arguments.get("setup_lines"), SLURM["setup_lines"]])),
         "additional_parameters": SLURM["additional_parameters"]
         | (arguments.get("additional_parameters") or {}),
     }
-    return given | arguments | more
+    return defaults | arguments | more
 
 
 def _start(experiment: Experiment, *, detach: bool) -> None:

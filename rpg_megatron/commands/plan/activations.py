@@ -36,8 +36,8 @@ def uses_fused_layers(settings: Settings, device: str) -> bool:
 
     The same rule as ``policy.precision.uses_transformer_engine``, assuming that the package is installed.
     """
-    wanted, dtype = settings.model.implementation, settings.precision.dtype
-    return device == "cuda" and dtype == "bfloat16" and wanted != "local"
+    implementation, dtype = settings.model.implementation, settings.precision.dtype
+    return device == "cuda" and dtype == "bfloat16" and implementation != "local"
 
 
 def expert_rows(shape: ModelShape, parallel: ParallelSettings, routes: Routes = "even") -> float:
@@ -198,7 +198,7 @@ class StageActivations:
         parallel, fp8, shape = self.settings.parallel, self.settings.precision.fp8, self.shape
         kinds = Counter((in_fp8(fp8, n, shape.num_layers), shape.has_experts(n)) for n in self._layers)
         of_layers = sum(
-            number * self._of_layer(recompute, routes, fp8=fp8 if on else None, experts=experts)
+            number * self._layer_bytes(recompute, routes, fp8=fp8 if on else None, experts=experts)
             for (on, experts), number in kinds.items()
         )
         total = in_flight(self.stage, parallel, self.microbatches) * of_layers / parallel.virtual
@@ -207,7 +207,7 @@ class StageActivations:
             total += self.tokens / parallel.context * head
         return round(total)
 
-    def _of_layer(
+    def _layer_bytes(
         self, recompute: Recompute, routes: Routes, *, fp8: FP8Settings | None = None, experts: bool
     ) -> float:
         """Bytes that a layer saves for one micro-batch."""
@@ -223,7 +223,7 @@ class StageActivations:
         """
         most = 0.0
         for experts in {self.shape.has_experts(n) for n in self._layers}:
-            kept, everything = (self._of_layer(r, routes, experts=experts) for r in (recompute, "none"))
+            kept, everything = (self._layer_bytes(r, routes, experts=experts) for r in (recompute, "none"))
             most = max(most, self._gradients(routes, experts=experts) + everything - kept)
         return round(most)
 

@@ -28,9 +28,9 @@ def run_plan(
     assumed = assume(target.name, assumptions)
     if assumptions and target.device == "cpu":
         raise UserError("--assume: time is estimated for GPUs only; choose one, such as --gpu h100-80")
-    given = settings.model_copy(update={"device": target.device})
-    settings = with_local_model(given, weights=False)
-    subject = preparing(settings, weights=settings is given and has_weights(settings.model.path))
+    for_target = settings.model_copy(update={"device": target.device})
+    settings = with_local_model(for_target, weights=False)
+    subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
     notes = [*run_checks(subject), *not_checked(subject)]
     plan = make_plan(settings, gpu)
     answer = tables.Answer(

@@ -160,8 +160,10 @@ def assume(name: str, options: Sequence[str] = ()) -> Assumed:
     }
     if gpu is None:
         sources |= dict.fromkeys(speeds, "assumed")
-    given = dict(_read_option(option) for option in options)
-    return Assumed(Assumptions(sheet, **{**speeds, **given}), {**sources, **dict.fromkeys(given, "as set")})
+    assumed = dict(_read_option(option) for option in options)
+    return Assumed(
+        Assumptions(sheet, **{**speeds, **assumed}), {**sources, **dict.fromkeys(assumed, "as set")}
+    )
 
 
 def _read_option(option: str) -> tuple[str, float]:

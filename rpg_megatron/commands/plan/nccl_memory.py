@@ -105,8 +105,8 @@ def trainer_nccl(
     settings: Settings, shape: ModelShape, stage: int, *, fused: bool, ranks_per_node: int
 ) -> int:
     """Bytes of NCCL on a trainer rank."""
-    found = trainer_communicators(settings, shape, stage, fused=fused, ranks_per_node=ranks_per_node)
-    return sum(communicator.nbytes for _, communicator in found if communicator.size > 1)
+    communicators = trainer_communicators(settings, shape, stage, fused=fused, ranks_per_node=ranks_per_node)
+    return sum(communicator.nbytes for _, communicator in communicators if communicator.size > 1)
 
 
 def engine_nccl(tensor: int) -> int:

@@ -276,10 +276,10 @@ def _problems(plan: Plan) -> Iterator[str]:
 def _warnings(plan: Plan) -> Iterator[str]:
     settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
     yield from settings.notes()
-    wanted = min(settings.engine.max_sequences, -(-batch.sequences // settings.engine.replicas))
-    if 1 <= engine.full_sequences < wanted:
+    running = min(settings.engine.max_sequences, -(-batch.sequences // settings.engine.replicas))
+    if 1 <= engine.full_sequences < running:
         yield (
-            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {wanted} may run "
+            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
             "at once: vLLM will preempt and recompute some"
         )
     if parallel.pipeline > 1 and batch.pipeline_idle > 0.25:

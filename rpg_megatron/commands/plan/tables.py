@@ -77,7 +77,7 @@ def _styled(style: str, *cells: str) -> Row:
     return tuple(f"[{style}]{cell}[/]" if cell else "" for cell in cells)
 
 
-def _of_parts(parts: Iterable[MemoryPart]) -> list[Row]:
+def _part_rows(parts: Iterable[MemoryPart]) -> list[Row]:
     return [(part.name, gib(part.nbytes), part.basis, part.phase) for part in parts]
 
 
@@ -90,18 +90,18 @@ def _print_plan(plan: Plan, console: Console) -> None:
     rank, stages = plan.largest, plan.settings.parallel.pipeline
     where = "" if stages == 1 else f", pipeline stage {rank.stage}, the largest"
     title = f"trainer rank{where}: {count(rank.parameters)} parameters"
-    _print_table(console, title, _MEMORY, *_of_rank(plan))
-    _print_table(console, "engine worker", _MEMORY, *_of_engine(plan))
+    _print_table(console, title, _MEMORY, *_rank_rows(plan))
+    _print_table(console, "engine worker", _MEMORY, *_engine_rows(plan))
     if plan.shared_gpu is not None:
         turns = []
         for turn in get_args(Turn):
             total = plan.shared_gpu.total(turn)
-            rows = _of_parts(part for part in plan.shared_gpu.parts if part.phase == turn)
-            turns.append([*rows, _styled("bold", turn, gib(total), _of_target(plan, total), "")])
+            rows = _part_rows(part for part in plan.shared_gpu.parts if part.phase == turn)
+            turns.append([*rows, _styled("bold", turn, gib(total), _share_of_target(plan, total), "")])
         _print_table(console, "GPU shared by a trainer rank and an engine worker", _MEMORY, *turns)
     if plan.on_gpu:
         everything = [_styled("bold", "all", gib(sum(part.nbytes for part in plan.host)), "", "")]
-        _print_table(console, "host memory of rank 0's node", _MEMORY, _of_parts(plan.host), everything)
+        _print_table(console, "host memory of rank 0's node", _MEMORY, _part_rows(plan.host), everything)
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -171,7 +171,7 @@ def _gpus(gpus: Gpus) -> str:
     return f"{total}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(kinds)}"
 
 
-def _of_rank(plan: Plan) -> tuple[list[Row], list[Row]]:
+def _rank_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
     """The parts of the largest trainer rank; its peak, and other values of memory.recompute."""
     rank, chosen = plan.largest, recomputation(plan.settings)
     parts: list[Row] = [
@@ -186,7 +186,7 @@ def _of_rank(plan: Plan) -> tuple[list[Row], list[Row]]:
     name, nbytes = ("CUDA context, reserve", RESERVE) if plan.on_gpu else ("imports", IMPORTS)
     parts.append((name, gib(nbytes), "estimated", "always"))
     phase = max(rank.phases, key=lambda name: rank.phases[name])
-    peak = _styled("bold", "peak", gib(plan.rank_total), _of_target(plan, plan.rank_total), phase)
+    peak = _styled("bold", "peak", gib(plan.rank_total), _share_of_target(plan, plan.rank_total), phase)
     others = [
         _styled("dim", f"activations, recompute {kind}", gib(nbytes), "estimated", "if set so")
         for kind, nbytes in plan.activations.items()
@@ -195,7 +195,7 @@ def _of_rank(plan: Plan) -> tuple[list[Row], list[Row]]:
     return parts, [peak, *others]
 
 
-def _of_engine(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
+def _engine_rows(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     """The parts of an engine worker; its sum and KV cache; on a CPU, the other processes and all together."""
     engine = plan.engine
     parts: list[Row] = [("weights", gib(engine.weights), "exact", "always")]
@@ -208,16 +208,16 @@ def _of_engine(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     parts.append(("KV cache", gib(max(0, engine.kv_cache)), kv_basis, "rollout"))
     tokens, each = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each"
     sums = [
-        _styled("bold", "all", gib(engine.total), _of_target(plan, engine.total), "rollout"),
+        _styled("bold", "all", gib(engine.total), _share_of_target(plan, engine.total), "rollout"),
         _styled("dim", "KV cache holds", tokens, each, f"{engine.full_sequences:,.1f} of full length"),
     ]
     if plan.on_gpu:
         return parts, sums, []
     total, has, server = gib(plan.machine_total), f"of {gib(plan.target.nbytes)}", f"{gib(SERVER)} per server"
-    return parts, sums, [*_of_parts(plan.host), _styled("bold", "all processes", total, has, server)]
+    return parts, sums, [*_part_rows(plan.host), _styled("bold", "all processes", total, has, server)]
 
 
-def _of_target(plan: Plan, nbytes: int) -> str:
+def _share_of_target(plan: Plan, nbytes: int) -> str:
     return f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}" if plan.on_gpu else ""
 
 

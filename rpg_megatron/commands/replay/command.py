@@ -123,13 +123,13 @@ def _start(folder: Path, step: int) -> Path | None:
 
 def _order_of(settings: Settings) -> list[Any]:
     values = yaml.safe_load(resolved_yaml(settings))
-    found = []
+    order = []
     for key in _ORDER:
         value = values
         for part in key.split("."):
             value = value[part]
-        found.append(value)
-    return found
+        order.append(value)
+    return order
 
 
 def show(report: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -55,8 +56,8 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         batch = trainer.prepare_batch(index_of(iter_rollouts(file)) if first else None, source)
         trainer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
-        own = measure_gaps(source.saved, batch.mine) if source else None
-        gaps = gather_on_first(own, Gaps | None)
+        gaps_of_rank = measure_gaps(source.saved, batch.mine) if source else None
+        gaps = gather_on_first(gaps_of_rank, Gaps | None)
         if first:
             largest = join_gaps([g for g in gaps if g is not None])
             row = rows.get(step, {})
@@ -74,18 +75,18 @@ class SavedRollouts:
         self.saved: list[Trajectory] = []
         """The trajectories of the last ``fetch``, with everything that the run saved."""
 
-    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
         """See ``TrajectorySource``; tickets are those of ``index_of``.
 
         Raises UserError as ``iter_rollouts`` does.
         """
-        places = {numbers: place for place, numbers in enumerate(zip(ticket, sample, strict=True))}
-        found = {
-            place: t
-            for t in iter_rollouts(self._file)
-            if (place := places.get((t.group, t.sample))) is not None
-        }
-        self.saved = [found[place] for place in range(len(places))]
+        places = {numbers: place for place, numbers in enumerate(zip(ticket, row, strict=True))}
+        by_place, sizes = {}, Counter[int]()
+        for t in iter_rollouts(self._file):
+            if (place := places.get((t.group, sizes[t.group]))) is not None:
+                by_place[place] = t
+            sizes[t.group] += 1
+        self.saved = [by_place[place] for place in range(len(places))]
         return [_unscored(t) for t in self.saved]
 
 
@@ -133,26 +134,29 @@ def compare(gaps: Gaps, row: dict[str, Any], metrics: dict[str, float], toleranc
         "anchor log-probs": gaps.anchor,
         "advantages": gaps.advantage,
     }
-    wanted = {key: value for key, value in row.items() if key.startswith(_COMPARED)}
-    got = {key: value for key, value in metrics.items() if key.startswith(_COMPARED)}
+    recorded = {key: value for key, value in row.items() if key.startswith(_COMPARED)}
+    replayed = {key: value for key, value in metrics.items() if key.startswith(_COMPARED)}
     different = {
-        key: {"run": wanted.get(key), "replay": got.get(key)}
-        for key in sorted(wanted.keys() | got.keys())
-        if wanted.get(key) != got.get(key)
+        key: {"run": recorded.get(key), "replay": replayed.get(key)}
+        for key in sorted(recorded.keys() | replayed.keys())
+        if recorded.get(key) != replayed.get(key)
     }
     beyond = [
         key
         for key in different
-        if (a := wanted.get(key)) is None
-        or (b := got.get(key)) is None
+        if (a := recorded.get(key)) is None
+        or (b := replayed.get(key)) is None
         or not abs(a - b) <= tolerance * max(1.0, abs(a))
     ]
     return {
-        "match": bool(wanted) and not beyond and all(gap <= tolerance for gap in differences.values()),
-        "exact": bool(wanted) and not different and not any(differences.values()),
+        "match": bool(recorded) and not beyond and all(gap <= tolerance for gap in differences.values()),
+        "exact": bool(recorded) and not different and not any(differences.values()),
         "tokens": gaps.tokens,
         "max_difference": {name: _plain(gap) for name, gap in differences.items()},
-        "metrics": {key: {"run": wanted.get(key), "replay": got.get(key)} for key in sorted(wanted | got)},
+        "metrics": {
+            key: {"run": recorded.get(key), "replay": replayed.get(key)}
+            for key in sorted(recorded | replayed)
+        },
         "differing": sorted(different),
     }
 
@@ -179,7 +183,7 @@ def _unscored(t: Trajectory) -> Trajectory:
 def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     with open_regular(run / "metrics.jsonl") as lines:
-        found = [json.loads(line) for line in lines]
-    for row in found:  # the last step may have a second row, for its checkpoint
+        parsed = [json.loads(line) for line in lines]
+    for row in parsed:  # the last step may have a second row, for its checkpoint
         rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
     return rows

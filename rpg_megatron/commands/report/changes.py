@@ -62,7 +62,7 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     sizes: problems in each held-out set, if known. Held-out values are single evaluations; training values
     are means over the first and the last tenth of the steps, at most ten.
     """
-    found = []
+    changes = []
     for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
         series = run.series(key)
         values = [value for _, value in series]
@@ -72,13 +72,13 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
             problems = sizes.get(key.split("/")[1], sizes.get("", 0))
             if problems and all(0 <= value <= 1 for value in (values[0], values[-1])):
                 ranges = wilson(values[0], problems), wilson(values[-1], problems)
-            found.append(
+            changes.append(
                 Change(
                     key.removeprefix("eval/"),
                     values[0],
                     values[-1],
                     ranges,
-                    max(series, key=lambda one: one[1]),
+                    max(series, key=lambda point: point[1]),
                 )
             )
     for key in ("reward/accuracy", "reward/mean"):
@@ -86,8 +86,8 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
             first, last = run_ends(series)
             before, after = _training_interval(run, key, first), _training_interval(run, key, last)
             ranges = None if before is None or after is None else (before, after)
-            found.append(Change(key, mean([v for _, v in first]), mean([v for _, v in last]), ranges))
-    return found
+            changes.append(Change(key, mean([v for _, v in first]), mean([v for _, v in last]), ranges))
+    return changes
 
 
 def wilson(share: float, number: float) -> Interval:
@@ -101,20 +101,20 @@ def wilson(share: float, number: float) -> Interval:
 def _training_interval(run: RunFiles, key: str, part: Sequence[tuple[int, float]]) -> Interval | None:
     """Interval of the mean over a few steps: the wider one by number of prompts or by variance of steps."""
     values = [value for _, value in part]
-    found = []
+    intervals = []
     prompts = run.config.get("rollout.prompts_per_step")
     if isinstance(prompts, int) and prompts > 0:
         number = prompts * len(part)
         if key == "reward/accuracy" and 0 <= mean(values) <= 1:
-            found.append(wilson(mean(values), number))
+            intervals.append(wilson(mean(values), number))
         deviations = dict(run.series("reward/std"))
         known = [deviations[step] for step, _ in part if step in deviations]
         if key == "reward/mean" and known:
-            found.append(_around(mean(values), mean(known) / math.sqrt(number)))
+            intervals.append(_around(mean(values), mean(known) / math.sqrt(number)))
     if len(values) > 2:
         spread = math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)
-        found.append(_around(mean(values), math.sqrt(spread / len(values))))
-    return max(found, key=lambda interval: interval.margin, default=None)
+        intervals.append(_around(mean(values), math.sqrt(spread / len(values))))
+    return max(intervals, key=lambda interval: interval.margin, default=None)
 
 
 def _around(value: float, error: float) -> Interval:

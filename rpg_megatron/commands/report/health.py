@@ -133,14 +133,14 @@ def _read_guards(run: RunFiles) -> GuardSettings:
 
 def _check_rewards(run: RunFiles) -> Iterator[HealthCheck]:
     keys = sorted({key for row in run.rows for key in row if key.endswith("/failed_frac")})
-    found = [(value, step, key) for key in keys for step, value in run.series(key)]
-    if not found:
+    points = [(value, step, key) for key in keys for step, value in run.series(key)]
+    if not points:
         return
-    steps = {step for value, step, _ in found if value > 0}
+    steps = {step for value, step, _ in points if value > 0}
     if not steps:
         yield HealthCheck("rewards", "good", "the reward failed on no response")
         return
-    worst, step, key = max(found)
+    worst, step, key = max(points)
     where = "responses" if key.startswith("reward/") else f"responses of {key.split('/')[1]}"
     text = f"the reward failed in {_times(len(steps), 'step')}"
     text += f", on up to {worst:.1%} of the {where} (step {step})"
@@ -192,13 +192,13 @@ def _check_signal(run: RunFiles, silent: set[int]) -> Iterator[HealthCheck]:
     if not steps and not equal:
         return
     last = mean([value for _, value in run_ends(equal)[1]]) if equal else 0.0
-    told = [f"{last:.0%} of the last groups had equal rewards"] if equal else []
+    remarks = [f"{last:.0%} of the last groups had equal rewards"] if equal else []
     if silent:
-        told.append(
+        remarks.append(
             f"no signal in {_times(len(silent), 'step')} ({_first(sorted(silent))}): all rewards were equal"
         )
     yield HealthCheck(
-        "signal", "warn" if silent or last > _SILENT else "good", "; ".join(told) or "rewards differ"
+        "signal", "warn" if silent or last > _SILENT else "good", "; ".join(remarks) or "rewards differ"
     )
 
 
@@ -234,5 +234,5 @@ def _first(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps[:3])) + (", …" if len(steps) > 3 else "")
 
 
-def _times(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+def _times(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

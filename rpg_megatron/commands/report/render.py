@@ -73,16 +73,16 @@ def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path
 
     The page loads itself again meanwhile. tell: called with the file, once. Raises as ``write_report`` does.
     """
-    told = False
+    announced = False
     try:
         while True:
             seen = _state(folders)
             runs = _read(folders)
             going = any(run.running for run in runs)
             file = _write(folders, out, runs, _REFRESH if going else None)
-            if not told:
+            if not announced:
                 tell(file)
-                told = True
+                announced = True
             if not going:
                 return
             while _state(folders) == seen:

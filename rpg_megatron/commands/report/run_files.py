@@ -214,8 +214,8 @@ def note_skipped(notes: list[str], name: str, broken: int, lines: int) -> None:
 
 def step_in_name(file: Path) -> int | None:
     """The step of ``step_N.*``; None for other files."""
-    found = re.match(r"step_([0-9]{1,15})\.", file.name)
-    return int(found[1]) if found else None
+    match = re.match(r"step_([0-9]{1,15})\.", file.name)
+    return int(match[1]) if match else None
 
 
 def reason(error: Exception) -> str:
@@ -226,8 +226,8 @@ def reason(error: Exception) -> str:
 def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
     # Not load_settings, so that runs of earlier versions with other keys can be read.
     try:
-        found = read_yaml(file, real_path(file.parent))
-        flat = flatten(found) if isinstance(found, dict) and found else {}
+        config = read_yaml(file, real_path(file.parent))
+        flat = flatten(config) if isinstance(config, dict) and config else {}
         flat = {key: str(v) if isinstance(v, int) and abs(v) > 2**53 else v for key, v in flat.items()}
         json.dumps(flat, default=str)  # raises if the page could not hold it
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as e:

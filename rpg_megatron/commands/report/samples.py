@@ -227,19 +227,19 @@ def _rollout_items(run: RunFiles, samples: Samples, files: Sequence[Path], budge
     """The responses of training steps, each within the budget."""
     from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
 
-    found: dict[Path, list[Item]] = {file: [] for file in files}
+    by_file: dict[Path, list[Item]] = {file: [] for file in files}
     for file, t in iter_foreign_rollouts(files, run.folder, budget):
         if isinstance(t, UserError):
             run.notes.append(str(t).replace(f"{run.folder}/", ""))
         elif t is None:
-            found[file] = [item | {"whole": False} for item in found[file]]
+            by_file[file] = [item | {"whole": False} for item in by_file[file]]
         else:
             item = {"id": t.prompt_id, "text": t.text, "right": t.correct, "tokens": t.sampled}
             item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
             if len(segments := _segments(t.versions[t.mask])) > 1:
                 item["versions"] = segments
-            found[file].append(item | {"prompt": t.prompt, "answer": t.answer})
-    for file, items in found.items():
+            by_file[file].append(item | {"prompt": t.prompt, "answer": t.answer})
+    for file, items in by_file.items():
         yield from ((file, item) for item in items)
 
 
@@ -257,10 +257,10 @@ def _lines(data: bytes, cut: bool) -> list[bytes]:
 
 def _spread(files: Iterable[Path]) -> list[Path]:
     """Files of at most _STEPS steps in order, including the first and the last."""
-    found = sorted(f for f in files if step_in_name(f) is not None)
-    if len(found) <= _STEPS:
-        return found
-    return [found[round(i * (len(found) - 1) / (_STEPS - 1))] for i in range(_STEPS)]
+    ordered = sorted(f for f in files if step_in_name(f) is not None)
+    if len(ordered) <= _STEPS:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (_STEPS - 1))] for i in range(_STEPS)]
 
 
 def _ends_first(items: list[Any]) -> list[Any]:
@@ -294,10 +294,10 @@ def _padded(items: list[Any], most: int = _PROBLEMS) -> list[Any]:
 
 
 def _shorten(item: Item, longest: int) -> Item:
-    kept = {key: value for key, value in item.items() if key != "whole"}
-    if "prompt" in kept:
-        kept["prompt"] = kept["prompt"].tolist()
-    return kept | {"text": _cut(str(item["text"]), longest)}
+    shown = {key: value for key, value in item.items() if key != "whole"}
+    if "prompt" in shown:
+        shown["prompt"] = shown["prompt"].tolist()
+    return shown | {"text": _cut(str(item["text"]), longest)}
 
 
 def _cut(text: str, longest: int) -> str:
@@ -316,7 +316,7 @@ def _share(mark: tuple[int, int, int]) -> float:
 def decode_prompts(run: RunFiles, prompts: Sequence[list[int]]) -> list[str]:
     """Texts of prompts, by the tokenizer of the export or, for a run of this user, of the initial model."""
     folder, model = run.folder, run.config.get("model.path")
-    found = [f"({len(ids)} tokens; no tokenizer.json was found to show them as text)" for ids in prompts]
+    texts = [f"({len(ids)} tokens; no tokenizer.json was found to show them as text)" for ids in prompts]
     files: list[tuple[Path, ...]] = []
     with contextlib.suppress(OSError):
         newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
@@ -331,4 +331,4 @@ def decode_prompts(run: RunFiles, prompts: Sequence[list[int]]) -> list[str]:
             continue
         except ForeignInputError as e:
             run.notes.append(f"{file.name}: prompts cannot be shown as text ({e})")
-    return found
+    return texts

@@ -91,11 +91,11 @@ def _lanes(polls: list[_Poll], engines: int) -> list[dict[str, Any]]:
     """The lanes of the engines: name; for each poll a number or None; maximum of the scale."""
     known = [[n for n in row.running if n is not None] for row in polls]
     if engines <= _LANES:
-        most = max((n for some in known for n in some), default=0)
+        most = max((n for counts in known for n in counts), default=0)
         values = [[row.running[i] for row in polls] for i in range(engines)]
         return [{"name": f"engine {i}", "values": values[i], "most": most} for i in range(engines)]
-    busy = [sum(n > 0 for n in some) if some else None for some in known]
-    requests = [sum(some) if some else None for some in known]
+    busy = [sum(n > 0 for n in counts) if counts else None for counts in known]
+    requests = [sum(counts) if counts else None for counts in known]
     return [
         {"name": "engines busy", "values": busy, "most": engines},
         {"name": "requests", "values": requests, "most": max(map(sum, known))},
@@ -117,9 +117,9 @@ def _read_rows(run: RunFiles) -> list[_Start | _Phase | _Poll]:
         room = _READ - len(data)
     lines = data.split(b"\n")[0 if room else 1 :]  # the first line may be truncated
     *whole, last = lines or [b""]  # and the last one incomplete
-    found = [_parse(line) for line in whole if line.strip()]
-    note_skipped(run.notes, TIMELINE, sum(row is None for row in found), len(found))
-    return [row for row in [*found, _parse(last)] if row is not None]
+    rows = [_parse(line) for line in whole if line.strip()]
+    note_skipped(run.notes, TIMELINE, sum(row is None for row in rows), len(rows))
+    return [row for row in [*rows, _parse(last)] if row is not None]
 
 
 def _parse(line: bytes) -> _Start | _Phase | _Poll | None:

@@ -57,7 +57,7 @@ class TrackerClient:
         self._closing = threading.Event()
         self._given_up = False
         """Whether no process may be started any more."""
-        self._given, self._delivered, self._dropped, self._told = 0, 0, 0, 0
+        self._given, self._delivered, self._dropped, self._reported = 0, 0, 0, 0
         self._warned = False
         self._process: Child | None = None
         self._thread = threading.Thread(target=self._run, name=f"tracker {kind}", daemon=True)
@@ -76,7 +76,7 @@ class TrackerClient:
     def pop_dropped(self) -> int:
         """Rows dropped since the last call."""
         with self._changed:
-            new, self._told = self._dropped - self._told, self._dropped
+            new, self._reported = self._dropped - self._reported, self._dropped
         return new
 
     def begin_to_close(self) -> None:
@@ -95,8 +95,8 @@ class TrackerClient:
         self._thread.join(1.0)
         lost = self._given - self._delivered
         if lost or late:
-            what = f"{lost} of {self._given} rows were" if lost else "the end of the run was"
-            self._warn(f"trackers: {what} not delivered to {self.kind}; metrics.jsonl has all rows")
+            subject = f"{lost} of {self._given} rows were" if lost else "the end of the run was"
+            self._warn(f"trackers: {subject} not delivered to {self.kind}; metrics.jsonl has all rows")
 
     # -- the thread ------------------------------------------------------------------------------------------
 

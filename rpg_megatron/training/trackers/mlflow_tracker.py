@@ -36,12 +36,12 @@ class MLflowTracker:
         self._client = mlflow.MlflowClient()
         experiment = self._experiment(settings.experiment, uri)
         where = f"{uri} {settings.experiment}"
-        known = run.known_id(where)
+        run_id = run.known_id(where)
         # The fluent API, only because it logs system metrics; all other calls pass the run's id.
         started = mlflow.start_run(
-            run_id=known,
-            experiment_id=None if known else experiment,
-            run_name=None if known else run.name,
+            run_id=run_id,
+            experiment_id=None if run_id else experiment,
+            run_name=None if run_id else run.name,
             tags=settings.tags or None,
             log_system_metrics=settings.system,
         )
@@ -59,18 +59,18 @@ class MLflowTracker:
 
     def _experiment(self, name: str, uri: str) -> str:
         """Id of the experiment; creates it if it does not exist."""
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             file = urlsplit(uri).path.removeprefix("/") if uri.startswith("sqlite:") else ""
             # With a database file, artifacts would by default go to the working directory.
             artifacts = (Path(file).absolute().parent / "mlartifacts").as_uri() if file else None
             try:
                 return str(self._client.create_experiment(name, artifact_location=artifacts))
             except MlflowException:  # another run has just created it
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def log(self, step: int, metrics: dict[str, float], responses: list[dict[str, Any]]) -> None:
         """See ``Tracker``; a step's table is the artifact ``responses/step_NNNNNN.json``."""

@@ -15,7 +15,7 @@ class ResponseTexts:
     """Decodes prompts, shortens texts and makes them valid UTF-8."""
 
     def __init__(self, model: Path, longest: int) -> None:
-        """model: folder of the checkpoint. longest: characters of a text; the middle of longer ones goes."""
+        """model: folder of the checkpoint. longest: characters of a text; longer ones lose their middle."""
         self._tokenizer: FileTokenizer | None = open_tokenizer(model, chat=False)
         self._longest = longest
 

@@ -34,10 +34,10 @@ class TrackedRun:
     def known_id(self, where: str = "") -> str | None:
         """The id that an earlier start of this run saved for ``where``; None: this is the first start."""
         try:
-            found = json.loads(read_text(self._file)).get(where)
+            saved = json.loads(read_text(self._file)).get(where)
         except (OSError, ValueError, AttributeError):
             return None
-        return None if found is None else str(found)
+        return None if saved is None else str(saved)
 
     def keep_id(self, number: str, where: str = "") -> None:
         """Save the tracker's id of this run, for ``known_id`` in later starts. Raises OSError.
@@ -46,10 +46,10 @@ class TrackedRun:
         """
         self._file.parent.mkdir(exist_ok=True)
         try:
-            kept = dict(json.loads(read_text(self._file)))
+            ids = dict(json.loads(read_text(self._file)))
         except (OSError, ValueError, TypeError):
-            kept = {}
-        atomic_write_text(self._file, json.dumps(kept | {where: number}) + "\n")
+            ids = {}
+        atomic_write_text(self._file, json.dumps(ids | {where: number}) + "\n")
 
     @property
     def _file(self) -> Path:
