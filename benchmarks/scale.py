@@ -97,10 +97,10 @@ def _serve(kind: type[StandIns], folder: Path, engines: int, arguments: tuple[An
 class LongResponses(StandIns):
     """Each response is a part of this folder's source code with an answer, determined by prompt and seed."""
 
-    def __init__(self, folder: Path, tokens: int, burst: bool, as_bytes: bool):
+    def __init__(self, folder: Path, tokens: int, burst: bool):
         from tokenizers import Tokenizer
 
-        super().__init__(as_bytes)
+        super().__init__()
         tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
         source = "".join(f.read_text() for f in sorted(Path(__file__).parent.glob("*.py")))
         text = np.array(tokenizer.encode(source).ids, np.int32)
@@ -131,14 +131,12 @@ def sampler(
     workers: int = 1,
     burst: bool = False,
     reward: str = "answer_line",
-    json_route: bool = False,
 ) -> None:
     """Sampler, its workers, the leaders' fetch, and the journal: CPU time of a step.
 
     They are the product's, in their own processes. The tokenizer has 151,936 tokens. groups: of 16 responses
     with ``tokens`` tokens. workers: rollout.workers. The stand-ins answer within 10 s, or with ``--burst`` at
-    once; with ``--json-route`` like engines without the plug-in's route. Their answers are determined by
-    prompt and seed, so the hash of the batch must not depend on these options. Each response is graded by
+    once. Their answers are determined by prompt and seed, so the hash of the batch must not depend on these options. Each response is graded by
     rules, as most are: no reward workers run; ``--reward operator:ne`` is a function. Tail: of 8,192
     trajectories that end together, with 8 workers: the serial part and an eighth of the rest.
     """
@@ -147,7 +145,7 @@ def sampler(
         _write_inputs(folder, engines, tokens, groups, workers, reward)
         command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", *[str(folder)] * 3]
         environment = os.environ | python_path() | {TOKEN_VARIABLE: token}
-        with serving(LongResponses, folder, engines, folder, tokens, burst, not json_route):
+        with serving(LongResponses, folder, engines, folder, tokens, burst):
             process = subprocess.Popen(command, env=environment, stderr=(folder / "log").open("w"))
             try:
                 cpu_used, grown, fetched, trajectories = _one_step(folder, process.pid, workers, token)
@@ -257,7 +255,7 @@ class Acknowledging(StandIns):
     """Answers at once, like engines whose workers have read all weights."""
 
     def __init__(self, workers: int):
-        super().__init__(as_bytes=True)
+        super().__init__()
         self._workers = workers
         numbers = random.Random(1)
         self._sums: list[dict[str, tuple[int, int]]] = [{} for _ in range(workers)]

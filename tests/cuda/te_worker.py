@@ -152,7 +152,8 @@ def main() -> None:
     layout_worker.main()
     names = [name for name in cases if name.startswith("delayed")]
     layer_scales = {name: delayed_scales(chunk) for name, chunk in zip(names, scales.values(), strict=True)}
-    (folder / "scales.json").write_text(json.dumps(layer_scales))
+    if os.environ["WORLD_SIZE"] == "1":
+        (folder / "scales.json").write_text(json.dumps(layer_scales))
     with (folder / "kernels.txt").open("a") as f:
         f.writelines(f"{name}\n" for name in te_kernels.RAN)
 

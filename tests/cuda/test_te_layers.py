@@ -107,7 +107,12 @@ FP8_SIZES = {
     "vocab_size": 251,
 }
 """128 and its multiples."""
-FP8_LAYOUTS: dict[str, Any] = {"TP2+SP": (2, SP, 1), "DP2": (2, {"data": 2}, 2)}
+FP8_LAYOUTS: dict[str, Any] = {
+    "1": (1, {}, 1),
+    "3": (1, {}, 3),
+    "TP2+SP": (2, SP, 1),
+    "DP2": (2, {"data": 2}, 2),
+}
 
 
 def test_fp8(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ class FileSource:
     def __init__(self, file: Path) -> None:
         self._file = file
 
-    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
-        return ListSource(pickle.loads(self._file.read_bytes())).fetch(worker, ticket, sample)
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
+        return ListSource(pickle.loads(self._file.read_bytes())).fetch(worker, ticket, row)
 
     def close(self) -> None:
         pass

@@ -27,7 +27,7 @@ from rpg_megatron.training.rollout_saver import RolloutSaver
 from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.step_warnings import StepWarnings
 from rpg_megatron.training.trainer import Batch, Trainer
-from tests.support.batches import ListSource
+from tests.support.batches import ListSource, by_row
 from tests.support.ranks import measure_cases
 
 STEP = 6
@@ -41,7 +41,7 @@ class Workers(ListSource):
 
     def __init__(self, trajectories: Sequence[Trajectory], probes: Sequence[Trajectory]):
         super().__init__([replace(t) for t in trajectories])
-        self.held |= {(t.group + PROBES, t.sample): replace(t) for t in probes}
+        self.held |= by_row([replace(t) for t in probes], PROBES)
 
 
 class StandIn:

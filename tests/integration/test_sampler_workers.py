@@ -51,7 +51,6 @@ TOKEN = "a token"
 def sampler(
     config: Path,
     workers: int,
-    as_bytes: bool = True,
     changes: Sequence[str] = (),
     fresh: bool = False,
 ) -> Iterator[tuple[Sampling, StandIns]]:
@@ -67,12 +66,12 @@ def sampler(
     settings = load_settings(config, overrides)
     (config.parent / "odd_reward.py").write_text(REWARD)
     with tempfile.TemporaryDirectory() as name:
-        work, run = Path(name), config.parent / f"run-{workers}-{as_bytes}"
+        work, run = Path(name), config.parent / f"run-{workers}"
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir()
         (run / "config.yaml").write_text(settings.to_yaml())
         sockets = [engine_socket(work, i) for i in range(2)]
-        with stand_in_engines(sockets, as_bytes=as_bytes) as engines, (run / "log").open("w") as log:
+        with stand_in_engines(sockets) as engines, (run / "log").open("w") as log:
             with fresh_starts() if fresh else nullcontext():
                 process = subprocess.Popen(
                     [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(run), str(work), str(work)],
@@ -142,12 +141,12 @@ def expected(config_file: Path) -> list[list[dict[str, Any]]]:
         return [single.step(number) for number in (1, 2, 3)]
 
 
-def test_the_batch_does_not_depend_on_workers_or_route(
+def test_the_batch_does_not_depend_on_workers(
     config_file: Path, expected: list[list[dict[str, Any]]]
 ) -> None:
-    with sampler(config_file, 1, as_bytes=False) as (json, _):
-        first, state = json.step(1), json.client.state()
-        assert [first, *(json.step(number) for number in (2, 3))] == expected
+    with sampler(config_file, 1) as (single, _):
+        assert single.step(1) == expected[0]
+        state = single.client.state()
     with sampler(config_file, 2, fresh=True) as (pair, engines):
         assert len(pair.workers()) == 2
         assert [listening_ports(pid) for pid in (pair.pid, *pair.workers())] == [[]] * 3

@@ -9,16 +9,23 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.trainer import Batch, Trainer
 
 
+def by_row(trajectories: Iterable[Trajectory], first: int = 0) -> dict[tuple[int, int], Trajectory]:
+    """Trajectories by group and row, as ``index_of`` numbers them. first: added to the groups."""
+    held = list(trajectories)
+    index = index_of(held)
+    return dict(zip(zip((index.group + first).tolist(), index.row.tolist(), strict=True), held, strict=True))
+
+
 class ListSource:
     """A ``TrajectorySource`` over a list whose index is ``index_of``; counts what is fetched."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
-        self.held = {(t.group, t.sample): t for t in trajectories}
+        self.held = by_row(trajectories)
         self.fetched = 0
 
-    def fetch(self, worker: Sequence[int], ticket: Sequence[int], sample: Sequence[int]) -> list[Trajectory]:
+    def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
         self.fetched += len(ticket)
-        return [self.held[numbers] for numbers in zip(ticket, sample, strict=True)]
+        return [self.held[numbers] for numbers in zip(ticket, row, strict=True)]
 
 
 def prepare(trainer: Trainer, trajectories: Sequence[Trajectory]) -> Batch:

@@ -34,9 +34,7 @@ class ByteTokenizer:
 class StandIns:
     """HTTP/1.1 on a unix socket each, in a thread."""
 
-    def __init__(self, as_bytes: bool):
-        self.as_bytes = as_bytes
-        """Whether they have the plug-in's route."""
+    def __init__(self) -> None:
         self.delay = 0.0
         """Seconds until an answer."""
         self.requests = 0
@@ -51,16 +49,14 @@ class StandIns:
                 _, _, length = head.partition("content-length:")
                 body = await reader.readexactly(int(length.split()[0])) if length else b""
                 path = head.split()[1]
-                status, answer = "200 OK", b"{}"
-                if path == GENERATE and not self.as_bytes:
-                    status = "404 Not Found"
-                elif path == SYNC:
+                answer = b"{}"
+                if path == SYNC:
                     answer = self.sync(json.loads(body))
-                elif path.startswith("/inference"):
+                elif path == GENERATE:
                     self.requests += 1
                     await self.wait()
-                    answer = self.answer(json.loads(body), path == GENERATE)
-                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
+                    answer = self.answer(json.loads(body))
+                writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
@@ -81,37 +77,18 @@ class StandIns:
                 self.version = info["version"]
         return msgspec.json.encode(done)
 
-    def answer(self, request: dict[str, Any], as_bytes: bool) -> bytes:
+    def answer(self, request: dict[str, Any]) -> bytes:
         sampling = request["sampling_params"]
         drawn = [
             self.sample(request["token_ids"], sampling["seed"] + i, sampling["max_tokens"])
             for i in range(sampling["n"])
         ]
-        if as_bytes:
-            return msgspec.msgpack.encode(
-                [
-                    SampledBytes(i, "stop", t.tobytes(), v.tobytes(), self.version)
-                    for i, (t, v) in enumerate(drawn)
-                ]
-            )
-        return json.dumps(
-            {
-                "choices": [
-                    {
-                        "index": i,
-                        "token_ids": tokens.tolist(),
-                        "finish_reason": "stop",
-                        "logprobs": {
-                            "content": [
-                                {"token_id": t, "logprob": v}
-                                for t, v in zip(tokens.tolist(), values.tolist(), strict=True)
-                            ]
-                        },
-                    }
-                    for i, (tokens, values) in enumerate(drawn)
-                ]
-            }
-        ).encode()
+        return msgspec.msgpack.encode(
+            [
+                SampledBytes(i, "stop", t.tobytes(), v.tobytes(), self.version)
+                for i, (t, v) in enumerate(drawn)
+            ]
+        )
 
     def sample(self, prompt: list[int], seed: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids below 128 and their log-probs."""
@@ -122,9 +99,9 @@ class StandIns:
 
 
 @contextmanager
-def stand_in_engines(sockets: Sequence[Path], *, as_bytes: bool = True) -> Iterator[StandIns]:
+def stand_in_engines(sockets: Sequence[Path]) -> Iterator[StandIns]:
     """One at each of the sockets."""
-    stand_ins, loop = StandIns(as_bytes), asyncio.new_event_loop()
+    stand_ins, loop = StandIns(), asyncio.new_event_loop()
 
     async def start() -> None:
         for socket in sockets:

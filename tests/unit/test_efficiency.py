@@ -61,7 +61,9 @@ def test_mfu_counts_three_passes_an_update_and_one_a_policy(
 ) -> None:
     tracker = make(monkeypatch, "NVIDIA H100 80GB HBM3")
     trajectories = [
-        SimpleNamespace(group=0, sample=i, prompt=np.zeros(p), response=np.zeros(r), sampled=5, reward=0.0)
+        SimpleNamespace(
+            group=0, sample=i, branch=0, prompt=np.zeros(p), response=np.zeros(r), sampled=5, reward=0.0
+        )
         for i, (p, r) in enumerate([(30, 10), (100, 60)])
     ]
     row = tracker.batch_metrics(index_of(trajectories))  # type: ignore[arg-type]

@@ -234,7 +234,7 @@ integration/test_slurm.py::test_two_nodes
   TCP at the cluster addresses
   it is in no log or file of a run
   never from a command line
-integration/test_sampler_workers.py::test_the_batch_does_not_depend_on_workers_or_route
+integration/test_sampler_workers.py::test_the_batch_does_not_depend_on_workers
   sampler and its workers | unix sockets
   logs of engines; files of the sampler
 unit/test_messages.py::test_only_who_knows_the_token_gets_in
