@@ -136,7 +136,8 @@ def sampler(
 
     They are the product's, in their own processes. The tokenizer has 151,936 tokens. groups: of 16 responses
     with ``tokens`` tokens. workers: rollout.workers. The stand-ins answer within 10 s, or with ``--burst`` at
-    once. Their answers are determined by prompt and seed, so the hash of the batch must not depend on these options. Each response is graded by
+    once. Their answers are determined by prompt and seed, so the hash of the batch must not depend on these
+    options. Each response is graded by
     rules, as most are: no reward workers run; ``--reward operator:ne`` is a function. Tail: of 8,192
     trajectories that end together, with 8 workers: the serial part and an eighth of the rest.
     """
