@@ -95,7 +95,10 @@ def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> An
         scale = quantizer.scale.view(1)
         quantizer.amax.copy_(torch.maximum(quantizer.amax, wide.abs().amax()))
     else:
-        scale = _scale(wide.abs().amax().view(1), form, power=quantizer.force_pow_2_scales)
+        amax = wide.abs().amax().view(1)
+        if quantizer.with_amax_reduction:  # sequence parallelism: one scale for all ranks
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
+        scale = _scale(amax, form, power=quantizer.force_pow_2_scales)
     data = _cast(wide * scale, form)
     out._scale_inv.copy_((1 / scale).view(out._scale_inv.shape))
     if out._data is not None:

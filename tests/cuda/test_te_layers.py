@@ -5,7 +5,8 @@ sequence length or saved tensor would show on a cluster only. Forward, backward 
 in float32 on the CPU (te_worker, te_kernels), against transformers in float64: log-probs, entropies, the loss
 and every gradient, with recomputation, context parallelism, experts in grouped products and replayed routes.
 FP8 is compared with the emulation for CPUs, and weights that are kept in FP8 with those that are not.
-Not covered: the kernels; FP8 over several ranks and in grouped products.
+Not covered: the kernels; FP8 over data-parallel ranks and in grouped products; with one scale for a tensor,
+gradients over tensor-parallel ranks are not those of the emulation.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ FP8_LAYOUTS: dict[str, Any] = {
     "1": (1, {}, 1),
     "3": (1, {}, 3),
     "TP2+SP": (2, SP, 1),
-    "DP2": (2, {"data": 2}, 2),
 }
+EXACT = {*(f"{recipe} 1" for recipe in RECIPES), "blockwise TP2+SP", "delayed TP2+SP"}
+"""Gradients are those of the emulation."""
 
 
 def test_fp8(tmp_path: Path) -> None:
@@ -148,7 +150,7 @@ def test_fp8(tmp_path: Path) -> None:
             print(f"{name}: {(gap < 1e-5).mean():.3f} of log-probs equal, gradients {error:.1e} ({key})")
             assert (rounding > 1e-3).mean() > 0.9, "nothing was rounded"
             assert (gap < 1e-5).mean() > 0.5
-            assert name != f"{recipe} 1" or error < 0.02
+            assert name not in EXACT or error < 0.02
     real_scales, emulated_scales = scales["delayed 3"], scales["delayed 3, emulated"]
     assert real_scales.keys() == emulated_scales.keys()
     assert len(real_scales) == 8
