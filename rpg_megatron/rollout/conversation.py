@@ -19,7 +19,7 @@ from rpg_megatron.rollout.episode import TokenLimit, Turn
 from rpg_megatron.rollout.groups import GroupTask
 
 
-class Row:
+class ConversationRow:
     """A prompt and what follows it: a sequence of the training batch."""
 
     def __init__(self, prompt: Tokens):
@@ -84,7 +84,7 @@ class Conversation:
         tokens. on_request: called when a turn is asked for.
         """
         self.task, self.number = task, number
-        self.rows = [Row(task.prompt)]
+        self.rows = [ConversationRow(task.prompt)]
         self.truncated = False
         """Whether the token limit left no room for another turn."""
         self.requested = False
@@ -175,7 +175,7 @@ class Conversation:
         rows = sorted((row for row in self.rows if row.sampled), key=lambda row: row is self.row)
         return [self._trajectory(branch, row, response, score) for branch, row in enumerate(rows)]
 
-    def _trajectory(self, branch: int, row: Row, response: Response, score: Score) -> Trajectory:
+    def _trajectory(self, branch: int, row: ConversationRow, response: Response, score: Score) -> Trajectory:
         task, sampled = self.task, [p.version != NOT_SAMPLED for p in row.pieces]
         versions = [task.version if p.version is None else p.version for p in row.pieces]
         lengths = [len(p.tokens) for p in row.pieces]
@@ -203,7 +203,7 @@ class Conversation:
             mask=np.repeat(np.array(sampled, bool), lengths),
         )
 
-    def _row_of(self, tokens: Sequence[int], branch: bool) -> tuple[Row, Tokens]:
+    def _row_of(self, tokens: Sequence[int], branch: bool) -> tuple[ConversationRow, Tokens]:
         """The row that the tokens continue, or a new one; and the tokens after those of the row."""
         if tokens is self._prompt and len(self.rows) == 1 and not self.row.pieces:
             return self.row, np.zeros(0, np.int32)
@@ -222,7 +222,7 @@ class Conversation:
             task = self.task.prompt
             inside = np.array_equal(given[: len(task)], task)
             known = task if inside else given.astype(np.int32)
-            row = Row(known)
+            row = ConversationRow(known)
         else:
             same = min(len(given), len(known))
             different = np.flatnonzero(given[:same] != known[:same])

@@ -256,14 +256,11 @@ class Trainer:
         advantages: dict[tuple[int, int], float] = {}
         if batch.index is not None:
             places = list(zip(batch.index.group.tolist(), batch.index.sample.tolist(), strict=True))
-            kl_of_responses = np.array([kl_of[places[start]] for start in batch.index.starts])
-            penalty = settings.coefficient * kl_of_responses
+            kls = np.array([kl_of[places[start]] for start in batch.index.starts])
+            penalty = settings.coefficient * kls
             new = self._advantages_of(batch.index, penalty)
             advantages = dict(zip(places, new.tolist(), strict=True))
-            batch.metrics |= {
-                "kl/response": float(kl_of_responses.mean()),
-                "reward/kl": float(-penalty.mean()),
-            }
+            batch.metrics |= {"kl/response": float(kls.mean()), "reward/kl": float(-penalty.mean())}
         advantages = broadcast_object(advantages, dict[tuple[int, int], float])
         for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
