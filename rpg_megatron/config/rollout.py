@@ -92,6 +92,9 @@ class RolloutSettings(Section):
     episode: ImportedSettings | None = None
     """Import path module:function of your own episode, such as a conversation with an environment; or a
     section with it as ``type``, whose other keys are its settings; docs/extend.md. null: one answer."""
+    tool_call_parser: str | None = None
+    """With ``episode``: vLLM's parser of tool calls (its --tool-call-parser, such as hermes or llama3_json),
+    for clients of the gateway that offer tools; null: calls are left in the text; docs/environments.md."""
     dynamic: AnyDynamicSamplingSettings | None = None
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
