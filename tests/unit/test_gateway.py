@@ -347,6 +347,7 @@ def test_a_client_that_leaves_or_outlives_its_episode(config_file: Path, tmp_pat
 
     async def after(task: EpisodeTask) -> float:
         ended.set()
+        assert task.base_url.startswith("http://127.0.0.1:")
         status, refused = await post(task, {"messages": QUESTION})
         assert (status, refused["error"]["code"]) == (401, "invalid_api_key")
         return 0.0
