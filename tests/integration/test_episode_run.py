@@ -185,7 +185,10 @@ def test_an_agent_with_the_openai_client_trains(
     model = write_byte_model(tmp_path / "chat", vocab_size=400)
     write_chat_tokenizer(model, "qwen2.5")
     settings = [f"model.path={model}", "rollout.episode=my_agent:episode", "rollout.tool_call_parser=hermes"]
-    settings += ["rollout.max_response_tokens=200", "training={steps: 4, tokens_per_microbatch: 600}"]
+    settings += [
+        "rollout.max_response_tokens=380",
+        "training={steps: 4, minibatches: 2, tokens_per_microbatch: 1000}",
+    ]
     settings += ["rollout.workers=2", "rollout.ahead=1", "correction.type=truncate", "optimizer.lr=1e-3"]
     code, err = Command(tmp_path, "train", str(config_file), *settings).finish(timeout=1500)
     assert code == 0, err
