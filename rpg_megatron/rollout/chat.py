@@ -77,16 +77,21 @@ class Chat:
         """Token ids of a chat's next turn. Raises ForeignInputError if the template refuses the messages."""
         text, encode = await self._form.render(messages, tools), self._form.codec.encode
         for turn in sorted(self._turns, key=lambda turn: -len(turn.messages)):
-            if text.startswith(turn.text):  # the template writes what was sampled
-                return (*turn.context, *encode(text[len(turn.text) :]))
+            if text.startswith(turn.text):
+                break
             count = len(turn.messages)
             if count < len(messages) and turn.tools == tools and _same(turn.messages, messages[:count]):
-                # It does not, such as with other spaces in a tool call; the rest is what it adds.
+                # The template writes the turn in another way, such as with other spaces in a tool call.
                 before = await self._form.render(turn.messages, tools, prompt=False)
                 whole = await self._form.render([*turn.messages, *messages[count:]], tools)
                 added = self._added(turn, before, whole)
                 if added is not None:
-                    return (*turn.context, *encode(added))
+                    text = turn.text + added
+                    break
+        sampled = [turn for turn in self._turns if text.startswith(turn.text)]
+        if sampled:
+            turn = max(sampled, key=lambda turn: len(turn.text))
+            return (*turn.context, *encode(text[len(turn.text) :]))
         return tuple(encode(text))
 
     def add(self, messages: Sequence[Message], tools: Tools, turn: Turn) -> tuple[Message, bool]:

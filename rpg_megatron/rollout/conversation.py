@@ -132,9 +132,7 @@ class Conversation:
     async def generate(
         self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
     ) -> Turn:
-        """See ``episode.Generate``. Raises ValueError if the tokens continue no row, and may not branch;
-        RetokenizedError if they spell a row.
-        """
+        """See ``episode.Generate``. Raises ValueError if the tokens continue no row, and may not branch."""
         if self.turn is not None and not self.turn.done():
             raise ValueError("generate is called while it samples another turn of the response; await that")
         if max_tokens is not None and max_tokens < 1:
@@ -163,6 +161,18 @@ class Conversation:
                 self.rows.remove(row)
             self.row = before[0]
             raise
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise RetokenizedError if the tokens of a turn's prompt encode again what was sampled."""
+        text = self._codec.decode_all([*tokens])
+        for row in self.rows:
+            context = row.context.tolist()
+            same = [*tokens[: len(context)]] == context
+            if row.sampled and not same and text.startswith(self._codec.decode_all(context)):
+                raise RetokenizedError(
+                    "the tokens spell what was sampled, but are other tokens; send those that were sampled, "
+                    "and do not encode their text again"
+                )
 
     def add(self, sample: Sample) -> None:
         """Add what an engine sampled: the rest of the turn, or the part before a weight update."""
@@ -231,7 +241,6 @@ class Conversation:
         if continued:
             row, known = max(continued, key=lambda pair: len(pair[1]))
         elif branch:
-            self._check_branch(given)
             task = self.task.prompt
             inside = np.array_equal(given[: len(task)], task)
             known = task if inside else given.astype(np.int32)
@@ -251,13 +260,3 @@ class Conversation:
         if not len(given):
             raise ValueError("generate is called without tokens")
         return row, given[len(known) :].astype(np.int32)
-
-    def _check_branch(self, given: Tokens) -> None:
-        """Raise RetokenizedError if a new row would only encode again what was sampled."""
-        text = self._codec.decode_all(given.tolist())
-        for row in self.rows:
-            if row.sampled and text.startswith(self._codec.decode_all(row.context.tolist())):
-                raise RetokenizedError(
-                    "the tokens spell what was sampled, but are other tokens; send those that were sampled, "
-                    "and do not encode their text again"
-                )

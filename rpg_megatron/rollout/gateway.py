@@ -93,7 +93,9 @@ class Gateway:
             self.base_url = f"http://{host}:{port}/v1"
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop to listen, and end all requests."""
+        for key in [*self._sessions]:
+            self.end(key)
         if self._server is not None:
             self._server.close()
         if self._form is not None:
@@ -107,7 +109,8 @@ class Gateway:
 
     def end(self, key: str, _: Any = None) -> None:
         """Refuse further requests with a key, and end those that wait."""
-        for request in self._sessions.pop(key).requests:
+        session = self._sessions.pop(key, None)
+        for request in session.requests if session else ():
             request.cancel()
 
     def pop_counts(self) -> dict[str, float]:
@@ -216,7 +219,11 @@ class Gateway:
         if more:
             _refuse(f"stop_token_ids: {min(more)} ends no turn of the run; add it to rollout.stop_token_ids")
         limit = _count(sampling.get("max_tokens"), "max_tokens")
-        turn = await session.conversation.generate(body.get("token_ids") or [], limit, branch=True)
+        tokens = body.get("token_ids")
+        if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < 2**31 for t in tokens):
+            _refuse("token_ids: a list of integers from 0 is needed")
+        session.conversation.check_tokens(tokens)
+        turn = await session.conversation.generate(tokens, limit, branch=True)
         choice: Message = {"index": 0, "token_ids": turn.sampled.tolist(), "finish_reason": turn.finish}
         choice["logprobs"] = _logprobs((f"token_id:{token}" for token in turn.tokens), turn)
         return {"request_id": body.get("request_id") or secrets.token_hex(12), "choices": [choice]}
