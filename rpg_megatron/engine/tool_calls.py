@@ -44,7 +44,7 @@ class ToolCallParser:
             lambda tools: ChatCompletionRequest(messages=[], tools=json.loads(tools))
         )
         try:
-            self._parser = ToolParserManager.get_tool_parser(name)
+            self._parser: Any = ToolParserManager.get_tool_parser(name)
         except KeyError as e:
             raise UserError(f"rollout.tool_call_parser: vLLM has no parser {name!r} ({e.args[0]})") from None
 
