@@ -30,6 +30,7 @@ from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from tests.support import episodes
 from tests.support.chat_models import PARSERS, TEMPLATES, write_chat_tokenizer
+from tests.support.ranks import ROOT
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLS = {
@@ -189,34 +190,24 @@ def test_rows_are_what_the_engine_was_given_and_sampled(
     assert 0 < branches <= len(changes)
 
 
-async def agent(task: EpisodeTask) -> float:
-    """An agent as its users write it, with OpenAI's client: no line of it knows of this project."""
-    from openai import AsyncOpenAI
+@pytest.mark.parametrize("tools", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_agent_of_the_documentation(config_file: Path, tmp_path: Path, tools: bool) -> None:
+    """It uses OpenAI's client, and its turns are one row."""
+    page = (ROOT / "docs" / "environments.md").read_text()
+    code: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], code)
+    run = Run(config_file, tmp_path, "qwen2.5", tools=tools)
+    texts = []
 
-    client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
-    (model,) = (await client.models.list()).data
-    messages: list[Any] = [{"role": "user", "content": "seven?"}]
-    calls = 0
-    while calls < 3:
-        answer = await client.chat.completions.create(model=model.id, messages=messages, tools=[ADD])
-        message = answer.choices[0].message
-        messages.append(message)
-        for call in message.tool_calls or []:
-            result = str(json.loads(call.function.arguments)["a"] + 1)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        if not message.tool_calls:
-            messages.append({"role": "user", "content": "more"})
-        calls += 1
-    return float(calls)
+    async def client(task: EpisodeTask) -> float:
+        texts.append(await code["agent"](task.base_url, task.api_key, "seven?"))
+        return 1.0
 
-
-def test_an_agent_with_the_openai_client(config_file: Path, tmp_path: Path) -> None:
-    run = Run(config_file, tmp_path, "qwen2.5", tools=False)
-    rows = run.sample(agent, 4)
-    assert [t.sample for t in rows] == [0, 1, 2, 3]  # no branch
-    assert all(t.reward == 3.0 for t in rows)
-    assert len(run.engine.turns) == 12
+    rows = run.sample(client, 20)
+    assert [t.sample for t in rows] == list(range(20))  # no branch
     assert sum(t.sampled for t in rows) == sum(len(sampled) for _, sampled in run.engine.turns)
+    assert (len(run.engine.turns) > 20) == tools
+    assert "the answer is seven" in texts
 
 
 QUESTION = [{"role": "user", "content": "seven?"}]
