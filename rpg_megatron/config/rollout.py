@@ -179,6 +179,12 @@ class RolloutSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_parser(self) -> RolloutSettings:
+        if self.tool_call_parser and self.episode is None:
+            raise ValueError("tool_call_parser needs an episode, whose clients offer tools; remove it")
+        return self
+
+    @model_validator(mode="after")
     def _check_dynamic(self) -> RolloutSettings:
         if self.dynamic is not None and self.samples_per_prompt == 1:
             raise ValueError("dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed")

@@ -7,8 +7,6 @@ import logging
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rpg_megatron.config import UserError
-
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +31,7 @@ class ToolCallParser:
     """A parser of vLLM, by name. Importing vLLM takes seconds and some 500 MB."""
 
     def __init__(self, name: str, tokenizer: Any):
-        """tokenizer: of Hugging Face. Raises UserError if vLLM has no such parser."""
+        """tokenizer: of Hugging Face. Raises KeyError if vLLM has no such parser, which is checked before."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
@@ -43,10 +41,7 @@ class ToolCallParser:
         self._request = lru_cache(64)(
             lambda tools: ChatCompletionRequest(messages=[], tools=json.loads(tools))
         )
-        try:
-            self._parser: Any = ToolParserManager.get_tool_parser(name)
-        except KeyError as e:
-            raise UserError(f"rollout.tool_call_parser: vLLM has no parser {name!r} ({e.args[0]})") from None
+        self._parser: Any = ToolParserManager.get_tool_parser(name)
 
     def check(self, tools: list[dict[str, Any]]) -> None:
         """Raise ValueError if tools are not described as OpenAI's API has it."""

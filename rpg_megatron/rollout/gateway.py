@@ -76,7 +76,7 @@ class Gateway:
         """URL of the OpenAI API; valid after ``start``."""
 
     async def start(self) -> None:
-        """Start to listen, if it does not yet. Raises UserError for an unknown parser of tool calls."""
+        """Start to listen, if it does not yet."""
         async with self._starting:
             if self._server is not None:
                 return
