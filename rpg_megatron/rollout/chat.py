@@ -82,9 +82,7 @@ class Chat:
             count = len(turn.messages)
             if count < len(messages) and turn.tools == tools and _same(turn.messages, messages[:count]):
                 # The template writes the turn in another way, such as with other spaces in a tool call.
-                before = await self._form.render(turn.messages, tools, prompt=False)
-                whole = await self._form.render([*turn.messages, *messages[count:]], tools)
-                added = self._added(turn, before, whole)
+                added = await self._added(turn, messages[count:])
                 if added is not None:
                     text = turn.text + added
                     break
@@ -110,18 +108,18 @@ class Chat:
         self._turns.append(_SampledTurn([*messages, message], tools, turn.context, text, thinking.strip()))
         return message, parsed.failed
 
-    def _added(self, turn: _SampledTurn, before: str, whole: str) -> str | None:
-        """What the template adds after a turn; None if it writes the chat up to there in another way.
-
-        before: the chat up to the turn as the template writes it. whole: with what follows.
-        """
-        if not whole.startswith(before) or turn.thinking not in before:
-            return None
-        ended = turn.context[-1] in self._form.stops
-        for mark in (self._form.codec.decode_all([stop]) for stop in self._form.stops):
-            place = before.rfind(mark) if mark else -1
-            if place >= 0 and not before[place + len(mark) :].strip():  # the mark ends the turn's message
-                return whole[place + len(mark) * ended :]
+    async def _added(self, turn: _SampledTurn, more: Sequence[Message]) -> str | None:
+        """What the template writes after a turn; None if it writes what led to it in another way."""
+        form, tools, chat = self._form, turn.tools, turn.messages
+        start = await form.render(chat[:-1], tools)
+        end = (await form.render(chat, tools, prompt=False)).rstrip()
+        whole = await form.render([*chat, *more], tools)
+        for mark in map(form.codec.decode_all, ([stop] for stop in form.stops)):
+            place = whole.find(mark, len(start))
+            if mark and end.endswith(mark) and whole.startswith(start) and place >= 0:
+                ended = turn.context[-1] in form.stops
+                kept = turn.thinking in whole[len(start) : place]
+                return whole[place + len(mark) * ended :] if kept else None
         return None
 
 

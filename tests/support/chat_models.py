@@ -41,8 +41,8 @@ QWEN25 = (
 )
 """ChatML, with JSON in tags as tool calls."""
 _THINKING = r"""
-{%- if m.role == 'assistant' and m.reasoning_content and loop.index0 > ns.query %}
-{{- '<think>\n' + m.reasoning_content.strip('\n') + '\n</think>\n\n' }}{%- endif %}"""
+{%- if m.role == 'assistant' and (loop.last or m.reasoning_content) and loop.index0 > ns.query %}
+{{- '<think>\n' + (m.reasoning_content or '').strip('\n') + '\n</think>\n\n' }}{%- endif %}"""
 QWEN3 = (
     r"{%- set ns = namespace(query=0) %}{%- for m in messages %}"
     r"{%- if m.role == 'user' %}{%- set ns.query = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -56,7 +56,8 @@ QWEN3 = (
     + _END
     + _PROMPT
 )
-"""The same; the thinking of turns before the last question is left out."""
+"""The same, without the thinking of turns before the last question. The last turn has some, if only an empty
+one."""
 LLAMA3 = r"""{{- '<|begin_of_text|>' }}
 {%- for tool in tools or [] %}{{ tool | tojson }}{{ '\n\n' }}{%- endfor %}
 {%- for m in messages %}

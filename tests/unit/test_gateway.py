@@ -132,7 +132,7 @@ def random_chat(changes: list[str]) -> Client:
     """Questions and results of tools. Appends what it does to the history: edits it, or asks once more."""
 
     async def client(task: EpisodeTask) -> float:
-        draw = random.Random(task.seed)
+        draw, thinks = random.Random(task.seed), False
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": draw.choice(["seven?", " more\n", "ü"])}
         ]
@@ -146,14 +146,15 @@ def random_chat(changes: list[str]) -> Client:
                 if action >= 0.05:
                     continue
                 message["content"] += " and more"
-            if "reasoning_content" in message:
-                changes.append("thought")
+            thinks = thinks or "reasoning_content" in message
             messages = [*messages, message]
             for call in message.get("tool_calls", []):
                 result = str(json.loads(call["function"]["arguments"])["a"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
             if "tool_calls" not in message:
                 messages.append({"role": "user", "content": draw.choice(["why?", "numbers", " the "])})
+                changes.extend(["thought"] * thinks)
+                thinks = False
         return 1.0
 
     return client
