@@ -92,6 +92,9 @@ class RolloutSettings(Section):
     episode: ImportedSettings | None = None
     """Import path module:function of your own episode, such as a conversation with an environment; or a
     section with it as ``type``, whose other keys are its settings; docs/extend.md. null: one answer."""
+    tool_call_parser: str | None = None
+    """With ``episode``: vLLM's parser of tool calls (its --tool-call-parser, such as hermes or llama3_json),
+    for clients of the gateway that offer tools; null: calls are left in the text; docs/environments.md."""
     dynamic: AnyDynamicSamplingSettings | None = None
     """Dynamic sampling; null: train on every group."""
     temperature: float = Field(1.0, ge=0.01, le=2)
@@ -173,6 +176,12 @@ class RolloutSettings(Section):
                 "stop needs inflight drain with ahead: after a weight update an engine would not see the "
                 "part of a string that was sampled before it; set inflight to drain, or use stop_token_ids"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_parser(self) -> RolloutSettings:
+        if self.tool_call_parser and self.episode is None:
+            raise ValueError("tool_call_parser needs an episode, whose clients offer tools; remove it")
         return self
 
     @model_validator(mode="after")

@@ -6,9 +6,14 @@ passed before. The environment is that of transformers (``render_jinja_template`
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
+import os
+import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import batched
 from typing import Annotated, Any, BinaryIO, NoReturn
@@ -22,6 +27,7 @@ import msgspec
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
 
 _READER = "rpg_megatron.data.chat_template:render"
+_KEPT_READER = "rpg_megatron.data.chat_template:render_each"
 _STARTED = datetime.now()
 """The time that templates get, so that a process renders a chat to the same text each time."""
 _AT_ONCE = 100
@@ -58,6 +64,69 @@ def render_chats(
         raise ForeignInputError("its texts are not as many as the chats")
 
 
+class ChatRenderer:
+    """Renders one chat after another in a child process that it keeps. For one event loop."""
+
+    def __init__(self, template: str, variables: dict[str, Any]):
+        """variables: of the template, besides ``messages``; a call may replace some."""
+        self._template, self._variables = template, variables
+        # One thread: it must live as long as the child, which renders one chat at a time.
+        self._thread = ThreadPoolExecutor(1, "chat template")
+        self._rendered: Iterator[Rendered] | None = None
+        self._pipe = -1
+
+    async def render(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """The text of a chat. Raises ForeignInputError, also if the template refuses the messages."""
+        request = msgspec.msgpack.encode((variables, list(messages)))
+        limit = _LONGEST + _EXPANSION * len(request)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, request, limit)
+
+    def close(self) -> None:
+        """End the child."""
+        self._thread.submit(self._end)
+        self._thread.shutdown()
+
+    def _render(self, request: bytes, limit: int) -> str:
+        try:
+            if self._rendered is None:
+                self._start()
+            text, error = self._send(request)
+        except BaseException:
+            self._end()
+            raise
+        if error:
+            raise ForeignInputError(error)
+        if len(text) > limit:
+            raise ForeignInputError("its text is far longer than the messages")
+        return text
+
+    def _send(self, request: bytes) -> Rendered:
+        assert self._rendered is not None
+        frame = memoryview(struct.pack(">I", len(request)) + request)
+        try:
+            while frame:
+                frame = frame[os.write(self._pipe, frame) :]
+            return next(self._rendered)
+        except (BrokenPipeError, StopIteration):
+            raise ForeignInputError("its process has ended") from None
+
+    def _start(self) -> None:
+        reading, self._pipe = os.pipe()
+        with os.fdopen(reading, "rb") as requests:  # only the child has it then: its death is noticed
+            argument = [self._template, self._variables, _STARTED.isoformat()]
+            self._rendered = read_foreign(
+                _KEPT_READER, [requests], argument, Rendered, memory=_MEMORY, seconds=_SECONDS
+            )
+            next(self._rendered)
+
+    def _end(self) -> None:
+        rendered, self._rendered = self._rendered, None
+        if rendered is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._pipe)
+            rendered.close()  # type: ignore[attr-defined]  # a generator
+
+
 # -- in the child process ------------------------------------------------------------------------------------
 
 
@@ -74,25 +143,41 @@ def render(
 ) -> Iterator[list[Rendered]]:
     """Reader of ``render_chats``."""
     source, variables, chats, now = argument
+    template = _compile(source, now)
+    for chunk in batched(chats, _AT_ONCE):
+        yield [_render(template, messages, variables) for messages in chunk]
+
+
+def render_each(files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], str]) -> Iterator[Rendered]:
+    """Reader of ``ChatRenderer``: the file is a pipe, with variables and messages for each chat."""
+    source, variables, now = argument
+    (requests,) = files
+    template = _compile(source, now)
+    yield ("", "")
+    while head := requests.read(4):
+        own, messages = msgspec.msgpack.decode(requests.read(struct.unpack(">I", head)[0]))
+        yield _render(template, messages, variables | own)
+
+
+def _compile(source: str, now: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _fail, "strftime_now": datetime.fromisoformat(now).strftime}
     try:
-        template = environment.from_string(source)
+        return environment.from_string(source)
     except Exception as e:  # a template may raise any exception
         raise ValueError(_describe(e)) from None
-    for chunk in batched(chats, _AT_ONCE):
-        rendered: list[Rendered] = []
-        for messages in chunk:
-            try:
-                rendered.append((template.render(messages=messages, **variables), ""))
-            except MemoryError:
-                raise
-            except Exception as e:
-                rendered.append(("", _describe(e)))
-        yield rendered
+
+
+def _render(template: jinja2.Template, messages: Any, variables: dict[str, Any]) -> Rendered:
+    try:
+        return template.render(messages=messages, **variables), ""
+    except MemoryError:
+        raise
+    except Exception as e:
+        return "", _describe(e)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -101,6 +101,8 @@ class TextCodec(NamedTuple):
     """Text of token ids without special tokens, equal to ``tokenizer.decode``."""
     encode: Callable[[str], list[int]]
     """Token ids of a text; no token is added at its ends."""
+    decode_all: Callable[[list[int]], str]
+    """Text of token ids with special tokens."""
 
 
 def codec_of(tokenizer: Any) -> TextCodec:
@@ -111,6 +113,7 @@ def codec_of(tokenizer: Any) -> TextCodec:
     return TextCodec(
         partial(tokenizer.decode, skip_special_tokens=True),
         lambda text: tokenizer([text], add_special_tokens=False)["input_ids"][0],
+        partial(tokenizer.decode, skip_special_tokens=False),
     )
 
 
@@ -119,6 +122,13 @@ def save_codec(tokenizer: Any, file: Path) -> None:
     backend = _backend(tokenizer)
     if backend is not None:
         file.write_text(backend.to_str(), encoding="utf-8")
+
+
+def save_chat_template(tokenizer: Any, settings: DataSettings, file: Path) -> None:
+    """Write the source and the variables of the chat template, if there is one."""
+    if getattr(tokenizer, "chat_template", None):
+        content = [chat_template(tokenizer), template_variables(tokenizer, settings)]
+        file.write_text(json.dumps(content, default=str), encoding="utf-8")
 
 
 def load_codec(file: Path, model: Path) -> TextCodec:
@@ -135,6 +145,7 @@ def _codec_of_backend(backend: Any) -> TextCodec:
     return TextCodec(
         partial(backend.decode, skip_special_tokens=True),
         lambda text: backend.encode(text, add_special_tokens=False).ids,
+        partial(backend.decode, skip_special_tokens=False),
     )
 
 
@@ -273,6 +284,15 @@ def chat_template(tokenizer: Any) -> str:
     return str(template.get("default", "") if isinstance(template, dict) else template)  # several with names
 
 
+def template_variables(tokenizer: Any, settings: DataSettings) -> dict[str, Any]:
+    """Variables of the chat template besides ``messages``, as transformers sets them."""
+    variables = {**getattr(tokenizer, "special_tokens_map", {}), "add_generation_prompt": True}
+    variables |= {"tools": None, "documents": None}
+    if settings.thinking is not None:
+        variables["enable_thinking"] = settings.thinking
+    return variables
+
+
 def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
     """The messages of a prompt; without ``chat``, one message with the prompt as content."""
     chat = [Message("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
@@ -295,11 +315,7 @@ def _render(
     """The text of each chat."""
     if not settings.chat:
         return [chat[0].content for chat in chats]
-    template = chat_template(tokenizer)
-    variables = {**getattr(tokenizer, "special_tokens_map", {}), "add_generation_prompt": True}
-    variables |= {"tools": None, "documents": None}  # as transformers does
-    if settings.thinking is not None:
-        variables["enable_thinking"] = settings.thinking
+    template, variables = chat_template(tokenizer), template_variables(tokenizer, settings)
     messages = [[message._asdict() for message in chat] for chat in chats]
     texts = []
     try:

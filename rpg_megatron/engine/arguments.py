@@ -1,6 +1,6 @@
-"""The names of vLLM's server options, read from its source: importing its parser takes many seconds.
+"""Names of vLLM's server options and tool call parsers, from its source: importing it takes many seconds.
 
-A typing error in ``engine.arguments`` is thus reported before anything starts.
+A typing error in the settings is thus reported before anything starts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import ast
 import difflib
 import importlib.util
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,12 +19,21 @@ from rpg_megatron.config.files import read_text
 
 _OPTION = re.compile(r"--[a-z0-9][\w-]*")
 _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
-_LEAST = 100
-"""Fewer options mean that vLLM defines them elsewhere; then nothing is checked."""
+_PARSERS = "tool_parsers/__init__.py"
+_LEAST, _LEAST_PARSERS = 100, 10
+"""Fewer mean that vLLM defines them elsewhere; then nothing is checked."""
 
 
 def check_engine_arguments(settings: Settings) -> None:
-    """Check that vLLM has the options in ``engine.arguments``; abbreviations count. Raises UserError."""
+    """Check that vLLM has the options in ``engine.arguments`` (abbreviations count) and the parser of
+    ``rollout.tool_call_parser``. Raises UserError.
+    """
+    parser = settings.rollout.tool_call_parser
+    parsers = parser_names() if parser else set()
+    if parser and parser not in parsers and len(parsers) >= _LEAST_PARSERS:
+        near = difflib.get_close_matches(parser, parsers, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(parsers))}"
+        raise UserError(f"rollout.tool_call_parser: vLLM has no parser {parser}; {fix}")
     options = [argument for argument in settings.engine.arguments if argument.startswith("--")]
     known = option_names() if options else set()
     if len(known) < _LEAST:
@@ -38,14 +49,8 @@ def check_engine_arguments(settings: Settings) -> None:
 @cache
 def option_names() -> set[str]:
     """The long options of vLLM's server; empty if vLLM is not installed."""
-    spec = importlib.util.find_spec("vllm")
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
     names: set[str] = set()
-    for file in (Path(place, source) for place in places for source in _SOURCES):
-        try:
-            tree = ast.parse(read_text(file))
-        except (OSError, ValueError, SyntaxError):
-            continue
+    for file, tree in _sources(_SOURCES):
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Constant)
@@ -60,3 +65,20 @@ def option_names() -> set[str]:
                     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
                 }
     return names | {name.replace("--", "--no-", 1) for name in names}
+
+
+@cache
+def parser_names() -> set[str]:
+    """The names of vLLM's tool call parsers; empty if vLLM is not installed."""
+    nodes = (node for _, tree in _sources((_PARSERS,)) for node in ast.walk(tree))
+    keys = (key for node in nodes if isinstance(node, ast.Dict) for key in node.keys)
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+def _sources(names: Sequence[str]) -> Iterator[tuple[Path, ast.Module]]:
+    """Files of vLLM and their syntax; none if it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for file in (Path(place, name) for place in places for name in names):
+        with suppress(OSError, ValueError, SyntaxError):
+            yield file, ast.parse(read_text(file))

@@ -11,12 +11,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Tokens, Trajectory
 from rpg_megatron.engine.client import Sample
 from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.reward import Response, Score
 from rpg_megatron.rollout.episode import TokenLimit, Turn
 from rpg_megatron.rollout.groups import GroupTask
+
+
+class RetokenizedError(ValueError):
+    """The tokens of a turn spell what was sampled, but are other tokens."""
 
 
 class ConversationRow:
@@ -77,7 +82,7 @@ class Conversation:
         number: int,
         prompt: tuple[int, ...],
         vocab: int,
-        decode: Callable[[list[int]], str],
+        codec: TextCodec,
         on_request: Callable[[], None],
     ):
         """number: index of the response in its group. prompt: ``task.prompt``. vocab: number of the model's
@@ -91,12 +96,12 @@ class Conversation:
         """Whether an engine is working on the turn."""
         self.failures: tuple[RewardFailure, ...] = ()
         """Of the reward, when the episode asked for it."""
-        self._prompt, self._vocab, self._decode, self._on_request = prompt, vocab, decode, on_request
+        self._prompt, self._vocab, self._codec, self._on_request = prompt, vocab, codec, on_request
         self.turn: asyncio.Future[Turn] | None = None
         """The last turn that was asked for."""
         self.row = self.rows[0]
         """The row of the last turn."""
-        self._start = self._end = 0
+        self._start = self._end = self._first = 0
 
     @property
     def is_due(self) -> bool:
@@ -144,6 +149,7 @@ class Conversation:
             self.rows.append(row)
         if len(added):
             row.append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
+        self._first = len(row.pieces)
         self._start, self._end = row.length, row.length + min(remaining, max_tokens or remaining)
         self.turn = asyncio.get_running_loop().create_future()
         self._on_request()
@@ -156,19 +162,35 @@ class Conversation:
             self.row = before[0]
             raise
 
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise RetokenizedError if the tokens of a turn's prompt encode again what was sampled."""
+        text = self._codec.decode_all([*tokens])
+        for row in self.rows:
+            context = row.context.tolist()
+            same = [*tokens[: len(context)]] == context
+            if row.sampled and not same and text.startswith(self._codec.decode_all(context)):
+                raise RetokenizedError(
+                    "the tokens spell what was sampled, but are other tokens; send those that were sampled, "
+                    "and do not encode their text again"
+                )
+
     def add(self, sample: Sample) -> None:
         """Add what an engine sampled: the rest of the turn, or the part before a weight update."""
+        if self.turn is None or self.turn.done():  # the episode has given it up
+            return
         if sample.finish != "abort" or len(sample.tokens):
             self.row.append(sample)
-        if sample.finish != "abort" and self.turn is not None and not self.turn.done():
+        if sample.finish != "abort":
             whole, start = self.row.context, len(self.row.prompt) + self._start
-            self.turn.set_result(Turn(whole[:start], whole[start:], sample.finish, self._decode))
+            logprobs = np.concatenate([piece.logprobs for piece in self.row.pieces[self._first :]])
+            turn = Turn(whole[:start], whole[start:], sample.finish, logprobs, self._codec.decode)
+            self.turn.set_result(turn)
 
     def response(self) -> Response:
         """The response so far, for the reward: the row of the last turn, which has the whole conversation."""
         tokens, last = self.row.tokens, self.row.pieces[-1].finish if self.row.pieces else ""
         finish = "length" if self.truncated else last or "stop"
-        return Response(self._decode(tokens.tolist()), tokens, finish, self.sampled)
+        return Response(self._codec.decode(tokens.tolist()), tokens, finish, self.sampled)
 
     def trajectories(self, response: Response, score: Score) -> list[Trajectory]:
         """The rows with tokens that the policy sampled, with the score; that of the last turn is the last."""
@@ -190,7 +212,7 @@ class Conversation:
             behaviour=np.concatenate([p.logprobs for p in row.pieces]),
             versions=np.repeat(np.array(versions, np.int32), lengths),
             finish=response.finish,
-            text=response.text if row is self.row else self._decode(tokens.tolist()),
+            text=response.text if row is self.row else self._codec.decode(tokens.tolist()),
             reward=score.reward,
             correct=score.correct,
             parts=score.parts,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rpg_megatron.config.base import ImportedSettings
-from rpg_megatron.data.trajectory import Tokens
+from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.rewards.reward import Score
 from rpg_megatron.system.custom_code import CustomCode, load_custom
 
@@ -46,6 +46,10 @@ class EpisodeTask:
     """Token ids of a text, without special tokens of its own."""
     decode: Callable[[Sequence[int]], str]
     """Text of token ids, without special tokens."""
+    base_url: str = ""
+    """Base URL of the gateway's OpenAI API, at which any client samples turns of this response."""
+    api_key: str = ""
+    """Key of this response for the gateway; it ends with the episode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,8 @@ class Turn:
     """Sampled token ids, int32 [R], the end-of-sequence token included."""
     finish: str
     """"stop" (end of sequence), or "length" (truncated at a token limit)."""
+    logprobs: Floats
+    """Log-prob of each sampled token when it was sampled, float32 [R]; empty in an evaluation."""
     decode: Callable[[list[int]], str]
 
     @cached_property

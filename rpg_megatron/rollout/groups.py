@@ -152,7 +152,9 @@ class GroupWorker(Protocol):
         ...
 
     async def counts(self) -> dict[str, float]:
-        """Metrics ``reward/*`` since the last call: failures, and counts of reward functions."""
+        """Metrics ``reward/*`` since the last call: failures, and counts of reward functions; and ``env/*``
+        of the gateway.
+        """
         ...
 
 

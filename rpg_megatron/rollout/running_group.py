@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 from rpg_megatron.config import UserError
@@ -19,6 +20,7 @@ from rpg_megatron.rollout.episode import (
     TokenLimit,
     own_score,
 )
+from rpg_megatron.rollout.gateway import Gateway
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.system.custom_code import describe_error
 
@@ -38,15 +40,20 @@ class RunningGroup:
         self.failures = FailureCount(task.set, 0, task.samples)
         self._episodes: list[asyncio.Task[Score | None]] = []
 
-    def start(self, episode: NamedEpisode, codec: TextCodec, scorer: Scorer, vocab: int) -> None:
-        """Start the episode of each response. vocab: number of the model's tokens."""
+    def start(
+        self, episode: NamedEpisode, codec: TextCodec, scorer: Scorer, vocab: int, gateway: Gateway | None
+    ) -> None:
+        """Start the episode of each response. vocab: number of the model's tokens. gateway: None, if the
+        episode is the default one.
+        """
         task, prompt = self.task, tuple(self.task.prompt.tolist())
         text, row = "", None
         if episode.path:  # the default one reads neither
             inputs = json.loads(task.context) if task.context else {}
             text, row = inputs.get("prompt") or codec.decode(task.prompt.tolist()), inputs.get("row")
         for number in range(task.samples):
-            conversation = Conversation(task, number, prompt, vocab, codec.decode, self.changed.set)
+            conversation = Conversation(task, number, prompt, vocab, codec, self.changed.set)
+            key = gateway.open(conversation) if gateway else ""
             episode_task = EpisodeTask(
                 prompt=prompt,
                 text=text,
@@ -57,10 +64,14 @@ class RunningGroup:
                 held_out=task.set,
                 encode=lambda text: tuple(codec.encode(text)),
                 decode=lambda tokens: codec.decode(list(tokens)),
+                base_url=gateway.base_url if gateway else "",
+                api_key=key,
             )
             self.conversations.append(conversation)
             running = asyncio.create_task(_run(episode, episode_task, conversation, scorer))
             running.add_done_callback(self._on_end)
+            if gateway:
+                running.add_done_callback(partial(gateway.end, key))
             self._episodes.append(running)
 
     @property

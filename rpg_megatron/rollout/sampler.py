@@ -26,6 +26,7 @@ from rpg_megatron.data.prompts import (
     codec_of,
     load_prompts,
     load_tokenizer,
+    save_chat_template,
     save_codec,
     without_torch,
 )
@@ -36,6 +37,7 @@ from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_AHEAD, Dispatcher
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.probes import Probes
@@ -260,6 +262,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, read_model_shape(settings.model.path).vocab_size)
     save_codec(tokenizer, work / CODEC)
+    save_chat_template(tokenizer, settings.data, work / CHAT)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers
 

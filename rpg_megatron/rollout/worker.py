@@ -33,6 +33,7 @@ from rpg_megatron.rewards.grader import Grader
 from rpg_megatron.rewards.reward import Score, Scorer
 from rpg_megatron.rollout.conversation import Conversation
 from rpg_megatron.rollout.episode import SINGLE_TURN, load_episode
+from rpg_megatron.rollout.gateway import Gateway
 from rpg_megatron.rollout.groups import (
     Generated,
     GroupAnswers,
@@ -84,11 +85,16 @@ class Worker:
         """Whether a group that is sampled again by the same weights gets the same scores."""
         self._logged: set[tuple[str, ...]] = set()
         """Kinds of failures of the reward that are in the log."""
+        self._gateway: Gateway | None = None
+        if self._own_episode.path:
+            self._gateway = Gateway(settings, codec, work, self._stops)
         self._arrived = asyncio.Event()
         """Set when a group was added."""
 
     async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
         """See ``GroupWorker``. A request is for a few responses, so that answers arrive over time."""
+        if self._gateway is not None:
+            await self._gateway.start()
         group = self._group(task)
         if group.task.version > task.version:  # discarded meanwhile, and submitted again
             return Generated(False)
@@ -208,12 +214,14 @@ class Worker:
 
     async def counts(self) -> dict[str, float]:
         """See ``GroupWorker``."""
-        return self._scorer.pop_counts()
+        return self._scorer.pop_counts() | (self._gateway.pop_counts() if self._gateway else {})
 
     def close(self) -> None:
         """End the reward workers."""
         self._scorer.close()
         self._comparer.close()
+        if self._gateway is not None:
+            self._gateway.close()
 
     def _group(self, task: GroupTask) -> RunningGroup:
         known = self._groups.get(task.ticket)
@@ -223,7 +231,8 @@ class Worker:
             known.drop()
         group = self._groups[task.ticket] = RunningGroup(task)
         episode = self._own_episode if task.graded else SINGLE_TURN
-        group.start(episode, self._codec, self._scorer, self._vocab)
+        gateway = self._gateway if episode.path else None
+        group.start(episode, self._codec, self._scorer, self._vocab, gateway)
         self._arrived.set()
         return group
 

@@ -112,7 +112,7 @@ def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Any = None) -> An
 def _scale(amax: Tensor, form: torch.dtype, *, power: bool) -> Tensor:
     scale = torch.full_like(amax, torch.finfo(form).max) / amax
     scale = torch.where((amax > 0) & amax.isfinite(), scale.clamp(max=torch.finfo(torch.float32).max), 1.0)
-    return torch.exp2(torch.floor(torch.log2(scale))) if power else scale
+    return torch.ldexp(torch.ones(()), scale.frexp().exponent - 1) if power else scale
 
 
 def _cast(x: Tensor, form: torch.dtype) -> Tensor:

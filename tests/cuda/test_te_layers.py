@@ -5,8 +5,7 @@ sequence length or saved tensor would show on a cluster only. Forward, backward 
 in float32 on the CPU (te_worker, te_kernels), against transformers in float64: log-probs, entropies, the loss
 and every gradient, with recomputation, context parallelism, experts in grouped products and replayed routes.
 FP8 is compared with the emulation for CPUs, and weights that are kept in FP8 with those that are not.
-Not covered: the kernels; FP8 over data-parallel ranks and in grouped products; with one scale for a tensor,
-gradients over tensor-parallel ranks are not those of the emulation.
+Not covered: the kernels; FP8 in grouped products.
 """
 
 from __future__ import annotations
@@ -112,18 +111,21 @@ FP8_LAYOUTS: dict[str, Any] = {
     "1": (1, {}, 1),
     "3": (1, {}, 3),
     "TP2+SP": (2, SP, 1),
+    "DP2": (2, {"data": 2}, 2),
 }
-EXACT = {*(f"{recipe} 1" for recipe in RECIPES), "blockwise TP2+SP", "delayed TP2+SP"}
-"""Gradients are those of the emulation."""
+NOISE = 0.05
+"""Of the model's weights. With it, no number of a forward pass lies so close to the middle of two FP8 values
+that float32's order of summation decides which one it is. Where one does, a token differs (0.08, TP2, one
+scale for a tensor: one of 336), and gradients, which E5M2 keeps to two bits, by up to a tenth."""
 
 
 def test_fp8(tmp_path: Path) -> None:
     """Against the emulation for CPUs: both round the same numbers, and delayed scales follow the same passes.
 
-    In float32, so log-probs are equal except where a number between two FP8 values is rounded to the other
-    one; that changes later layers and later tokens.
+    In float32, so log-probs and gradients are equal unless a number between two FP8 values is rounded to the
+    other one (see NOISE).
     """
-    make_model(tmp_path / "model", noise=0.08, **FP8_SIZES)
+    make_model(tmp_path / "model", noise=NOISE, **FP8_SIZES)
     batch = make_batch()
     for t in batch:
         t.old = t.anchor = t.behaviour = np.full(len(t.response), -5.5, np.float32)
@@ -149,8 +151,8 @@ def test_fp8(tmp_path: Path) -> None:
             error, key = gradient_error(gradients(name), gradients(f"{name}, emulated"))
             print(f"{name}: {(gap < 1e-5).mean():.3f} of log-probs equal, gradients {error:.1e} ({key})")
             assert (rounding > 1e-3).mean() > 0.9, "nothing was rounded"
-            assert (gap < 1e-5).mean() > 0.5
-            assert name not in EXACT or error < 0.02
+            assert (gap < 1e-5).mean() > 0.95
+            assert error < 0.05
     real_scales, emulated_scales = scales["delayed 3"], scales["delayed 3, emulated"]
     assert real_scales.keys() == emulated_scales.keys()
     assert len(real_scales) == 8

@@ -29,6 +29,7 @@ from transformers import Qwen3ForCausalLM
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.layouts import (
     OBJECTIVES,
+    branched_batch,
     check,
     make_batch,
     make_layout_model,
@@ -164,6 +165,22 @@ def test_only_sampled_tokens_have_a_gradient(
         assert _gradient_bits(tmp_path, f"other numbers, {layout}") == first, layout
         for case_name in INFLUENCES if layout in influenced else ():
             assert _gradient_bits(tmp_path, f"{case_name}, {layout}") != first, f"{case_name}, {layout}"
+
+
+def test_each_turn_of_a_branched_conversation_is_trained_once(tmp_path: Path) -> None:
+    """Rows that share turns give the gradient of the turns, each alone with the tokens before it."""
+    model = make_layout_model(tmp_path / "model", tied=False)
+    rows, turns = branched_batch()
+    expected_rows = score_batch(model, rows)
+    for (row, start), turn in turns:
+        part = slice(start, start + len(turn.response))
+        turn.old, turn.anchor = row.old[part], row.anchor[part]
+        turn.behaviour, turn.advantage = row.behaviour[part], row.advantage
+    expected = reference_update(model, [turn for _, turn in turns], "rpg")
+    layouts = {name: LAYOUTS[name] for name in MASKED}
+    results = run_layouts(tmp_path, layouts, rows, OBJECTIVES["rpg"], lr=0.0, after=False)
+    for name, result in results.items():
+        check(tmp_path, name, result, rows, expected_rows, expected)
 
 
 def _with_other_numbers(batch: Sequence[Trajectory]) -> list[Trajectory]:

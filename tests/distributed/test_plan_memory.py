@@ -135,8 +135,9 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
             f"a save: {save / 1e6:.1f} MB planned, {rank['staged'] / 1e6:.1f} copied, "
             f"the process grew by {rank['grown'] / 1e6:.1f}"
         )
-        # The process grows by less where malloc has freed memory.
-        assert 0.8 * save - 4e6 < rank["grown"] < 1.1 * save + 4e6
+        # The process grows by less where malloc has freed memory, and may shrink if it saves nothing.
+        assert rank["grown"] < 1.1 * save + 4e6
+        assert not save or rank["grown"] > 0.8 * save - 4e6
         peaks.append((plan.peak, max(rank["peaks"].values()), rank["peaks"]))
         assert rank["parameters"] == plan.parameters
         assert abs(rank["baseline"] - IMPORTS) < 0.15 * IMPORTS

@@ -1,7 +1,8 @@
-"""An environment of two turns, as one file outside the repository, trains with a real engine.
+"""Environments and agents, each one file outside the repository, train with a real engine.
 
-Why: the second turn's log-probs agree only if engine and trainer have the same tokens before it, in the same
-positions; with experts also only if the routes of both turns are joined correctly. Not covered: GPUs.
+Why: a later turn's log-probs agree only if engine and trainer have the same tokens before it, in the same
+positions; with experts also only if the routes of all turns are joined correctly. Two turns; a history that
+is rewritten; an agent with OpenAI's client at the gateway. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from rpg_megatron.config import load_settings
 from rpg_megatron.data.prompts import codec_of, load_tokenizer
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
+from tests.support.chat_models import write_chat_tokenizer
 from tests.support.commands import Command
 from tests.support.tiny_models import CONFIGS, write_byte_model
 
@@ -94,3 +96,110 @@ def test_two_turns_train_and_can_be_replayed(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["match"], done.stdout
+
+
+REWRITING = """
+from rpg_megatron.rollout.episode import Episode
+
+
+async def rewriting(task, generate, score):
+    first = await generate(task.prompt, max_tokens=12)
+    await generate(task.prompt + first.tokens[6:] + task.encode("And?"), max_tokens=12, branch=True)
+    last = await generate(first.context + task.encode("Go on. "), max_tokens=12)
+    return Episode(reward=float(len(set(last.tokens))))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_rewritten_history_trains_and_can_be_replayed(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each response has two rows; the last one continues the first turn."""
+    (tmp_path / "rewriting.py").write_text(REWRITING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    settings = [*SETTINGS[1:], "rollout.episode=rewriting:rewriting", "parallel.data=2", "rollout.ahead=1"]
+    settings += ["correction.type=truncate", "training.minibatches=1"]
+    code, err = Command(tmp_path, "train", str(config_file), *settings).finish(timeout=1500)
+    assert code == 0, err
+    run = tmp_path / "runs" / "tiny-001"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step in range(1, 5):
+        (row,) = (row for row in rows if row["step"] == step and "policy/loss" in row)
+        group = read_rollouts(rollouts_file(run, step))
+        assert [(t.sample, t.branch) for t in group] == [
+            (n, b) for _ in range(4) for n in range(4) for b in (0, 1)
+        ]
+        for other, whole in zip(group[::2], group[1::2], strict=True):
+            parts = [int(np.flatnonzero(np.diff(t.mask)).size) + 1 for t in (other, whole)]
+            assert parts == [2, 3]  # own tokens and a turn; a turn, own tokens and a turn
+            assert not other.mask[0]
+            assert (other.reward, other.advantage) == (whole.reward, whole.advantage)
+        assert row["env/branches"] == 1
+        assert row["mismatch/logp_max"] < 1e-4
+        sampled = [a.sampled + b.sampled for a, b in zip(group[::2], group[1::2], strict=True)]
+        assert row["response/length_mean"] == pytest.approx(np.mean(sampled))
+        assert row["step/tokens"] == sum(t.length for t in group)
+    command = [sys.executable, "-m", "rpg_megatron.cli", "replay", str(run), "--step=4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["match"], done.stdout
+
+
+AGENT = """
+from openai import AsyncOpenAI
+from rpg_megatron.rollout.episode import Episode
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+async def agent(base_url, api_key, question):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": question}]
+    for _ in range(3):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[LOOK], max_tokens=12
+        )
+        message = answer.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or []:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "nothing"})
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "And?"})
+    return message.content or ""
+
+
+async def episode(task, generate, score):
+    return Episode(reward=float(len(await agent(task.base_url, task.api_key, task.text))))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_an_agent_with_the_openai_client_trains(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four steps with weight updates in mid-turn, and vLLM's parser of tool calls."""
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    model = write_byte_model(tmp_path / "chat", vocab_size=400)
+    write_chat_tokenizer(model, "qwen2.5")
+    settings = [f"model.path={model}", "rollout.episode=my_agent:episode", "rollout.tool_call_parser=hermes"]
+    settings += [
+        "rollout.max_response_tokens=380",
+        "training={steps: 4, minibatches: 2, tokens_per_microbatch: 1000}",
+    ]
+    settings += ["rollout.workers=2", "rollout.ahead=1", "correction.type=truncate", "optimizer.lr=1e-3"]
+    code, err = Command(tmp_path, "train", str(config_file), *settings).finish(timeout=1500)
+    assert code == 0, err
+    run = tmp_path / "runs" / "tiny-001"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step in range(1, 5):
+        (row,) = (row for row in rows if row["step"] == step and "policy/loss" in row)
+        group = read_rollouts(rollouts_file(run, step))
+        assert len(group) == 16
+        for t in group:
+            assert int(np.flatnonzero(np.diff(t.mask)).size) == 4  # three turns
+            assert (t.versions[t.mask] >= step - 2).all()
+        assert row["mismatch/logp_max"] < 1e-4
+        assert (row["env/branches"], row["env/retokenized"]) == (0, 0)

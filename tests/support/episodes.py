@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
@@ -100,3 +101,16 @@ async def branching(task: EpisodeTask, generate: Generate, score: ScoreText) -> 
     await generate(task.encode("another prompt"), 5, branch=True)
     await generate(second.context + BETWEEN, 5)
     return Episode()
+
+
+async def _no_client(task: EpisodeTask) -> float:
+    raise NotImplementedError
+
+
+client: Callable[[EpisodeTask], Awaitable[float]] = _no_client
+"""Set by a test: what a client of the gateway does, and the reward."""
+
+
+async def client_chat(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """Runs ``client``."""
+    return Episode(await client(task))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import pickle
@@ -16,7 +17,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
+from rpg_megatron.engine.client import Sample
+from rpg_megatron.rewards.reward import Score
+from rpg_megatron.rollout.conversation import Conversation
+from rpg_megatron.rollout.groups import GroupTask
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_model
 
@@ -108,6 +114,75 @@ def make_masked_batch() -> list[Trajectory]:
         t.versions = np.where(t.mask, 0, NOT_SAMPLED).astype(np.int32)
         assert len(t.mask) == len(t.response)
     return batch
+
+
+def branched_batch() -> tuple[list[Trajectory], list[tuple[tuple[Trajectory, int], Trajectory]]]:
+    """Rows of four conversations that a conversation's bookkeeping made, and their turns.
+
+    Five turns in three rows: the second rewrites the first, the third continues the first, the fourth has
+    another prompt, the fifth continues the second. A turn is a trajectory of its own, with its place in the
+    row that has its mask.
+    """
+    random = np.random.default_rng(5)
+    codec = TextCodec(str, str.split, str)
+    rows, turns = [], []
+
+    async def sample(number: int) -> None:
+        draw = lambda count: random.integers(0, 251, count).astype(np.int32)  # noqa: E731
+        prompt = draw(3 + 2 * number)
+        task = GroupTask(number, 0, prompt, "", samples=1, seed=1, max_tokens=200, version=0)
+        conversation = Conversation(task, 0, tuple(prompt.tolist()), 251, codec, lambda: None)
+
+        async def turn(tokens: Any, count: int) -> Any:
+            waiting = asyncio.ensure_future(conversation.generate(tuple(tokens), branch=True))
+            while not conversation.is_due:
+                await asyncio.sleep(0)
+            conversation.add(Sample(draw(count), np.zeros(count, np.float32), "stop", 0))
+            made.append(await waiting)
+            return made[-1].context
+
+        made: list[Any] = []
+        first = await turn(prompt, 4)
+        second = await turn([*prompt, *draw(2)], 1 + number)
+        await turn([*first, *draw(3)], 6)
+        await turn(draw(5), 9)
+        await turn([*second, *draw(1)], 20)
+        score = Score(0.0, False, None, "", {})
+        own = conversation.trajectories(conversation.response(), score)
+        assert len(own) == 3
+        advantage = float(random.normal())
+        for row in own:
+            row.prompt_id, row.advantage = len(rows), advantage
+            rows.append(row)
+        for each in made:
+            (place,) = ((row, len(each.before) - len(row.prompt)) for row in own if _samples(row, each))
+            turns.append((place, _one_turn(each)))
+
+    for number in range(4):
+        asyncio.run(sample(number))
+    return rows, turns
+
+
+def _samples(row: Trajectory, turn: Any) -> bool:
+    """Whether a row has a turn, marked as sampled."""
+    whole, start = (*row.prompt.tolist(), *row.response.tolist()), len(turn.before) - len(row.prompt)
+    if whole[: len(turn.context)] != turn.context or start < 0:
+        return False
+    return bool(row.mask[start : start + len(turn.sampled)].all())
+
+
+def _one_turn(turn: Any) -> Trajectory:
+    count = len(turn.sampled)
+    return Trajectory(
+        prompt_id=0,
+        sample=0,
+        prompt=turn.before,
+        response=turn.sampled,
+        behaviour=np.zeros(count, np.float32),
+        versions=np.zeros(count, np.int32),
+        finish="stop",
+        text="",
+    )
 
 
 def write_rewarded_batch(folder: Path, group: int) -> list[Trajectory]:

@@ -27,8 +27,8 @@ class ByteTokenizer:
         return {"input_ids": [list(text.encode()) for text in texts]}
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return bytes(t for t in tokens if t).decode(errors="replace")
+        kept = [t for t in tokens if t] if skip_special_tokens else tokens
+        return bytes(kept).decode(errors="replace")
 
 
 class StandIns:

@@ -123,6 +123,7 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
         ("engine.type=vllm", "unknown key 'engine.type'; engine has the keys replicas"),
         ("data.image_key=i", "unknown key 'data.image_key'; data has the keys path"),
         ("engine.arguments=--x", "engine.arguments: must be a list"),
+        ("rollout.tool_call_parser=hermes", "rollout: tool_call_parser needs an episode"),
         ("rollouts.keep=0", "rollouts.keep: must be a number of steps of at least 1, or a size such as 50GB"),
         ("rollouts.keep=50 parsecs", "rollouts.keep: must be a number of steps of at least 1, or a size"),
         ("rollouts.keep=true", "rollouts.keep: must be a number of steps of at least 1, or a size"),

@@ -13,7 +13,7 @@ import pytest
 
 from rpg_megatron.commands.eval.settings import EvalModel, check_request
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
-from rpg_megatron.engine.arguments import check_engine_arguments, option_names
+from rpg_megatron.engine.arguments import check_engine_arguments, option_names, parser_names
 from rpg_megatron.engine.command import (
     context_length,
     engine_command,
@@ -288,3 +288,19 @@ def test_expert_parallel_engines_are_refused_on_a_cpu(config_file: Path) -> None
     with pytest.raises(UserError, match=r"--enable-expert-parallel needs device cuda: .* crash"):
         load_settings(config_file, [arguments])
     assert load_settings(config_file, [arguments, "device=cuda"]).engine.arguments
+
+
+EPISODE = "rollout.episode=tests.support.episodes:client_chat"
+
+
+def test_an_unknown_parser_of_tool_calls_is_reported(config_file: Path) -> None:
+    check_engine_arguments(load_settings(config_file, [EPISODE, "rollout.tool_call_parser=hermes"]))
+    with pytest.raises(UserError, match="vLLM has no parser hermse; did you mean"):
+        check_engine_arguments(load_settings(config_file, [EPISODE, "rollout.tool_call_parser=hermse"]))
+
+
+@pytest.mark.long  # imports vLLM
+def test_the_parsers_are_those_that_vllm_has() -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    assert parser_names() == set(ToolParserManager.list_registered())

@@ -124,7 +124,7 @@ def draws(count: int = 12) -> list[GroupTask]:
 async def sample(pool: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
     clients: Any = [replica.client for replica in pool.replicas]
-    worker = Worker(SETTINGS, TextCodec(str, str.split), clients, pool._work, [0])
+    worker = Worker(SETTINGS, TextCodec(str, str.split, str), clients, pool._work, [0])
     dispatcher = Dispatcher(pool, [worker], SETTINGS.engine.max_sequences)
     finished: list[int] = []
     tasks = draws()

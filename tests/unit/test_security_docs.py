@@ -85,6 +85,11 @@ unit/test_hostile_inputs.py::test_files_that_extend_each_other_many_times_are_re
   at most 100 and 1 MB
 unit/test_hostile_inputs.py::test_settings_that_no_reader_can_take
   no aliases that expand beyond 1 MB
+unit/test_gateway.py::test_a_client_that_leaves_or_outlives_its_episode
+  HTTP on the loopback address
+  the same, on the first node
+  a key for each response
+  it ends with the episode
 unit/test_episodes.py::test_a_faulty_episode_ends_the_run_with_a_message
   its tokens are those of the model's vocabulary
 integration/test_reward_pool.py::test_every_input_gets_an_outcome

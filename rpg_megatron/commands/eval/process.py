@@ -22,7 +22,14 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.data.prompts import Prompt, codec_of, fit_prompts, load_tokenizer, without_torch
+from rpg_megatron.data.prompts import (
+    Prompt,
+    codec_of,
+    fit_prompts,
+    load_tokenizer,
+    save_chat_template,
+    without_torch,
+)
 from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.engine.restarts import note_answer
@@ -33,6 +40,7 @@ from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
 from rpg_megatron.rewards.failures import guard_failures
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker, engine_clients
@@ -81,6 +89,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     engines = engine_clients(settings, work, token)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, vocab)
+    save_chat_template(tokenizer, settings.data, work / CHAT)
     worker = Worker(settings, codec_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:
