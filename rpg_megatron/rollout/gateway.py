@@ -176,7 +176,7 @@ class Gateway:
             return _refusal(RefusedRequestError(str(e), "context_length_exceeded"))
         except (ValueError, ForeignInputError) as e:
             return _refusal(RefusedRequestError(str(e)))
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+        return web.json_response(answer, dumps=lambda value: msgspec.json.encode(value).decode())
 
     async def _chat(self, session: _Session, body: Message) -> Message:
         self._check_fields(session, body, _CHAT_FIELDS)
