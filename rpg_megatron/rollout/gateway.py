@@ -215,9 +215,12 @@ class Gateway:
             _refuse("sampling_params: an object is needed")
         self._check_fields(session, body, _TOKEN_FIELDS)
         self._check_fields(session, sampling, _SAMPLING_FIELDS)
-        more = set(sampling.get("stop_token_ids") or ()) - self._stops
+        stops = sampling.get("stop_token_ids") or []
+        if not isinstance(stops, list):
+            _refuse("stop_token_ids: a list is needed")
+        more = [token for token in stops if token not in [*self._stops]]
         if more:
-            _refuse(f"stop_token_ids: {min(more)} ends no turn of the run; add it to rollout.stop_token_ids")
+            _refuse(f"stop_token_ids: {more[0]} ends no turn of the run; add it to rollout.stop_token_ids")
         limit = _count(sampling.get("max_tokens"), "max_tokens")
         tokens = body.get("token_ids")
         if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < 2**31 for t in tokens):
