@@ -31,6 +31,8 @@ from multiprocessing.connection import wait
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
+
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.failures import FAILURES, FailureKind
 from rpg_megatron.system.process_groups import holding_warnings
@@ -314,7 +316,7 @@ class WorkerProcess(asyncio.Protocol):
         *lines, self._unread = (self._unread + data).split(b"\n")
         try:
             for line in lines:
-                answer = json.loads(line)
+                answer = msgspec.json.decode(line)
                 number = answer["number"]
                 if "ask" in answer:
                     asking = self._calls.get(number)
@@ -326,8 +328,8 @@ class WorkerProcess(asyncio.Protocol):
                 self.is_full |= answer["exits"]
                 if not call.outcome.done():
                     call.outcome.set_result(read_answer(answer))
-        except (ValueError, LookupError, TypeError):  # something else has written to the connection
-            self.end()
+        except (msgspec.MsgspecError, ValueError, LookupError, TypeError):
+            self.end()  # something else has written to the connection
         if self.is_full and not self._calls:
             self.end()
 

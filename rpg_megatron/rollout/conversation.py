@@ -136,7 +136,7 @@ class Conversation:
         return (self.rows.index(self.row) << 32) + self.row.length
 
     async def generate(
-        self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
+        self, tokens: Sequence[int] | Tokens, max_tokens: int | None = None, *, branch: bool = False
     ) -> Turn:
         """See ``episode.Generate``. Raises ValueError if the tokens continue no row, and may not branch."""
         if self.turn is not None and not self.turn.done():
@@ -207,13 +207,13 @@ class Conversation:
         if not row.pieces and row is not self.rows[0]:
             self.rows.remove(row)
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
+    def check_tokens(self, tokens: Tokens) -> None:
         """Raise RetokenizedError if the tokens of a turn's prompt encode again what was sampled."""
-        text = self._codec.decode_all([*tokens])
-        for row in self.rows:
-            context = row.context.tolist()
-            same = [*tokens[: len(context)]] == context
-            if row.sampled and not same and text.startswith(self._codec.decode_all(context)):
+        contexts = [row.context for row in self.rows if row.sampled]
+        others = [known for known in contexts if not np.array_equal(tokens[: len(known)], known)]
+        text = self._codec.decode_all(tokens.tolist()) if others else ""
+        for known in others:
+            if text.startswith(self._codec.decode_all(known.tolist())):
                 raise RetokenizedError(
                     "the tokens spell what was sampled, but are other tokens; send those that were sampled, "
                     "and do not encode their text again"
@@ -270,7 +270,7 @@ class Conversation:
             mask=np.repeat(np.array(sampled, bool), lengths),
         )
 
-    def _row_of(self, tokens: Sequence[int], branch: bool) -> tuple[ConversationRow, Tokens]:
+    def _row_of(self, tokens: Sequence[int] | Tokens, branch: bool) -> tuple[ConversationRow, Tokens]:
         """The row that the tokens continue, or a new one; and the tokens after those of the row."""
         if tokens is self._prompt and len(self.rows) == 1 and not self.row.pieces:
             return self.row, np.zeros(0, np.int32)
