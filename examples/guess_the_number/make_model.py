@@ -5,7 +5,7 @@ from scratch on the guesses of games by two kinds of players: careful ones draw 
 far allow, forgetful ones any number (``CAREFUL`` has the share). What reinforcement learning is left to teach
 is to be careful, and to halve what is left.
 
-Takes about two minutes on one CPU core; everything is drawn from --seed.
+Takes about five minutes on one CPU core; everything is drawn from --seed.
 
     python examples/guess_the_number/make_model.py
 """

@@ -1,4 +1,4 @@
-"""A reward function and an episode for runs with kills: in worker processes, slow enough to kill them there."""
+"""A reward function and an episode for runs with kills: in worker processes, slow enough to kill them."""
 
 from __future__ import annotations
 
