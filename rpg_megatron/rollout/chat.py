@@ -102,8 +102,8 @@ class Chat:
         sampled = [turn for turn in self._turns if text.startswith(turn.text)]
         if sampled:
             turn = max(sampled, key=lambda turn: len(turn.text))
-            added = np.array(encode(text[len(turn.text) :]), np.int32)
-            return np.concatenate([turn.context, added]), text
+            rest = np.array(encode(text[len(turn.text) :]), np.int32)
+            return np.concatenate([turn.context, rest]), text
         return self._form.encode_whole(text), text
 
     def add(self, messages: Sequence[Message], tools: Tools, turn: Turn, prompt: str) -> tuple[Message, bool]:

@@ -49,8 +49,11 @@ class EpisodeRunner(Protocol):
 
     name: str
     """Of the episode, for messages."""
-    settings: EpisodeSettings | None
-    """None: the default episode."""
+
+    @property
+    def settings(self) -> EpisodeSettings | None:
+        """None: the default episode."""
+        ...
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
         """Run one response's episode. attempts: the response, and the same again from its beginning."""
