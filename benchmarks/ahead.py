@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import statistics
@@ -21,7 +20,6 @@ import numpy as np
 from benchmarks.setup import Report, TrainRun, benchmark, main, train
 from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.rollout.admission import Admission
-from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
 from rpg_megatron.rollout.groups import GroupScores, GroupTask
 from rpg_megatron.rollout.producer import RolloutProducer
 
@@ -43,22 +41,6 @@ _EARLY = "RPG_BENCHMARK_ADMITS_EARLY"
 """Environment variable of a run: its groups are admitted as soon as the bound allows."""
 if os.environ.get(_EARLY):
     Admission.due = lambda self, now: 1 << 30  # type: ignore[method-assign]
-
-
-async def response_of_length(
-    task: EpisodeTask, generate: Generate, score: ScoreText, mean: float = 64.0, sigma: float = 1.0
-) -> Episode:
-    """An episode whose length is log-normal, as in long reasoning, and determined by its seed.
-
-    A response that ends too early is continued after its end. mean: of the length, tokens, before it is cut
-    at the token limit. sigma: standard deviation of its logarithm.
-    """
-    length = random.Random(task.seed).lognormvariate(math.log(mean) - sigma**2 / 2, sigma)
-    remaining, context = min(max(1, round(length)), task.max_tokens), task.prompt
-    while remaining:
-        turn = await generate(context, max_tokens=remaining)
-        remaining, context = remaining - len(turn.tokens), turn.context
-    return Episode()
 
 
 @benchmark(cases=("0", "1"), repetitions=1, steps=4, edge=1, prompts=4, mean=8.0, limit=32, minibatches=1)
@@ -105,7 +87,7 @@ def speed(
     results: dict[str, list[tuple[TrainRun, float, float]]] = {case: [] for case in cases}
     for _ in range(repetitions):
         for case in cases:
-            episode = f"{{type: benchmarks.ahead:response_of_length, mean: {mean}, sigma: {sigma}}}"
+            episode = f"{{type: benchmarks.episodes:response_of_length, mean: {mean}, sigma: {sigma}}}"
             overrides = ["parallel={tensor: 1}", "evaluation=null", "checkpoint.every=null"]
             overrides += ["export.enabled=false", "correction.type=truncate", "engine.cpu_threads=1"]
             overrides += [f"training.steps={steps}", f"rollout.prompts_per_step={prompts}"]

@@ -80,6 +80,26 @@ AnyDynamicSamplingSettings = Annotated[
 ]
 
 
+class EpisodeSettings(ImportedSettings):
+    """An episode of your own, by import path. The other keys are its settings; docs/environments.md."""
+
+    workers: int = Field(1, ge=1)
+    """Number of processes that run episodes, many at a time in each; at least one for each of
+    rollout.workers."""
+    deadline: float = Field(300.0, gt=0)
+    """Time limit for what an episode does besides its turns, in total, in seconds; then it is ended and has
+    failed. Waiting for a turn or for the reward takes none of it."""
+    max_turns: int = Field(1000, ge=1)
+    """Most turns of a response; then it counts as truncated."""
+    memory_gib: float = Field(4.0, gt=0)
+    """Address space limit of one process, in GiB."""
+    failed: float = Field(0.0, allow_inf_nan=False)
+    """Reward of a response whose episode raised, was ended at its deadline, or crashed."""
+    weight: float | None = Field(None, allow_inf_nan=False)
+    """Factor of the episode's reward, which is then added to the run's reward; null: an episode's reward
+    replaces it."""
+
+
 class RolloutSettings(Section):
     """What the engines sample for one step."""
 
@@ -89,9 +109,9 @@ class RolloutSettings(Section):
     """Responses per prompt: the group that advantages are computed over."""
     max_response_tokens: int = Field(2048, ge=1)
     """Maximum tokens of a response; a longer one is truncated."""
-    episode: ImportedSettings | None = None
+    episode: EpisodeSettings | None = None
     """Import path module:function of your own episode, such as a conversation with an environment; or a
-    section with it as ``type``, whose other keys are its settings; docs/extend.md. null: one answer."""
+    section with it as ``type``; docs/environments.md. null: one answer."""
     tool_call_parser: str | None = None
     """With ``episode``: vLLM's parser of tool calls (its --tool-call-parser, such as hermes or llama3_json),
     for clients of the gateway that offer tools; null: calls are left in the text; docs/environments.md."""

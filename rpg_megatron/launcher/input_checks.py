@@ -35,6 +35,7 @@ from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
 from rpg_megatron.launcher.preflight import has_tokenizer
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.rollout.episode import episode_code
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -197,7 +198,7 @@ def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
         yield CustomCode("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
     if (episode := settings.rollout.episode) is not None:
-        yield CustomCode("rollout.episode", episode.type, episode.keywords, 3, coroutine=True)
+        yield episode_code(episode)
 
 
 def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:

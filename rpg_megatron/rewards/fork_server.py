@@ -1,8 +1,9 @@
 """Fork server of the reward workers.
 
 ``python -m rpg_megatron.rewards.fork_server FUNCTION MEMORY DEADLINE PARENT FD``, started by
-``pool.ForkServer``. FUNCTION is JSON: either "module:name", which is called with a list of arguments, or, for
-a custom reward, a list [key in the settings, module:name, its settings, reserved names] (``custom_reward``).
+``pool.ForkServer``. FUNCTION is JSON: "module:name", which is called with a list of arguments; for a custom
+reward, a list [key in the settings, module:name, its settings, reserved names] (``custom_reward``); for an
+episode, an object with the arguments of ``episode_worker.load_server``.
 
 The server imports the function once. Each worker is a fork of it and starts in milliseconds, so replacing a
 killed worker is cheap. The server reads a socket: each byte carries a file descriptor, and the server forks a
@@ -51,6 +52,10 @@ def _load(name: Any, deadline: float) -> tuple[Callable[[socket.socket], None], 
     if isinstance(name, str):
         function = load_function(name)
         return lambda connection: serve(connection, lambda arguments: function(*arguments)), {}
+    if isinstance(name, dict):
+        from rpg_megatron.rollout.episode_worker import load_server
+
+        return load_server(**name), {"async": True}
     from rpg_megatron.rewards.custom_reward import load_reward  # built-in graders do not need pydantic
 
     custom = load_reward(*name)

@@ -24,12 +24,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import wait
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import msgspec
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rewards.failures import FAILURES, FailureKind
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 300.0
 """Limit for importing the function, and for a fork, on a busy machine."""
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 """The worker of an async function is killed this long after the deadline of a call that has not ended."""
 _LATE_SECONDS = 0.05
 """Pause before the next look at a call that is late, if there are answers to read first."""
@@ -102,6 +104,8 @@ class Function(NamedTuple):
     """Seconds for one call of an async function."""
     custom: tuple[str, dict[str, Any], tuple[str, ...]] | None = None
     """For a custom reward: its key in the settings, its settings, and reserved names of settings."""
+    episode: dict[str, Any] | None = None
+    """For an episode: arguments of ``episode_worker.load_server``."""
 
 
 class ForkServer:
@@ -180,9 +184,9 @@ class ForkServer:
             process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        path, _, memory, deadline, custom = self._function
-        where = custom[0] if custom else "reward"
-        function = json.dumps(path if custom is None else [where, path, *custom[1:]])
+        path, _, memory, deadline, custom, episode = self._function
+        where = custom[0] if custom else "rollout.episode" if episode else "reward"
+        function = json.dumps(episode or (path if custom is None else [where, path, *custom[1:]]))
         parent_end, child_end = socket.socketpair()
         with child_end:
             command = [sys.executable, "-P", "-m", "rpg_megatron.rewards.fork_server", function]
@@ -234,10 +238,15 @@ class _Call(NamedTuple):
 
     outcome: asyncio.Future[Outcome]
     sent: float
-    timer: asyncio.TimerHandle
+    timer: asyncio.TimerHandle | None
+    on_request: Callable[[dict[str, Any]], None] | None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
-class _Process(asyncio.Protocol):
+class WorkerProcess(asyncio.Protocol):
     """A worker and its calls: one at a time or, for an async function, many."""
 
     def __init__(self, server: ForkServer, worker: RewardWorker):
@@ -249,51 +258,83 @@ class _Process(asyncio.Protocol):
         self._unread = b""
         self._ended = False
 
+    @classmethod
+    async def start(cls, server: ForkServer) -> WorkerProcess:
+        """A new worker, for the running event loop."""
+        worker = await asyncio.to_thread(server.fork)
+        loop = asyncio.get_running_loop()
+        _, process = await loop.create_unix_connection(partial(cls, server, worker), sock=worker.connection)
+        return process
+
     @property
     def takes_calls(self) -> bool:
         """Whether it can run one more."""
         return not self.is_full and (self._server.is_async or not self._calls)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection to the worker is open."""
         self._transport = cast(asyncio.WriteTransport, transport)
         self._transport.set_write_buffer_limits(0)
 
-    def call(self, arguments: Any) -> asyncio.Future[Outcome]:
-        """Run a call; its outcome is a crash if the worker dies meanwhile."""
+    @property
+    def calls(self) -> int:
+        """Number of running calls."""
+        return len(self._calls)
+
+    def call(
+        self, arguments: Any, on_request: Callable[[dict[str, Any]], None] | None = None
+    ) -> tuple[int, asyncio.Future[Outcome]]:
+        """Run a call; its outcome is a crash if the worker dies meanwhile. Returns its number too.
+
+        on_request: called with what the function asks for; the call then has no deadline.
+        """
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        call = _Call(loop.create_future(), loop.time(), self._limit(number))
-        self._calls[number] = call
-        self._transport.write(json.dumps([number, arguments]).encode() + b"\n")
+        timer = self._limit(number) if on_request is None else None
+        call = self._calls[number] = _Call(loop.create_future(), loop.time(), timer, on_request)
+        self.send(number, arguments)
         if self._ended:  # before it got the call
             self.end()
-        return call.outcome
+        return number, call.outcome
+
+    def send(self, number: int, value: Any) -> None:
+        """Send a value to a call."""
+        self._transport.write(json.dumps([number, value]).encode() + b"\n")
 
     def _limit(self, number: int) -> asyncio.TimerHandle:
-        limit = self._server.deadline + (_GRACE_SECONDS if self._server.is_async else 0.0)
+        limit = self._server.deadline + (GRACE_SECONDS if self._server.is_async else 0.0)
         return asyncio.get_running_loop().call_later(limit, self._check, number)
 
     def resume_writing(self) -> None:
         """A worker has read its input, which may be large; the time for its call begins."""
         if not self._server.is_async:
             for number, call in self._calls.items():
-                call.timer.cancel()
+                call.stop_timer()
                 self._calls[number] = call._replace(timer=self._limit(number))
 
     def data_received(self, data: bytes) -> None:
+        """Read answers and requests."""
         *lines, self._unread = (self._unread + data).split(b"\n")
         try:
             for line in lines:
-                answer = json.loads(line)
-                call = self._calls.pop(answer["number"])
-                call.timer.cancel()
+                answer = msgspec.json.decode(line)
+                number = answer["number"]
+                if "ask" in answer:
+                    asking = self._calls.get(number)
+                    if asking is not None and asking.on_request is not None:
+                        asking.on_request(answer)
+                    continue
+                call = self._calls.pop(number)
+                call.stop_timer()
                 self.is_full |= answer["exits"]
-                call.outcome.set_result(read_answer(answer))
-        except (ValueError, LookupError, TypeError):  # something else has written to the connection
-            self.end()
+                if not call.outcome.done():
+                    call.outcome.set_result(read_answer(answer))
+        except (msgspec.MsgspecError, ValueError, LookupError, TypeError):
+            self.end()  # something else has written to the connection
         if self.is_full and not self._calls:
             self.end()
 
     def connection_lost(self, _: Exception | None) -> None:
+        """The worker has ended."""
         self.end()
 
     def end(self, overdue: int | None = None) -> None:
@@ -306,13 +347,14 @@ class _Process(asyncio.Protocol):
         deadline = self._server.deadline
         late = asyncio.get_running_loop().time() - deadline
         for number, call in self._calls.items():
-            call.timer.cancel()
+            call.stop_timer()
             if overdue is not None and (number == overdue or call.sent < late):
                 outcome = Outcome(None, "timeout", f"killed after {deadline:g} s")
             else:
                 died = "the process died" if self._server.is_async else "the worker died"
                 outcome = Outcome(None, "crash", died)
-            call.outcome.set_result(outcome)
+            if not call.outcome.done():
+                call.outcome.set_result(outcome)
         self._calls.clear()
 
     def _check(self, number: int) -> None:
@@ -337,7 +379,7 @@ class WorkerPool:
         self._server = server
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._processes: list[_Process] = []
+        self._processes: list[WorkerProcess] = []
         self._turns, self._choosing = asyncio.Semaphore(size), asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -409,12 +451,10 @@ class WorkerPool:
             self._processes = [process for process in self._processes if not process.is_full]
             process = next((p for p in self._processes if p.takes_calls), None)
             if process is None or alone:
-                worker = await asyncio.to_thread(self._server.fork)
-                new = partial(_Process, self._server, worker)
-                _, process = await self._loop.create_unix_connection(new, sock=worker.connection)
+                process = await WorkerProcess.start(self._server)
                 self._processes.append(process)
                 process.is_full |= alone
-            return process.call(arguments)
+            return process.call(arguments)[1]
 
     async def _finish(self) -> None:
         while self._tasks:

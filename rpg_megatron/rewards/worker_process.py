@@ -39,16 +39,16 @@ def serve(connection: socket.socket, call: Call, file: str = "") -> None:
 
     A call is a list of its number and its arguments. file: the function's.
     """
-    start = _memory()
-    _send(connection, os.getpid())
+    start = peak_memory()
+    send_line(connection, os.getpid())
     for line in connection.makefile("rb"):
         number, arguments = json.loads(line)
         try:
             answer = read_result(call(arguments), _group_size(arguments))
         except (Exception, SystemExit) as e:
-            answer = _error(e, file)
-        exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
-        _send(connection, answer | {"number": number, "exits": exits})
+            answer = failure_of(e, file)
+        exits = must_exit(answer, start)
+        send_line(connection, answer | {"number": number, "exits": exits})
         if exits:
             return
 
@@ -60,8 +60,8 @@ def serve_async(connection: socket.socket, call: Call, deadline: float, file: st
     """
     import asyncio  # other workers do not need it
 
-    start = _memory()
-    _send(connection, os.getpid())
+    start = peak_memory()
+    send_line(connection, os.getpid())
 
     async def one(number: int, arguments: Any) -> None:
         limit = asyncio.timeout(deadline)
@@ -71,31 +71,45 @@ def serve_async(connection: socket.socket, call: Call, deadline: float, file: st
         except (Exception, SystemExit, asyncio.CancelledError) as e:  # the function may cancel tasks itself
             expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
             timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
-            answer = timeout if expired else _error(e, file)
-        exits = answer.get("failure") == "memory" or _memory() - start > _MAX_GROWTH
-        _send(connection, answer | {"number": number, "exits": exits})
+            answer = timeout if expired else failure_of(e, file)
+        exits = must_exit(answer, start)
+        send_line(connection, answer | {"number": number, "exits": exits})
 
     async def main() -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         calls: set[asyncio.Task[None]] = set()
 
-        def begin(line: bytes) -> None:
-            task = loop.create_task(one(*json.loads(line)))
+        def begin(number: int, arguments: Any) -> None:
+            task = asyncio.create_task(one(number, arguments))
             calls.add(task)
             task.add_done_callback(calls.discard)
 
-        def read() -> None:
-            for line in connection.makefile("rb"):
-                loop.call_soon_threadsafe(begin, line)
-            loop.call_soon_threadsafe(ended.set)
-
-        threading.Thread(target=read, daemon=True).start()
-        await ended.wait()
+        await read_lines(connection, begin)
 
     asyncio.run(main())
 
 
-def _send(connection: socket.socket, value: Any) -> None:
+async def read_lines(connection: socket.socket, receive: Callable[[int, Any], None]) -> None:
+    """Call ``receive`` with what the pool sends, in this event loop, until the other end is closed."""
+    import asyncio
+
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        for line in connection.makefile("rb"):
+            loop.call_soon_threadsafe(receive, *json.loads(line))
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await ended.wait()
+
+
+def must_exit(answer: dict[str, Any], start: int) -> bool:
+    """Whether this process must get no more calls. start: ``peak_memory`` when it had begun."""
+    return answer.get("failure") == "memory" or peak_memory() - start > _MAX_GROWTH
+
+
+def send_line(connection: socket.socket, value: Any) -> None:
+    """Send a value to the pool."""
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
@@ -149,7 +163,8 @@ def _group_size(arguments: Any) -> int | None:
     return len(arguments["responses"]) if isinstance(arguments, dict) and "responses" in arguments else None
 
 
-def _error(error: BaseException, file: str) -> dict[str, Any]:
+def failure_of(error: BaseException, file: str) -> dict[str, Any]:
+    """The answer to a call that raised. file: the function's."""
     if isinstance(error, MemoryError):
         return {"failure": "memory", "detail": "out of memory"}
     if isinstance(error, NoReward):
@@ -160,5 +175,6 @@ def _error(error: BaseException, file: str) -> dict[str, Any]:
     return {"failure": "error", "detail": detail} | place
 
 
-def _memory() -> int:
+def peak_memory() -> int:
+    """Most memory that this process had, in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

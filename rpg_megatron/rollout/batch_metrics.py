@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.rollout.dynamic_sampling import Group
-from rpg_megatron.rollout.groups import TrajectorySize
+from rpg_megatron.rollout.groups import GroupScores, TrajectorySize
 
 
 def index_of_groups(
@@ -51,21 +51,23 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ``groups/*`` are fractions of the batch's groups, after dynamic sampling: all responses right, all wrong
     (``Trajectory.correct``; for a reward function that returns a number: above 0), and all rewards equal.
     Groups with equal rewards have no learning signal, also under dense rewards. ``response/length_*`` count
-    the tokens that the policy sampled. ``env/branches``: rows of a response besides its first, the mean; only
-    if an episode put tokens of its own between turns.
+    the tokens that the policy sampled. ``env/*``: of turns, if an episode put tokens of its own between them,
+    and metrics of the episodes.
     """
     scores = [g.scores for g in groups]
     right = [sum(s.correct) / len(s.correct) for s in scores]
     equal = [len(set(s.rewards)) == 1 for s in scores]
     rewards = np.array([r for s in scores for r in s.rewards], np.float64)
     lengths = np.array([n for s in scores for n in s.lengths], np.float64)
+    names = dict.fromkeys(name for s in scores for name in s.parts)
     parts = {
-        f"reward/{name}": float(np.mean([value for s in scores for value in s.parts[name]]))
-        for name in scores[0].parts
+        name if name.startswith("env/") else f"reward/{name}": float(
+            np.mean([value for s in scores for value in s.parts.get(name, [0.0] * len(s.rewards))])
+        )
+        for name in names
     }
-    branches = [len(s.rows) - len(s.lengths) for s in scores if s.rows]
-    if branches:
-        parts["env/branches"] = sum(branches) / len(lengths)
+    if any(s.rows for s in scores):
+        parts |= _turn_metrics(scores)
     return parts | {
         "reward/mean": float(rewards.mean()),
         "reward/accuracy": float(np.mean([c for s in scores for c in s.correct])),
@@ -78,4 +80,17 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_p95": float(np.quantile(lengths, 0.95)),
         "response/length_max": float(lengths.max()),
         "response/truncated_frac": float(np.mean([t for s in scores for t in s.truncated])),
+    }
+
+
+def _turn_metrics(scores: Sequence[GroupScores]) -> dict[str, float]:
+    responses = sum(len(s.lengths) for s in scores)
+    turns = [n for s in scores for n in s.turns or [1] * len(s.lengths)]
+    given = sum(row.response - row.sampled for s in scores for row in s.rows)
+    return {
+        "env/branches": sum(len(s.rows) - len(s.lengths) for s in scores if s.rows) / responses,
+        "env/turns": sum(turns) / responses,
+        "env/turns_max": float(max(turns)),
+        "env/turn_length": sum(n for s in scores for n in s.lengths) / sum(turns),
+        "env/given_length": given / responses,
     }

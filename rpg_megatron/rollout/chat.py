@@ -8,18 +8,24 @@ way, such as without their thinking, it is the tokens of the whole chat, and a r
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
+
+import numpy as np
 
 from rpg_megatron.data.chat_template import ChatRenderer
 from rpg_megatron.data.prompts import TextCodec
+from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.engine.tool_calls import ParsedText, ToolCallParser
 from rpg_megatron.rollout.episode import Turn
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 _THINK, _END_THINK = "<think>", "</think>"
+_WHOLE_CHATS = 64
+"""Chats whose token ids are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +40,11 @@ class ChatFormat:
     """None: tool calls are left in the text."""
     thinks: bool
     """Whether the template separates what is between ``<think>`` and ``</think>`` from the answer."""
+
+    @cached_property
+    def encode_whole(self) -> Callable[[str], Tokens]:
+        """Token ids of a chat; the responses of a group begin with the same one."""
+        return lru_cache(_WHOLE_CHATS)(lambda text: np.array(self.codec.encode(text), np.int32))
 
     async def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = True) -> str:
         """The text of a chat. prompt: with the beginning of the next answer. Raises ForeignInputError."""
@@ -59,10 +70,10 @@ class _SampledTurn:
     messages: list[Message]
     """The chat up to the turn, whose message is the last one."""
     tools: Tools
-    context: tuple[int, ...]
-    """Token ids up to the turn's end."""
+    context: Tokens
+    """Token ids up to the turn's end, int32 [N]."""
     text: str
-    """Of ``context``, with special tokens."""
+    """Of ``context``: of the prompt as the template wrote it, then of what was sampled."""
     thinking: str
 
 
@@ -73,8 +84,10 @@ class Chat:
         self._form = form
         self._turns: list[_SampledTurn] = []
 
-    async def prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
-        """Token ids of a chat's next turn. Raises ForeignInputError if the template refuses the messages."""
+    async def prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Tokens, str]:
+        """Token ids and text of a chat's next turn. Raises ForeignInputError if the template refuses the
+        messages.
+        """
         text, encode = await self._form.render(messages, tools), self._form.codec.encode
         for turn in sorted(self._turns, key=lambda turn: -len(turn.messages)):
             if text.startswith(turn.text):
@@ -89,11 +102,15 @@ class Chat:
         sampled = [turn for turn in self._turns if text.startswith(turn.text)]
         if sampled:
             turn = max(sampled, key=lambda turn: len(turn.text))
-            return (*turn.context, *encode(text[len(turn.text) :]))
-        return tuple(encode(text))
+            rest = np.array(encode(text[len(turn.text) :]), np.int32)
+            return np.concatenate([turn.context, rest]), text
+        return self._form.encode_whole(text), text
 
-    def add(self, messages: Sequence[Message], tools: Tools, turn: Turn) -> tuple[Message, bool]:
-        """The message of a sampled turn, and whether it has a tool call that could not be parsed."""
+    def add(self, messages: Sequence[Message], tools: Tools, turn: Turn, prompt: str) -> tuple[Message, bool]:
+        """The message of a sampled turn, and whether it has a tool call that could not be parsed.
+
+        prompt: the text of the turn's prompt.
+        """
         thinking, parsed = self._form.parse(turn.tokens, tools)
         message: Message = {"role": "assistant", "content": parsed.content}
         if thinking:
@@ -104,8 +121,9 @@ class Chat:
                 {"id": f"call_{number}_{i}", "type": "function", "function": call._asdict()}
                 for i, call in enumerate(parsed.calls)
             ]
-        text = self._form.codec.decode_all(list(turn.context))
-        self._turns.append(_SampledTurn([*messages, message], tools, turn.context, text, thinking.strip()))
+        text = prompt + self._form.codec.decode_all(list(turn.tokens))
+        context = np.concatenate([turn.before, turn.sampled])
+        self._turns.append(_SampledTurn([*messages, message], tools, context, text, thinking.strip()))
         return message, parsed.failed
 
     async def _added(self, turn: _SampledTurn, more: Sequence[Message]) -> str | None:
@@ -117,7 +135,7 @@ class Chat:
         for mark in map(form.codec.decode_all, ([stop] for stop in form.stops)):
             place = whole.find(mark, len(start))
             if mark and end.endswith(mark) and whole.startswith(start) and place >= 0:
-                ended = turn.context[-1] in form.stops
+                ended = int(turn.context[-1]) in form.stops
                 kept = turn.thinking in whole[len(start) : place]
                 return whole[place + len(mark) * ended :] if kept else None
         return None

@@ -7,7 +7,8 @@ the weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from rpg_megatron.data.trajectory import NOT_SAMPLED, Tokens, Trajectory
 from rpg_megatron.engine.client import Sample
 from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.reward import Response, Score
-from rpg_megatron.rollout.episode import TokenLimit, Turn
+from rpg_megatron.rollout.episode import TokenLimit, Turn, token_array
 from rpg_megatron.rollout.groups import GroupTask
 
 
@@ -84,19 +85,24 @@ class Conversation:
         vocab: int,
         codec: TextCodec,
         on_request: Callable[[], None],
+        max_turns: int | None = None,
     ):
         """number: index of the response in its group. prompt: ``task.prompt``. vocab: number of the model's
-        tokens. on_request: called when a turn is asked for.
+        tokens. on_request: called when a turn is asked for. max_turns: limit of turns; None: no limit.
         """
         self.task, self.number = task, number
         self.rows = [ConversationRow(task.prompt)]
         self.truncated = False
-        """Whether the token limit left no room for another turn."""
+        """Whether a limit left no room for another turn."""
         self.requested = False
         """Whether an engine is working on the turn."""
         self.failures: tuple[RewardFailure, ...] = ()
         """Of the reward, when the episode asked for it."""
         self._prompt, self._vocab, self._codec, self._on_request = prompt, vocab, codec, on_request
+        self._turns, self._max_turns = 0, max_turns
+        self._waited, self._waiting_since, self._waiters = 0.0, 0.0, 0
+        self._before: tuple[ConversationRow, int] | None = None
+        """Of the turn that is sampled: the row of the turn before, and the pieces that its row had."""
         self.turn: asyncio.Future[Turn] | None = None
         """The last turn that was asked for."""
         self.row = self.rows[0]
@@ -130,20 +136,24 @@ class Conversation:
         return (self.rows.index(self.row) << 32) + self.row.length
 
     async def generate(
-        self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
+        self, tokens: Sequence[int] | Tokens, max_tokens: int | None = None, *, branch: bool = False
     ) -> Turn:
         """See ``episode.Generate``. Raises ValueError if the tokens continue no row, and may not branch."""
         if self.turn is not None and not self.turn.done():
             raise ValueError("generate is called while it samples another turn of the response; await that")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate is called with max_tokens {max_tokens}; at least 1 is needed")
+        self._give_up()
         row, added = self._row_of(tokens, branch)
+        if self._turns == self._max_turns:
+            self.truncated = True
+            raise TokenLimit(f"the response has reached its limit of {self._turns} turns")
         limit = len(self.task.prompt) + self.task.max_tokens
         remaining = limit - len(row.prompt) - row.length - len(added)
         if remaining < 1:
             self.truncated = True
             raise TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens")
-        before = self.row, len(row.pieces)
+        self._before = self.row, len(row.pieces)
         self.truncated, self.row = False, row
         if row not in self.rows:
             self.rows.append(row)
@@ -152,23 +162,58 @@ class Conversation:
         self._first = len(row.pieces)
         self._start, self._end = row.length, row.length + min(remaining, max_tokens or remaining)
         self.turn = asyncio.get_running_loop().create_future()
+        self._turns += 1
         self._on_request()
+        turn = self.turn
         try:
-            return await self.turn
-        except asyncio.CancelledError:  # by a time limit of the episode: the turn is not in the response
-            row.cut(before[1])
-            if not row.pieces and row is not self.rows[0]:
-                self.rows.remove(row)
-            self.row = before[0]
+            with self.waiting():
+                return await turn
+        except asyncio.CancelledError:  # by a time limit of the episode
+            if turn is self.turn:
+                self._give_up()
             raise
 
-    def check_tokens(self, tokens: Sequence[int]) -> None:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the episode waits for others: ``time_waited`` includes it."""
+        clock = asyncio.get_running_loop().time
+        if not self._waiters:
+            self._waiting_since = clock()
+        self._waiters += 1
+        try:
+            yield
+        finally:
+            self._waiters -= 1
+            if not self._waiters:
+                self._waited += clock() - self._waiting_since
+
+    @property
+    def time_waited(self) -> float:
+        """Seconds in which the episode waited for turns and rewards."""
+        now = asyncio.get_running_loop().time()
+        return self._waited + (now - self._waiting_since if self._waiters else 0.0)
+
+    def end(self) -> None:
+        """Give up the turn that is sampled, if there is one: it is not in the response."""
+        if self.turn is not None and not self.turn.done():
+            self.turn.cancel()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self.turn is None or not self.turn.cancelled() or self._before is None:
+            return
+        row, (self.row, pieces), self._before = self.row, self._before, None
+        row.cut(pieces)
+        if not row.pieces and row is not self.rows[0]:
+            self.rows.remove(row)
+
+    def check_tokens(self, tokens: Tokens) -> None:
         """Raise RetokenizedError if the tokens of a turn's prompt encode again what was sampled."""
-        text = self._codec.decode_all([*tokens])
-        for row in self.rows:
-            context = row.context.tolist()
-            same = [*tokens[: len(context)]] == context
-            if row.sampled and not same and text.startswith(self._codec.decode_all(context)):
+        contexts = [row.context for row in self.rows if row.sampled]
+        others = [known for known in contexts if not np.array_equal(tokens[: len(known)], known)]
+        text = self._codec.decode_all(tokens.tolist()) if others else ""
+        for known in others:
+            if text.startswith(self._codec.decode_all(known.tolist())):
                 raise RetokenizedError(
                     "the tokens spell what was sampled, but are other tokens; send those that were sampled, "
                     "and do not encode their text again"
@@ -225,16 +270,11 @@ class Conversation:
             mask=np.repeat(np.array(sampled, bool), lengths),
         )
 
-    def _row_of(self, tokens: Sequence[int], branch: bool) -> tuple[ConversationRow, Tokens]:
+    def _row_of(self, tokens: Sequence[int] | Tokens, branch: bool) -> tuple[ConversationRow, Tokens]:
         """The row that the tokens continue, or a new one; and the tokens after those of the row."""
         if tokens is self._prompt and len(self.rows) == 1 and not self.row.pieces:
             return self.row, np.zeros(0, np.int32)
-        try:
-            given = np.asarray(tokens)
-        except ValueError:  # lists of different lengths
-            given = np.zeros(1)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError("generate is called with something that is no list of token ids")
+        given = token_array(tokens)
         contexts = [(row, row.context) for row in self.rows]
         known = self.row.context
         continued = [(row, c) for row, c in contexts if np.array_equal(given[: len(c)], c)]

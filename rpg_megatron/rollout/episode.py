@@ -11,17 +11,32 @@ loss (``Trajectory.mask``). ``single_turn`` is the default: one turn, graded by 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rpg_megatron.config.base import ImportedSettings
+from rpg_megatron.config.reward import TERM_NAME
+from rpg_megatron.config.rollout import EpisodeSettings
 from rpg_megatron.data.trajectory import Floats, Tokens
+from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.reward import Score
-from rpg_megatron.system.custom_code import CustomCode, load_custom
+from rpg_megatron.system.custom_code import CustomCode
+
+OWN_METRICS = (
+    "branches",
+    "retokenized",
+    "unparsed_calls",
+    "turns",
+    "turns_max",
+    "turn_length",
+    "given_length",
+)
+"""Names of metrics ``env/*`` that episodes cannot set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +104,12 @@ class Episode:
     reward: float | Score | None = None
     """The response's reward; above 0 counts as correct. A ``Score`` is what ``score`` returns. None: the
     run's reward of the whole response, together with the other responses of its group."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by name, such as calls of tools that failed; the metrics ``env/<name>`` are their means."""
 
 
 class TokenLimit(Exception):
-    """No token of the response is left for another turn. If an episode does not catch it, it ends there as
+    """No token or turn of the response is left. If an episode does not catch it, it ends there as
     ``Episode()``, with the finish reason "length".
     """
 
@@ -122,11 +139,7 @@ class ScoreText(Protocol):
         ...
 
 
-class NamedEpisode(NamedTuple):
-    """An episode's coroutine function, and its import path; empty: the default one."""
-
-    function: Callable[[EpisodeTask, Generate, ScoreText], Awaitable[Any]]
-    path: str = ""
+type EpisodeFunction = Callable[[EpisodeTask, Generate, ScoreText], Awaitable[Any]]
 
 
 async def single_turn(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
@@ -135,23 +148,53 @@ async def single_turn(task: EpisodeTask, generate: Generate, score: ScoreText) -
     return Episode()
 
 
-SINGLE_TURN = NamedEpisode(single_turn)
+def episode_code(settings: EpisodeSettings) -> CustomCode:
+    """The episode of ``rollout.episode``, for ``load_custom``."""
+    reserved = tuple(EpisodeSettings.model_fields)
+    where, path = "rollout.episode", settings.type
+    return CustomCode(where, path, settings.keywords, 3, coroutine=True, reserved=reserved)
 
 
-def load_episode(settings: ImportedSettings | None) -> NamedEpisode:
-    """The episode of ``rollout.episode``, with its settings. Raises UserError as ``load_custom`` does."""
-    if settings is None:
-        return SINGLE_TURN
-    path = settings.type
-    code = CustomCode("rollout.episode", path, settings.keywords, 3, coroutine=True)
-    return NamedEpisode(load_custom(code), path)
+class EpisodeResult(NamedTuple):
+    """How an episode has ended."""
+
+    reward: float | Score | None = None
+    """See ``Episode``."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    failure: RewardFailure | None = None
+    """Why it has failed; it then has no reward."""
 
 
-def own_score(reward: float | Score) -> Score:
-    """The score of a response whose episode set a reward. Raises ValueError if it is no finite number."""
-    if isinstance(reward, Score):
-        return reward
-    value = float(reward)
-    if not np.isfinite(value):
-        raise ValueError(f"the reward is {value}")
-    return Score(value, value > 0, None, "by the episode", {"episode": value})
+def result_of(ended: Any) -> EpisodeResult:
+    """The result of what an episode returned. Raises TypeError or ValueError if that is not valid."""
+    if not isinstance(ended, Episode):
+        raise TypeError(f"it returned {type(ended).__name__} instead of an Episode")
+    reward = ended.reward
+    if reward is not None and not isinstance(reward, Score):
+        reward = _finite(reward, "the reward")
+    metrics = {str(name): _finite(value, f"metric {name}") for name, value in ended.metrics.items()}
+    for name in metrics:
+        if not re.fullmatch(TERM_NAME, name) or name in OWN_METRICS:
+            raise ValueError(
+                f"metric {name!r}: use a letter, then letters, digits, _ and -, and no name of "
+                f"{', '.join(OWN_METRICS)}"
+            )
+    return EpisodeResult(reward, metrics)
+
+
+def token_array(tokens: Any) -> Tokens:
+    """The argument of ``Generate``, integers [N]. Raises ValueError if these are no token ids."""
+    try:
+        given = np.asarray(tokens)
+    except ValueError:  # lists of different lengths
+        given = np.zeros(1)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError("generate is called with something that is no list of token ids")
+    return given
+
+
+def _finite(value: Any, name: str) -> float:
+    number = float(value)
+    if not np.isfinite(number):
+        raise ValueError(f"{name} is {number}")
+    return number

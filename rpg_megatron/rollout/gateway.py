@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from rpg_megatron.config import Settings
@@ -29,6 +30,7 @@ from rpg_megatron.rollout.conversation import Conversation, RetokenizedError
 from rpg_megatron.rollout.episode import TokenLimit, Turn
 from rpg_megatron.system.foreign_input import ForeignInputError
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 CHAT = "chat.json"
 """File in the work folder: source and variables of the model's chat template."""
 _LARGEST = 64 << 20
@@ -186,10 +188,10 @@ class Gateway:
         if self._form.parser and tools:
             self._form.parser.check(tools)
         chat = session.chat = session.chat or Chat(self._form)
-        tokens = await chat.prompt(messages, tools)
+        tokens, text = await chat.prompt(messages, tools)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         turn = await session.conversation.generate(tokens, _count(limit, "max_tokens"), branch=True)
-        message, failed = chat.add(messages, tools, turn)
+        message, failed = chat.add(messages, tools, turn, text)
         self._counts["env/unparsed_calls"] += failed
         choice: Message = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
         if "tool_calls" in message and turn.finish == "stop":
@@ -222,8 +224,9 @@ class Gateway:
         if more:
             _refuse(f"stop_token_ids: {more[0]} ends no turn of the run; add it to rollout.stop_token_ids")
         limit = _count(sampling.get("max_tokens"), "max_tokens")
-        tokens = body.get("token_ids")
-        if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < 2**31 for t in tokens):
+        try:
+            tokens = np.array(msgspec.convert(body.get("token_ids"), list[TokenId]), np.int32)
+        except msgspec.ValidationError:
             _refuse("token_ids: a list of integers from 0 is needed")
         session.conversation.check_tokens(tokens)
         turn = await session.conversation.generate(tokens, limit, branch=True)

@@ -84,7 +84,7 @@ class GroupScores(msgspec.Struct, frozen=True):
     correct: list[bool]
     truncated: list[bool]
     parts: dict[str, list[float]]
-    """Components of the rewards."""
+    """Components of the rewards, and ``env/<name>``: metrics of the episodes."""
     versions: dict[int, int] = {}
     """Number of tokens that each version of the weights sampled."""
     segments: int = 0
@@ -99,6 +99,8 @@ class GroupScores(msgspec.Struct, frozen=True):
     """Responses for which the reward failed."""
     rows: list[TrajectorySize] = []
     """The group's trajectories; empty: one for each response, with all of its tokens sampled."""
+    turns: list[int] = []
+    """Turns of each response; empty as ``rows``."""
 
 
 class GroupAnswers(msgspec.Struct, frozen=True):
@@ -164,6 +166,10 @@ def by_response(group: Sequence[Trajectory]) -> list[list[Trajectory]]:
     return [list(group[a:b]) for a, b in pairwise([*starts, len(group)])]
 
 
+def _turns_of(t: Trajectory) -> int:
+    return int(np.count_nonzero(np.diff(t.mask.astype(np.int8), prepend=np.int8(0)) == 1))
+
+
 def scores_of(group: list[Trajectory]) -> GroupScores:
     """The scores of a group's trajectories."""
     responses = by_response(group)
@@ -179,6 +185,7 @@ def scores_of(group: list[Trajectory]) -> GroupScores:
                 versions[int(by_place[start])] += end - start
         segments += len(starts)
         recomputed += sum(len(t.prompt) + int(places[start]) for start in starts[1:])
+    parts = dict.fromkeys(name for t in first for name in t.parts)
     plain = len(responses) == len(group) and all(t.mask.all() for t in group)
     sizes = [TrajectorySize(t.sample, t.branch, len(t.prompt), len(t.response), t.sampled) for t in group]
     return GroupScores(
@@ -186,10 +193,11 @@ def scores_of(group: list[Trajectory]) -> GroupScores:
         rewards=[t.reward for t in first],
         correct=[t.correct for t in first],
         truncated=[t.finish == "length" for t in first],
-        parts={name: [t.parts[name] for t in first] for name in group[0].parts},
+        parts={name: [t.parts.get(name, 0.0) for t in first] for name in parts},
         versions=dict(versions),
         segments=segments,
         mixed=sum(len({v for t in rows for v in t.versions[t.mask].tolist()}) > 1 for rows in responses),
         recomputed=recomputed,
         rows=[] if plain else sizes,
+        turns=[] if plain else [sum(_turns_of(t) for t in rows) for rows in responses],
     )

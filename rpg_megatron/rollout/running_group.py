@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import partial
-from typing import Any
+from itertools import chain
 
-from rpg_megatron.config import UserError
 from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rewards.failures import FailureCount
+from rpg_megatron.rewards.failures import FailureCount, RewardFailure
 from rpg_megatron.rewards.reward import Score, Scorer
 from rpg_megatron.rollout.conversation import Conversation
-from rpg_megatron.rollout.episode import (
-    Episode,
-    EpisodeTask,
-    NamedEpisode,
-    TokenLimit,
-    own_score,
-)
+from rpg_megatron.rollout.episode import EpisodeResult, EpisodeTask
+from rpg_megatron.rollout.episode_pool import Attempt, EpisodeRunner
 from rpg_megatron.rollout.gateway import Gateway
 from rpg_megatron.rollout.groups import GroupTask
-from rpg_megatron.system.custom_code import describe_error
 
 
 class RunningGroup:
@@ -38,23 +31,29 @@ class RunningGroup:
         self.grading: asyncio.Task[None] | None = None
         self.graded: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
         self.failures = FailureCount(task.set, 0, task.samples)
-        self._episodes: list[asyncio.Task[Score | None]] = []
+        self._episodes: list[asyncio.Task[EpisodeResult]] = []
 
     def start(
-        self, episode: NamedEpisode, codec: TextCodec, scorer: Scorer, vocab: int, gateway: Gateway | None
+        self, episode: EpisodeRunner, codec: TextCodec, scorer: Scorer, vocab: int, gateway: Gateway | None
     ) -> None:
         """Start the episode of each response. vocab: number of the model's tokens. gateway: None, if the
         episode is the default one.
         """
         task, prompt = self.task, tuple(self.task.prompt.tolist())
         text, row = "", None
-        if episode.path:  # the default one reads neither
+        if episode.settings is not None:  # the default one reads neither
             inputs = json.loads(task.context) if task.context else {}
             text, row = inputs.get("prompt") or codec.decode(task.prompt.tolist()), inputs.get("row")
-        for number in range(task.samples):
-            conversation = Conversation(task, number, prompt, vocab, codec, self.changed.set)
-            key = gateway.open(conversation) if gateway else ""
-            episode_task = EpisodeTask(
+        max_turns = episode.settings.max_turns if episode.settings else None
+        keys = [""] * task.samples
+
+        def begin(number: int) -> Attempt:
+            conversation = Conversation(task, number, prompt, vocab, codec, self.changed.set, max_turns)
+            self.conversations[number:] = [conversation, *self.conversations[number + 1 :]]
+            if gateway:
+                gateway.end(keys[number])
+                keys[number] = gateway.open(conversation)
+            inputs = EpisodeTask(
                 prompt=prompt,
                 text=text,
                 answer=task.answer,
@@ -65,13 +64,29 @@ class RunningGroup:
                 encode=lambda text: tuple(codec.encode(text)),
                 decode=lambda tokens: codec.decode(list(tokens)),
                 base_url=gateway.base_url if gateway else "",
-                api_key=key,
+                api_key=keys[number],
             )
-            self.conversations.append(conversation)
-            running = asyncio.create_task(_run(episode, episode_task, conversation, scorer))
+            return Attempt(inputs, conversation, partial(_score, conversation, scorer))
+
+        async def run(number: int, attempt: Attempt) -> EpisodeResult:
+            attempts = chain([attempt], iter(lambda: begin(number), None))
+            try:
+                result = await episode.run(attempts)
+            finally:
+                if gateway:
+                    gateway.end(keys[number])
+            ended = self.conversations[number]
+            ended.end()
+            if not ended.sampled:
+                if result.failure is None:
+                    failure = RewardFailure(episode.name, "error", "it ended without a turn of the policy")
+                    result = EpisodeResult(failure=failure)
+                await begin(number).conversation.generate(prompt, 1)  # a response has at least one token
+            return result
+
+        for number in range(task.samples):
+            running = asyncio.create_task(run(number, begin(number)))
             running.add_done_callback(self._on_end)
-            if gateway:
-                running.add_done_callback(partial(gateway.end, key))
             self._episodes.append(running)
 
     @property
@@ -95,26 +110,12 @@ class RunningGroup:
                 requests.append([conversation])
         return requests
 
-    def rewards(self) -> list[Score] | None:
-        """The rewards that the episodes set; None: they set none. The group must be complete.
-
-        Raises the error of an episode, and UserError if only some have a reward.
-        """
+    def results(self) -> list[EpisodeResult]:
+        """How the episodes have ended. The group must be complete. Raises the error of an episode."""
         for episode in filter(_has_failed, self._episodes):
             self.drop()
             episode.result()
-        results = [episode.result() for episode in self._episodes]
-        scores = [
-            score._replace(failures=conversation.failures)
-            for score, conversation in zip(results, self.conversations, strict=True)
-            if score is not None
-        ]
-        if scores and (len(scores) < len(results) or len({tuple(score.parts) for score in scores}) > 1):
-            raise UserError(
-                f"rollout.episode: the episodes of prompt {self.task.prompt_id} return rewards of different "
-                "kinds; return for every response a number, or the result of score, or no reward"
-            )
-        return scores or None
+        return [episode.result() for episode in self._episodes]
 
     def drop(self) -> None:
         """End the episodes."""
@@ -123,46 +124,23 @@ class RunningGroup:
             episode.cancel()
         self.changed.set()
 
-    def _on_end(self, episode: asyncio.Task[Score | None]) -> None:
+    def _on_end(self, episode: asyncio.Task[EpisodeResult]) -> None:
         _has_failed(episode)  # reads the exception: asyncio logs one that is never read
         self.changed.set()
 
 
-def _has_failed(episode: asyncio.Task[Score | None]) -> bool:
+def _has_failed(episode: asyncio.Task[EpisodeResult]) -> bool:
     return episode.done() and not episode.cancelled() and episode.exception() is not None
 
 
-async def _run(
-    episode: NamedEpisode, inputs: EpisodeTask, conversation: Conversation, scorer: Scorer
-) -> Score | None:
-    """Run an episode; returns its reward, if it sets one. Raises UserError, which names its file and line."""
-    task = conversation.task
-
-    async def score(text: str | None = None) -> Score:
-        response = conversation.response() if text is None else conversation.response()._replace(text=text)
+async def _score(conversation: Conversation, scorer: Scorer, text: str | None = None) -> Score:
+    """``episode.ScoreText``."""
+    task, response = conversation.task, conversation.response()
+    if text is not None:
+        response = response._replace(text=text)
+    with conversation.waiting():
         (result,) = await scorer.score(
             [response], task.answer, task.context, first_only=task.correctness_only
         )
-        conversation.failures += result.failures
-        return result
-
-    try:
-        try:
-            outcome: Any = await episode.function(inputs, conversation.generate, score)
-        except TokenLimit:
-            outcome = Episode()
-        if not isinstance(outcome, Episode):
-            raise TypeError(f"it returned {type(outcome).__name__} instead of an Episode")
-        if not conversation.sampled:
-            raise ValueError("it ended without a turn of the policy")
-        return None if outcome.reward is None else own_score(outcome.reward)
-    except Exception as e:
-        error: BaseException = e
-    except asyncio.CancelledError as e:
-        if (current := asyncio.current_task()) is None or current.cancelling():
-            raise
-        error = e  # its own
-    problem = describe_error(error, episode.path)
-    raise UserError(
-        f"rollout.episode: {episode.path} {problem} (prompt {task.prompt_id}, response {conversation.number})"
-    ) from error
+    conversation.failures += result.failures
+    return result

@@ -32,7 +32,8 @@ from rpg_megatron.rewards.failures import MOST, FailureCount, first_of_each
 from rpg_megatron.rewards.grader import Grader
 from rpg_megatron.rewards.reward import Score, Scorer
 from rpg_megatron.rollout.conversation import Conversation
-from rpg_megatron.rollout.episode import SINGLE_TURN, load_episode
+from rpg_megatron.rollout.episode_pool import EpisodePool, EpisodeRunner, LocalEpisode
+from rpg_megatron.rollout.episode_scores import episode_scores, needs_run_scores
 from rpg_megatron.rollout.gateway import Gateway
 from rpg_megatron.rollout.groups import (
     Generated,
@@ -64,11 +65,13 @@ class Worker:
         engines: Sequence[EngineClient],
         work: Path,
         stop_token_ids: Sequence[int],
+        episode: EpisodeRunner | None = None,
     ):
         """codec: the tokenizer. work: the folder shared with the launcher. stop_token_ids: tokens that
-        end a response.
+        end a response. episode: None: that of the settings.
         """
         self._codec, self._engines, self._work, self._stops = codec, engines, work, list(stop_token_ids)
+        self._settings = settings
         self._stop_texts = settings.rollout.stop
         self._max_sequences = settings.engine.max_sequences
         rollout = settings.rollout
@@ -78,16 +81,16 @@ class Worker:
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.
         self._comparer = Grader(workers=1, deadline=reward.deadline, memory=reward.memory_bytes)
         self._groups: dict[int, RunningGroup] = {}
-        self._own_episode, self._vocab = load_episode(rollout.episode), 0
-        if self._own_episode.path:
+        self._episode: EpisodeRunner | None = episode
+        self._vocab = 0
+        if rollout.episode is not None:
+            self._episode = episode or EpisodePool(settings, work / CODEC)
             self._vocab = read_model_shape(settings.model.path).vocab_size
-        self._repeatable = self._scorer.repeatable and not self._own_episode.path
+        self._repeatable = self._scorer.repeatable and rollout.episode is None
         """Whether a group that is sampled again by the same weights gets the same scores."""
         self._logged: set[tuple[str, ...]] = set()
         """Kinds of failures of the reward that are in the log."""
-        self._gateway: Gateway | None = None
-        if self._own_episode.path:
-            self._gateway = Gateway(settings, codec, work, self._stops)
+        self._gateway = Gateway(settings, codec, work, self._stops) if rollout.episode else None
         self._arrived = asyncio.Event()
         """Set when a group was added."""
 
@@ -222,6 +225,8 @@ class Worker:
         self._comparer.close()
         if self._gateway is not None:
             self._gateway.close()
+        if isinstance(self._episode, EpisodePool):
+            self._episode.close()
 
     def _group(self, task: GroupTask) -> RunningGroup:
         known = self._groups.get(task.ticket)
@@ -230,9 +235,9 @@ class Worker:
         if known is not None:
             known.drop()
         group = self._groups[task.ticket] = RunningGroup(task)
-        episode = self._own_episode if task.graded else SINGLE_TURN
-        gateway = self._gateway if episode.path else None
-        group.start(episode, self._codec, self._scorer, self._vocab, gateway)
+        episode = self._episode if task.graded else None
+        gateway = self._gateway if episode else None
+        group.start(episode or LocalEpisode(), self._codec, self._scorer, self._vocab, gateway)
         self._arrived.set()
         return group
 
@@ -255,17 +260,18 @@ class Worker:
 
     async def _trajectories(self, group: RunningGroup) -> list[Trajectory]:
         """The graded responses of a group. Raises the error of an episode."""
-        task, episode_scores = group.task, group.rewards()
+        task, results = group.task, group.results()
         responses = [conversation.response() for conversation in group.conversations]
         if not task.graded:
             scores = [Score(0.0, False, None, "not graded", {})] * len(responses)
-        elif episode_scores:
-            scores = episode_scores
         else:
-            scores = await self._scorer.score(
-                responses, task.answer, task.context, first_only=task.correctness_only
-            )
-        if task.graded:
+            settings, run_scores = self._settings.rollout.episode, None
+            if needs_run_scores(results, settings):
+                run_scores = await self._scorer.score(
+                    responses, task.answer, task.context, first_only=task.correctness_only
+                )
+            failures = [conversation.failures for conversation in group.conversations]
+            scores = episode_scores(results, run_scores, failures, settings, task.prompt_id)
             group.failures = self._count_failures(task, scores)
         each = zip(group.conversations, responses, scores, strict=True)
         rows = (conversation.trajectories(response, score) for conversation, response, score in each)

@@ -1,4 +1,4 @@
-"""A run that is killed five times ends, bit for bit, as an undisturbed one. Up to 150 kills in 30 runs.
+"""A run that is killed five times ends, bit for bit, as an undisturbed one. Up to 180 kills in 36 runs.
 
 Why: what a kill at one moment breaks, another moment does not show, and whatever a checkpoint forgets shows
 only as a run that learns a little worse. The kills are drawn from a seed (``tests/support/kills``): SIGKILL
@@ -14,6 +14,9 @@ A third layout samples ahead (``rollout.ahead=2``), with responses that continue
 depend on timing there, so ``tests/support/ahead_runs`` compares which groups each step holds, the age of each
 token and the guard's numbers. Kills are aimed at rollout, update and sync; Ctrl-C and SIGTERM, after which
 the run saves and resumes, are among them. ``interrupted`` counts responses of several versions so far.
+
+In a fourth layout a response has two turns, sampled by an episode: environment workers are killed as reward
+workers are, being forks of fork servers too.
 
 Four of five runs fork vLLM's processes (``tests/support/engine``): the same processes die, but an engine's
 start, in which kills hit too, is shorter. Not covered: GPUs, several nodes, a machine that loses power.
@@ -33,7 +36,7 @@ from tests.long_results import code_commit, put_row
 from tests.support.ahead_runs import compare_ahead, count_mixed
 from tests.support.engine import install_plugin
 from tests.support.kills import KilledRun, draw
-from tests.support.watched_runs import AHEAD, LAYOUTS, Reference, leave_alone, private_tmp
+from tests.support.watched_runs import AHEAD, EPISODES, LAYOUTS, Reference, leave_alone, private_tmp
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
@@ -51,7 +54,7 @@ def register():
     CpuPlatform.check_and_update_config = classmethod(check)
 """
 """A plug-in: on a CPU vLLM spawns its core and workers to bind their threads; ours are not bound."""
-RUNS = [(seed, layout) for layout in LAYOUTS for seed in range(6 if layout == AHEAD else 12)]
+RUNS = [(seed, layout) for layout in LAYOUTS for seed in range(6 if layout in (AHEAD, EPISODES) else 12)]
 
 
 @pytest.fixture(scope="module")

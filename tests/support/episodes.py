@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
@@ -64,6 +70,10 @@ async def faulty(task: EpisodeTask, generate: Generate, score: ScoreText, fault:
             raise asyncio.CancelledError
         case "not finite":
             return Episode(float("nan"))
+        case "own name":
+            return Episode(1.0, {"turns": 1.0})
+        case "exits":
+            sys.exit(3)
     return Episode()
 
 
@@ -101,6 +111,34 @@ async def branching(task: EpisodeTask, generate: Generate, score: ScoreText) -> 
     await generate(task.encode("another prompt"), 5, branch=True)
     await generate(second.context + BETWEEN, 5)
     return Episode()
+
+
+async def unruly(
+    task: EpisodeTask, generate: Generate, score: ScoreText, fault: str, seeds: list[int]
+) -> Episode:
+    """Two turns; between them, those with these seeds do what ends or blocks a process."""
+    turn = await generate(task.prompt, 5)
+    if task.seed in seeds:
+        match fault:
+            case "crash":
+                os._exit(1)
+            case "block":
+                time.sleep(1000)
+            case "wait":
+                await asyncio.sleep(1000)
+            case "wait, deaf":
+                while True:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(1000)
+            case "memory":
+                bytearray(1 << 40)
+            case "kill once":
+                mark = Path("killed")
+                if not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+    await generate(turn.context + BETWEEN, 5)
+    return Episode(float(len(turn.tokens)), {"first": len(turn.tokens)})
 
 
 async def _no_client(task: EpisodeTask) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rpg_megatron.bridge.vllm.generate_route import GENERATE, SampledBytes
 from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, Totals
@@ -29,6 +30,20 @@ class ByteTokenizer:
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         kept = [t for t in tokens if t] if skip_special_tokens else tokens
         return bytes(kept).decode(errors="replace")
+
+
+def write_byte_codec(file: Path) -> None:
+    """The same as a file for ``load_codec``."""
+    characters = pre_tokenizers.ByteLevel.alphabet()
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    vocab = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
+    assert set(vocab) == set(characters)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizer.id_to_token(0)])
+    file.write_text(tokenizer.to_str())
 
 
 class StandIns:

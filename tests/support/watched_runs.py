@@ -42,6 +42,7 @@ SETTINGS = [
 WORKERS = "rollout.workers=2"
 AHEAD = "ahead 2, two engines"
 """The layout whose contents depend on timing (``ahead_runs``)."""
+EPISODES = "two turns, two engines"
 LAYOUTS = {
     "tensor 2, one engine": ["parallel.tensor=2"],
     "data 2, two engines": [
@@ -54,6 +55,10 @@ LAYOUTS = {
         *("rollout.ahead=2", "correction.type=truncate"),
         # The engines are slower than the trainer, so that updates interrupt responses.
         *("engine.max_sequences=1", "rollout.samples_per_prompt=8"),
+    ],
+    EPISODES: [
+        *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
+        "rollout.episode={type: tests.support.kill_reward:two_turns, workers: 4}",
     ],
 }
 LIMIT = 1800.0

@@ -28,6 +28,7 @@ from rpg_megatron.engine.client import EngineUnavailable, Sample
 from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dynamic_sampling import Group
+from rpg_megatron.rollout.episode_pool import EpisodeRunner, LocalEpisode
 from rpg_megatron.rollout.groups import (
     Generated,
     GroupAnswers,
@@ -36,11 +37,11 @@ from rpg_megatron.rollout.groups import (
     TrajectorySize,
     by_response,
 )
-from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker import CODEC, Worker
 from rpg_megatron.system.custom_code import find_problem
 from tests.support import episodes
 from tests.support.ranks import ROOT
-from tests.support.stand_in_engines import ByteTokenizer
+from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec
 
 PROMPT = b"What is 1+1?"
 Request = dict[str, Any]
@@ -83,16 +84,21 @@ def make_task(**changes: Any) -> GroupTask:
 
 
 def sample(
-    settings: Settings, engines: list[Engine], folder: Path, task: GroupTask | None = None
+    settings: Settings,
+    engines: list[Engine],
+    folder: Path,
+    task: GroupTask | None = None,
+    episode: EpisodeRunner | None = None,
 ) -> tuple[list[Trajectory], GroupScores]:
-    """Sample a group, on the next engine after each failure."""
+    """Sample a group, on the next engine after each failure. episode: None: in worker processes."""
 
     async def run() -> tuple[list[Trajectory], GroupScores]:
         clients: Any = engines
-        worker = Worker(settings, codec_of(ByteTokenizer()), clients, folder, [0])
+        write_byte_codec(folder / CODEC)
+        worker = Worker(settings, codec_of(ByteTokenizer()), clients, folder, [0], episode)
         group_task = task or make_task()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 progress, number = Generated(False), -1
                 while not progress.complete:
                     number += 1
@@ -114,9 +120,10 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
     settings = make_settings(config_file, "tests.support.episodes:three_turns", longest=5)
     engine = Engine(random.Random(1))
     group, scores = sample(settings, [engine], tmp_path)
-    answers = {(tuple(r["prompt"]), r["seed"]): r["max_tokens"] for r in engine.requests if r["n"] == 1}
+    each = [(tuple(r["prompt"]), r["seed"] + i, r) for r in engine.requests for i in range(r["n"])]
+    assert len({seed for _, seed, _ in each}) == len(each) == 3 * 3
+    answers = {(prompt, seed): r["max_tokens"] for prompt, seed, r in each if prompt != tuple(PROMPT)}
     assert len(answers) == 2 * 3
-    assert len({r["seed"] for r in engine.requests}) == len(engine.requests)
     for t in group:
         sequence = [*PROMPT, *t.response.tolist()]
         turns = re.fullmatch(rb"(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)\(\)\*(\d{1,5}\0?)", bytes(t.response.tolist()))
@@ -180,6 +187,7 @@ def test_rows_survive_files_and_answer_for_their_response(config_file: Path, tmp
     settings = make_settings(config_file, "tests.support.episodes:branching")
 
     async def run() -> None:
+        write_byte_codec(tmp_path / CODEC)
         worker = Worker(settings, codec_of(ByteTokenizer()), [Engine(random.Random(1))], tmp_path, [0])
         try:
             assert (await worker.generate(make_task(), 0, 0)).complete
@@ -211,7 +219,8 @@ def test_neither_timing_nor_failures_change_a_response(
     for seed in range(20):
         lives = (seed % 7, 2, 100)
         engines = [Engine(random.Random(10 * seed + i), lives=count) for i, count in enumerate(lives)]
-        group, _ = sample(settings, engines, tmp_path)
+        here = LocalEpisode(getattr(episodes, episode), settings.rollout.episode)
+        group, _ = sample(settings, engines, tmp_path, episode=here if seed % 7 else None)
         assert contents(group) == contents(expected)
         assert sum(engine.answered for engine in engines) == (9 if episode == "three_turns" else 15)
 
@@ -233,7 +242,8 @@ def test_a_turn_that_was_given_up_leaves_nothing(config_file: Path, tmp_path: Pa
     episodes.at_work = asyncio.Event()
     episodes.given_up.clear()
     settings = make_settings(config_file, "tests.support.episodes:impatient")
-    group, _ = sample(settings, [engine], tmp_path)
+    here = LocalEpisode(episodes.impatient, settings.rollout.episode)
+    group, _ = sample(settings, [engine], tmp_path, episode=here)
     assert sum(r["n"] for r in engine.requests) == 2 * 3
     expected, _ = sample(load_settings(config_file), [Engine(random.Random(1))], tmp_path)
     assert contents(group) == contents(expected)
@@ -285,6 +295,7 @@ def test_an_evaluation_runs_the_episode_too(config_file: Path, tmp_path: Path) -
 
     async def run() -> GroupAnswers:
         clients: Any = [Engine(random.Random(1))]
+        write_byte_codec(tmp_path / CODEC)
         worker = Worker(settings, codec_of(ByteTokenizer()), clients, tmp_path, [0])
         assert (await worker.generate(held_out, 0, 0)).complete
         answers = await worker.answers(7)
@@ -317,7 +328,7 @@ def test_a_reward_that_fails_inside_an_episode_is_counted(
     [
         ("no turn", "it ended without a turn of the policy"),
         ("nothing", "it returned NoneType instead of an Episode"),
-        ("raises", "fails at .*tests/support/episodes.py:[0-9]+: KeyError: 'a tool'"),
+        ("raises", "KeyError: 'a tool' at .*tests/support/episodes.py:[0-9]+$"),
         ("shorter", "do not begin with the 12 tokens of the conversation so far .they differ at token 11"),
         ("encoded again", "they differ at token 12"),
         ("text", "something that is no list of token ids"),
@@ -328,16 +339,21 @@ def test_a_reward_that_fails_inside_an_episode_is_counted(
         ("two at once", "while it samples another turn"),
         ("cancelled", "CancelledError"),
         ("not finite", "the reward is nan"),
+        ("own name", "metric 'turns': use a letter"),
+        ("exits", "error: SystemExit: 3"),
     ],
 )
-def test_a_faulty_episode_ends_the_run_with_a_message(
-    config_file: Path, tmp_path: Path, fault: str, message: str
-) -> None:
-    settings = make_settings(config_file, "tests.support.episodes:faulty", fault=fault)
-    with pytest.raises(UserError, match=message) as error:
-        sample(settings, [Engine(random.Random(1))], tmp_path)
-    assert str(error.value).startswith("rollout.episode: tests.support.episodes:faulty fails")
-    assert "prompt 0, response" in str(error.value)
+def test_a_faulty_episode_is_counted(config_file: Path, tmp_path: Path, fault: str, message: str) -> None:
+    """Its response is kept with the turns it has, for the guard to decide."""
+    settings = make_settings(config_file, "tests.support.episodes:faulty", fault=fault, failed=-0.5)
+    group, scores = sample(settings, [Engine(random.Random(1))], tmp_path)
+    assert (scores.failures.failed, scores.failures.graded) == (3, 3)
+    (failure,) = scores.failures.first
+    assert re.search(message, str(failure))
+    start = "rollout.episode tests.support.episodes:faulty, training set, prompt 0 ('What is 1+1?'): error: "
+    assert str(failure).startswith(start)
+    assert [(t.reward, t.correct) for t in group] == [(-0.5, False)] * 3
+    assert all(1 <= t.sampled == len(t.response) for t in group)
 
 
 def test_rewards_of_different_kinds_are_refused(config_file: Path, tmp_path: Path) -> None:
@@ -351,6 +367,7 @@ def test_a_dropped_group_ends_its_episodes(config_file: Path, tmp_path: Path) ->
 
     async def run() -> None:
         clients: Any = [Engine(random.Random(1))]
+        write_byte_codec(tmp_path / CODEC)
         worker = Worker(settings, codec_of(ByteTokenizer()), clients, tmp_path, [0])
         working = asyncio.create_task(worker.generate(make_task(), 0, 0))
         while not clients[0].requests:

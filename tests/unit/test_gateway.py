@@ -24,6 +24,7 @@ from rpg_megatron.data.prompts import TextCodec, codec_of, load_tokenizer, save_
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import Sample
 from rpg_megatron.rollout.episode import EpisodeTask
+from rpg_megatron.rollout.episode_pool import LocalEpisode
 from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import stop_tokens
@@ -104,7 +105,8 @@ class Run:
 
         async def run() -> list[Trajectory]:
             engines: Any = [self.engine]
-            worker = Worker(self.settings, self.codec, engines, self.folder, self.stops)
+            here = LocalEpisode(episodes.client_chat, self.settings.rollout.episode)
+            worker = Worker(self.settings, self.codec, engines, self.folder, self.stops, here)
             episodes.client = first
             try:
                 async with asyncio.timeout(300):

@@ -27,7 +27,6 @@ limit: a summary, or the way to what the rest of the page says
 limit: a word of caution or advice, which no code can make true
   reward.type: module:function` is imported
   yes, they are your code
-  it runs in a sampler worker without limits
   what an environment says through it
   which are no sandbox
   anyone who can write there can change
@@ -90,7 +89,9 @@ unit/test_gateway.py::test_a_client_that_leaves_or_outlives_its_episode
   the same, on the first node
   a key for each response
   it ends with the episode
-unit/test_episodes.py::test_a_faulty_episode_ends_the_run_with_a_message
+unit/test_episode_pool.py::test_only_the_faulty_episode_fails
+  killed at its limits of time and memory
+unit/test_episodes.py::test_a_faulty_episode_is_counted
   its tokens are those of the model's vocabulary
 integration/test_reward_pool.py::test_every_input_gets_an_outcome
   they run in workers with a time and memory limit

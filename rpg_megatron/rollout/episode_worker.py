@@ -1,0 +1,141 @@
+"""The main loop of an environment worker: runs episodes, for which ``episode_pool`` samples and scores.
+
+A line that it gets is the number of a call and an object: ``task`` begins an episode, ``cancel`` ends it,
+``reply`` answers a request. A request has ``ask`` (its number), ``method`` and ``arguments``, or ``drop`` if
+its answer is no longer needed. The last line of a call is as in ``rewards/worker_process``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import operator
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rpg_megatron.data.prompts import TextCodec, load_codec
+from rpg_megatron.rewards.reward import Score
+from rpg_megatron.rewards.worker_process import failure_of, must_exit, peak_memory, read_lines, send_line
+from rpg_megatron.rollout.episode import (
+    Episode,
+    EpisodeFunction,
+    EpisodeResult,
+    EpisodeTask,
+    TokenLimit,
+    Turn,
+    result_of,
+    token_array,
+)
+from rpg_megatron.system.custom_code import CustomCode, load_custom
+
+
+def load_server(
+    path: str, settings: dict[str, Any], reserved: Sequence[str], codec: str, model: str
+) -> Callable[[socket.socket], None]:
+    """What a worker runs. codec, model: arguments of ``load_codec``. The others: as in ``CustomCode``.
+
+    Raises UserError if the episode cannot be imported with these settings.
+    """
+    code = CustomCode("rollout.episode", path, settings, 3, coroutine=True, reserved=tuple(reserved))
+    episode, text_codec = load_custom(code), load_codec(Path(codec), Path(model))
+    file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None) or ""
+    return lambda connection: asyncio.run(_serve(connection, episode, text_codec, file))
+
+
+async def _serve(connection: socket.socket, function: EpisodeFunction, codec: TextCodec, file: str) -> None:
+    start = peak_memory()
+    send_line(connection, os.getpid())
+    episodes: dict[int, _Episode] = {}
+
+    async def run(number: int, episode: _Episode) -> None:
+        try:
+            answer = {"value": await episode.run(function)}
+            line = answer | {"number": number, "exits": must_exit(answer, start)}
+            send_line(connection, line)
+        except (Exception, SystemExit, asyncio.CancelledError) as e:
+            answer = failure_of(e, file)
+            send_line(connection, answer | {"number": number, "exits": must_exit(answer, start)})
+        del episodes[number]
+
+    def receive(number: int, line: dict[str, Any]) -> None:
+        if "task" in line:
+            episode = episodes[number] = _Episode(connection, number, line["task"], codec)
+            episode.running = asyncio.create_task(run(number, episode))
+        elif number in episodes:
+            episodes[number].receive(line)
+
+    await read_lines(connection, receive)
+
+
+class _Episode:
+    """An episode that runs."""
+
+    running: asyncio.Task[None]
+
+    def __init__(self, connection: socket.socket, number: int, inputs: dict[str, Any], codec: TextCodec):
+        self._connection, self._number, self._codec = connection, number, codec
+        self._task = EpisodeTask(
+            **inputs | {"prompt": tuple(inputs["prompt"])},
+            encode=lambda text: tuple(codec.encode(text)),
+            decode=self._decode,
+        )
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    async def run(self, function: EpisodeFunction) -> EpisodeResult:
+        """Its result. Raises what the episode raises."""
+        try:
+            ended = await function(self._task, self._generate, self._score)
+        except TokenLimit:
+            ended = Episode()
+        return result_of(ended)
+
+    def receive(self, line: dict[str, Any]) -> None:
+        """Take an answer, or end."""
+        if "cancel" in line:
+            self.running.cancel()
+        elif (future := self._waiting.get(line["reply"])) and not future.done():
+            future.set_result(line)
+
+    async def _generate(
+        self, tokens: Sequence[int], max_tokens: int | None = None, *, branch: bool = False
+    ) -> Turn:
+        before = token_array(tokens)
+        most = None if max_tokens is None else operator.index(max_tokens)
+        answer = await self._ask("generate", before.tolist(), most, bool(branch))
+        sampled, finish, logprobs = answer["turn"]
+        arrays = before.astype(np.int32), np.array(sampled, np.int32), np.array(logprobs, np.float32)
+        return Turn(arrays[0], arrays[1], finish, arrays[2], self._decode)
+
+    async def _score(self, text: str | None = None) -> Score:
+        answer = await self._ask("score", text if text is None else str(text))
+        return msgspec.convert(answer["score"], Score)
+
+    async def _ask(self, method: str, *arguments: Any) -> dict[str, Any]:
+        ask = next(self._numbers)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[ask] = future
+        request = {"number": self._number, "ask": ask}
+        send_line(self._connection, request | {"method": method, "arguments": arguments})
+        try:
+            answer = await future
+        except asyncio.CancelledError:
+            send_line(self._connection, request | {"drop": True})
+            raise
+        finally:
+            del self._waiting[ask]
+        if "limit" in answer:
+            raise TokenLimit(answer["limit"])
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._codec.decode(list(tokens))
