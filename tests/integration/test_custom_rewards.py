@@ -212,7 +212,7 @@ def test_own_time_outs_and_cancelled_tasks_are_errors(scores: Callable[..., Any]
 def test_a_blocking_call_is_killed_and_the_others_are_repeated(
     scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.5)
     texts = ["block", "crash once", *("x" * n for n in range(1, 9))]
     results, counts = scores(
         reward_of("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts

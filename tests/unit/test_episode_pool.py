@@ -22,8 +22,9 @@ from rpg_megatron.rollout.batch_metrics import batch_metrics
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.episode_pool import EpisodePool
 from rpg_megatron.rollout.worker import CODEC, Worker
+from tests.support.episode_rig import Engine, contents, make_settings, make_task, sample
+from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec
-from tests.unit.test_episodes import Engine, contents, make_settings, make_task, sample
 
 UNRULY = "tests.support.episodes:unruly"
 
@@ -34,6 +35,7 @@ def engine() -> Engine:
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
 
 
