@@ -26,7 +26,7 @@ from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS
-from rpg_megatron.config.rollout import DynamicSamplingSettings
+from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_problems_with_counts
@@ -35,7 +35,6 @@ from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
 from rpg_megatron.launcher.preflight import has_tokenizer
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.rollout.episode import episode_code
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -198,7 +197,9 @@ def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
         dynamic, reserved = settings.rollout.dynamic, tuple(DynamicSamplingSettings.model_fields)
         yield CustomCode("rollout.dynamic", dynamic.type, dynamic.keywords, 1, reserved=reserved)
     if (episode := settings.rollout.episode) is not None:
-        yield episode_code(episode)
+        reserved = tuple(EpisodeSettings.model_fields)
+        path, keywords = episode.type, episode.keywords
+        yield CustomCode("rollout.episode", path, keywords, 3, reserved=reserved, coroutine=True)
 
 
 def check_trackers(settings: Settings, environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -2,8 +2,8 @@
 
 ``python -m rpg_megatron.rewards.fork_server FUNCTION MEMORY DEADLINE PARENT FD``, started by
 ``pool.ForkServer``. FUNCTION is JSON: "module:name", which is called with a list of arguments; for a custom
-reward, a list [key in the settings, module:name, its settings, reserved names] (``custom_reward``); for an
-episode, an object with the arguments of ``episode_worker.load_server``.
+reward, a list [key in the settings, module:name, its settings, reserved names] (``custom_reward``); else an
+object with the path of an async server's loader, "load", and its arguments.
 
 The server imports the function once. Each worker is a fork of it and starts in milliseconds, so replacing a
 killed worker is cheap. The server reads a socket: each byte carries a file descriptor, and the server forks a
@@ -53,9 +53,8 @@ def _load(name: Any, deadline: float) -> tuple[Callable[[socket.socket], None], 
         function = load_function(name)
         return lambda connection: serve(connection, lambda arguments: function(*arguments)), {}
     if isinstance(name, dict):
-        from rpg_megatron.rollout.episode_worker import load_server
-
-        return load_server(**name), {"async": True}
+        load = load_function(name.pop("load"))
+        return load(**name), {"async": True}
     from rpg_megatron.rewards.custom_reward import load_reward  # built-in graders do not need pydantic
 
     custom = load_reward(*name)

@@ -105,7 +105,7 @@ class Function(NamedTuple):
     custom: tuple[str, dict[str, Any], tuple[str, ...]] | None = None
     """For a custom reward: its key in the settings, its settings, and reserved names of settings."""
     episode: dict[str, Any] | None = None
-    """For an episode: arguments of ``episode_worker.load_server``."""
+    """For an episode: "load", the path of the loader of its server, and the loader's arguments."""
 
 
 class ForkServer:

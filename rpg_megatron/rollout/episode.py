@@ -21,11 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rpg_megatron.config.reward import TERM_NAME
-from rpg_megatron.config.rollout import EpisodeSettings
 from rpg_megatron.data.trajectory import Floats, Tokens
 from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.reward import Score
-from rpg_megatron.system.custom_code import CustomCode
 
 OWN_METRICS = (
     "branches",
@@ -146,13 +144,6 @@ async def single_turn(task: EpisodeTask, generate: Generate, score: ScoreText) -
     """One turn, with the run's reward."""
     await generate(task.prompt)
     return Episode()
-
-
-def episode_code(settings: EpisodeSettings) -> CustomCode:
-    """The episode of ``rollout.episode``, for ``load_custom``."""
-    reserved = tuple(EpisodeSettings.model_fields)
-    where, path = "rollout.episode", settings.type
-    return CustomCode(where, path, settings.keywords, 3, coroutine=True, reserved=reserved)
 
 
 class EpisodeResult(NamedTuple):

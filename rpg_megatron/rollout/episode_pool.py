@@ -25,7 +25,6 @@ from rpg_megatron.rollout.episode import (
     EpisodeTask,
     ScoreText,
     TokenLimit,
-    episode_code,
     result_of,
     single_turn,
 )
@@ -88,8 +87,13 @@ class EpisodePool:
         self._processes: list[WorkerProcess] = []
         self._size = -(-section.workers // settings.rollout.workers)
         self._choosing, self._alone = asyncio.Lock(), asyncio.Semaphore(_ALONE)
-        code, tokenizer = episode_code(section), {"codec": str(codec), "model": str(settings.model.path)}
-        episode = {"path": code.path, "settings": code.settings, "reserved": code.reserved, **tokenizer}
+        episode = {
+            "load": "rpg_megatron.rollout.episode_worker:load_server",
+            "path": section.type,
+            "settings": section.keywords,
+            "codec": str(codec),
+            "model": str(settings.model.path),
+        }
         memory = int(section.memory_gib * 1024**3)
         self._server = ForkServer(Function(section.type, section.deadline, memory, episode=episode))
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rpg_megatron.config.rollout import EpisodeSettings
 from rpg_megatron.data.prompts import TextCodec, load_codec
 from rpg_megatron.rewards.reward import Score
 from rpg_megatron.rewards.worker_process import failure_of, must_exit, peak_memory, read_lines, send_line
@@ -37,13 +38,14 @@ from rpg_megatron.system.custom_code import CustomCode, load_custom
 
 
 def load_server(
-    path: str, settings: dict[str, Any], reserved: Sequence[str], codec: str, model: str
+    path: str, settings: dict[str, Any], codec: str, model: str
 ) -> Callable[[socket.socket], None]:
     """What a worker runs. codec, model: arguments of ``load_codec``. The others: as in ``CustomCode``.
 
     Raises UserError if the episode cannot be imported with these settings.
     """
-    code = CustomCode("rollout.episode", path, settings, 3, coroutine=True, reserved=tuple(reserved))
+    reserved = tuple(EpisodeSettings.model_fields)
+    code = CustomCode("rollout.episode", path, settings, 3, coroutine=True, reserved=reserved)
     episode, text_codec = load_custom(code), load_codec(Path(codec), Path(model))
     file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None) or ""
     return lambda connection: asyncio.run(_serve(connection, episode, text_codec, file))

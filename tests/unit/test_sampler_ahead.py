@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -23,9 +24,8 @@ import pytest
 from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings
-from rpg_megatron.config.rollout import ImportedDynamicSamplingSettings
+from rpg_megatron.config.rollout import EpisodeSettings, ImportedDynamicSamplingSettings
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
@@ -35,10 +35,11 @@ from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
 from rpg_megatron.rollout.sampler_client import ResyncRequired, RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
-from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker import CODEC, Worker
 from rpg_megatron.system.events import EventSender
 from tests.support.episodes import BETWEEN
-from tests.support.stand_in_engines import ByteTokenizer
+from tests.support.ranks import ROOT
+from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec
 
 NOTHING = Manifest("shared_memory", {}, 0, (), {})
 STEPS = 8
@@ -135,6 +136,8 @@ class Run:
         tokenizer = ByteTokenizer()
         pool = EnginePool(settings.engine, clients, folder, interrupt=True)
         stops = stop_tokens(settings.model.path, tokenizer)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_byte_codec(folder / CODEC)
         self.worker = Worker(settings, codec_of(tokenizer), clients, folder, stops)
         events = EventSender(folder / "events")
         self.sampler = Sampler(settings, tokenizer, pool, [self.worker], events, folder)
@@ -277,9 +280,12 @@ def test_tokens_have_their_version_and_none_is_too_old(
     assert run.sampler._stream._next_ticket == STEPS * size
 
 
-def test_turns_have_exact_versions_when_updates_interrupt_them(settings: Settings, tmp_path: Path) -> None:
+def test_turns_have_exact_versions_when_updates_interrupt_them(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three turns with tokens between them: an episode sees whole turns, whatever an update interrupted."""
-    episode = ImportedSettings.model_validate({"type": "tests.support.episodes:three_turns"})
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    episode = EpisodeSettings.model_validate({"type": "tests.support.episodes:three_turns"})
     run = asyncio.run(Run(changed(settings, episode=episode), tmp_path / "run", 3).go())
     check(run)
     everyone = [t for batch in run.trajectories for t in batch]

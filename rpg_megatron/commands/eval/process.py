@@ -28,6 +28,7 @@ from rpg_megatron.data.prompts import (
     fit_prompts,
     load_tokenizer,
     save_chat_template,
+    save_codec,
     without_torch,
 )
 from rpg_megatron.data.vocabulary import check_stops
@@ -43,7 +44,7 @@ from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.seeds import stop_tokens
-from rpg_megatron.rollout.worker import Worker, engine_clients
+from rpg_megatron.rollout.worker import CODEC, Worker, engine_clients
 from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.tasks import run_all
 
@@ -89,6 +90,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     engines = engine_clients(settings, work, token)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, vocab)
+    save_codec(tokenizer, work / CODEC)
     save_chat_template(tokenizer, settings.data, work / CHAT)
     worker = Worker(settings, codec_of(tokenizer), engines, work, stops)
 
