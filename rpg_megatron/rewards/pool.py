@@ -233,6 +233,13 @@ class ForkServer:
             socket.send_fds(server[1], [b"w"], [descriptor])
 
 
+def _decode(line: bytes) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.MsgspecError:  # it refuses what ``json`` writes of NaN and of half a surrogate pair
+        return json.loads(line)
+
+
 class _Call(NamedTuple):
     """A call that a worker runs."""
 
@@ -316,7 +323,7 @@ class WorkerProcess(asyncio.Protocol):
         *lines, self._unread = (self._unread + data).split(b"\n")
         try:
             for line in lines:
-                answer = msgspec.json.decode(line)
+                answer = _decode(line)
                 number = answer["number"]
                 if "ask" in answer:
                     asking = self._calls.get(number)
@@ -328,8 +335,8 @@ class WorkerProcess(asyncio.Protocol):
                 self.is_full |= answer["exits"]
                 if not call.outcome.done():
                     call.outcome.set_result(read_answer(answer))
-        except (msgspec.MsgspecError, ValueError, LookupError, TypeError):
-            self.end()  # something else has written to the connection
+        except (ValueError, LookupError, TypeError):  # something else has written to the connection
+            self.end()
         if self.is_full and not self._calls:
             self.end()
 

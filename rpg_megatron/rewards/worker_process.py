@@ -171,7 +171,8 @@ def failure_of(error: BaseException, file: str) -> dict[str, Any]:
         return {"failure": "error", "detail": str(error)[:_MAX_DETAIL], "counts": error.counts}
     lines = [n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
     place = {"place": f"{file}:{lines[-1]}"} if lines else {}
-    detail = ": ".join(filter(None, (type(error).__name__, " ".join(str(error)[:_MAX_DETAIL].split()))))
+    message = str(error)[:_MAX_DETAIL].encode(errors="backslashreplace").decode()  # for logs and messages
+    detail = ": ".join(filter(None, (type(error).__name__, " ".join(message.split()))))
     return {"failure": "error", "detail": detail} | place
 
 

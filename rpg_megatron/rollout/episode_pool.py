@@ -31,6 +31,8 @@ from rpg_megatron.rollout.episode import (
 
 _ALONE = 4
 """Episodes at a time that are run again in a process of their own."""
+_SHORTEST = 0.1
+"""Seconds until the next look at an episode that has almost reached its deadline and waits for a turn."""
 _LOCAL = {"encode", "decode"}
 """Fields of a task that the worker process sets."""
 
@@ -99,12 +101,12 @@ class EpisodePool:
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
         """See ``EpisodeRunner``."""
-        outcome = await self._try(next(attempts), await self._choose())
+        outcome = await self._try(next(attempts), await self._choose(), alone=False)
         if outcome.failure == "crash":
             async with self._alone:
                 process = await WorkerProcess.start(self._server)
                 process.is_full = True
-                outcome = await self._try(next(attempts), process)
+                outcome = await self._try(next(attempts), process, alone=True)
         if outcome.failure is not None:
             failure = RewardFailure(self.name, outcome.failure, outcome.detail, outcome.place)
             return EpisodeResult(failure=failure)
@@ -120,22 +122,21 @@ class EpisodePool:
     async def _choose(self) -> WorkerProcess:
         """The process with the fewest episodes."""
         async with self._choosing:
-            self._processes = [process for process in self._processes if not process.is_full]
-            if len(self._processes) < self._size:
+            if sum(not process.is_full for process in self._processes) < self._size:
                 self._processes.append(await WorkerProcess.start(self._server))
+            self._processes = [process for process in self._processes if not process.is_full]
             return min(self._processes, key=lambda process: process.calls)
 
-    async def _try(self, attempt: Attempt, process: WorkerProcess) -> Outcome:
+    async def _try(self, attempt: Attempt, process: WorkerProcess, *, alone: bool) -> Outcome:
         clock, deadline = asyncio.get_running_loop().time, self.settings.deadline
         conversation, turns = attempt.conversation, _Turns(attempt, process)
-        alone = process.is_full
         inputs = {key: value for key, value in vars(attempt.task).items() if key not in _LOCAL}
         began = clock()
         turns.number, outcome = process.call({"task": inputs}, turns.on_request)
         turns.outcome = outcome
         try:
             while (left := deadline - (clock() - began - conversation.time_waited)) > 0:
-                done, _ = await asyncio.wait([outcome], timeout=left)
+                done, _ = await asyncio.wait([outcome], timeout=max(left, _SHORTEST))
                 if done:
                     return outcome.result()
             process.send(turns.number, {"cancel": True})

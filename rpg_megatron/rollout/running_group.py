@@ -49,7 +49,10 @@ class RunningGroup:
 
         def begin(number: int) -> Attempt:
             conversation = Conversation(task, number, prompt, vocab, codec, self.changed.set, max_turns)
-            self.conversations[number:] = [conversation, *self.conversations[number + 1 :]]
+            if number < len(self.conversations):
+                self.conversations[number] = conversation
+            else:
+                self.conversations.append(conversation)
             if gateway:
                 gateway.end(keys[number])
                 keys[number] = gateway.open(conversation)

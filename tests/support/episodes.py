@@ -72,6 +72,8 @@ async def faulty(task: EpisodeTask, generate: Generate, score: ScoreText, fault:
             return Episode(float("nan"))
         case "own name":
             return Episode(1.0, {"turns": 1.0})
+        case "half a character":
+            raise ValueError("\ud800")
         case "exits":
             sys.exit(3)
     return Episode()

@@ -269,6 +269,7 @@ def test_a_reward_that_fails_inside_an_episode_is_counted(
         ("cancelled", "CancelledError"),
         ("not finite", "the reward is nan"),
         ("own name", "metric 'turns': use a letter"),
+        ("half a character", r"error: ValueError: \\ud800 at .*tests/support/episodes.py:[0-9]+$"),
         ("exits", "error: SystemExit: 3"),
     ],
 )
