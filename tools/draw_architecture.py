@@ -20,6 +20,7 @@ ROOMS = (
     "commands",
     "launcher",
     "training",
+    "environments",
     "rollout",
     "evaluation",
     "policy",

@@ -20,7 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write, open_regular
-from rpg_megatron.rewards.failures import FAILURES, RewardFailure, first_of_each
+from rpg_megatron.rewards.failures import RewardFailure, first_of_each
+from rpg_megatron.system.fork_server import FAILURES
 
 if TYPE_CHECKING:
     from rpg_megatron.config import Settings

@@ -254,7 +254,9 @@ class EngineSettings(Section):
     """KV cache of one worker, in GiB, on a CPU or when colocated. Otherwise vLLM uses the free memory of its
     GPU."""
     cpu_threads: int | None = Field(None, ge=1)
-    """Compute threads of one worker on a CPU; null: the machine's cores divided by the number of workers."""
+    """Compute threads of one worker on a CPU; null: the machine's cores divided by the number of workers.
+    With ``rollout.ahead``, when engines and trainer compute at the same time: half of the cores, and the
+    trainer's ranks have those that are left."""
     quantization: Literal["fp8"] | None = None
     """fp8: the engine quantises the weights at every sync and computes in FP8. Faster sampling, but a larger
     mismatch between engine and trainer: watch mismatch/*; see guards and correction."""

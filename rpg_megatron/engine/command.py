@@ -168,6 +168,9 @@ def engine_environment(
 
 
 def engine_threads(settings: Settings) -> int:
-    """Compute threads of one engine worker on a CPU."""
+    """Compute threads of one engine worker on a CPU. With ``rollout.ahead``, when the trainer computes at the
+    same time, the engines have half of the cores.
+    """
     workers = settings.engine.replicas * settings.engine.tensor
-    return settings.engine.cpu_threads or max(1, len(os.sched_getaffinity(0)) // workers)
+    cores = len(os.sched_getaffinity(0)) // (2 if settings.rollout.ahead else 1)
+    return settings.engine.cpu_threads or max(1, cores // workers)

@@ -168,7 +168,7 @@ CHECKS = (
     RunCheck("data", ("data",), _check_data, 60.0),
     RunCheck("trackers", ("machine", "trainer", "engines"), _settings_check(check_trackers)),
     RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
-    RunCheck("own code", ("code", "trainer"), _settings_check(check_custom_code), 330.0),
+    RunCheck("own code", ("code",), _settings_check(check_custom_code), 330.0),
 )
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE, TOKEN_VARIABLE
-from rpg_megatron.engine.command import CONNECTIONS_VARIABLE
+from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, engine_threads
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
 RANK = "rpg_megatron.training.rank"
@@ -49,8 +49,11 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
     """
     environment = os.environ | {TOKEN_VARIABLE: token}
     if settings.device == "cpu":
-        # Ranks share the cores; oversubscribed threads stall every matrix product.
+        # Ranks share the cores, also with engines that work at the same time: threads that wait for a core
+        # stall every matrix product.
         cores = len(os.sched_getaffinity(0))
+        if settings.rollout.ahead:
+            cores -= engine_threads(settings) * settings.engine.replicas * settings.engine.tensor
         environment["OMP_NUM_THREADS"] = str(max(1, cores // settings.parallel.world))
     return environment
 

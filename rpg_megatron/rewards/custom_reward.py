@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.rewards.worker_process import serve, serve_async
 from rpg_megatron.system.custom_code import CustomCode, load_custom
+from rpg_megatron.system.fork_server import Serve
 from rpg_megatron.system.import_path import load_function
 
 PROMPT = ("prompt", "messages", "row")
@@ -95,6 +97,18 @@ def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Seque
         file, line = code_object.co_filename, code_object.co_firstlineno
     inputs = (*_POSITIONAL, *inputs) if positional else inputs
     return CustomReward(function, inputs, positional, is_async, file, line)
+
+
+def load_server(
+    where: str, path: str, settings: dict[str, Any], reserved: Sequence[str], deadlines: tuple[float, float]
+) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``) of a custom reward. deadlines: of a function, of an async one."""
+    reward = load_reward(where, path, settings, reserved)
+    deadline = deadlines[reward.is_async]
+    description = reward.signature | {"deadline": deadline}
+    if reward.is_async:
+        return lambda c: serve_async(c, reward.call, deadline, reward.file), description
+    return lambda c: serve(c, reward.call, reward.file), description
 
 
 def _check_inputs(where: str, path: str, first: list[str], inputs: tuple[str, ...]) -> None:

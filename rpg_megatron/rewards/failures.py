@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rpg_megatron.config.objective import GuardSettings
 
-FailureKind = Literal["timeout", "crash", "memory", "error"]
-FAILURES: tuple[FailureKind, ...] = ("timeout", "crash", "memory", "error")
 MOST = 20
 """Maximum number of different failures that are listed."""
 _PROMPT = 60

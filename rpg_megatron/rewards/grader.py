@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from rpg_megatron.rewards import normalize
 from rpg_megatron.rewards.compare import compare
 from rpg_megatron.rewards.extraction import STYLES, Style, find_answer
-from rpg_megatron.rewards.failures import FailureKind
 from rpg_megatron.rewards.latex_numbers import compare_constants
+from rpg_megatron.system.fork_server import FailureKind
 
 if TYPE_CHECKING:
-    from rpg_megatron.rewards.pool import Outcome
+    from rpg_megatron.system.forked_workers import Outcome
 
 DEADLINE = 5.0
 """Default limit of math-verify for one answer, in seconds."""
@@ -118,9 +118,9 @@ class Grader:
 
     def __init__(self, *, workers: int = 1, deadline: float = DEADLINE, memory: int = MEMORY):
         """deadline: seconds for one answer. memory: address space of a worker, in bytes."""
-        from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool  # imports asyncio
+        from rpg_megatron.rewards.pool import WorkerPool, start_function  # imports asyncio
 
-        self._pool = WorkerPool(ForkServer(Function(_SYMBOLIC, deadline, memory), lazy=True), workers)
+        self._pool = WorkerPool(start_function(_SYMBOLIC, deadline, memory, lazy=True), workers)
         self._lock = threading.Lock()
         # Responses of a group often have the same answer; one that hangs should occupy one worker only.
         self._cache: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()

@@ -14,9 +14,11 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.reward import OverlongSettings, RewardSettings, RewardTerm
 from rpg_megatron.rewards.custom_reward import PROMPT
 from rpg_megatron.rewards.extraction import Style, find_answer
-from rpg_megatron.rewards.failures import FAILURES, RewardFailure
+from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.grader import Grader, Verdict
-from rpg_megatron.rewards.pool import ForkServer, Outcome, WorkerPool, start_custom_reward
+from rpg_megatron.rewards.pool import WorkerPool, start_custom_reward
+from rpg_megatron.system.fork_server import FAILURES
+from rpg_megatron.system.forked_workers import ForkServer, Outcome
 
 if TYPE_CHECKING:  # it needs numpy, which a login node may lack
     from rpg_megatron.data.trajectory import Tokens
@@ -235,8 +237,8 @@ class _BuiltInTerm:
 
 class _CustomTerm:
     def __init__(self, term: RewardTerm, server: ForkServer, workers: int, concurrency: int):
-        self._term, self._inputs = term, frozenset(server.signature["inputs"])
-        self.is_group, self._place = bool(server.signature["group"]), str(server.signature["place"])
+        self._term, self._inputs = term, frozenset(server.description["inputs"])
+        self.is_group, self._place = bool(server.description["group"]), str(server.description["place"])
         self.is_judge, self.reads_prompts = term.is_judge, not self._inputs.isdisjoint(PROMPT)
         self.is_async = server.is_async
         self._pool = WorkerPool(server, concurrency if self.is_async else workers)

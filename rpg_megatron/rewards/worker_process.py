@@ -1,25 +1,25 @@
-"""The main loop of a reward worker: reads calls as JSON, and answers each with a JSON object.
+"""The main loops of a reward worker: functions that are called one at a time, and async ones.
 
-An answer has ``value`` and ``counts``, or ``failure`` ("error", "memory" or "timeout"), ``detail`` and, for
-an exception in the function's file, ``place``, ``file:line``. If ``exits`` is true, the worker must get no
-more calls.
+The answer to a call (``system/fork_server.py``) has ``counts`` too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
-import threading
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_MAX_GROWTH = 256 * 1024
-"""Growth of a worker's memory, in KiB, after which it is replaced."""
-_MAX_DETAIL = 300
-"""Characters of an exception's message that are kept."""
+from rpg_megatron.system.fork_server import (
+    Serve,
+    failure_of,
+    must_exit,
+    peak_memory,
+    read_lines,
+    send_line,
+)
+from rpg_megatron.system.import_path import load_function
 
 type Call = Callable[[Any], Any]
 """Calls the function with the decoded arguments of one call."""
@@ -46,7 +46,7 @@ def serve(connection: socket.socket, call: Call, file: str = "") -> None:
         try:
             answer = read_result(call(arguments), _group_size(arguments))
         except (Exception, SystemExit) as e:
-            answer = failure_of(e, file)
+            answer = _failure_of(e, file)
         exits = must_exit(answer, start)
         send_line(connection, answer | {"number": number, "exits": exits})
         if exits:
@@ -71,7 +71,7 @@ def serve_async(connection: socket.socket, call: Call, deadline: float, file: st
         except (Exception, SystemExit, asyncio.CancelledError) as e:  # the function may cancel tasks itself
             expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
             timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
-            answer = timeout if expired else failure_of(e, file)
+            answer = timeout if expired else _failure_of(e, file)
         exits = must_exit(answer, start)
         send_line(connection, answer | {"number": number, "exits": exits})
 
@@ -86,31 +86,6 @@ def serve_async(connection: socket.socket, call: Call, deadline: float, file: st
         await read_lines(connection, begin)
 
     asyncio.run(main())
-
-
-async def read_lines(connection: socket.socket, receive: Callable[[int, Any], None]) -> None:
-    """Call ``receive`` with what the pool sends, in this event loop, until the other end is closed."""
-    import asyncio
-
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def read() -> None:
-        for line in connection.makefile("rb"):
-            loop.call_soon_threadsafe(receive, *json.loads(line))
-        loop.call_soon_threadsafe(ended.set)
-
-    threading.Thread(target=read, daemon=True).start()
-    await ended.wait()
-
-
-def must_exit(answer: dict[str, Any], start: int) -> bool:
-    """Whether this process must get no more calls. start: ``peak_memory`` when it had begun."""
-    return answer.get("failure") == "memory" or peak_memory() - start > _MAX_GROWTH
-
-
-def send_line(connection: socket.socket, value: Any) -> None:
-    """Send a value to the pool."""
-    connection.sendall(json.dumps(value).encode() + b"\n")
 
 
 def read_result(value: Any, count: int | None = None) -> dict[str, Any]:
@@ -163,19 +138,14 @@ def _group_size(arguments: Any) -> int | None:
     return len(arguments["responses"]) if isinstance(arguments, dict) and "responses" in arguments else None
 
 
-def failure_of(error: BaseException, file: str) -> dict[str, Any]:
-    """The answer to a call that raised. file: the function's."""
-    if isinstance(error, MemoryError):
-        return {"failure": "memory", "detail": "out of memory"}
+def _failure_of(error: BaseException, file: str) -> dict[str, Any]:
     if isinstance(error, NoReward):
-        return {"failure": "error", "detail": str(error)[:_MAX_DETAIL], "counts": error.counts}
-    lines = [n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    place = {"place": f"{file}:{lines[-1]}"} if lines else {}
-    message = str(error)[:_MAX_DETAIL].encode(errors="backslashreplace").decode()  # for logs and messages
-    detail = ": ".join(filter(None, (type(error).__name__, " ".join(message.split()))))
-    return {"failure": "error", "detail": detail} | place
+        return {"failure": "error", "detail": str(error)[:300], "counts": error.counts}
+    return failure_of(error, file)
 
 
-def peak_memory() -> int:
-    """Most memory that this process had, in KiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def load_function_server(path: str, deadline: float) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``) of a function with positional arguments."""
+    function = load_function(path)
+    description = {"deadline": deadline}
+    return lambda connection: serve(connection, lambda arguments: function(*arguments)), description

@@ -17,7 +17,6 @@ import msgspec
 from rpg_megatron.config import Settings
 from rpg_megatron.config.rollout import EpisodeSettings
 from rpg_megatron.rewards.failures import RewardFailure
-from rpg_megatron.rewards.pool import GRACE_SECONDS, ForkServer, Function, Outcome, WorkerProcess
 from rpg_megatron.rollout.conversation import Conversation
 from rpg_megatron.rollout.episode import (
     EpisodeFunction,
@@ -28,6 +27,7 @@ from rpg_megatron.rollout.episode import (
     result_of,
     single_turn,
 )
+from rpg_megatron.system.forked_workers import GRACE_SECONDS, ForkServer, Loader, Outcome, WorkerProcess
 
 _ALONE = 4
 """Episodes at a time that are run again in a process of their own."""
@@ -89,15 +89,16 @@ class EpisodePool:
         self._processes: list[WorkerProcess] = []
         self._size = -(-section.workers // settings.rollout.workers)
         self._choosing, self._alone = asyncio.Lock(), asyncio.Semaphore(_ALONE)
-        episode = {
-            "load": "rpg_megatron.rollout.episode_worker:load_server",
+        arguments = {
             "path": section.type,
             "settings": section.keywords,
+            "deadline": section.deadline,
             "codec": str(codec),
             "model": str(settings.model.path),
         }
+        load = "rpg_megatron.rollout.episode_worker:load_server"
         memory = int(section.memory_gib * 1024**3)
-        self._server = ForkServer(Function(section.type, section.deadline, memory, episode=episode))
+        self._server = ForkServer(Loader(load, arguments, memory, f"rollout.episode.type: {section.type}"))
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
         """See ``EpisodeRunner``."""

@@ -2,7 +2,7 @@
 
 A line that it gets is the number of a call and an object: ``task`` begins an episode, ``cancel`` ends it,
 ``reply`` answers a request. A request has ``ask`` (its number), ``method`` and ``arguments``, or ``drop`` if
-its answer is no longer needed. The last line of a call is as in ``rewards/worker_process``.
+its answer is no longer needed. The last line of a call is as in ``system/fork_server.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import numpy as np
 from rpg_megatron.config.rollout import EpisodeSettings
 from rpg_megatron.data.prompts import TextCodec, load_codec
 from rpg_megatron.rewards.reward import Score
-from rpg_megatron.rewards.worker_process import failure_of, must_exit, peak_memory, read_lines, send_line
 from rpg_megatron.rollout.episode import (
     Episode,
     EpisodeFunction,
@@ -35,20 +34,21 @@ from rpg_megatron.rollout.episode import (
     token_array,
 )
 from rpg_megatron.system.custom_code import CustomCode, load_custom
+from rpg_megatron.system.fork_server import Serve, failure_of, must_exit, peak_memory, read_lines, send_line
 
 
 def load_server(
-    path: str, settings: dict[str, Any], codec: str, model: str
-) -> Callable[[socket.socket], None]:
-    """What a worker runs. codec, model: arguments of ``load_codec``. The others: as in ``CustomCode``.
-
-    Raises UserError if the episode cannot be imported with these settings.
+    path: str, settings: dict[str, Any], deadline: float, codec: str, model: str
+) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``) of an episode. codec, model: arguments of ``load_codec``. Others:
+    as in ``CustomCode``. Raises UserError if the episode cannot be imported with these settings.
     """
     reserved = tuple(EpisodeSettings.model_fields)
     code = CustomCode("rollout.episode", path, settings, 3, coroutine=True, reserved=reserved)
     episode, text_codec = load_custom(code), load_codec(Path(codec), Path(model))
     file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None) or ""
-    return lambda connection: asyncio.run(_serve(connection, episode, text_codec, file))
+    description = {"async": True, "deadline": deadline}
+    return lambda connection: asyncio.run(_serve(connection, episode, text_codec, file)), description
 
 
 async def _serve(connection: socket.socket, function: EpisodeFunction, codec: TextCodec, file: str) -> None:

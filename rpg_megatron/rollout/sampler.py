@@ -9,6 +9,7 @@ rewards. It ends on SIGTERM or when the launcher has died; the launcher handles 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -287,6 +288,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
         on_end(2 if isinstance(error, UserError) else 1, str(error))
 
     sampler.dispatcher.on_lost = on_lost
+    gc.freeze()  # what exists now lives as long as the process; a collection would look at all of it
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)

@@ -9,6 +9,7 @@ trajectories there too, or at ADDRESS if that is not empty.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -333,6 +334,7 @@ async def _run(
     engines = engine_clients(settings, work, token)
     codec = load_codec(work / CODEC, settings.model.path)
     worker = Worker(settings, codec, engines, work, stops)
+    gc.freeze()  # as in the sampler
 
     async def where() -> str:
         return listening

@@ -20,11 +20,11 @@ import pytest
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.rewards import judge as judge_module
-from rpg_megatron.rewards import pool
 from rpg_megatron.rewards.custom_reward import load_reward
 from rpg_megatron.rewards.judge import Judge, JudgeSettings
 from rpg_megatron.rewards.reward import Response, Score, Scorer
 from rpg_megatron.rewards.worker_process import NoReward
+from rpg_megatron.system import forked_workers
 from tests.support.judges import StandInJudge, stand_in_judge
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
@@ -212,7 +212,7 @@ def test_own_time_outs_and_cancelled_tasks_are_errors(scores: Callable[..., Any]
 def test_a_blocking_call_is_killed_and_the_others_are_repeated(
     scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(forked_workers, "GRACE_SECONDS", 0.5)
     texts = ["block", "crash once", *("x" * n for n in range(1, 9))]
     results, counts = scores(
         reward_of("waits", seconds=0.0) | {"async_deadline": 1.0, "concurrency": 1}, texts

@@ -98,6 +98,64 @@ def test_two_turns_train_and_can_be_replayed(
     assert json.loads(done.stdout)["match"], done.stdout
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_an_evaluation_samples_episodes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each response has both turns, and the episode's reward decides whether it is correct."""
+    (tmp_path / "two_turns.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    problems = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
+    (tmp_path / "sayings.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    options = [str(checkpoint), "--data", "sayings.jsonl", "-n", "2", "--max-response-tokens", "48"]
+    options += ["--device", "cpu", "--out", "out", "engine.kv_cache_gib=0.25"]
+    code, err = Command(tmp_path, "eval", *options, "rollout.episode=two_turns:two_turns").finish(timeout=500)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "out" / "sayings.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert [text.count("And again? ") for text in row["responses"]] == [1, 1]
+        assert row["correct"] == [True, True]
+        assert all(2 <= length <= 48 - 11 for length in row["lengths"])
+
+
+PROBLEMS = "rpg_megatron.environments.reasoning_gym:problems"
+GYM = {"chain_sum": {"max_digits": 1, "max_terms": 3}, "count_bits": {}, "leg_counting": {"max_animals": 2}}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_problems_of_reasoning_gym_train(config_file: Path, tmp_path: Path) -> None:
+    """Four steps of three generators; each reward is what the generator's grader says of the response."""
+    library = pytest.importorskip("reasoning_gym")
+    source = json.dumps({"type": PROBLEMS, "generators": GYM, "count": 20})
+    settings = ["data.path=null", f"data.source={source}"]
+    settings += ["rollout.episode={type: 'rpg_megatron.environments.reasoning_gym:play', tag: ''}"]
+    settings += ["data.max_prompt_tokens=400", "evaluation=null", *SETTINGS[1:], "rollout.prompts_per_step=6"]
+    settings += ["training.tokens_per_microbatch=1000", "parallel.data=2"]
+    code, err = Command(tmp_path, "train", str(config_file), *settings).finish(timeout=1500)
+    assert code == 0, err
+    run = tmp_path / "runs" / "tiny-001"
+    graders = {name: library.create_dataset(name, seed=0, size=20, **config) for name, config in GYM.items()}
+    of_prompt = {
+        problem["question"]: (name, dataset, problem)
+        for name, dataset in graders.items()
+        for problem in dataset
+    }
+    codec = codec_of(load_tokenizer(load_settings(run / "config.yaml").model.path))
+    seen = set()
+    for step in range(1, 5):
+        for t in read_rollouts(rollouts_file(run, step)):
+            name, dataset, problem = of_prompt[codec.decode(t.prompt.tolist())]
+            seen.add(name)
+            assert t.answer == problem["answer"]
+            assert t.reward == dataset.score_answer(t.text.strip(), problem)
+            assert t.correct == (t.reward == 1)
+            assert t.parts["env/no_answer"] == 0
+    assert seen == set(GYM)
+
+
 REWRITING = """
 from rpg_megatron.rollout.episode import Episode
 

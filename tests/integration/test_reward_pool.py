@@ -23,8 +23,9 @@ import pytest
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.reward import RewardSettings
-from rpg_megatron.rewards.pool import ForkServer, Function, Outcome, WorkerPool
+from rpg_megatron.rewards.pool import WorkerPool, start_function
 from rpg_megatron.rewards.reward import Response, Scorer
+from rpg_megatron.system.forked_workers import Outcome
 from tests.support.commands import read_proc_file, read_stats
 from tests.support.launcher import wait_for
 
@@ -85,7 +86,7 @@ def start(odd: str) -> Iterator[Callable[..., WorkerPool]]:
 
     def make(**changes: object) -> WorkerPool:
         limits = {"workers": 2, "deadline": 1.0} | changes
-        server = ForkServer(Function(odd, limits["deadline"], memory=1 << 31))
+        server = start_function(odd, limits["deadline"], 1 << 31)
         pools.append(WorkerPool(server, limits["workers"]))
         return pools[-1]
 
@@ -99,7 +100,7 @@ def children(mark: str) -> list[int]:
     pids = []
     for pid in read_stats():
         command, environment = read_proc_file(pid, "cmdline"), read_proc_file(pid, "environ")
-        in_pool = b"rewards.fork_server" in command or command.startswith(b"sleep\x001000")
+        in_pool = b"system.fork_server" in command or command.startswith(b"sleep\x001000")
         if in_pool and f"={mark}\0".encode() in environment:
             pids.append(pid)
     return pids
@@ -203,8 +204,8 @@ def test_a_fork_of_the_process_leaves_the_workers_alone(start: Callable[..., Wor
 def test_nothing_outlives_a_killed_parent(odd: str) -> None:
     """Kill -9, with one worker that hangs and one that is idle. Processes that a worker started remain."""
     code = (
-        "from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool\n"
-        f"pool = WorkerPool(ForkServer(Function({odd!r}, 1000.0, 1 << 31)), 2)\n"
+        "from rpg_megatron.rewards.pool import WorkerPool, start_function\n"
+        f"pool = WorkerPool(start_function({odd!r}, 1000.0, 1 << 31), 2)\n"
         "pool.submit(['a', 'a']).result(); pool.submit(['b', 'a']).result()\n"
         "pool.submit(['hang', 'a']); print('up', flush=True)\n"
         "import time; time.sleep(1000)\n"

@@ -18,7 +18,7 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
 from rpg_megatron.launcher.reaper import Reaper
-from rpg_megatron.rewards.pool import ForkServer, Function, WorkerPool
+from rpg_megatron.rewards.pool import WorkerPool, start_function
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 NAMES = ("shutil", "ctypes", "math_verify", "torch", "numpy")
@@ -40,7 +40,7 @@ def test_helpers_of_the_launcher(trap: Path) -> None:
 
 
 def test_reward_workers(trap: Path) -> None:
-    with WorkerPool(ForkServer(Function("rpg_megatron.rewards.reward:overlong_penalty", 60, 1 << 33)), 1):
+    with WorkerPool(start_function("rpg_megatron.rewards.reward:overlong_penalty", 60, 1 << 33), 1):
         assert not trap.exists()
 
 

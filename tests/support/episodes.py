@@ -27,6 +27,15 @@ async def three_turns(task: EpisodeTask, generate: Generate, score: ScoreText, l
     return Episode()
 
 
+async def some_slow(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
+    """One to four turns; long ones wait between their turns, for longer than others take."""
+    turns, context = 1 + task.seed % 4, task.prompt
+    for _ in range(turns):
+        context = (await generate(context, max_tokens=10)).context + BETWEEN
+        await asyncio.sleep(0.15 * (turns == 4))
+    return Episode()
+
+
 async def until_the_limit(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
     """Turns until no token is left."""
     context = task.prompt

@@ -273,7 +273,7 @@ class KilledRun(WatchedRun):
         if kill.target == SAMPLER:
             return _listed(command.search("rpg_megatron.rollout.sampler"))
         if kill.target == WORKER:  # the fork server, the parent of all, is among them
-            workers = [pid for pid in running if "rewards.fork_server" in name_of(pid)]
+            workers = [pid for pid in running if "system.fork_server" in name_of(pid)]
             return [workers[int(choice * len(workers))]] if workers else None
         if kill.target == SAMPLER_WORKER:
             workers = [pid for pid in running if "rpg_megatron.rollout.worker" in name_of(pid)]

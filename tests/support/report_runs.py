@@ -193,7 +193,7 @@ def _rollouts(rng: np.random.Generator, step: int, level: float, text: str) -> l
                     sample=sample,
                     group=group,
                     prompt=np.arange(5, 17, dtype=np.int32),
-                    response=rng.integers(0, 200, len(mask)).astype(np.int32),
+                    response=rng.integers(0, 94, len(mask)).astype(np.int32),
                     mask=mask,
                     behaviour=logp,
                     versions=np.insert(versions, [n // 2] * (len(mask) - n), NOT_SAMPLED),

@@ -280,6 +280,9 @@ def test_a_run_is_evaluated_with_the_settings_of_its_training(
         make_checkpoint(run / "hf" / f"step_{step:06d}")
     style = "data.template='Q {prompt}'"
     text = config_file.read_text().replace("train.jsonl", str(tmp_path / "train.jsonl"))
+    text = text.replace(
+        "rollout:", "rollout:\n  episode: {type: a:b, turns: 3}\n  tool_call_parser: hermes", 1
+    )
     (run / "config.yaml").write_text(text + "reward: {type: boxed}\n")
     for model in (run, run / "hf" / "step_000002"):
         settings, evaluated = make_request(replace(request_, model=model, overrides=[style]))
@@ -287,6 +290,13 @@ def test_a_run_is_evaluated_with_the_settings_of_its_training(
         assert label == ("tiny-001-step_000010" if newest else "tiny-001-step_000002")
         assert settings.model.path.name == label.removeprefix("tiny-001-")
         assert settings.reward.type == "boxed"
+        assert settings.rollout.tool_call_parser == "hermes"
+        assert settings.rollout.episode is not None
+        assert (settings.rollout.episode.type, settings.rollout.episode.keywords) == ("a:b", {"turns": 3})
+        for override, turns in (("rollout.episode=null", None), ("rollout.episode.turns=5", {"turns": 5})):
+            request = replace(request_, model=model, overrides=[override, "rollout.tool_call_parser=null"])
+            episode = make_request(request)[0].rollout.episode
+            assert turns == (episode and episode.keywords)
         (part,) = settings.evaluation.heldout
         assert part.data.template == "Q {prompt}"
         assert settings.precision.dtype == "float32"
@@ -455,6 +465,11 @@ def test_the_table_shows_where_sets_differ() -> None:
         (["MODEL", "--data", "DATA", "--tensor", "3"], "--tensor: tensor=3"),
         (["MODEL", "--data", "DATA", "--device", "tpu"], "device: "),
         (["MODEL", "--data", "DATA", "optimizer.lr=1"], "has no effect on an evaluation"),
+        (
+            ["MODEL", "--data", "DATA", "rollout.ahead=1"],
+            "reward.*, guards.*, engine.*, precision.*, rollout",
+        ),
+        (["MODEL", "--data", "DATA", "rollout.episode=nomod:nope"], "there is no module 'nomod'"),
         (["MODEL", "--data", "DATA", "data.path=x"], "select the problems with --suite or --data"),
         (["MODEL", "--data", "DATA", "data.tempalte=x"], "did you mean 'data.template'"),
         (["MODEL", "--data", "BAD"], "bad.jsonl:2: 'answer' is empty"),

@@ -70,7 +70,7 @@ BARE = (*LAUNCHER, "pydantic", "yaml", "rich", "psutil")
         ("launcher.node_agent", LAUNCHER),
         ("launcher.reaper", BARE),
         ("system.parent_death", BARE),
-        ("rewards.fork_server", BARE),
+        ("system.fork_server", BARE),
         ("rewards.math_verify_worker", (*NEVER, *ARRAYS, "pydantic")),
         ("rollout.sampler", NEVER),
         ("commands.eval.process", NEVER),

@@ -19,7 +19,7 @@ import torch
 from rpg_megatron.bridge.transports import process_group_publisher
 from rpg_megatron.config import load_settings
 from rpg_megatron.config.rollout import BridgeSettings
-from rpg_megatron.engine.command import engine_environment
+from rpg_megatron.engine.command import engine_environment, engine_threads
 from rpg_megatron.launcher.nodes import NodeAssignment, free_port
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
 from rpg_megatron.policy import device
@@ -56,6 +56,21 @@ def test_an_optimizer_in_host_memory_has_the_nodes_cores(environments) -> None:
     assert [(e["RANK"], e["LOCAL_WORLD_SIZE"], e["OMP_NUM_THREADS"]) for e in second] == [
         (str(rank), "4", "24") for rank in range(4, 8)
     ]
+
+
+def test_engines_and_ranks_share_the_cores_of_a_cpu(environments, config_file: Path) -> None:
+    """If they work at the same time: a product whose threads wait for a core takes several times as long."""
+    cpu = ["device=cpu", "precision.dtype=float32", "parallel.data=2"]
+    ahead = [*cpu, "rollout.ahead=1", "correction.type=truncate"]
+    for settings, engine, rank in (
+        (cpu, 96, 48),
+        (ahead, 48, 24),
+        ([*ahead, "engine.replicas=4"], 12, 24),
+        ([*ahead, "engine.cpu_threads=20", "engine.replicas=2"], 20, 28),
+        ([*ahead, "engine.cpu_threads=96"], 96, 1),
+    ):
+        assert engine_threads(load_settings(config_file, settings)) == engine
+        assert {e["OMP_NUM_THREADS"] for e in environments(*settings)} == {str(rank)}
 
 
 def test_the_ranks_of_each_of_two_nodes_take_its_gpus_in_turn(

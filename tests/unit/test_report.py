@@ -7,16 +7,19 @@ how a browser shows the page (tests/integration/test_report_browser).
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from tokenizers import Tokenizer
@@ -33,7 +36,8 @@ from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.commands.sample import print_samples
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data import rollout_files
-from rpg_megatron.data.rollout_files import read_rollouts
+from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
+from rpg_megatron.data.trajectory import NOT_SAMPLED
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, write_timeline
@@ -566,9 +570,50 @@ def test_prompts_are_decoded_by_the_exported_tokenizer(run: Path, tmp_path: Path
     texts = training_prompts(folder)
     assert texts
     assert all("tokenizer.json" not in text and len(text) == 12 for text in texts)
+    _check_turns(folder)
     (folder / "hf" / "step_000002" / "tokenizer.json").unlink()
     (folder / "hf" / "step_000002" / "tokenizer.json").symlink_to(checkpoint / "tokenizer.json")
     assert all("no tokenizer.json was found" in text for text in training_prompts(folder))
+
+
+def _check_turns(folder: Path) -> None:
+    """Conversations are shown by turns: what the policy sampled, the environment's tokens, the rest."""
+    items = choose_samples(read_run(folder), read=10**8, room=10**6).items
+    items = [item for item in items if item["set"] == "training"]
+    shown = [item for item in items if "turns" in item]
+    assert shown
+    assert len(shown) < len(items), "the others have one turn"
+    assert all("text" in item for item in items if item not in shown)
+    for item in shown:
+        assert "text" not in item
+        assert [sampled for sampled, _ in item["turns"]] == [True, False, True]
+        first, given, last = (len(text) for _, text in item["turns"])  # a character is a token
+        whole = item["tokens"]
+        assert (given, first, last) == (8, whole // 2, whole - whole // 2)
+
+
+def test_long_conversations_are_shortened(tmp_path: Path, checkpoint: Path) -> None:
+    """Their first and last turns are shown; the text of each stays within the budget."""
+    folder = make_run(tmp_path / "run", steps=2, rollouts_every=1)
+    (folder / "hf" / "step_000002").mkdir(parents=True)
+    shutil.copy(checkpoint / "tokenizer.json", folder / "hf" / "step_000002")
+    file = folder / "rollouts" / "step_000002.parquet"
+    (t, *_) = [t for t in read_rollouts(file) if t.sample == 1]
+    turns = 2000
+    response = np.tile(np.array([33, 33, 33, 34], np.int32), turns)
+    mask = np.tile([True, True, True, False], turns)
+    logp = np.zeros(4 * turns, np.float32)
+    arrays = {"versions": np.where(mask, 1, NOT_SAMPLED).astype(np.int32), "behaviour": logp, "old": logp}
+    row = dataclasses.replace(t, response=response, mask=mask, branch=2, anchor=logp, **arrays)
+    write_rollouts(file, [row])
+    items = choose_samples(read_run(folder), read=10**8, room=10**6).items
+    (item,) = [item for item in items if item.get("branch")]
+    assert item["branch"] == 2
+    assert len(item["turns"]) == 41
+    assert item["turns"][0][0]
+    assert not item["turns"][-1][0]
+    assert item["turns"][20] == (False, f"[… {2 * turns - 40:,} turns left out …]")
+    assert {len(text) for sampled, text in item["turns"] if sampled} == {3}
 
 
 def test_a_tokenizer_that_ends_its_process_is_a_note(tmp_path: Path) -> None:

@@ -299,6 +299,32 @@ def test_turns_have_exact_versions_when_updates_interrupt_them(
         assert batch.metrics["response/length_max"] == max(int(t.mask.sum()) for t in sampled)
 
 
+def test_slow_episodes_are_trained_like_the_others(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which ones are trained on does not depend on which are fast: they are those of a synchronous run."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    episode = EpisodeSettings.model_validate({"type": "tests.support.episodes:some_slow"})
+    runs = [
+        asyncio.run(Run(changed(settings, episode=episode, ahead=ahead), tmp_path / str(ahead), 5).go())
+        for ahead in (2, 0)
+    ]
+    check(runs[0])
+    size = settings.rollout.prompts_per_step
+    assert runs[0].tickets() == [list(range(n * size, (n + 1) * size)) for n in range(STEPS)]
+    assert max(batch.metrics["async/ready"] for batch in runs[0].batches) > 0, "none was overtaken"
+    sampled, dispatched = (
+        [
+            (t.ticket, t.sample, t.response.tolist().count(BETWEEN[0]))
+            for batch in run.trajectories
+            for t in batch
+        ]
+        for run in runs
+    )
+    assert sampled == dispatched
+    assert {turns for *_, turns in sampled} == {0, 1, 2, 3}
+
+
 @pytest.mark.long  # fifty steps for each of several seeds and settings; the default tier has eight of one
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4, 8])

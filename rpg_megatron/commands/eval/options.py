@@ -34,7 +34,8 @@ def evaluate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE", help="Settings to override, in data, reward, guards, engine or precision."
+            metavar="KEY=VALUE",
+            help="Settings to override, in data, reward, guards, engine or precision, or rollout.episode.",
         ),
     ] = None,
     suite: Suite = None,

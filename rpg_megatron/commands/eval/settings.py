@@ -30,6 +30,8 @@ from rpg_megatron.launcher.run_dir import CONFIG
 
 _SECTIONS = ("data", "reward", "guards", "engine", "precision")
 """Sections that KEY=VALUE may set; the others have no effect without trainers."""
+_ROLLOUT = (("rollout", "episode"), ("rollout", "tool_call_parser"))
+"""Other keys that it may set; those of a run are the default."""
 _OWN = tuple(f"data.{key}" for key in ("path", "hub", "subset", "split", "preset", "source", "mixture"))
 _STYLE = ("template", "chat", "system", "thinking")
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
@@ -113,7 +115,8 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
         if run_evaluation is not None:
             data = heldout.model_dump(include=set(DataSettings.model_fields))
         reward = _reward(trained.reward, request.overrides)
-        rollout |= {"stop": trained.rollout.stop, "stop_token_ids": trained.rollout.stop_token_ids}
+        kept = {"stop", "stop_token_ids", *(key for _, key in _ROLLOUT)}
+        rollout |= trained.rollout.model_dump(mode="json", include=kept)
         engine["max_sequences"] = trained.engine.max_sequences
         guards = trained.guards.model_dump(include={"reward_failures", "reward_failures_share"})
     if sets:
@@ -322,10 +325,11 @@ def _find_copy(name: str, folder: Path) -> Path:
 def _check_overrides(overrides: Sequence[str]) -> None:
     for item in overrides:
         key = item.partition("=")[0]
-        if key.split(".")[0] not in _SECTIONS or "." not in key:
+        section, _, rest = key.partition(".")
+        if not (rest and section in _SECTIONS) and (section, rest.split(".")[0]) not in _ROLLOUT:
+            listed = [f"{section}.*" for section in _SECTIONS] + [".".join(pair) for pair in _ROLLOUT]
             raise UserError(
-                f"{item!r}: has no effect on an evaluation; KEY=VALUE may set "
-                f"{', '.join(f'{section}.*' for section in _SECTIONS)}"
+                f"{item!r}: has no effect on an evaluation; KEY=VALUE may set {', '.join(listed)}"
             )
         if key in _OWN:
             raise UserError(f"{item!r}: select the problems with --suite or --data")

@@ -12,6 +12,7 @@ const FILTERS = [
 ];
 const PAIRED = ["learnt", "forgotten"];
 
+const textOf = (item) => item.text ?? item.turns.map(([, text]) => text).join("");
 const problemOf = (item) => `${item.set}/${item.id}`;
 const samplesOf = () => data.runs[chosen.run].samples;
 
@@ -19,7 +20,7 @@ function matching(filter) {
   const samples = samplesOf(), words = chosen.words.toLowerCase();
   let items = samples.items.filter((item) => item.set === chosen.set
     && (chosen.step === "" || item.step === Number(chosen.step))
-    && (!words || [item.text, samples.prompts[problemOf(item)]?.text ?? ""].join(" ").toLowerCase()
+    && (!words || [textOf(item), samples.prompts[problemOf(item)]?.text ?? ""].join(" ").toLowerCase()
       .includes(words)));
   const keep = {
     learnt: (item) => samples.changes[problemOf(item)] === "learnt",
@@ -47,11 +48,18 @@ function signed(name, value) {
 function responseBox(item) {
   const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,
     signed("reward", item.reward), signed("advantage", item.advantage),
-    item.finish === "length" ? "truncated" : null];
+    item.finish === "length" ? "truncated" : null, item.branch ? `row ${item.branch + 1} of the response` : null];
   return element("div", { class: "response" }, element("p", {},
     badge(item.right ? "good" : "bad", item.right ? "correct" : "wrong"),
     element("span", { class: "facts" }, facts.filter(Boolean).join(" · "))),
-      item.versions ? segmentBar(item.versions) : null, element("pre", { tabindex: 0 }, item.text));
+      item.versions ? segmentBar(item.versions) : null, item.turns ? conversation(item.turns)
+      : element("pre", { tabindex: 0 }, item.text));
+}
+
+// Turns of the policy, and what it was given between them.
+function conversation(turns) {
+  return element("pre", { tabindex: 0, class: "turns" }, turns.map(([sampled, text]) =>
+    element("span", sampled ? {} : { class: "given", title: "not sampled by the policy" }, text)));
 }
 
 // Segments of a response by the version of the weights that sampled them.

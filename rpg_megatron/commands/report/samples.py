@@ -12,9 +12,9 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,16 +24,23 @@ from rpg_megatron.config.files import open_regular, real_path
 from rpg_megatron.data.tokenizer_file import decode_foreign
 from rpg_megatron.system.foreign_input import ForeignInputError
 
+if TYPE_CHECKING:
+    from rpg_megatron.data.trajectory import Trajectory
+
 _STEPS = 12
 """Maximum steps that are read of each kind."""
 _PROBLEMS = 20
 """Problems shown per kind of change."""
 _RESPONSE = 100
 """Bytes of the budget that a response takes besides those of its row."""
+_TURNS = 40
+"""Turns of a conversation that are shown; those in the middle are left out."""
 
 Item = dict[str, Any]
 """One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage, name of the
-held-out set, and, if several versions of the weights sampled it, its segments (``versions``).
+held-out set and, if several versions of the weights sampled it, its segments (``versions``). ``branch``: the
+number of the row, if not the first. A conversation may have ``turns`` (whether the policy sampled it, text)
+instead of the text.
 """
 
 
@@ -78,6 +85,7 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
             step = step_in_name(file) or 0
             by_step[step].append({"set": name} | item | {"step": step})
         chosen = _summarise(samples, name, by_step)
+        _decode_turns(run, chosen)
         candidates.append([_shorten(item, longest) for item in chosen])
     tokens: dict[str, list[int]] = {}
     for item in _within(candidates, room, samples.prompts):
@@ -238,6 +246,10 @@ def _rollout_items(run: RunFiles, samples: Samples, files: Sequence[Path], budge
             item |= {"finish": t.finish, "reward": t.reward, "advantage": t.advantage}
             if len(segments := _segments(t.versions[t.mask])) > 1:
                 item["versions"] = segments
+            if not t.mask.all():
+                item["turns"] = _turns(t)
+            if t.branch:
+                item["branch"] = t.branch
             by_file[file].append(item | {"prompt": t.prompt, "answer": t.answer})
     for file, items in by_file.items():
         yield from ((file, item) for item in items)
@@ -246,6 +258,30 @@ def _rollout_items(run: RunFiles, samples: Samples, files: Sequence[Path], budge
 def _segments(versions: Any) -> list[tuple[int, int]]:
     """(version, tokens) of each segment of a response that was sampled by one version of the weights."""
     return [(int(version), len(list(tokens))) for version, tokens in groupby(versions.tolist())]
+
+
+def _turns(t: Trajectory) -> list[tuple[bool, list[int]]]:
+    """Parts of a response: whether the policy sampled it, and its token ids."""
+    tokens = iter(t.response.tolist())
+    return [(bool(mine), list(islice(tokens, len(list(part))))) for mine, part in groupby(t.mask.tolist())]
+
+
+def _decode_turns(run: RunFiles, items: Sequence[Item]) -> None:
+    """Make texts of the turns' token ids, or remove the turns, if the tokenizer is not known."""
+    for item in items:
+        if len(turns := item.get("turns", ())) > _TURNS:
+            half, left_out = _TURNS // 2, len(turns) - _TURNS
+            item["turns"] = [*turns[:half], (False, left_out), *turns[-half:]]
+    ids = [part for item in items for _, part in item.get("turns", ()) if isinstance(part, list)]
+    decoded = _decode(run, ids)
+    texts = iter(decoded or ())
+    for item in items:
+        if (turns := item.pop("turns", None)) and decoded:
+            item["turns"] = [
+                (mine, next(texts) if isinstance(part, list) else f"[… {part:,} turns left out …]")
+                for mine, part in turns
+            ]
+            del item["text"]
 
 
 def _lines(data: bytes, cut: bool) -> list[bytes]:
@@ -297,7 +333,12 @@ def _shorten(item: Item, longest: int) -> Item:
     shown = {key: value for key, value in item.items() if key != "whole"}
     if "prompt" in shown:
         shown["prompt"] = shown["prompt"].tolist()
-    return shown | {"text": _cut(str(item["text"]), longest)}
+    if "turns" not in shown:
+        return shown | {"text": _cut(str(item["text"]), longest)}
+    turns = shown["turns"]
+    if sum(len(text) for _, text in turns) > longest:
+        longest = max(200, longest // len(turns))
+    return shown | {"turns": [(mine, _cut(text, longest)) for mine, text in turns]}
 
 
 def _cut(text: str, longest: int) -> str:
@@ -314,21 +355,29 @@ def _share(mark: tuple[int, int, int]) -> float:
 
 
 def decode_prompts(run: RunFiles, prompts: Sequence[list[int]]) -> list[str]:
-    """Texts of prompts, by the tokenizer of the export or, for a run of this user, of the initial model."""
+    """Texts of prompts, or how long they are."""
+    unknown = [f"({len(ids)} tokens; no tokenizer.json was found to show them as text)" for ids in prompts]
+    return _decode(run, prompts) or unknown
+
+
+def _decode(run: RunFiles, texts: Sequence[list[int]]) -> list[str] | None:
+    """Texts of token ids, by the tokenizer of the export or, for a run of this user, of the initial model;
+    None without one.
+    """
     folder, model = run.folder, run.config.get("model.path")
-    texts = [f"({len(ids)} tokens; no tokenizer.json was found to show them as text)" for ids in prompts]
     files: list[tuple[Path, ...]] = []
     with contextlib.suppress(OSError):
         newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
         files += [(file, real_path(folder)) for file in newest]
     if isinstance(model, str) and folder.stat().st_uid == os.geteuid():  # others' could name any folder
         files.append((Path(model) / "tokenizer.json",))
-    for file, *inside in files if prompts else ():
+    for file, *inside in files if texts else ():
         try:
             with open_regular(file, *inside) as opened:
-                return decode_foreign(opened, prompts)
+                return decode_foreign(opened, texts)
         except OSError:
             continue
         except ForeignInputError as e:
-            run.notes.append(f"{file.name}: prompts cannot be shown as text ({e})")
-    return texts
+            note = f"{file.name}: prompts cannot be shown as text ({e})"
+            run.notes += [note] * (note not in run.notes)
+    return None

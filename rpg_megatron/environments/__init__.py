@@ -1,0 +1,1 @@
+"""Environments that come with the package: episodes, and sources of their prompts."""

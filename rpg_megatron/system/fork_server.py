@@ -1,0 +1,138 @@
+"""Fork server: imports code once; each worker is a fork of it and starts in milliseconds.
+
+``python -m rpg_megatron.system.fork_server LOAD ARGUMENTS MEMORY PARENT FD``, started by
+``forked_workers.ForkServer``. LOAD is the ``module:function`` that is called with ARGUMENTS, a JSON object.
+It returns what a worker runs, with its end of a connection, and a description for the parent
+(``forked_workers``). Replacing a killed worker is cheap. The server reads a socket: each byte carries a file
+descriptor, and the server forks a worker that serves it.
+
+What a worker needs to answer is here too: calls are lines of JSON, [number, value]; an answer is an object
+with ``number`` and ``exits`` (the worker must get no more calls), and ``value``, or ``failure`` ("error",
+"memory" or "timeout"), ``detail`` and, for an exception in the user's file, ``place``, ``file:line``.
+
+No process outlives the parent, not even after kill -9: the server ends when its socket is closed or its
+parent has changed, and the kernel kills the workers when the server has ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.import_path import load_function
+from rpg_megatron.system.parent_death import end_with_parent
+from rpg_megatron.system.process_groups import WARNINGS
+from rpg_megatron.system.terminal import protect_streams
+
+_MAX_GROWTH = 256 * 1024
+"""Growth of a worker's memory, in KiB, after which it is replaced."""
+_MAX_DETAIL = 300
+"""Characters of an exception's message that are kept."""
+
+FailureKind = Literal["timeout", "crash", "memory", "error"]
+FAILURES: tuple[FailureKind, ...] = ("timeout", "crash", "memory", "error")
+
+type Serve = Callable[[socket.socket], None]
+"""What a worker runs."""
+
+
+def send_line(connection: socket.socket, value: Any) -> None:
+    """Send a value to the parent."""
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+async def read_lines(connection: socket.socket, receive: Callable[[int, Any], None]) -> None:
+    """Call ``receive`` with what the parent sends, in this event loop, until the other end is closed."""
+    import asyncio  # workers without an event loop do not need it
+
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        for line in connection.makefile("rb"):
+            loop.call_soon_threadsafe(receive, *json.loads(line))
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, daemon=True).start()
+    await ended.wait()
+
+
+def must_exit(answer: dict[str, Any], start: int) -> bool:
+    """Whether this process must get no more calls. start: ``peak_memory`` when it had begun."""
+    return answer.get("failure") == "memory" or peak_memory() - start > _MAX_GROWTH
+
+
+def failure_of(error: BaseException, file: str) -> dict[str, Any]:
+    """The answer to a call that raised. file: the user's."""
+    if isinstance(error, MemoryError):
+        return {"failure": "memory", "detail": "out of memory"}
+    lines = [n for frame, n in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    place = {"place": f"{file}:{lines[-1]}"} if lines else {}
+    message = str(error)[:_MAX_DETAIL].encode(errors="backslashreplace").decode()  # for logs and messages
+    detail = ": ".join(filter(None, (type(error).__name__, " ".join(message.split()))))
+    return {"failure": "error", "detail": detail} | place
+
+
+def peak_memory() -> int:
+    """Most memory that this process had, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _run_worker(fd: int, serve: Serve, memory: int, server: int) -> None:
+    # A process group of its own, so that processes started by a worker are killed with it.
+    os.setpgid(0, 0)
+    end_with_parent(server)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    with socket.socket(fileno=fd) as connection:
+        serve(connection)
+
+
+def main() -> None:
+    """Run the fork server."""
+    protect_streams()
+    load, arguments, memory, parent = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
+    with socket.socket(fileno=int(sys.argv[5])) as control:
+        try:
+            serve, description = load_function(load)(**arguments)
+        except (ValueError, UserError) as e:
+            control.sendall(json.dumps({"error": str(e)}).encode())
+            return
+        control.sendall(json.dumps(description).encode())
+        gc.freeze()  # imported objects stay in memory shared with the forks
+        server = os.getpid()
+        while os.getppid() == parent:
+            if not select.select([control], [], [], 1.0)[0]:
+                continue
+            data, descriptors, _flags, _address = socket.recv_fds(control, 1, 1)
+            if not data:
+                return
+            if os.fork() == 0:
+                code = 1
+                try:
+                    control.close()
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # what a worker starts can be ended
+                    _run_worker(descriptors[0], serve, memory, server)
+                    code = 0
+                finally:
+                    os._exit(code)
+            os.close(descriptors[0])
+
+
+if __name__ == "__main__":
+    main()
