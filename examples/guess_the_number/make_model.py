@@ -26,7 +26,7 @@ from transformers import (
 from examples.guess_the_number.game import LARGEST, PROMPT, REPLIES
 
 HERE = Path(__file__).resolve().parent
-CAREFUL, TURNS = 0.6, 7
+CAREFUL, TURNS = 0.85, 7
 GAMES, PEAK_LR = 32, 3e-3
 """Games of a training step."""
 

@@ -29,10 +29,15 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
     parent: its pid.
     """
-    if _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    set_parent_death_signal(number)
     if os.getppid() != parent:  # it ended before the request: no signal would be sent
         os._exit(1)
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends, if it has not ended yet."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def main() -> None:

@@ -108,8 +108,16 @@ def test_an_evaluation_samples_episodes(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     problems = [{"prompt": f"Say {n}", "answer": str(n)} for n in range(3)]
     (tmp_path / "sayings.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    options = [str(checkpoint), "--data", "sayings.jsonl", "-n", "2", "--max-response-tokens", "48"]
-    options += ["--device", "cpu", "--out", "out", "engine.kv_cache_gib=0.25"]
+    options = [
+        str(checkpoint),
+        "--data",
+        str(tmp_path / "sayings.jsonl"),
+        "-n",
+        "2",
+        "--max-response-tokens",
+        "48",
+    ]
+    options += ["--device", "cpu", "--out", str(tmp_path / "out"), "engine.kv_cache_gib=0.25"]
     code, err = Command(tmp_path, "eval", *options, "rollout.episode=two_turns:two_turns").finish(timeout=500)
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "out" / "sayings.jsonl").read_text().splitlines()]
@@ -121,7 +129,7 @@ def test_an_evaluation_samples_episodes(
 
 
 PROBLEMS = "rpg_megatron.environments.reasoning_gym:problems"
-GYM = {"chain_sum": {"max_digits": 1, "max_terms": 3}, "count_bits": {}, "leg_counting": {"max_animals": 2}}
+GYM = {"chain_sum": {"max_digits": 1, "max_terms": 3}, "count_bits": {}, "gcd": {"max_value": 20}}
 
 
 @pytest.mark.long

@@ -217,5 +217,5 @@ def name_of(pid: int) -> str:
     except psutil.Error:
         return "ended"
     line = " ".join(words)
-    module = re.search(r"-m ([\w.]+)", line)
+    module = re.search(r"-m (rpg_megatron\.system\.fork_server [\w.]+|[\w.]+)", line)  # and what it imports
     return module[1] if module else line[:60].strip()

@@ -198,7 +198,7 @@ def test_the_agent_of_the_documentation(config_file: Path, tmp_path: Path, tools
     """It uses OpenAI's client, and its turns are one row."""
     page = (ROOT / "docs" / "environments.md").read_text()
     code: dict[str, Any] = {}
-    exec(page.split("```python\n")[1].split("```")[0], code)
+    exec(page.split("```python\n# my_agent.py\n")[1].split("```")[0], code)
     run = Run(config_file, tmp_path, "qwen2.5", tools=tools)
     texts = []
 

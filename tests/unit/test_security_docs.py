@@ -93,6 +93,13 @@ unit/test_episode_pool.py::test_only_the_faulty_episode_fails
   killed at its limits of time and memory
 unit/test_episodes.py::test_a_faulty_episode_is_counted
   its tokens are those of the model's vocabulary
+integration/test_sandbox.py::test_what_a_program_cannot_do
+  no: they have no network, and of
+  other processes can neither be seen
+integration/test_sandbox.py::test_a_program_that_goes_on_is_ended
+  limits of time, memory, processes, files and output
+integration/test_sandbox.py::test_nothing_is_left_of_a_call
+  what they have started is killed after each call
 integration/test_reward_pool.py::test_every_input_gets_an_outcome
   they run in workers with a time and memory limit
 integration/test_reward_pool_hostile.py::test_sixty_hostile_answers_each_get_a_verdict_in_time

@@ -29,6 +29,7 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("driver", 30, gpu.probe_gpus),
     ("memory", 10, machine.probe_memory),
     ("foreign input", 30, machine.probe_foreign_input),
+    ("sandboxes", 30, machine.probe_sandboxes),
     ("temporary files", 10, machine.probe_temporary),
     ("clock", 20, machine.probe_clock),
     (network.NAME, network.SECONDS, network.probe_network),

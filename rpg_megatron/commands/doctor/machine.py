@@ -1,4 +1,4 @@
-"""Probes of this node: memory, foreign input, temporary files, clock."""
+"""Probes of this node: memory, foreign input, sandboxes, temporary files, clock."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
+from rpg_megatron.system.namespaces import find_problem
 from rpg_megatron.system.sandbox import means
 
 SMALLEST_TEMPORARY = 64 * 1024**2
@@ -62,6 +63,14 @@ def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
         yield warning(name, f"the kernel has {available}: hostile files might {', '.join(reachable)}", fix)
     else:
         yield ok(name, f"read by a process that can reach nothing ({', '.join(means())})")
+
+
+def probe_sandboxes(_subject: Subject) -> Iterator[Check]:
+    """Whether an environment can run programs that a model writes (``environments/sandbox.py``)."""
+    if problem := find_problem():
+        yield not_applicable("sandboxes", problem)
+    else:
+        yield ok("sandboxes", "programs that a model writes can run in namespaces of their own")
 
 
 def probe_temporary(subject: Subject) -> Iterator[Check]:

@@ -1,0 +1,299 @@
+"""Sandboxes: where the programs run that a model writes, and where their files are.
+
+Each is a process in namespaces of its own (``system/namespaces.py``): no network, no files of the machine but
+its programs, read-only, and no other processes. After each call, all processes that it has started are
+killed. Calls have limits of time, memory, processes, files and output.
+
+It does not protect from faults of the kernel, and not from use of the cores: a call may keep all of them busy
+until its time ends. Memory is looked at every 50 ms; what a program takes in between is limited for each of
+its processes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.fork_server import Serve, send_line
+from rpg_megatron.system.forked_workers import ForkServer, Loader, WorkerProcess
+from rpg_megatron.system.namespaces import (
+    enter_namespaces,
+    find_problem,
+    forbid_new_privileges,
+    python_folders,
+)
+from rpg_megatron.system.parent_death import set_parent_death_signal
+
+_POLL = 0.05
+"""Seconds between two looks at the memory of a call."""
+_FIRST_USER = 1_000_000_000
+"""As root, the user of a sandbox's programs is this plus its pid: nobody else's."""
+_GRACE = 10.0
+"""Seconds after which a sandbox that does not answer is killed, in addition to the time of the call."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of a sandbox."""
+
+    seconds: float = 30.0
+    """Time for a call."""
+    memory_mib: int = 512
+    """Of all processes of a call together; the address space of each is limited to four times as much."""
+    processes: int = 32
+    files_mib: int = 64
+    """Files in total; they are in memory."""
+    output: int = 65536
+    """Bytes of a call's output that are kept; if it writes more than 100 times as much, it is ended."""
+    folders: tuple[str, ...] = ()
+    """Folders of the machine that programs can read, such as a virtual environment."""
+
+
+class SandboxResult(NamedTuple):
+    """How a call ended."""
+
+    output: str
+    """What it wrote to stdout and stderr."""
+    code: int | None
+    """Exit code, negative for a signal; None if it was ended."""
+    ended: str = ""
+    """Why it was ended: "time", "memory" or "output"; or "closed": the sandbox was."""
+
+
+class Sandbox:
+    """Files and programs of one episode. For one event loop."""
+
+    def __init__(self, process: WorkerProcess, limits: SandboxLimits):
+        self._process, self._limits = process, limits
+
+    async def exec(
+        self, command: Sequence[str], *, input: str = "", seconds: float | None = None
+    ) -> SandboxResult:
+        """Run a program in ``/work``. seconds: less than the limit. Never raises for what it does."""
+        limit = min(seconds or self._limits.seconds, self._limits.seconds)
+        arguments = {"exec": list(command), "input": input, "seconds": limit}
+        answer = await self._call(arguments, limit)
+        return SandboxResult("", None, "closed") if answer is None else SandboxResult(*answer)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Write a file; its folders are made. Raises OSError."""
+        await self._file({"write": path, "content": base64.b64encode(content).decode()})
+
+    async def read(self, path: str) -> bytes:
+        """Read a file, as many bytes as the files may have in total. Raises OSError."""
+        return base64.b64decode(await self._file({"read": path}))
+
+    def close(self) -> None:
+        """End its programs and remove its files."""
+        self._process.end()
+
+    async def _file(self, arguments: dict[str, str]) -> str:
+        answer = await self._call(arguments, self._limits.seconds)
+        if answer is None:
+            raise OSError("the sandbox was closed")
+        if isinstance(answer, list):
+            raise OSError(*answer)
+        return str(answer)
+
+    async def _call(self, arguments: dict[str, Any], seconds: float) -> Any:
+        _, outcome = self._process.call(arguments, on_request=lambda request: None)
+        done, _ = await asyncio.wait([outcome], timeout=seconds + _GRACE)
+        if not done:
+            self.close()
+        return (await outcome).value
+
+
+class Sandboxes:
+    """Starts sandboxes: each is a fork of a process that has imported what it needs."""
+
+    def __init__(self, limits: SandboxLimits = SandboxLimits()):
+        """Raises UserError if this machine's kernel allows none."""
+        self._limits = limits
+        load = "rpg_megatron.environments.sandbox:load_server"
+        loader = Loader(load, asdict(limits), 1 << 40, "sandbox")
+        self._server = ForkServer(loader)
+
+    async def open(self) -> Sandbox:
+        """A new sandbox, without files."""
+        return Sandbox(await WorkerProcess.start(self._server), self._limits)
+
+    def close(self) -> None:
+        """End all of them."""
+        if self._server.kill():
+            self._server.close()
+
+
+# -- in the sandbox ------------------------------------------------------------------------------------------
+
+
+def load_server(**limits: Any) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``). Raises UserError if no sandbox can be made."""
+    checked = SandboxLimits(**limits)
+    if problem := find_problem():
+        raise UserError(problem)
+    description = {"async": True, "deadline": checked.seconds}
+    return lambda connection: _serve(connection, checked), description
+
+
+def _serve(connection: socket.socket, limits: SandboxLimits) -> None:
+    outside = os.getpid()
+    child = enter_namespaces(limits.files_mib << 20, [*python_folders(), *limits.folders])
+    if child:
+        send_line(connection, outside)
+        connection.close()
+        os.waitpid(child, 0)
+        return
+    # Its parent has pid 0 here, so whether that has ended is seen from the connection.
+    set_parent_death_signal(signal.SIGKILL)
+    user = None if os.geteuid() else _FIRST_USER + outside
+    os.umask(0)
+    for line in connection.makefile("rb"):
+        number, arguments = json.loads(line)
+        try:
+            if "exec" in arguments:
+                value: Any = _execute(
+                    arguments["exec"], arguments["input"], arguments["seconds"], limits, user
+                )
+            elif "write" in arguments:
+                value = _write_file(arguments["write"], base64.b64decode(arguments["content"]))
+            else:
+                value = _read_file(arguments["read"])
+        except OSError as e:
+            value = [e.errno, e.strerror or str(e)]
+        send_line(connection, {"number": number, "exits": False, "value": value})
+
+
+def _execute(
+    command: list[str], text: str, seconds: float, limits: SandboxLimits, user: int | None
+) -> tuple[str, int | None, str]:
+    """Run a program and end all that it has started; the fields of ``SandboxResult``."""
+    end = time.monotonic() + seconds
+    stdin = os.memfd_create("stdin")
+    with open(stdin, "wb", closefd=False) as file:
+        file.write(text.encode(errors="replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    pid = os.fork()
+    if pid == 0:
+        _become(command, stdin, write, limits, user)
+    os.close(stdin)
+    os.close(write)
+    kept, total, code, ended = b"", 0, None, ""
+    try:
+        while code is None and not ended:
+            select.select([read], [], [], min(_POLL, max(0.0, end - time.monotonic())))
+            kept, total = _take_output(read, kept, total, limits.output)
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                code = os.waitstatus_to_exitcode(status)
+            elif total > 100 * limits.output:
+                ended = "output"
+            elif time.monotonic() > end:
+                ended = "time"
+            elif _memory() > limits.memory_mib << 20:
+                ended = "memory"
+    finally:
+        _kill_all()
+    kept, total = _take_output(read, kept, total, limits.output)
+    os.close(read)
+    return kept.decode(errors="replace"), code, ended
+
+
+def _become(command: list[str], stdin: int, out: int, limits: SandboxLimits, user: int | None) -> None:
+    """Become the program, with its limits; never returns."""
+    try:
+        os.setsid()
+        for target, descriptor in enumerate((stdin, out, out)):
+            os.dup2(descriptor, target)
+        space = 4 * limits.memory_mib << 20
+        for kind, limit in (
+            (resource.RLIMIT_AS, space),
+            (resource.RLIMIT_NPROC, limits.processes),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, 256),
+        ):
+            resource.setrlimit(kind, (limit, limit))
+        if user is not None:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+        forbid_new_privileges()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
+        os.execvpe(command[0], command, {"PATH": path, "HOME": "/work", "LANG": "C.UTF-8"})
+    except OSError as e:
+        os.write(2, f"{command[0]}: {e.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _take_output(read: int, kept: bytes, total: int, most: int) -> tuple[bytes, int]:
+    """What there is to read: the first ``most`` bytes, and the number of bytes in total."""
+    with suppress(BlockingIOError):
+        while total <= 100 * most and (part := os.read(read, 65536)):
+            kept, total = kept + part[: most - len(kept)], total + len(part)
+    return kept, total
+
+
+def _processes() -> list[str]:
+    return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _memory() -> int:
+    """Resident bytes of all processes."""
+    pages = 0
+    for name in _processes():
+        with suppress(OSError), open(f"/proc/{name}/statm", encoding="ascii") as file:
+            pages += int(file.read().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _kill_all() -> None:
+    """Kill all processes but this one, which is the first of its namespace."""
+    while _processes():
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.001)
+
+
+def _write_file(path: str, content: bytes) -> str:
+    place = _inside(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.write_bytes(content)
+    place.chmod(0o666)
+    return ""
+
+
+def _read_file(path: str) -> str:
+    place = _inside(path)
+    if place.exists() and not place.is_file():
+        raise OSError(errno.EINVAL, f"{path} is no file")
+    return base64.b64encode(place.read_bytes()).decode()
+
+
+def _inside(path: str) -> Path:
+    """The path of a file in /work. No program runs that could change it meanwhile."""
+    place = Path("/work", path).resolve()
+    if not place.is_relative_to("/work") or place == Path("/work"):
+        raise OSError(errno.EACCES, f"{path} is not in /work")
+    return place

@@ -1,0 +1,266 @@
+"""Sandboxes: what a model's programs cannot do, whatever they try.
+
+Why: an environment runs programs that a policy wrote, which learns to do whatever pays. Real programs try it
+here, each in a real sandbox of this machine's kernel, as root and as another user. Not covered: faults of the
+kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rpg_megatron.config import UserError
+from rpg_megatron.environments.sandbox import Sandboxes, SandboxLimits, SandboxResult
+from tests.support.ranks import ROOT
+
+LIMITS = SandboxLimits(seconds=2.0, memory_mib=128, processes=16, files_mib=8, output=1000)
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[Sandboxes]:
+    try:
+        started = Sandboxes(LIMITS)
+    except UserError as e:
+        pytest.skip(str(e))
+    yield started
+    started.close()
+
+
+def run(sandboxes: Sandboxes, *codes: str, program: str = "python3") -> list[SandboxResult]:
+    """Run programs one after the other in one sandbox."""
+
+    async def main() -> list[SandboxResult]:
+        sandbox = await sandboxes.open()
+        results = [await sandbox.exec([program, "-c", code]) for code in codes]
+        alive = await sandbox.exec(["echo", "alive"])
+        assert alive == SandboxResult("alive\n", 0)
+        sandbox.close()
+        return results
+
+    return asyncio.run(main())
+
+
+def outside(mark: str) -> list[str]:
+    """Processes of this machine with this text in their command line, besides the tests."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (OSError, NotADirectoryError):
+            continue
+        if entry.name.isdigit() and mark in line and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+ENDED: dict[str, tuple[str, str]] = {
+    "loops": ("while True: pass", "time"),
+    "sleeps": ("import time; time.sleep(1000)", "time"),
+    "ignores signals": (
+        "import signal, time\nfor n in range(1, 65):\n try: signal.signal(n, signal.SIG_IGN)\n"
+        " except (OSError, ValueError): pass\ntime.sleep(1000)",
+        "time",
+    ),
+    "takes memory": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
+    "takes memory in children": (
+        "import os\nfor _ in range(8):\n if os.fork() == 0:\n  x = bytearray(os.urandom(1 << 20) * 30)\n"
+        "  import time; time.sleep(1000)\nimport time; time.sleep(1000)",
+        "memory",
+    ),
+    "writes without end": ("while True: print('x' * 1000)", "output"),
+}
+REFUSED: dict[str, str] = {
+    "forks without end": "import os\nn = 0\ntry:\n while True:\n  n += 1\n  if os.fork() == 0:\n"
+    "   import time; time.sleep(1000)\nexcept BlockingIOError: assert n <= 17\nelse: raise SystemExit(9)",
+    "fills the files": "try: open('f', 'wb').write(bytes(20 << 20))\n"
+    "except OSError as e: assert e.errno == 28\nelse: raise SystemExit(9)",
+    "writes programs": "import os\nfor f in ('/usr/x', '/bin/x', '/etc/x', '/x', '/dev/x',"
+    " '/proc/sys/kernel/core_pattern'):\n try: open(f, 'w').write('x')\n except OSError: pass\n"
+    " else: raise SystemExit(9)",
+    "reads files of the machine": "import os, sys\nfor f in (OUTSIDE, '/etc/passwd', '/etc/shadow', '/home',"
+    " '/var', '/proc/1/environ', '/proc/1/mem', '/proc/1/root/etc'):\n"
+    " try: (os.listdir if f in ('/home', '/var', '/proc/1/root/etc') else open)(f)\n except OSError: pass\n"
+    " else: raise SystemExit(9)",
+    "opens connections": "import socket\nfor family, where in ((socket.AF_INET, ('127.0.0.1', PORT)),"
+    " (socket.AF_INET, ('1.1.1.1', 53)), (socket.AF_UNIX, '\\0ABSTRACT')):\n"
+    " try: socket.socket(family).connect(where)\n except OSError: pass\n else: raise SystemExit(9)",
+    "signals others": "import os, signal\nfor pid in (1, os.getppid(), PID, -PID):\n try: os.kill(pid, 9)\n"
+    " except OSError: pass\nos.kill(os.getpid(), 0)",
+    "traces the sandbox": "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
+    "assert c.ptrace(16, 1, 0, 0) == -1",
+    "mounts": "import ctypes\nc = ctypes.CDLL(None)\nassert c.mount(b'none', b'/work', b'tmpfs', 0, None)",
+    "becomes another user": "import os\nfor call in (os.setuid, os.setgid):\n try: call(0)\n"
+    " except OSError: pass\n else: assert os.geteuid() != 0, 9",
+    "changes the clock": "import time\ntry: time.clock_settime(0, 0)\nexcept OSError: pass\n"
+    "else: raise SystemExit(9)",
+    "leaves the root": "import os\nfor _ in range(9): os.chdir('..')\nassert not os.path.exists('home')\n"
+    "try: os.chroot('/')\nexcept OSError: pass\nelse: raise SystemExit(9)",
+    "makes devices": "import os, stat\ntry: os.mknod('d', 0o666 | stat.S_IFBLK, os.makedev(254, 0))\n"
+    "except OSError: pass\nelse: open('d', 'rb')",
+}
+
+
+@pytest.mark.parametrize("what", ENDED)
+def test_a_program_that_goes_on_is_ended(sandboxes: Sandboxes, what: str) -> None:
+    code, why = ENDED[what]
+    began = time.monotonic()
+    (result,) = run(sandboxes, code)
+    assert result.code is None
+    # What takes the cores or the memory may reach another limit first; all of them end it.
+    assert result.ended == why or (why in ("memory", "output") and result.ended == "time"), result
+    assert len(result.output) <= LIMITS.output
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_program_cannot_do(sandboxes: Sandboxes, tmp_path: Path, what: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    abstract = f"rpg-test-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(f"\0{abstract}")
+        unix.listen()
+        code = REFUSED[what].replace("OUTSIDE", repr(str(secret))).replace("PID", str(os.getpid()))
+        code = code.replace("PORT", str(server.getsockname()[1])).replace("ABSTRACT", abstract)
+        (result,) = run(sandboxes, code)
+    assert (result.code, result.ended) == (0, ""), result
+
+
+def test_nothing_is_left_of_a_call(sandboxes: Sandboxes) -> None:
+    """Also not of processes that left their session and their parent; files stay."""
+    mark = f"rpg-left-{os.getpid()}"
+    daemon = (
+        "import os, time\nopen('kept', 'w').write('x')\nfor _ in range(3):\n if os.fork() == 0:\n"
+        "  os.setsid()\n"
+        f"  if os.fork() == 0:\n   os.execvp('sleep', ['{mark}', '1000'])\n  os._exit(0)\ntime.sleep(0.2)"
+    )
+    seen = (
+        "import os; print(sorted(n for n in os.listdir('/proc') if n.isdigit())); print(os.listdir('/work'))"
+    )
+    left, after = run(sandboxes, daemon, seen)
+    assert left.code == 0
+    processes, files = after.output.splitlines()
+    assert len(eval(processes)) == 2, "the sandbox and the program"
+    assert files == "['kept']"
+    assert outside(mark) == []
+
+
+def test_sandboxes_do_not_see_each_other_and_end_with_their_owner(sandboxes: Sandboxes) -> None:
+    async def main() -> None:
+        first, second = await sandboxes.open(), await sandboxes.open()
+        await first.write("a/b", b"\0\xff")
+        assert await first.read("a/b") == b"\0\xff"
+        for path in ("a/b", "a", "../work/../etc/hosts", "/proc/1/environ", "."):
+            with pytest.raises(OSError, match=r"."):
+                await second.read(path)
+        with pytest.raises(OSError, match="not in /work"):
+            await first.write("../tmp/x", b"")
+        assert (await first.exec(["sh", "-c", "ln -s /proc/self/environ a/link; mkfifo a/pipe"])).code == 0
+        for path in ("a/link", "a/pipe"):
+            with pytest.raises(OSError, match=r"."):
+                await first.read(path)
+        await first.write("a/pipe", b"replaced")
+        assert await first.read("a/pipe") == b"replaced"
+        sleeping = asyncio.create_task(first.exec(["sleep", "1000"], seconds=1.5))
+        await asyncio.sleep(0.2)
+        first.close()
+        assert await sleeping == SandboxResult("", None, "closed")
+        assert await first.exec(["echo"]) == SandboxResult("", None, "closed")
+        with pytest.raises(OSError, match="closed"):
+            await first.write("x", b"")
+        assert (await second.exec(["cat"], input="x" * 100)).output == "x" * 100
+        assert await second.exec(["no-such-program"]) == SandboxResult(
+            "no-such-program: No such file or directory\n", 127
+        )
+
+    asyncio.run(main())
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    code = page.partition("```python\nfrom rpg_megatron.environments.sandbox")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec("from rpg_megatron.environments.sandbox" + code, names)
+    said = ["Let me see. <python>print(6 * 7)</python>", "<python>1 / 0</python>", "It is 42."]
+    given: list[str] = []
+
+    async def generate(context: str) -> Any:
+        given.append(context)
+        return SimpleNamespace(text=said[len(given) - 1], context=context + said[len(given) - 1])
+
+    async def score(text: str) -> str:
+        return f"score of {text}"
+
+    task = SimpleNamespace(prompt="What is 6 * 7? ", encode=lambda text: text)
+    try:
+        episode = asyncio.run(names["with_python"](task, generate, score))
+    finally:
+        names["sandboxes"].close()
+    assert (episode.reward, episode.metrics) == ("score of It is 42.", {"failed_calls": 1})
+    assert given[1].endswith("</python>\n42\n\n")
+    assert "ZeroDivisionError: division by zero" in given[2]
+
+
+OWNER = """
+import asyncio, sys
+from rpg_megatron.environments.sandbox import Sandboxes, SandboxLimits
+async def main():
+    sandbox = await Sandboxes(SandboxLimits()).open()
+    running = asyncio.create_task(sandbox.exec(["sleep", "MARK"]))
+    print(await asyncio.wait([running], timeout=1.0), flush=True)
+    await running
+asyncio.run(main())
+"""
+
+
+def test_a_killed_owner_leaves_no_sandbox() -> None:
+    mark = f"1000.{os.getpid()}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-c",
+        OWNER.replace("MARK", mark),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        assert [line for line in outside(mark) if line.startswith("sleep")]
+        owner.kill()
+    end = time.monotonic() + 60
+    while outside(mark) or outside(f"1099511627776 {owner.pid}"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+AS_OTHER = """
+import ctypes, os, sys
+from rpg_megatron.system.namespaces import enter_namespaces
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process that never was root: its /proc is its own
+pid = enter_namespaces(1 << 20)
+if pid:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+assert os.getpid() == 1 and os.getuid() == 65534
+program = "echo x > f; cat f; echo y > /usr/y; mount -t tmpfs x /work"
+os.execvp("sh", ["sh", "-c", program])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_makes_one_by_a_user_namespace(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", AS_OTHER], capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith("x\n"), done.stderr
+    assert "Read-only file system" in done.stderr
+    assert "mount" in done.stderr
