@@ -41,6 +41,10 @@ from rpg_megatron.system.parent_death import set_parent_death_signal
 
 _POLL = 0.05
 """Seconds between two looks at the memory of a call."""
+_LARGEST = 8 << 20
+"""Bytes of a file that can be read: it is one line of the connection."""
+_NO_LIMIT = 1 << 40
+"""Address space of the sandbox itself, bytes; its programs have ``SandboxLimits``."""
 _FIRST_USER = 1_000_000_000
 """As root, the user of a sandbox's programs is this plus its pid: nobody else's."""
 _GRACE = 10.0
@@ -95,7 +99,7 @@ class Sandbox:
         await self._file({"write": path, "content": base64.b64encode(content).decode()})
 
     async def read(self, path: str) -> bytes:
-        """Read a file, as many bytes as the files may have in total. Raises OSError."""
+        """Read a file of at most 8 MiB. Raises OSError."""
         return base64.b64decode(await self._file({"read": path}))
 
     def close(self) -> None:
@@ -125,7 +129,7 @@ class Sandboxes:
         """Raises UserError if this machine's kernel allows none."""
         self._limits = limits
         load = "rpg_megatron.environments.sandbox:load_server"
-        loader = Loader(load, asdict(limits), 1 << 40, "sandbox")
+        loader = Loader(load, asdict(limits), _NO_LIMIT, "sandbox")
         self._server = ForkServer(loader)
 
     async def open(self) -> Sandbox:
@@ -194,11 +198,12 @@ def _execute(
         _become(command, stdin, write, limits, user)
     os.close(stdin)
     os.close(write)
-    kept, total, code, ended = b"", 0, None, ""
+    kept, total, is_open, code, ended = b"", 0, True, None, ""
     try:
         while code is None and not ended:
-            select.select([read], [], [], min(_POLL, max(0.0, end - time.monotonic())))
-            kept, total = _take_output(read, kept, total, limits.output)
+            # A program may close its output and go on: that would be ready to read again and again.
+            select.select([read] if is_open else [], [], [], min(_POLL, max(0.0, end - time.monotonic())))
+            kept, total, is_open = _take_output(read, kept, total, limits.output)
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
@@ -210,7 +215,7 @@ def _execute(
                 ended = "memory"
     finally:
         _kill_all()
-    kept, total = _take_output(read, kept, total, limits.output)
+    kept, *_ = _take_output(read, kept, total, limits.output)
     os.close(read)
     return kept.decode(errors="replace"), code, ended
 
@@ -243,12 +248,14 @@ def _become(command: list[str], stdin: int, out: int, limits: SandboxLimits, use
         os._exit(127)
 
 
-def _take_output(read: int, kept: bytes, total: int, most: int) -> tuple[bytes, int]:
-    """What there is to read: the first ``most`` bytes, and the number of bytes in total."""
+def _take_output(read: int, kept: bytes, total: int, most: int) -> tuple[bytes, int, bool]:
+    """The first ``most`` bytes so far, the number of bytes in total, and whether more can come."""
     with suppress(BlockingIOError):
-        while total <= 100 * most and (part := os.read(read, 65536)):
+        while total <= 100 * most:
+            if not (part := os.read(read, 65536)):
+                return kept, total, False
             kept, total = kept + part[: most - len(kept)], total + len(part)
-    return kept, total
+    return kept, total, True
 
 
 def _processes() -> list[str]:
@@ -288,6 +295,8 @@ def _read_file(path: str) -> str:
     place = _inside(path)
     if place.exists() and not place.is_file():
         raise OSError(errno.EINVAL, f"{path} is no file")
+    if place.stat().st_size > _LARGEST:
+        raise OSError(errno.EFBIG, f"{path} has more than {_LARGEST >> 20} MiB")
     return base64.b64encode(place.read_bytes()).decode()
 
 

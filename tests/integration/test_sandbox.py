@@ -78,6 +78,7 @@ ENDED: dict[str, tuple[str, str]] = {
         "  import time; time.sleep(1000)\nimport time; time.sleep(1000)",
         "memory",
     ),
+    "closes its output": ("import os, time; os.close(1); os.close(2); time.sleep(1000)", "time"),
     "writes without end": ("while True: print('x' * 1000)", "output"),
 }
 REFUSED: dict[str, str] = {
@@ -170,6 +171,11 @@ def test_sandboxes_do_not_see_each_other_and_end_with_their_owner(sandboxes: San
         for path in ("a/link", "a/pipe"):
             with pytest.raises(OSError, match=r"."):
                 await first.read(path)
+        assert (await first.exec(["sh", "-c", "head -c 8000000 /dev/zero > a/large"])).code == 0
+        assert len(await first.read("a/large")) == 8_000_000
+        assert (await first.exec(["truncate", "-s", "9M", "a/large"])).code == 0
+        with pytest.raises(OSError, match="more than 8 MiB"):
+            await first.read("a/large")
         await first.write("a/pipe", b"replaced")
         assert await first.read("a/pipe") == b"replaced"
         sleeping = asyncio.create_task(first.exec(["sleep", "1000"], seconds=1.5))
