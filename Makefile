@@ -52,6 +52,15 @@ format: $(VENV)  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+.venv-verifiers/.complete: requirements/verifiers.txt examples/calculator/pyproject.toml
+	@rm -rf .venv-verifiers
+	@python=$$(sh tools/find_python.sh) && "$$python" -m venv .venv-verifiers
+	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/verifiers.txt
+	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -e examples/calculator
+	@touch $@
+
+.venv-verifiers: .venv-verifiers/.complete  ## episodes of verifiers: its environment, with the example's taskset
+
 .venv-docs/.complete: requirements/docs.txt
 	@rm -rf .venv-docs
 	@python=$$(sh tools/find_python.sh) && "$$python" -m venv .venv-docs

@@ -112,6 +112,12 @@ class TokenLimit(Exception):
     """
 
 
+class EpisodeLost(Exception):
+    """What an episode needs has ended, such as a server. If the episode raises it, it is run once more from
+    its beginning.
+    """
+
+
 class Generate(Protocol):
     """Samples one turn."""
 
@@ -154,6 +160,8 @@ class EpisodeResult(NamedTuple):
     metrics: Mapping[str, float] = MappingProxyType({})
     failure: RewardFailure | None = None
     """Why it has failed; it then has no reward."""
+    lost: str = ""
+    """What has ended that it needs: it is run once more."""
 
 
 def result_of(ended: Any) -> EpisodeResult:

@@ -102,7 +102,10 @@ class EpisodePool:
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
         """See ``EpisodeRunner``."""
-        outcome = await self._try(next(attempts), await self._choose(), alone=False)
+        for _ in range(2):
+            outcome = await self._try(next(attempts), await self._choose(), alone=False)
+            if not outcome.value or not msgspec.convert(outcome.value, EpisodeResult).lost:
+                break
         if outcome.failure == "crash":
             async with self._alone:
                 process = await WorkerProcess.start(self._server)
@@ -111,7 +114,10 @@ class EpisodePool:
         if outcome.failure is not None:
             failure = RewardFailure(self.name, outcome.failure, outcome.detail, outcome.place)
             return EpisodeResult(failure=failure)
-        return msgspec.convert(outcome.value, EpisodeResult)
+        result = msgspec.convert(outcome.value, EpisodeResult)
+        return (
+            EpisodeResult(failure=RewardFailure(self.name, "crash", result.lost)) if result.lost else result
+        )
 
     def close(self) -> None:
         """Kill the processes."""

@@ -26,6 +26,7 @@ from rpg_megatron.rewards.reward import Score
 from rpg_megatron.rollout.episode import (
     Episode,
     EpisodeFunction,
+    EpisodeLost,
     EpisodeResult,
     EpisodeTask,
     TokenLimit,
@@ -97,6 +98,8 @@ class _Episode:
             ended = await function(self._task, self._generate, self._score)
         except TokenLimit:
             ended = Episode()
+        except EpisodeLost as e:
+            return EpisodeResult(lost=str(e) or "something that it needs has ended")
         return result_of(ended)
 
     def receive(self, line: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """HTTP server in a sampler worker at which any client samples the turns of a response.
 
 ``POST /v1/chat/completions`` is OpenAI's API, ``POST /inference/v1/generate`` vLLM's with token ids,
-``GET /v1/models`` both. The bearer token says which response a request belongs to. A client sees neither
-weight updates nor failed engines; what it asks for cannot change how the policy is sampled. Messages are
-turned into tokens in ``chat.py``. The server listens on this machine's loopback address.
+``GET /v1/models`` both. The bearer token, or the header X-Session-ID, says which response a request belongs
+to. A client sees neither weight updates nor failed engines; what it asks for cannot change how the policy
+is sampled. Messages are turned into tokens in ``chat.py``. The server listens on this machine's loopback
+address.
 """
 
 from __future__ import annotations
@@ -136,7 +137,10 @@ class Gateway:
 
     def _session(self, request: web.Request) -> _Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key) if scheme == "Bearer" else None
+        if scheme != "Bearer" or key not in self._sessions:
+            # Of clients with one connection for many responses, which may add to it.
+            key = request.headers.get("X-Session-ID", "").partition(".")[0]
+        session = self._sessions.get(key)
         if session is None:
             message = "no response that is being sampled has this key; use api_key of the episode's task"
             raise RefusedRequestError(message, "invalid_api_key", 401)

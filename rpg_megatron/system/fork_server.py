@@ -27,6 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 from rpg_megatron.config.errors import UserError
@@ -59,8 +60,9 @@ async def read_lines(connection: socket.socket, receive: Callable[[int, Any], No
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
-        for line in connection.makefile("rb"):
-            loop.call_soon_threadsafe(receive, *json.loads(line))
+        with suppress(ConnectionError):  # the other end has closed it without reading all answers
+            for line in connection.makefile("rb"):
+                loop.call_soon_threadsafe(receive, *json.loads(line))
         loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=read, daemon=True).start()

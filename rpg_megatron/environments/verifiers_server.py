@@ -1,0 +1,245 @@
+"""Runs episodes of the library verifiers, in a virtual environment of its own: ``rpg-megatron env serve``.
+
+Its own harnesses start a program for each response, with a package manager; ``ChatHarness`` is a chat in this
+process, with the task's tools. Turns of the policy are sampled at the gateway of the sampler worker.
+
+It reads lines of JSON from a socket. The first one is an environment, ``{"taskset": {...}, ...}`` as in
+verifiers' ``EnvConfig``; its answer is ``{}`` or ``{"error": why}``. Other lines are the number of a call and
+an object:
+
+- ``tasks``: the answers have ``prompt``, ``answer`` and ``task``; the last one has none of them;
+- ``task``, ``base_url`` and ``api_key``: an episode; the answer has ``reward`` and ``metrics``, or ``error``;
+- ``cancel``: end the episode.
+
+Answers have the call's ``number``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any
+
+import aiohttp
+import httpx2
+import verifiers.v1 as vf
+from mcp.client import streamable_http
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
+from verifiers.v1.utils.loaders import (
+    default_harness_id,
+    env_config_type,
+    load_environment,
+    resolve_env_config,
+)
+
+from rpg_megatron.environments.tools import Tool, Toolbox, ToolError, chat
+from rpg_megatron.system.fork_server import read_lines, send_line
+
+HARNESS = "rpg_megatron_chat"
+"""``id`` of ``ChatHarness`` in settings of verifiers."""
+
+
+class ChatHarnessConfig(vf.HarnessConfig):
+    """Settings of ``ChatHarness``: those of every harness."""
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):
+    """A chat in this process, in which the policy calls the task's tools until it has its answer."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        """Run the chat."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += map(message_to_wire, prompt or ())
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with AsyncExitStack() as stack:
+            tools = await _tools(servers, stack)
+            toolbox = Toolbox(tools, seconds=self.config.tool_timeout)
+            await chat(_session(), endpoint, secret, messages, toolbox, ctx.model)
+        trace.record_metrics(toolbox.metrics if tools else {})
+        return vf.ProgramResult(0, "", "")
+
+
+__all__ = ["ChatHarness", "ChatHarnessConfig"]
+
+
+async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
+    """Answer calls until the other end is closed. settings: the environment."""
+    running: dict[int, asyncio.Task[None]] = {}
+    async with AsyncExitStack() as stack:
+        try:
+            environment = load_environment(_settings(settings))
+            await stack.enter_async_context(environment.serving())
+        except Exception as e:  # of the library, or of the taskset's package
+            return send_line(connection, {"error": f"{type(e).__name__}: {e}"})
+        send_line(connection, {})
+
+        def receive(number: int, line: dict[str, Any]) -> None:
+            if "cancel" in line:
+                if number in running:
+                    running[number].cancel()
+            elif "tasks" in line:
+                asyncio.get_running_loop().run_in_executor(None, _send_tasks, connection, number, environment)
+            else:
+                running[number] = asyncio.create_task(answer(number, line))
+
+        async def answer(number: int, line: dict[str, Any]) -> None:
+            try:
+                result = await _run_episode(environment, line)
+            except asyncio.CancelledError:
+                result = {"error": "cancelled"}
+            except Exception as e:
+                result = {"error": f"{type(e).__name__}: {e}"}
+            del running[number]
+            send_line(connection, {"number": number} | result)
+
+        await read_lines(connection, receive)
+
+
+def main(descriptor: int) -> None:
+    """Serve a socket that was inherited."""
+    sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
+    # Its helper makes an HTTP client for each episode, and reads the machine's certificates for 20 ms.
+    make_client = partial(httpx2.AsyncClient, verify=ssl.create_default_context(), follow_redirects=True)
+    streamable_http.create_mcp_http_client = make_client  # type: ignore[attr-defined]
+    with socket.socket(fileno=descriptor) as connection, suppress(ConnectionError):
+        if line := _first_line(connection):
+            asyncio.run(serve(connection, json.loads(line)))
+    os._exit(0)  # threads that make tasks do not end
+
+
+def _first_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (byte := connection.recv(1)):
+        line += byte
+    return line
+
+
+def _settings(given: dict[str, Any]) -> vf.EnvConfig:
+    """Every agent gets ``ChatHarness`` and no container, unless the settings or the taskset say otherwise."""
+    taskset = given["taskset"]["id"]
+    own = default_harness_id(taskset)
+    seats = {}
+    for name, field in env_config_type(taskset, given.get("id") or "").model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            harness = {} if own == taskset or field.default.harness else {"harness": {"id": HARNESS}}
+            seats[name] = harness | {"runtime": {"type": "subprocess"}} | given.get(name, {})
+    return resolve_env_config(given | seats)
+
+
+def _send_tasks(connection: socket.socket, number: int, environment: vf.Env[Any]) -> None:
+    try:
+        for task in environment.taskset:
+            send_line(connection, {"number": number, **_row(task)})
+        send_line(connection, {"number": number})
+    except OSError:  # nobody reads more
+        pass
+    except Exception as e:
+        send_line(connection, {"number": number, "error": f"{type(e).__name__}: {e}"})
+
+
+def _row(task: vf.Task) -> dict[str, Any]:
+    data = task.data
+    prompt = data.prompt if isinstance(data.prompt, str) else "\n\n".join(_texts(data.prompt))
+    answer = getattr(data, "answer", None)
+    return {
+        "prompt": prompt or str(task.key),
+        "answer": str(answer or task.key),
+        "task": data.model_dump_json(),
+    }
+
+
+def _texts(messages: Any) -> Iterator[str]:
+    for message in messages or ():
+        content = message.content
+        if isinstance(content, str):
+            yield content
+        else:
+            yield from (part.text for part in content or () if part.type == "text")
+
+
+async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[str, Any]:
+    task_type = type(environment.taskset).task_type()
+    data = task_type.data_type().model_validate_json(call["task"])
+    [slot] = environment.slots(task_type(data, environment.config.taskset.task))
+    client = vf.EvalClientConfig(base_url=call["base_url"], api_key_var="NO_KEY")
+    context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
+    numbers = itertools.count()
+
+    def name_session(trace: vf.Trace) -> None:
+        # Each request has the trace's id in the header X-Session-ID. A key in the client's settings would
+        # make verifiers keep a client for each episode, and it closes none.
+        trace.id = f"{call['api_key']}.{next(numbers)}"
+
+    episode = await environment.run_slot(slot, context, on_trace=name_session)
+    traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        return {"error": f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed"}
+    if not traces:
+        return {"error": "no agent of the environment is trained"}
+    metrics: dict[str, float] = {}
+    for trace in traces:
+        named = {name: reward.value for name, reward in trace.rewards.items()} | trace.metrics
+        metrics |= {name: float(value) for name, value in named.items()}
+    return {"reward": sum(trace.reward for trace in traces) / len(traces), "metrics": metrics}
+
+
+async def _tools(servers: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[Tool]:
+    """The tools of MCP servers."""
+    if not servers:
+        return []
+    schemas, names, connections = await connect_mcp({"mcpServers": servers}, stack)
+    tools = []
+    for schema in schemas:
+        function = schema["function"]
+        server, name = names[function["name"]]
+        call = partial(_call_tool, connections[server], name)
+        tools.append(Tool(function["name"], function["description"], function["parameters"], call))
+    return tools
+
+
+async def _call_tool(connection: MCPConnection, name: str, arguments: dict[str, Any]) -> str:
+    result = await connection.run(lambda client: client.call_tool(name, arguments))
+    content = mcp_content_to_chat_content(result.content)
+    text = content if isinstance(content, str) else json.dumps(content)
+    if result.is_error:
+        raise ToolError(text)
+    return text
+
+
+_sessions: list[aiohttp.ClientSession] = []
+
+
+def _session() -> aiohttp.ClientSession:
+    if not _sessions:
+        timeout = aiohttp.ClientTimeout(total=None)
+        _sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout))
+    return _sessions[0]
