@@ -99,7 +99,7 @@ class _Episode:
         except TokenLimit:
             ended = Episode()
         except EpisodeLost as e:
-            return EpisodeResult(lost=str(e) or "something that it needs has ended")
+            return EpisodeResult(metrics={}, lost=str(e) or "what it needs has ended")
         return result_of(ended)
 
     def receive(self, line: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
+from rpg_megatron.rollout.episode import Episode, EpisodeLost, EpisodeTask, Generate, ScoreText
 
 BETWEEN = (40, 41, 42)
 """Tokens that follow a turn."""
@@ -143,6 +143,11 @@ async def unruly(
                         await asyncio.sleep(1000)
             case "memory":
                 bytearray(1 << 40)
+            case "lost":
+                raise EpisodeLost("a server")
+            case "lost once" if not Path("lost").exists():
+                Path("lost").touch()
+                raise EpisodeLost("a server")
             case "kill once":
                 mark = Path("killed")
                 if not mark.exists():

@@ -47,6 +47,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("wait", "timeout", "ended after 3 s"),
         ("wait, deaf", "timeout", "ended after 3 s"),
         ("memory", "memory", "out of memory"),
+        ("lost", "crash", "a server"),
     ],
 )
 def test_only_the_faulty_episode_fails(
@@ -77,6 +78,15 @@ def test_a_killed_process_costs_nothing(config_file: Path, tmp_path: Path) -> No
     settings = make_settings(config_file, UNRULY, fault="'kill once'", seeds=[1000, 1001, 1002])
     group, scores = sample(settings, [engine()], tmp_path)
     assert (tmp_path / "killed").exists()
+    assert scores.failures.failed == 0
+    assert contents(group) == contents(whole)
+
+
+def test_an_episode_that_lost_its_server_runs_again(config_file: Path, tmp_path: Path) -> None:
+    whole, _ = sample(make_settings(config_file, UNRULY, fault="none", seeds=[]), [engine()], tmp_path)
+    settings = make_settings(config_file, UNRULY, fault="'lost once'", seeds=[1001])
+    group, scores = sample(settings, [engine()], tmp_path)
+    assert (tmp_path / "lost").exists()
     assert scores.failures.failed == 0
     assert contents(group) == contents(whole)
 
