@@ -44,6 +44,7 @@ def problems(
     lines = connection.makefile("rb")
     send_line(connection, settings)
     if error := _read(lines).get("error"):
+        process.wait()
         raise UserError(f"{_NAME}: taskset {taskset['id']!r} in {venv}: {error}")
     send_line(connection, (0, {"tasks": True}))
     return _rows(process, connection, lines, json.dumps(settings))

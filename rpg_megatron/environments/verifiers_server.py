@@ -23,9 +23,11 @@ import os
 import socket
 import ssl
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -34,6 +36,7 @@ import verifiers.v1 as vf
 from mcp.client import streamable_http
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
+from verifiers.v1.runtimes import subprocess
 from verifiers.v1.utils.loaders import (
     default_harness_id,
     env_config_type,
@@ -46,6 +49,11 @@ from rpg_megatron.system.fork_server import read_lines, send_line
 
 HARNESS = "rpg_megatron_chat"
 """``id`` of ``ChatHarness`` in settings of verifiers."""
+
+
+_SECRET = "RPG_MEGATRON_API_KEY"
+"""Environment variable with the first part of the gateway's keys. Programs that verifiers starts do not get
+it, by its name."""
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
@@ -118,7 +126,8 @@ async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
             except Exception as e:
                 result = {"error": f"{type(e).__name__}: {e}"}
             del running[number]
-            send_line(connection, {"number": number} | result)
+            with suppress(ConnectionError):  # the other end has closed it
+                send_line(connection, {"number": number} | result)
 
         await read_lines(connection, receive)
 
@@ -126,6 +135,9 @@ async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
 def main(descriptor: int) -> None:
     """Serve a socket that was inherited."""
     sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
+    subprocess.CACHE_DIR = Path(
+        tempfile.gettempdir(), "verifiers"
+    )  # for folders of episodes, instead of $HOME
     # Its helper makes an HTTP client for each episode, and reads the machine's certificates for 20 ms.
     make_client = partial(httpx2.AsyncClient, verify=ssl.create_default_context(), follow_redirects=True)
     streamable_http.create_mcp_http_client = make_client  # type: ignore[attr-defined]
@@ -159,7 +171,7 @@ def _send_tasks(connection: socket.socket, number: int, environment: vf.Env[Any]
         for task in environment.taskset:
             send_line(connection, {"number": number, **_row(task)})
         send_line(connection, {"number": number})
-    except OSError:  # nobody reads more
+    except ConnectionError:  # nobody reads more
         pass
     except Exception as e:
         send_line(connection, {"number": number, "error": f"{type(e).__name__}: {e}"})
@@ -189,14 +201,15 @@ async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[s
     task_type = type(environment.taskset).task_type()
     data = task_type.data_type().model_validate_json(call["task"])
     [slot] = environment.slots(task_type(data, environment.config.taskset.task))
-    client = vf.EvalClientConfig(base_url=call["base_url"], api_key_var="NO_KEY")
+    os.environ[_SECRET], _, session = call["api_key"].partition(".")
+    client = vf.EvalClientConfig(base_url=call["base_url"], api_key_var=_SECRET)
     context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
     numbers = itertools.count()
 
     def name_session(trace: vf.Trace) -> None:
-        # Each request has the trace's id in the header X-Session-ID. A key in the client's settings would
-        # make verifiers keep a client for each episode, and it closes none.
-        trace.id = f"{call['api_key']}.{next(numbers)}"
+        # Requests have it in the header X-Session-ID. With the whole key in the client's settings, verifiers
+        # would keep a client for each episode: it closes none.
+        trace.id = f"{session}.{next(numbers)}"
 
     episode = await environment.run_slot(slot, context, on_trace=name_session)
     traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]

@@ -44,6 +44,7 @@ def load_server(
     """Loader (``system/forked_workers.py``) of an episode. codec, model: arguments of ``load_codec``. Others:
     as in ``CustomCode``. Raises UserError if the episode cannot be imported with these settings.
     """
+    os.environ["TMPDIR"] = str(Path(codec).parent)  # the run's folder, which is removed when it ends
     reserved = tuple(EpisodeSettings.model_fields)
     code = CustomCode("rollout.episode", path, settings, 3, coroutine=True, reserved=reserved)
     episode, text_codec = load_custom(code), load_codec(Path(codec), Path(model))

@@ -1,10 +1,10 @@
 """HTTP server in a sampler worker at which any client samples the turns of a response.
 
 ``POST /v1/chat/completions`` is OpenAI's API, ``POST /inference/v1/generate`` vLLM's with token ids,
-``GET /v1/models`` both. The bearer token, or the header X-Session-ID, says which response a request belongs
-to. A client sees neither weight updates nor failed engines; what it asks for cannot change how the policy
-is sampled. Messages are turned into tokens in ``chat.py``. The server listens on this machine's loopback
-address.
+``GET /v1/models`` both. The bearer token says which response a request belongs to; or it is the first part of
+that, and the header X-Session-ID the second. A client sees neither weight updates nor failed engines; what it
+asks for cannot change how the policy is sampled. Messages are turned into tokens in ``chat.py``. The server
+listens on this machine's loopback address.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Gateway:
         """work: folder with ``CHAT``. stops: tokens that end a turn."""
         self._settings, self._codec, self._work, self._stops = settings, codec, work, frozenset(stops)
         self._sessions: dict[str, _Session] = {}
+        self._secret = secrets.token_urlsafe(24)
+        """First part of all keys; the second part is a response's name, which is no secret."""
         self._counts = {"env/retokenized": 0, "env/unparsed_calls": 0}
         self._form: ChatFormat | None = None
         self._server: asyncio.Server | None = None
@@ -106,7 +108,7 @@ class Gateway:
 
     def open(self, conversation: Conversation) -> str:
         """The key with which clients sample turns of a response."""
-        key = secrets.token_urlsafe(24)
+        key = f"{self._secret}.{secrets.token_urlsafe(16)}"
         self._sessions[key] = _Session(conversation)
         return key
 
@@ -137,10 +139,11 @@ class Gateway:
 
     def _session(self, request: web.Request) -> _Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or key not in self._sessions:
-            # Of clients with one connection for many responses, which may add to it.
-            key = request.headers.get("X-Session-ID", "").partition(".")[0]
-        session = self._sessions.get(key)
+        if (
+            key == self._secret
+        ):  # of a client with one connection for many responses, which may add to the name
+            key += "." + request.headers.get("X-Session-ID", "").partition(".")[0]
+        session = self._sessions.get(key) if scheme == "Bearer" else None
         if session is None:
             message = "no response that is being sampled has this key; use api_key of the episode's task"
             raise RefusedRequestError(message, "invalid_api_key", 401)
