@@ -261,7 +261,10 @@ def config(
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
     task: Annotated[
-        str, typer.Option(metavar="math|custom", help="Reward: verified answers, or your own function.")
+        str,
+        typer.Option(
+            metavar="math|custom|tools", help="Verified answers, your own reward, or your own tool."
+        ),
     ] = "math",
     model: Annotated[
         str | None,

@@ -45,6 +45,9 @@ from rpg_megatron.config.rollout import (
 )
 from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
 
+USE_TOOLS = "rpg_megatron.environments.tools:use_tools"
+"""The episode that needs other settings."""
+
 
 class PromptSet(NamedTuple):
     """Prompts, and the limit of their responses."""
@@ -199,6 +202,7 @@ class Settings(Section):
                 "engine.arguments: --enable-expert-parallel needs device cuda: vLLM's experts on a CPU crash "
                 "with it; remove it (engine.tensor splits every expert over the workers)"
             )
+        yield from self._tool_problems()
         yield from self._async_problems()
         yield from self._router_replay_problems()
         yield from self._transformer_engine_problems()
@@ -210,6 +214,17 @@ class Settings(Section):
             yield from self._offloading_problems()
         if self.correction is not None:
             yield from self.correction.problems()
+
+    def _tool_problems(self) -> Iterator[str]:
+        if self.rollout.episode is None or self.rollout.episode.type != USE_TOOLS:
+            return
+        if self.rollout.tool_call_parser is None:
+            yield "rollout.episode use_tools needs rollout.tool_call_parser, which finds calls in the text"
+        if self.data.chat:
+            yield (
+                "data.chat: use_tools sends the prompt as a message, which gets the chat template then; set "
+                "it to false"
+            )
 
     def _keep_best_problems(self, best: KeepBestSettings) -> Iterator[str]:
         if self.evaluation is None:

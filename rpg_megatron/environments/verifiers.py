@@ -140,10 +140,12 @@ def _start(venv: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
         raise UserError(f"{_NAME}: {python} is missing; make that environment as in docs/environments.md")
     ours, theirs = socket.socketpair()
     # For the processes of tools, which start in other folders.
-    path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
     command = [str(python), "-m", "rpg_megatron.cli", "env", "serve", str(theirs.fileno())]
     with theirs:
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     return process, ours
 
 
@@ -159,9 +161,12 @@ def _rows(
         while "prompt" in (row := _read(lines)):
             yield {key: row[key] for key in ("prompt", "answer", "task")} | {"environment": environment}
     finally:
-        process.kill()
-        process.wait()
         lines.close()
         connection.close()
+        try:
+            process.wait(10)  # it ends what the taskset has started
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if error := row.get("error"):
         raise UserError(f"{_NAME}: a task cannot be loaded: {error}")

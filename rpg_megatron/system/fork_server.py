@@ -60,10 +60,12 @@ async def read_lines(connection: socket.socket, receive: Callable[[int, Any], No
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
-        with suppress(ConnectionError):  # the other end has closed it without reading all answers
-            for line in connection.makefile("rb"):
-                loop.call_soon_threadsafe(receive, *json.loads(line))
-        loop.call_soon_threadsafe(ended.set)
+        try:
+            with suppress(ConnectionError):  # the other end has closed it without reading all answers
+                for line in connection.makefile("rb"):
+                    loop.call_soon_threadsafe(receive, *json.loads(line))
+        finally:
+            loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=read, daemon=True).start()
     await ended.wait()

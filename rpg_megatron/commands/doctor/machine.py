@@ -67,10 +67,13 @@ def probe_foreign_input(_subject: Subject) -> Iterator[Check]:
 
 def probe_sandboxes(_subject: Subject) -> Iterator[Check]:
     """Whether an environment can run programs that a model writes (``environments/sandbox.py``)."""
-    if problem := find_problem():
-        yield not_applicable("sandboxes", problem)
+    problem, apptainer = find_problem(), shutil.which("apptainer")
+    in_images = f"in images by {apptainer}" if apptainer else "not in images: apptainer is not on the PATH"
+    if problem and not apptainer:
+        yield not_applicable("sandboxes", f"{problem}; {in_images}")
     else:
-        yield ok("sandboxes", "programs that a model writes can run in namespaces of their own")
+        spaces = f"not in namespaces ({problem})" if problem else "in namespaces of their own"
+        yield ok("sandboxes", f"programs that a model writes can run {spaces}; {in_images}")
 
 
 def probe_temporary(subject: Subject) -> Iterator[Check]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from pathlib import Path
 from string import Template
 
@@ -13,12 +15,14 @@ from rpg_megatron.config.files import copy_file, open_own, open_regular
 from rpg_megatron.config.policy import is_hub_id
 
 CONFIG = "run.yaml"
-REWARD = "my_reward.py"
+OWN = {"custom": "my_reward.py", "tools": "my_tools.py"}
+"""File with functions to change, by task."""
 PROBLEMS = ("train.jsonl", "heldout.jsonl")
 MODEL = "model"
 
 _TEMPLATES = Path(__file__).parent
-_QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
+_EXAMPLES = Path(__file__).parents[3] / "examples"
+_QUICKSTART = _EXAMPLES / "quickstart"
 _REWARDS = {
     "math": """\
 reward:                      # 1 if correct, -1 if wrong; docs/rewards.md
@@ -27,18 +31,28 @@ reward:                      # 1 if correct, -1 if wrong; docs/rewards.md
 reward:                      # your own function; docs/extend.md
   type: my_reward:digits     # in my_reward.py
   partial: 0.5               # its setting""",
+    "tools": """\
+reward:                      # of the last message; your own function, docs/extend.md
+  type: my_tools:exact       # in my_tools.py""",
 }
+_EPISODE = """\
+  tool_call_parser: hermes   # how the model writes calls; vLLM's --tool-call-parser
+  episode:                   # a chat in which the model may call tools; docs/environments.md
+    type: rpg_megatron.environments.tools:use_tools
+    tools:
+      - my_tools:calculator  # in my_tools.py; there are also calculator, python and search
+"""
 
 
 def write_files(folder: Path, task: str, model: str | None) -> list[str]:
-    """Write a config and problems; for task custom a reward function, and without ``model`` a tiny model.
+    """Write a config and problems; for some tasks functions, and without ``model`` a tiny model.
 
     Returns the names of the written files. Raises UserError if the task is unknown, if one of the files
     exists, or if the source tree, which contains the tiny model, is not available.
     """
     if task not in _REWARDS:
         raise UserError(f"--task {task}: must be {' or '.join(_REWARDS)}")
-    names = [CONFIG, *PROBLEMS] + [REWARD] * (task == "custom") + [MODEL] * (model is None)
+    names = [CONFIG, *PROBLEMS] + [OWN[task]] * (task in OWN) + [MODEL] * (model is None)
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder}: already contains {', '.join(there)}; give another folder")
     if not _QUICKSTART.is_dir():
@@ -51,22 +65,36 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
         path = model if is_hub_id(model) and not Path(model).exists() else str(Path(model).absolute())
     template = Template((_TEMPLATES / CONFIG).read_text(encoding="utf-8"))
     quoted = yaml.safe_dump(path, width=math.inf, allow_unicode=True).splitlines()[0]
-    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task])
+    episode = _EPISODE if task == "tools" else ""
+    length = "160" if episode else "64 "
+    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task], EPISODE=episode, LENGTH=length)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in PROBLEMS:
-            _copy(_QUICKSTART / name, folder)
+        for seed, name in enumerate(PROBLEMS):
+            if task == "tools":
+                _write_products(folder / name, seed)
+            else:
+                _copy(_QUICKSTART / name, folder)
         if model is None:
             (folder / MODEL).mkdir()
-            for file in (_QUICKSTART / MODEL).iterdir():
+            for file in (_EXAMPLES / ("calculator" if task == "tools" else "quickstart") / MODEL).iterdir():
                 _copy(file, folder / MODEL)
-        if task == "custom":
-            _copy(_TEMPLATES / REWARD, folder)
+        if task in OWN:
+            _copy(_TEMPLATES / OWN[task], folder)
         with open_own(folder / CONFIG, "x", encoding="utf-8") as config:
             config.write(text)
     except OSError as e:
         raise UserError(f"{e.filename or folder}: {e.strerror}; choose a folder that is writable") from None
     return names
+
+
+def _write_products(file: Path, seed: int) -> None:
+    """Problems of the calculator's model."""
+    draw = random.Random(seed)
+    with open_own(file, "x", encoding="utf-8") as lines:
+        for _ in range(400):
+            a, b = draw.randint(11, 99), draw.randint(11, 99)
+            lines.write(json.dumps({"prompt": f"What is {a}*{b}?", "answer": str(a * b)}) + "\n")
 
 
 def _copy(file: Path, folder: Path) -> None:
