@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits
+from rpg_megatron.config.files import open_regular, remove
+from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits, image_problem
 from rpg_megatron.environments.tools import ToolError
 from rpg_megatron.system.namespaces import find_problem
 
@@ -67,12 +68,17 @@ class python:
     """Runs programs in a sandbox; the files of an episode's calls stay until it ends."""
 
     def __init__(
-        self, seconds: float = 10.0, memory_mib: int = 256, files_mib: int = 64, processes: int = 32
+        self,
+        seconds: float = 10.0,
+        memory_mib: int = 256,
+        files_mib: int = 64,
+        processes: int = 32,
+        image: str = "",
     ):
-        """See ``SandboxLimits``. Raises OSError if this machine's kernel allows no sandboxes."""
-        if problem := _problem():
+        """See ``SandboxLimits``. Raises OSError if this machine allows no such sandboxes."""
+        if problem := _image_problem(image) if image else _problem():
             raise OSError(problem)
-        self._limits = SandboxLimits(seconds, memory_mib, processes, files_mib)
+        self._limits = SandboxLimits(seconds, memory_mib, processes, files_mib, image=image)
         self._sandbox: Sandbox | None = None
 
     async def __call__(self, code: str) -> str:
@@ -131,7 +137,7 @@ def make_database(documents: Path, database: Path) -> int:
 
     Returns the number of documents.
     """
-    with documents.open(encoding="utf-8") as lines, closing(sqlite3.connect(database)) as made, made:
+    with open_regular(documents) as lines, closing(sqlite3.connect(database)) as made, made:
         made.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize = 'porter unicode61')")
         rows = (json.loads(line) for line in lines if line.strip())
         return made.executemany(
@@ -172,7 +178,7 @@ def _limited(value: Any) -> Any:
     return value
 
 
-_problem = lru_cache(find_problem)
+_problem, _image_problem = lru_cache(find_problem), lru_cache(image_problem)
 _sandboxes = lru_cache(Sandboxes)
 """One for all episodes of the process with the same limits."""
 
@@ -187,7 +193,7 @@ def main() -> None:
     try:
         print(f"{database}: {make_database(documents, database)} documents")
     except (OSError, ValueError, KeyError, AttributeError) as e:
-        database.unlink(missing_ok=True)
+        remove(database, ignore_errors=True)
         sys.exit(f'{documents}: {type(e).__name__}: {e}; each line must be {{"title": ..., "text": ...}}')
 
 

@@ -163,7 +163,7 @@ class ToolUse(BaseModel):
             tool.close()
         return value
 
-    def open(self) -> Toolbox:
+    def make(self) -> Toolbox:
         """The tools of an episode."""
         return Toolbox([_make(e) for e in self.tools], seconds=self.seconds, characters=self.characters)
 
@@ -173,7 +173,7 @@ async def use_tools(task: EpisodeTask, generate: Generate, score: ScoreText, set
 
     The reward is the run's, of the last message without a call. ``Toolbox`` has the metrics ``env/*``.
     """
-    toolbox = settings.open()
+    toolbox = settings.make()
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     messages.append({"role": "user", "content": task.text})
     try:

@@ -216,6 +216,11 @@ async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[s
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         return {"error": f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed"}
+    for trace in episode.traces:
+        agent = trace.agent
+        if agent is not None and not agent.trainable and agent.config.client.base_url == client.base_url:
+            problem = "is not trained, but its turns would be: give it another model by client.base_url"
+            return {"error": f"agent {agent.name} {problem}"}
     if not traces:
         return {"error": "no agent of the environment is trained"}
     metrics: dict[str, float] = {}

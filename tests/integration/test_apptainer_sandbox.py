@@ -23,8 +23,8 @@ import pytest
 
 from rpg_megatron.config import UserError
 from rpg_megatron.environments.sandbox import Sandboxes, SandboxLimits, SandboxResult
-from tests.integration.test_sandbox import ENDED, LIMITS, OWNER, outside, run
 from tests.support.ranks import ROOT
+from tests.support.sandboxes import ENDED, LIMITS, OWNER, outside, run
 
 IMAGE = os.environ.get("RPG_APPTAINER_IMAGE", "")
 STAND_IN = """#!{python}

@@ -20,7 +20,7 @@ from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.data.problems import read_problems_with_counts
 
 
-@pytest.mark.parametrize("task", ["math", "custom"])
+@pytest.mark.parametrize("task", ["math", "custom", "tools"])
 def test_what_is_written_loads(tmp_path: Path, task: str) -> None:
     folder = tmp_path / "new" / "task"
     names = write_files(folder, task, None)
@@ -29,6 +29,7 @@ def test_what_is_written_loads(tmp_path: Path, task: str) -> None:
     assert read_model_shape(settings.model.path).family == "qwen3"
     assert settings.device == "cpu"
     assert (settings.reward.type == "my_reward:digits") == (task == "custom")
+    assert (settings.rollout.episode is not None) == (task == "tools")
     assert settings.evaluation is not None
     for data in (settings.data, settings.evaluation.heldout[0].data):
         problems, *_ = read_problems_with_counts(data)
@@ -89,4 +90,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert process.stdout.splitlines()[1] == "next: cd 'task one' && rpg-megatron train run.yaml"
     refused = init("--task", "vision")
     assert refused.returncode == 2
-    assert refused.stderr == "error: --task vision: must be math or custom\n"
+    assert refused.stderr == "error: --task vision: must be one of math, custom, tools\n"

@@ -100,6 +100,12 @@ integration/test_sandbox.py::test_a_program_that_goes_on_is_ended
   limits of time, memory, processes, files and output
 integration/test_sandbox.py::test_nothing_is_left_of_a_call
   what they have started is killed after each call
+limit: Apptainer's own work
+  as far as Apptainer prevents it
+integration/test_apptainer_sandbox.py::test_what_a_program_cannot_do
+  a container with a network and processes of its own
+integration/test_apptainer_sandbox.py::test_a_program_that_goes_on_is_ended
+  the same limits, but the sizes of files
 integration/test_reward_pool.py::test_every_input_gets_an_outcome
   they run in workers with a time and memory limit
 integration/test_reward_pool_hostile.py::test_sixty_hostile_answers_each_get_a_verdict_in_time

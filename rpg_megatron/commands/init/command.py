@@ -51,8 +51,8 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     exists, or if the source tree, which contains the tiny model, is not available.
     """
     if task not in _REWARDS:
-        raise UserError(f"--task {task}: must be {' or '.join(_REWARDS)}")
-    names = [CONFIG, *PROBLEMS] + [OWN[task]] * (task in OWN) + [MODEL] * (model is None)
+        raise UserError(f"--task {task}: must be one of {', '.join(_REWARDS)}")
+    names = [CONFIG, *PROBLEMS, *filter(None, [OWN.get(task)])] + [MODEL] * (model is None)
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder}: already contains {', '.join(there)}; give another folder")
     if not _QUICKSTART.is_dir():
