@@ -24,7 +24,7 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ import verifiers.v1 as vf
 from mcp.client import streamable_http
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
+from verifiers.v1.mcp import launch
 from verifiers.v1.runtimes import subprocess
 from verifiers.v1.utils.loaders import (
     default_harness_id,
@@ -44,6 +45,7 @@ from verifiers.v1.utils.loaders import (
     resolve_env_config,
 )
 
+from rpg_megatron.config.files import remove
 from rpg_megatron.environments.tools import Tool, Toolbox, ToolError, chat
 from rpg_megatron.system.fork_server import read_lines, send_line
 
@@ -135,6 +137,7 @@ async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
 def main(descriptor: int) -> None:
     """Serve a socket that was inherited."""
     sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
+    launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
     subprocess.CACHE_DIR = Path(
         tempfile.gettempdir(), "verifiers"
     )  # for folders of episodes, instead of $HOME
@@ -145,6 +148,15 @@ def main(descriptor: int) -> None:
         if line := _first_line(connection):
             asyncio.run(serve(connection, json.loads(line)))
     os._exit(0)  # threads that make tasks do not end
+
+
+async def _read_and_remove(read: Callable[..., Awaitable[int]], runtime: vf.Runtime, path: str) -> int:
+    """The port of a tool's server, from a file that verifiers leaves in /tmp."""
+    try:
+        return await read(runtime, path)
+    finally:
+        if runtime.type == "subprocess":
+            remove(Path(path), ignore_errors=True)
 
 
 def _first_line(connection: socket.socket) -> bytes:

@@ -16,7 +16,8 @@ token and the guard's numbers. Kills are aimed at rollout, update and sync; Ctrl
 the run saves and resumes, are among them. ``interrupted`` counts responses of several versions so far.
 
 In a fourth layout a response has two turns, sampled by an episode: environment workers are killed as reward
-workers are, being forks of fork servers too.
+workers are, being forks of fork servers too. In a fifth one, episodes of verifiers call a tool: the servers
+that run them are killed as well.
 
 Four of five runs fork vLLM's processes (``tests/support/engine``): the same processes die, but an engine's
 start, in which kills hit too, is shorter. Not covered: GPUs, several nodes, a machine that loses power.
@@ -36,7 +37,15 @@ from tests.long_results import code_commit, put_row
 from tests.support.ahead_runs import compare_ahead, count_mixed
 from tests.support.engine import install_plugin
 from tests.support.kills import KilledRun, draw
-from tests.support.watched_runs import AHEAD, EPISODES, LAYOUTS, Reference, leave_alone, private_tmp
+from tests.support.watched_runs import (
+    AHEAD,
+    EPISODES,
+    LAYOUTS,
+    VERIFIERS,
+    Reference,
+    leave_alone,
+    private_tmp,
+)
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "evidence" / "kills.jsonl"
@@ -54,7 +63,11 @@ def register():
     CpuPlatform.check_and_update_config = classmethod(check)
 """
 """A plug-in: on a CPU vLLM spawns its core and workers to bind their threads; ours are not bound."""
-RUNS = [(seed, layout) for layout in LAYOUTS for seed in range(6 if layout in (AHEAD, EPISODES) else 12)]
+RUNS = [
+    (seed, layout)
+    for layout in LAYOUTS
+    for seed in range(6 if layout in (AHEAD, EPISODES, VERIFIERS) else 12)
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +106,8 @@ def test_killed_five_times(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if layout == VERIFIERS and not (ROOT / ".venv-verifiers" / ".complete").exists():
+        pytest.skip("run make .venv-verifiers")
     commit, changed = code_commit(ROOT)
 
     def record(row: dict[str, Any]) -> None:

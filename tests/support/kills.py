@@ -37,6 +37,7 @@ from tests.support.watched_runs import (
     LAYOUTS,
     LIMIT,
     STEPS,
+    VERIFIERS,
     WORKERS,
     Reference,
     WatchedRun,
@@ -45,7 +46,7 @@ from tests.support.watched_runs import (
 
 TREE, LAUNCHER, RANK, SAMPLER = "every process", "launcher", "rank", "sampler"
 WORKER, SERVER, CORE = "reward worker", "engine's server", "engine's core"
-SAMPLER_WORKER = "sampler worker"
+SAMPLER_WORKER, ENVIRONMENT = "sampler worker", "environment's server"
 TARGETS = (TREE, LAUNCHER, RANK, SAMPLER, WORKER, SERVER, CORE)
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 """Targets that are no kill: signals to the launcher, after which the run saves and ends."""
@@ -58,6 +59,7 @@ PER_RUN = 5
 def targets_of(layout: str) -> tuple[str, ...]:
     """Targets of a layout: not all layouts have sampler workers in processes of their own."""
     more = (SAMPLER_WORKER,) * (WORKERS in LAYOUTS[layout])
+    more += (ENVIRONMENT,) * (layout == VERIFIERS)
     return (*TARGETS, *more, *(SIGNALS if layout == AHEAD else ()))
 
 
@@ -278,6 +280,9 @@ class KilledRun(WatchedRun):
         if kill.target == SAMPLER_WORKER:
             workers = [pid for pid in running if "rpg_megatron.rollout.worker" in name_of(pid)]
             return [workers[int(choice * len(workers))]] if workers else None
+        if kill.target == ENVIRONMENT:
+            servers = [pid for pid in running if name_of(pid) == "rpg_megatron.cli env serve"]
+            return [servers[int(choice * len(servers))]] if servers else None
         server = command.search("vllm.entrypoints", f"engine-{int(choice * self.engines)}.sock")
         if kill.target == SERVER or server is None:
             return _listed(server)

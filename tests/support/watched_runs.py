@@ -18,6 +18,7 @@ import psutil
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.events import EVENTS
 from tests.support.moments import EXPORT, SAVE, START, EventTap, Moment, read_moment
+from tests.support.ranks import ROOT
 from tests.support.runs import TrainCommand
 from tests.support.same_runs import read_rows
 
@@ -43,6 +44,16 @@ WORKERS = "rollout.workers=2"
 AHEAD = "ahead 2, two engines"
 """The layout whose contents depend on timing (``ahead_runs``)."""
 EPISODES = "two turns, two engines"
+VERIFIERS = "a tool by verifiers, two engines"
+"""Needs ``make .venv-verifiers``."""
+_VENV = ROOT / ".venv-verifiers"
+
+
+def _products(seed: int) -> str:
+    taskset = f"{{id: calculator_products, count: 100, seed: {seed}}}"
+    return f"{{type: rpg_megatron.environments.verifiers:problems, venv: {_VENV}, taskset: {taskset}}}"
+
+
 LAYOUTS = {
     "tensor 2, one engine": ["parallel.tensor=2"],
     "data 2, two engines": [
@@ -59,6 +70,14 @@ LAYOUTS = {
     EPISODES: [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
         "rollout.episode={type: tests.support.kill_reward:two_turns, workers: 4}",
+    ],
+    VERIFIERS: [
+        *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
+        *(f"model.path={ROOT}/examples/calculator/model", "rollout.tool_call_parser=hermes"),
+        *("data.path=null", f"data.source={_products(1)}"),
+        *("evaluation.data.path=null", f"evaluation.data.source={_products(2)}"),
+        "rollout.max_response_tokens=160",
+        f"rollout.episode={{type: rpg_megatron.environments.verifiers:play, venv: {_VENV}, workers: 2}}",
     ],
 }
 LIMIT = 1800.0
@@ -217,5 +236,8 @@ def name_of(pid: int) -> str:
     except psutil.Error:
         return "ended"
     line = " ".join(words)
-    module = re.search(r"-m (rpg_megatron\.system\.fork_server [\w.]+|[\w.]+)", line)  # and what it imports
+    # With what a fork server imports.
+    module = re.search(
+        r"-m (rpg_megatron\.system\.fork_server [\w.]+|rpg_megatron\.cli env serve|[\w.]+)", line
+    )
     return module[1] if module else line[:60].strip()
