@@ -138,13 +138,15 @@ def main(descriptor: int) -> None:
     """Serve a socket that was inherited."""
     sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
     launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
-    subprocess.CACHE_DIR = Path(
-        tempfile.gettempdir(), "verifiers"
-    )  # for folders of episodes, instead of $HOME
     # Its helper makes an HTTP client for each episode, and reads the machine's certificates for 20 ms.
     make_client = partial(httpx2.AsyncClient, verify=ssl.create_default_context(), follow_redirects=True)
     streamable_http.create_mcp_http_client = make_client  # type: ignore[attr-defined]
-    with socket.socket(fileno=descriptor) as connection, suppress(ConnectionError):
+    with (
+        tempfile.TemporaryDirectory(prefix="verifiers-") as folder,
+        socket.socket(fileno=descriptor) as connection,
+        suppress(ConnectionError),
+    ):
+        subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
         if line := _first_line(connection):
             asyncio.run(serve(connection, json.loads(line)))
     os._exit(0)  # threads that make tasks do not end

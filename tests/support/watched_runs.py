@@ -220,7 +220,7 @@ def leave_alone(folder: Path, layout: str) -> Reference:
             run.launch()
             code, err = run.finish()
             assert code == 0, run.output() + err
-            assert run.wait_nothing_left(0) == []
+            assert (left := run.wait_nothing_left(0)) == [], left
         finally:
             run.end_all()
         shortest = {phase: min(seconds) for phase, seconds in run.seconds.items()}
