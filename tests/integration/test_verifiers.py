@@ -3,7 +3,7 @@
 Why: another process, another library and a server of tools stand between a response and its reward; whatever
 ends there must be told, and nothing of it may stay behind. The library, its MCP server and its interception
 are real; the gateway and the policy are stand-ins. Skipped without ``make .venv-verifiers``. Not covered: a
-real engine (test_verifiers_run).
+real engine (test_tool_runs).
 """
 
 from __future__ import annotations

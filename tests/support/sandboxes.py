@@ -54,6 +54,36 @@ ENDED: dict[str, tuple[str, str]] = {
     "closes its output": ("import os, time; os.close(1); os.close(2); time.sleep(1000)", "time"),
     "writes without end": ("while True: print('x' * 1000)", "output"),
 }
+REFUSED: dict[str, str] = {
+    "forks without end": "import os\nn = 0\ntry:\n while True:\n  n += 1\n  if os.fork() == 0:\n"
+    "   import time; time.sleep(1000)\nexcept BlockingIOError: assert n <= 17\nelse: raise SystemExit(9)",
+    "fills the files": "try: open('f', 'wb').write(bytes(20 << 20))\n"
+    "except OSError as e: assert e.errno == 28\nelse: raise SystemExit(9)",
+    "writes programs": "import os\nfor f in ('/usr/x', '/bin/x', '/etc/x', '/x', '/dev/x',"
+    " '/proc/sys/kernel/core_pattern'):\n try: open(f, 'w').write('x')\n except OSError: pass\n"
+    " else: raise SystemExit(9)",
+    "reads files of the machine": "import os, sys\nfor f in (OUTSIDE, '/etc/passwd', '/etc/shadow', '/home',"
+    " '/var', '/proc/1/environ', '/proc/1/mem', '/proc/1/root/etc'):\n"
+    " try: (os.listdir if f in ('/home', '/var', '/proc/1/root/etc') else open)(f)\n except OSError: pass\n"
+    " else: raise SystemExit(9)",
+    "opens connections": "import socket\nfor family, where in ((socket.AF_INET, ('127.0.0.1', PORT)),"
+    " (socket.AF_INET, ('1.1.1.1', 53)), (socket.AF_UNIX, '\\0ABSTRACT')):\n"
+    " try: socket.socket(family).connect(where)\n except OSError: pass\n else: raise SystemExit(9)",
+    "signals others": "import os, signal\nfor pid in (1, os.getppid(), PID, -PID):\n try: os.kill(pid, 9)\n"
+    " except OSError: pass\nos.kill(os.getpid(), 0)",
+    "traces the sandbox": "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
+    "assert c.ptrace(16, 1, 0, 0) == -1",
+    "mounts": "import ctypes\nc = ctypes.CDLL(None)\nassert c.mount(b'none', b'/work', b'tmpfs', 0, None)",
+    "becomes another user": "import os\nfor call in (os.setuid, os.setgid):\n try: call(0)\n"
+    " except OSError: pass\n else: assert os.geteuid() != 0, 9",
+    "changes the clock": "import time\ntry: time.clock_settime(0, 0)\nexcept OSError: pass\n"
+    "else: raise SystemExit(9)",
+    "leaves the root": "import os\nfor _ in range(9): os.chdir('..')\nassert not os.path.exists('home')\n"
+    "try: os.chroot('/')\nexcept OSError: pass\nelse: raise SystemExit(9)",
+    "makes devices": "import os, stat\ntry: os.mknod('d', 0o666 | stat.S_IFBLK, os.makedev(254, 0))\n"
+    "except OSError: pass\nelse: open('d', 'rb')",
+}
+
 
 OWNER = """
 import asyncio, sys
