@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -19,7 +21,9 @@ from typing import Any, NamedTuple
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 
+from rpg_megatron.config.errors import UserError
 from rpg_megatron.rollout.episode import Episode, EpisodeTask, Generate, ScoreText
+from rpg_megatron.system.custom_code import CustomCode, load_custom
 from rpg_megatron.system.import_path import load_function
 
 STANDARD = "rpg_megatron.environments.standard_tools"
@@ -54,11 +58,11 @@ class Toolbox:
         """seconds: limit of a call. characters: of a result; the middle of a longer one is left out."""
         self._tools = {tool.name: tool for tool in tools}
         self._seconds, self._characters = seconds, characters
-        counts = [(f"{name}_calls", f"{name}_errors", f"{name}_seconds") for name in self._tools]
-        self.metrics = {"unknown_tool_calls": 0.0} | dict.fromkeys(
-            (key for keys in counts for key in keys), 0.0
-        )
-        """Calls, failed calls and seconds of each tool in this episode."""
+        kinds = ("calls", "errors", "raised", "seconds")
+        self.metrics = {"unknown_tool_calls": 0.0}
+        """Of each tool in this episode: calls, failed calls, those of them by exceptions of the tool, and
+        seconds."""
+        self.metrics |= dict.fromkeys((f"{name}_{kind}" for name in self._tools for kind in kinds), 0.0)
 
     @property
     def schemas(self) -> list[Message]:
@@ -77,16 +81,15 @@ class Toolbox:
             return f"error: there is no tool {name!r}; there are: {', '.join(self._tools)}"
         began = time.monotonic()
         try:
-            given = json.loads(arguments or "{}")
-            if not isinstance(given, dict):
-                raise ToolError("the arguments are no JSON object")
-            result = await asyncio.wait_for(tool.call(given), self._seconds)
+            result = await asyncio.wait_for(tool.call(_object_in(arguments)), self._seconds)
         except TimeoutError:
             result = self._failed(name, f"no result after {self._seconds:g} s")
         except ToolError as e:
             result = self._failed(name, str(e))
-        except Exception as e:  # of the tool's code, or arguments that are not what it takes
+        except Exception as e:  # of the tool's code
             result = self._failed(name, f"{type(e).__name__}: {e}")
+            self.metrics[f"{name}_raised"] += 1
+            _warn(name, *_place_of(e))
         self.metrics[f"{name}_calls"] += 1
         self.metrics[f"{name}_seconds"] += time.monotonic() - began
         if (left_out := len(result) - self._characters) > 0:
@@ -102,6 +105,32 @@ class Toolbox:
     def _failed(self, name: str, message: str) -> str:
         self.metrics[f"{name}_errors"] += 1
         return f"error: {message}"
+
+
+def _object_in(arguments: str) -> dict[str, Any]:
+    try:
+        given = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as e:
+        raise ToolError(f"the arguments are not valid JSON: {str(e)[:200]}") from None
+    if not isinstance(given, dict):
+        raise ToolError("the arguments are no JSON object")
+    return given
+
+
+def _place_of(error: Exception) -> tuple[str, str, str]:
+    """Type and message of an exception, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        type(error).__name__,
+        " ".join(str(error).split())[:200],
+        f"{frames[-1].filename}:{frames[-1].lineno}",
+    )
+
+
+@lru_cache(100)
+def _warn(tool: str, kind: str, message: str, place: str) -> None:
+    """Say once what is wrong."""
+    print(f"tool {tool}: {kind}: {message} ({place}); told to the policy, and counted", file=sys.stderr)
 
 
 async def chat(
@@ -125,8 +154,13 @@ async def chat(
         async with session.post(f"{url}/chat/completions", json=body, headers=headers) as response:
             text = await response.text()
         if response.status != 200:
-            if _FULL in text:
+            if _FULL in text and any(message["role"] == "assistant" for message in messages):
                 return
+            if _FULL in text:
+                raise RuntimeError(
+                    "the messages and the text of the tools leave no token for a turn; raise "
+                    "rollout.max_response_tokens, or shorten them"
+                )
             raise RuntimeError(f"{url} answers with status {response.status}: {text[:500]}")
         message = json.loads(text)["choices"][0]["message"]
         messages.append(message)
@@ -187,7 +221,9 @@ async def use_tools(task: EpisodeTask, generate: Generate, score: ScoreText, set
 
 def function_tool(function: Callable[..., Any], name: str, close: Callable[[], None] = lambda: None) -> Tool:
     """The tool of a function, or of an object that is called. Raises ValueError if it cannot be one."""
-    called = function if inspect.isroutine(function) else type(function).__call__
+    called = function if inspect.isroutine(function) else vars(type(function)).get("__call__")
+    if called is None:
+        raise ValueError(f"{name} has no __call__, which is the tool; add it")
     description, parameters, model = _describe(called, name, called is not function)
     is_async = inspect.iscoroutinefunction(called)
 
@@ -208,7 +244,7 @@ def _describe(
     called: Callable[..., Any], name: str, is_method: bool
 ) -> tuple[str, dict[str, Any], type[BaseModel]]:
     """What the policy is told of a function, the JSON schema of its arguments, and what checks them."""
-    description = " ".join((inspect.getdoc(called) or "").split("\n\n")[0].split())
+    description = " ".join((called.__doc__ or "").strip().split("\n\n")[0].split())
     if not description:
         raise ValueError(f"{name} has no docstring, from which the policy learns what it does; add one")
     try:
@@ -234,16 +270,16 @@ def _make(entry: str | dict[str, dict[str, Any]]) -> Tool:
     """A tool of the settings. Raises ValueError."""
     [(path, settings)] = [(entry, {})] if isinstance(entry, str) else list(entry.items()) or [("", {})]
     name = path.rpartition(":")[2]
-    function: Any = _load(path if ":" in path else f"{STANDARD}:{path}")
+    function_path = path if ":" in path else f"{STANDARD}:{path}"
+    function: Any = _load(function_path)
     if not isinstance(function, type):
         if settings:
             raise ValueError(f"{path} is a function, which has no settings; write it as a class")
         return function_tool(function, name)
     try:
-        made = function(**settings)
-    except Exception as e:
-        problem = f"{path} with these settings fails: {type(e).__name__}: {e}; correct one of the two"
-        raise ValueError(problem) from None
+        made = load_custom(CustomCode("tools", function_path, settings, 0, instantiate=True))
+    except UserError as e:
+        raise ValueError(str(e)) from None
     return function_tool(made, name, getattr(made, "close", lambda: None))
 
 

@@ -75,11 +75,24 @@ def _next_command(run: Path, export: Path) -> list[str]:
         "from transformers import pipeline; "
         f"print(pipeline('text-generation', {_literal(model)})({_literal(prompt)})[0]['generated_text'])"
     )
+    if _has_episode(run):
+        return [
+            "",
+            "next: look at its conversations",
+            f"  rpg-megatron sample {shlex.quote(display_path(run))}",
+        ]
     return [
         "",
         "next: it is a standard Hugging Face checkpoint; generate a sample",
         f'  {python} -c "{code}"',
     ]
+
+
+def _has_episode(run: Path) -> bool:
+    try:
+        return load_settings(run / CONFIG).rollout.episode is not None
+    except (UserError, OSError):
+        return False
 
 
 def _literal(text: str) -> str:

@@ -235,7 +235,8 @@ def test_episodes_with_a_tool_and_a_server_that_dies(rows: list[dict[str, Any]])
             400,
             {"error": {"code": "context_length_exceeded", "message": "no token is left"}},
         )
-        assert (await rig.play(4)).reward == 0
+        with pytest.raises(RuntimeError, match="leave no token"):
+            await rig.play(4)
         rig.gateway.refusal = 400, {"error": {"code": "invalid_request", "message": "temperature: no"}}
         with pytest.raises(RuntimeError, match="temperature: no"):
             await rig.play(4)

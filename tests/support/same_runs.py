@@ -34,8 +34,14 @@ _OWN = (
 
 
 def to_row(t: Trajectory) -> dict[str, Any]:
-    """All fields of a trajectory, comparable and JSON-serialisable."""
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(t).items()}
+    """All fields of a trajectory that do not depend on time, comparable and JSON-serialisable."""
+    fields = vars(t) | {"parts": {k: v for k, v in t.parts.items() if not _varies(k)}}
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()}
+
+
+def _varies(key: str) -> bool:
+    """Also the time that a tool took."""
+    return key.startswith(VARIES) or (key.startswith("env/") and key.endswith("_seconds"))
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
@@ -56,7 +62,7 @@ def compare_rows(
         return [f"rows of steps {steps}; wanted 0, 1, ... up to {len(expected) - 1}"]
     problems = []
     for row, expected_row in zip(rows, expected, strict=False):
-        for key in sorted(k for k in row.keys() | expected_row.keys() if not k.startswith(VARIES)):
+        for key in sorted(k for k in row.keys() | expected_row.keys() if not _varies(k)):
             value, expected_value = row.get(key, "missing"), expected_row.get(key, "missing")
             shares = [expected_value * i / engines for i in range(engines)] if key == "sync/bytes" else []
             away = lost is not None and row["step"] >= lost and value in shares

@@ -90,12 +90,12 @@ def test_what_the_policy_is_told_of_a_tool() -> None:
     ("arguments", "message"),
     [
         ("", "seconds: Field required"),
-        ("{", "JSONDecodeError"),
+        ("{", "the arguments are not valid JSON: Expecting"),
         ("[1]", "the arguments are no JSON object"),
         ("null", "the arguments are no JSON object"),
         ('{"seconds": "soon"}', "seconds: Input should be a valid number"),
         ('{"seconds": 0, "minutes": 1}', "minutes: Extra inputs are not permitted"),
-        ("[" * 100_000, "RecursionError"),
+        ("[" * 100_000, "the arguments are not valid JSON: maximum recursion"),
         ('{"seconds": 1000}', "no result after 0.2 s"),
     ],
 )
@@ -119,8 +119,10 @@ def test_failures_long_results_and_unknown_tools() -> None:
         "unknown_tool_calls": 1,
         "talkative_calls": 1,
         "talkative_errors": 0,
+        "talkative_raised": 0,
         "failing_calls": 2,
         "failing_errors": 2,
+        "failing_raised": 1,
     }
 
 
@@ -234,7 +236,11 @@ def test_the_program_that_makes_a_database(tmp_path: Path) -> None:
         (["calculator", "calculator"], "two tools are called calculator"),
         ([{"calculator": {"digits": 3}}], "calculator is a function, which has no settings"),
         ([{"search": {"database": "nowhere.db"}}], "unable to open database file; make it with python -m"),
-        ([{"python": {"hours": 1}}], "unexpected keyword argument 'hours'"),
+        ([{"python": {"hours": 1}}], "python has no setting 'hours'"),
+        ([{"python": {"seconds": "many"}}], "tools.seconds: Input should be a valid number"),
+        ([{"tests.unit.test_tools:Holder": {"a": 1}}], "has no setting 'a'"),
+        (["tests.unit.test_tools:NoDocstring"], "NoDocstring has no docstring"),
+        (["tests.unit.test_tools:NoCall"], "__call__; add it"),
         (["no_such_module:tool"], "there is no module 'no_such_module'"),
         (["os:sep"], "is a str, not a function"),
         (["tests.unit.test_tools:box"], "box has no docstring"),
@@ -311,17 +317,31 @@ def test_a_chat_with_calls() -> None:
     assert episode.metrics["calculator_errors"] == episode.metrics["unknown_tool_calls"] == 1
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_it_ends_when_no_token_is_left(first: bool) -> None:
+def test_it_ends_when_no_token_is_left() -> None:
     def reply(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if first or len(request["messages"]) > 1:
+        if len(request["messages"]) > 1:
             return 400, {"error": {"code": "context_length_exceeded", "message": "no token is left"}}
         return said("It is 1776.", ("calculator", '{"expression": "1"}'))
 
     episode, requests = sample(reply, tools=["calculator"])
     assert isinstance(episode.reward, Score)
     assert not episode.reward.correct, "a message with a call is no answer"
-    assert len(requests) == 2 - first
+    assert len(requests) == 2
+
+
+def test_tools_that_leave_no_token_fail_the_episode() -> None:
+    with pytest.raises(RuntimeError, match="the text of the tools leave no token for a turn"):
+        sample(lambda request: (400, {"error": {"code": "context_length_exceeded"}}), tools=["calculator"])
+
+
+def test_an_exception_of_a_tool_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tools._warn.cache_clear()
+    toolbox = box(failing)
+    for _ in range(3):
+        assert call(toolbox, "failing", {"kind": "other"}) == "error: KeyError: 'x'"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tool failing: KeyError: 'x' (")
+    assert Path(__file__).name in line
 
 
 def test_an_error_of_the_gateway_fails_the_episode() -> None:
@@ -343,6 +363,15 @@ class Holder:
 
     def close(self) -> None:
         self.open.remove(self)
+
+
+class NoDocstring:
+    def __call__(self, text: str) -> str:
+        return text
+
+
+class NoCall:
+    """Not a tool."""
 
 
 def test_tools_are_closed_whatever_happens() -> None:

@@ -41,6 +41,7 @@ _EPISODE = """\
     type: rpg_megatron.environments.tools:use_tools
     tools:
       - my_tools:calculator  # in my_tools.py; there are also calculator, python and search
+    seconds: 60              # limit of a call
 """
 
 
@@ -67,7 +68,8 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     quoted = yaml.safe_dump(path, width=math.inf, allow_unicode=True).splitlines()[0]
     episode = _EPISODE if task == "tools" else ""
     length = "160" if episode else "64 "
-    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task], EPISODE=episode, LENGTH=length)
+    chat = "" if episode else "  # chat: true               # for models with a chat template\n"
+    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task], EPISODE=episode, LENGTH=length, CHAT=chat)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for seed, name in enumerate(PROBLEMS):

@@ -45,6 +45,7 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     yield _check_finite(run)
     yield from _check_skipped(run)
     yield from _check_rewards(run)
+    yield from _check_tools(run)
     yield from _check_mismatch(run)
     yield from _check_entropy(run)
     yield from _check_truncation(run)
@@ -146,6 +147,24 @@ def _check_rewards(run: RunFiles) -> Iterator[HealthCheck]:
     text += f", on up to {worst:.1%} of the {where} (step {step})"
     bad = worst >= _read_guards(run).reward_failures_share
     yield HealthCheck("rewards", "bad" if bad else "warn", text)
+
+
+def _check_tools(run: RunFiles) -> Iterator[HealthCheck]:
+    tools = sorted(
+        {key.removesuffix("_raised") for row in run.rows for key in row if key.endswith("_raised")}
+    )
+    for tool in tools:
+        calls, errors, raised = (
+            sum(value for _, value in run.series(f"{tool}_{kind}")) for kind in ("calls", "errors", "raised")
+        )
+        if not calls:
+            continue
+        text = f"{tool.removeprefix('env/')}: {errors / calls:.1%} of the calls failed"
+        if raised:
+            text += (
+                f"; {raised / calls:.1%} by exceptions of the tool, of which the sampler's log has the first"
+            )
+        yield HealthCheck("tools", "warn" if raised > 0.01 * calls or errors > 0.9 * calls else "good", text)
 
 
 def _check_entropy(run: RunFiles) -> Iterator[HealthCheck]:

@@ -213,6 +213,20 @@ function rewardCharts(one) {
     .map((key) => one(key, `reward/${key}`, "number", { note: key.includes("/") ? "sum per step" : "mean" }));
 }
 
+// Tools and turns of episodes.
+function environmentCharts(one, many) {
+  const keys = allKeys().filter((key) => key.startsWith("env/"));
+  const tools = keys.filter((key) => key.endsWith("_calls") && keys.includes(key.replace(/_calls$/, "_raised")))
+    .map((key) => key.slice(0, -"_calls".length));
+  const others = keys.filter((key) => !tools.some((tool) => key.startsWith(`${tool}_`)));
+  return [...tools.flatMap((tool) => {
+    const name = tool.slice("env/".length);
+    return [many(name, "number", [[`${tool}_calls`, "calls"], [`${tool}_errors`, "failed"],
+        [`${tool}_raised`, "exceptions of the tool"]], { note: "mean per response" }),
+      one(`${name}: time`, `${tool}_seconds`, "seconds", { note: "mean per response" })];
+  }), ...others.map((key) => one(key.slice("env/".length), key, "number"))];
+}
+
 function catalogue() {
   const [heldOut, more] = evalCharts();
   const one = (name, key, kind, rest = {}) => ({ title: name, kind, series: [[key, name]], ...rest });
@@ -221,6 +235,7 @@ function catalogue() {
     ["Learning", [...heldOut, one("Training accuracy", "reward/accuracy", "percent"),
       one("Training reward", "reward/mean", "number", { note: "mean" }), ...more]],
     ["Rewards", rewardCharts(one)],
+    ["Environment", environmentCharts(one, many)],
     ["Policy", [one("Entropy", "policy/entropy", "number", { note: "nats per token" }),
       many("KL", "number", [["kl/anchor", "to the anchor"], ["kl/old", "to the old policy"]],
         { note: "nats per token" }),
