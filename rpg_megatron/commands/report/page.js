@@ -222,9 +222,9 @@ function environmentCharts(one, many) {
   return [...tools.flatMap((tool) => {
     const name = tool.slice("env/".length);
     return [many(name, "number", [[`${tool}_calls`, "calls"], [`${tool}_errors`, "failed"],
-        [`${tool}_raised`, "exceptions of the tool"]], { note: "mean per response" }),
-      one(`${name}: time`, `${tool}_seconds`, "seconds", { note: "mean per response" })];
-  }), ...others.map((key) => one(key.slice("env/".length), key, "number"))];
+        [`${tool}_raised`, "exceptions of the tool"]], { note: "a response" }),
+      one(`${name}: time`, `${tool}_seconds`, "seconds", { note: "a response" })];
+  }), ...others.map((key) => one(key.slice("env/".length), key, "number", { whenNonzero: true }))];
 }
 
 function catalogue() {
