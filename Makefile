@@ -59,7 +59,7 @@ format: $(VENV)  ## let ruff rewrite what it can
 	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -e examples/calculator
 	@touch $@
 
-.venv-verifiers: .venv-verifiers/.complete  ## episodes of verifiers: its environment, with the example's taskset
+.venv-verifiers: .venv-verifiers/.complete
 
 .venv-docs/.complete: requirements/docs.txt
 	@rm -rf .venv-docs

@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from tests.support.commands import Command
 from tests.support.ranks import ROOT
-from tests.support.sandboxes import ENDED, REFUSED, outside
+from tests.support.sandboxes import ENDED, REFUSED
 
 pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.long, pytest.mark.timeout(1800)]
 VENV = ROOT / ".venv-verifiers"
 HOSTILE = """
 import json
+from pathlib import Path
 from rpg_megatron.environments.tools import ToolUse
 from rpg_megatron.rollout.episode import Episode
 
-PROGRAMS = json.load(open("programs.json"))
+PROGRAMS = json.loads(Path(__file__).with_name("programs.json").read_text())
 TOOLS = ToolUse(tools=[{"python": {"seconds": 1.5, "memory_mib": 128, "processes": 16, "files_mib": 8}}])
 
 
@@ -56,6 +58,18 @@ def read(run: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "policy/loss" in row]
 
 
+def left(folder: Path) -> list[str]:
+    """Processes that have the folder in an environment variable: all of a run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and any(str(folder) in v for v in process.environ().values()):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
 def test_two_hundred_hostile_programs(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,17 +94,18 @@ def test_two_hundred_hostile_programs(
     assert ended >= 0.9 * calls * len(ENDED) / len(programs)
     for row in rows:
         assert row["mismatch/logp_max"] < 1e-4
-    assert outside("rpg_megatron.system.fork_server") == []
+    assert left(tmp_path) == []
     assert secret.read_text() == "secret"
 
 
 @pytest.mark.skipif(not (VENV / ".complete").exists(), reason="run make .venv-verifiers")
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_taskset_of_verifiers_trains(tmp_path: Path, ahead: int) -> None:
+def test_a_taskset_of_verifiers_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
     """The example, four steps; with ``ahead``, updates come between the turns of its chats."""
+    monkeypatch.setenv("RPG_TEST_FOLDER", str(tmp_path))
     episode = f"{{type: rpg_megatron.environments.verifiers:play, venv: {VENV}, workers: 2}}"
     settings = [*SETTINGS, f"data.source.venv={VENV}", f"rollout.episode={episode}"]
-    settings += ["rollout.prompts_per_step=8", f"rollout.ahead={ahead}"]
+    settings += ["rollout.prompts_per_step=8", f"rollout.ahead={ahead}", f"runs={tmp_path / 'runs'}"]
     settings += ["correction.type=truncate"] * (ahead > 0)
     code, err = Command(tmp_path, "train", str(ROOT / "examples" / "calculator.yaml"), *settings).finish(1500)
     assert code == 0, err
@@ -111,4 +126,4 @@ def test_a_taskset_of_verifiers_trains(tmp_path: Path, ahead: int) -> None:
         assert 0.3 < row["env/calculator_calls"] <= 1
         assert (row["env/branches"], row["env/retokenized"], row["env/unknown_tool_calls"]) == (0, 0, 0)
     assert tickets == list(range(32))
-    assert outside("rpg_megatron.cli env serve") == outside("calculator_products") == []
+    assert left(tmp_path) == []
