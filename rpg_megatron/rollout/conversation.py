@@ -96,6 +96,8 @@ class Conversation:
         """Whether a limit left no room for another turn."""
         self.requested = False
         """Whether an engine is working on the turn."""
+        self.counts: dict[str, float] = {}
+        """Metrics ``env/*`` of what clients sent to the gateway."""
         self.failures: tuple[RewardFailure, ...] = ()
         """Of the reward, when the episode asked for it."""
         self._prompt, self._vocab, self._codec, self._on_request = prompt, vocab, codec, on_request

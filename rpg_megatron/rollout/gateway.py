@@ -73,7 +73,6 @@ class Gateway:
         self._sessions: dict[str, _Session] = {}
         self._secret = secrets.token_urlsafe(24)
         """First part of all keys; the second part is a response's name, which is no secret."""
-        self._counts = {"env/retokenized": 0, "env/unparsed_calls": 0}
         self._form: ChatFormat | None = None
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
@@ -117,12 +116,6 @@ class Gateway:
         session = self._sessions.pop(key, None)
         for request in session.requests if session else ():
             request.cancel()
-
-    def pop_counts(self) -> dict[str, float]:
-        """Metrics ``env/*`` since the last call."""
-        counts = {key: float(n) for key, n in self._counts.items()}
-        self._counts = dict.fromkeys(self._counts, 0)
-        return counts
 
     def _load_format(self) -> ChatFormat | None:
         """None: the model has no chat template."""
@@ -168,6 +161,8 @@ class Gateway:
         assert task is not None
         try:
             session = self._session(request)
+            counts = session.conversation.counts
+            counts |= {"retokenized": 0.0, "unparsed_calls": 0.0} | counts
             session.requests.add(task)
             try:
                 body = _object_in(await request.read())
@@ -179,7 +174,7 @@ class Gateway:
         except RefusedRequestError as e:
             return _refusal(e)
         except RetokenizedError as e:
-            self._counts["env/retokenized"] += 1
+            counts["retokenized"] += 1
             return _refusal(RefusedRequestError(str(e), "retokenized", 409))
         except TokenLimit as e:
             return _refusal(RefusedRequestError(str(e), "context_length_exceeded"))
@@ -199,7 +194,7 @@ class Gateway:
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         turn = await session.conversation.generate(tokens, _count(limit, "max_tokens"), branch=True)
         message, failed = chat.add(messages, tools, turn, text)
-        self._counts["env/unparsed_calls"] += failed
+        session.conversation.counts["unparsed_calls"] += failed
         choice: Message = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
         if "tool_calls" in message and turn.finish == "stop":
             choice["finish_reason"] = "tool_calls"

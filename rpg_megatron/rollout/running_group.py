@@ -80,10 +80,11 @@ class RunningGroup:
                     gateway.end(keys[number])
             ended = self.conversations[number]
             ended.end()
+            result = result._replace(metrics={**result.metrics, **ended.counts})
             if not ended.sampled:
                 if result.failure is None:
                     failure = RewardFailure(episode.name, "error", "it ended without a turn of the policy")
-                    result = EpisodeResult(failure=failure)
+                    result = result._replace(reward=None, failure=failure)
                 await begin(number).conversation.generate(prompt, 1)  # a response has at least one token
             return result
 

@@ -218,7 +218,7 @@ class Worker:
 
     async def counts(self) -> dict[str, float]:
         """See ``GroupWorker``."""
-        return self._scorer.pop_counts() | (self._gateway.pop_counts() if self._gateway else {})
+        return self._scorer.pop_counts()
 
     def close(self) -> None:
         """End the reward workers."""

@@ -113,10 +113,13 @@ class Run:
                     assert (await worker.generate(group, 0, 0)).complete
                     scores = await worker.score(7)
                     rows = len(scores.rows) or samples
-                    self.counts = await worker.counts()
                     if after is not None:
                         await after(tasks[0])
-                    return await worker.fetch([7] * rows, list(range(rows)))
+                    fetched = await worker.fetch([7] * rows, list(range(rows)))
+                    parts = {t.sample: t.parts for t in fetched}.values()
+                    names = ("env/retokenized", "env/unparsed_calls")
+                    self.counts = {name: sum(p[name] for p in parts) for name in names}
+                    return fetched
             finally:
                 worker.close()
 
