@@ -28,7 +28,7 @@ from rpg_megatron.system.import_path import load_function
 
 STANDARD = "rpg_megatron.environments.standard_tools"
 """Module of the tools that are named without a module."""
-_FULL = "context_length_exceeded"
+FULL = "context_length_exceeded"
 """Code of the gateway's refusal when no token or turn is left."""
 _THREADS = 256
 
@@ -154,9 +154,9 @@ async def chat(
         async with session.post(f"{url}/chat/completions", json=body, headers=headers) as response:
             text = await response.text()
         if response.status != 200:
-            if _FULL in text and any(message["role"] == "assistant" for message in messages):
+            if FULL in text and any(message["role"] == "assistant" for message in messages):
                 return
-            if _FULL in text:
+            if FULL in text:
                 raise RuntimeError(
                     "the messages and the text of the tools leave no token for a turn; raise "
                     "rollout.max_response_tokens, or shorten them"

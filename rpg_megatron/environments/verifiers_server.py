@@ -46,7 +46,7 @@ from verifiers.v1.utils.loaders import (
 )
 
 from rpg_megatron.config.files import remove
-from rpg_megatron.environments.tools import Tool, Toolbox, ToolError, chat
+from rpg_megatron.environments.tools import FULL, Tool, Toolbox, ToolError, chat
 from rpg_megatron.system.fork_server import read_lines, send_line
 
 HARNESS = "rpg_megatron_chat"
@@ -228,7 +228,8 @@ async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[s
     episode = await environment.run_slot(slot, context, on_trace=name_session)
     traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if not episode.ok:
+    is_full = bool(errors) and all(FULL in error.message for error in errors)  # truncated: no failure
+    if not episode.ok and not is_full:
         return {"error": f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed"}
     for trace in episode.traces:
         agent = trace.agent

@@ -83,7 +83,9 @@ class RunningGroup:
             result = result._replace(metrics={**result.metrics, **ended.counts})
             if not ended.sampled:
                 if result.failure is None:
-                    failure = RewardFailure(episode.name, "error", "it ended without a turn of the policy")
+                    full = ": its first prompt leaves no token of rollout.max_response_tokens"
+                    detail = "it ended without a turn of the policy" + full * ended.truncated
+                    failure = RewardFailure(episode.name, "error", detail)
                     result = result._replace(reward=None, failure=failure)
                 await begin(number).conversation.generate(prompt, 1)  # a response has at least one token
             return result
