@@ -342,13 +342,14 @@ def serve_environment(
 ) -> None:
     """Run episodes of verifiers for a sampler, which starts this in the library's virtual environment."""
     with exit_on_interrupt():
-        import importlib.util
-        import socket
+        try:
+            from rpg_megatron.environments.verifiers_server import main
+        except ModuleNotFoundError as e:
+            if e.name != "verifiers":
+                raise
+            from rpg_megatron.environments.verifiers import refuse
 
-        if not importlib.util.find_spec("verifiers"):
-            problem = b'{"error": "the library is not installed there; see docs/environments.md"}\n'
-            return socket.socket(fileno=descriptor).sendall(problem)
-        from rpg_megatron.environments.verifiers_server import main
+            return refuse(descriptor)
 
     main(descriptor)
 

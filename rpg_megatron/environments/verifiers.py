@@ -100,14 +100,17 @@ class _Server:
     async def _start(self) -> None:
         process, connection = _start(self._venv)
         reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST)
-        self._writer = writer
-        writer.write(self._environment.encode() + b"\n")
-        answer = json.loads(await reader.readline() or _ENDED)
-        if error := answer.get("error"):
-            self._writer = None
+        try:
+            writer.write(self._environment.encode() + b"\n")
+            answer = json.loads(await reader.readline() or _ENDED)
+            if error := answer.get("error"):
+                raise RuntimeError(error)
+        except BaseException:  # also the cancellation of the episode that has started it
             writer.close()
+            process.kill()
             process.wait()
-            raise RuntimeError(error)
+            raise
+        self._writer = writer
         self._reading = asyncio.create_task(self._read(process, reader))
 
     async def _read(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
@@ -127,6 +130,15 @@ class _Server:
     def _send(self, number: int, value: dict[str, Any]) -> None:
         if self._writer is not None:
             self._writer.write(json.dumps((number, value)).encode() + b"\n")
+
+
+def refuse(descriptor: int) -> None:
+    """Answer, as the server, that the library is missing. Raises UserError if there is nobody to answer."""
+    try:
+        with socket.socket(fileno=descriptor) as connection:
+            send_line(connection, {"error": "the library is not installed there; see docs/environments.md"})
+    except OSError as e:
+        raise UserError(f"file descriptor {descriptor}: {e.strerror}; {_NAME} starts this command") from None
 
 
 _server = lru_cache(_Server)

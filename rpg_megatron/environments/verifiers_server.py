@@ -240,8 +240,8 @@ async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[s
         return {"error": "no agent of the environment is trained"}
     metrics: dict[str, float] = {}
     for trace in traces:
-        named = {name: reward.value for name, reward in trace.rewards.items()} | trace.metrics
-        metrics |= {name: float(value) for name, value in named.items()}
+        named = {name: reward and reward.value for name, reward in trace.rewards.items()} | trace.metrics
+        metrics |= {name: float(value) for name, value in named.items() if value is not None}
     return {"reward": sum(trace.reward for trace in traces) / len(traces), "metrics": metrics}
 
 

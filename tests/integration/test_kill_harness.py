@@ -37,7 +37,7 @@ from tests.support.kills import ENDS, draw, phases_of, targets_of
 from tests.support.moments import EventTap, read_moment
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import compare_files, compare_rows, find_missing_rollouts, read_rows
-from tests.support.watched_runs import AHEAD, LAYOUTS, Traces
+from tests.support.watched_runs import AHEAD, LAYOUTS, VERIFIERS, Traces
 
 
 def write_run(run: Path, second: float) -> Path:
@@ -342,7 +342,7 @@ def test_phases_by_events_and_files() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_seeds_of_a_layout_aim_at_everything(layout: str) -> None:
-    seeds = range(6 if layout == AHEAD else 12)
+    seeds = range({AHEAD: 6, VERIFIERS: 13}.get(layout, 12))
     kills = [draw(layout, seed) for seed in seeds]
     assert kills == [draw(layout, seed) for seed in seeds]
     pairs = Counter((kill.target, kill.phase) for run in kills for kill in run)

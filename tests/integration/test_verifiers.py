@@ -220,7 +220,7 @@ def test_episodes_with_a_tool_and_a_server_that_dies(rows: list[dict[str, Any]])
         lost = [asyncio.create_task(rig.play(i, f"held{i}")) for i in (2, 3)]
         while sum(key.startswith(("held2", "held3")) for key in rig.gateway.requests) < 2:
             await asyncio.sleep(0.01)
-        (server,) = psutil.Process().children()
+        (server,) = (p for p in psutil.Process().children() if "serve" in _line(p))
         tools = server.children(recursive=True)
         assert tools
         os.kill(server.pid, signal.SIGKILL)
@@ -235,11 +235,24 @@ def test_episodes_with_a_tool_and_a_server_that_dies(rows: list[dict[str, Any]])
             400,
             {"error": {"code": "context_length_exceeded", "message": "no token is left"}},
         )
-        with pytest.raises(RuntimeError, match="leave no token"):
-            await rig.play(4)
+        assert (await rig.play(4)).reward == 0
         rig.gateway.refusal = 400, {"error": {"code": "invalid_request", "message": "temperature: no"}}
         with pytest.raises(RuntimeError, match="temperature: no"):
             await rig.play(4)
+
+    run(rows, test)
+
+
+@pytest.mark.long  # starts two servers
+def test_an_episode_that_is_given_up_while_the_server_starts(rows: list[dict[str, Any]]) -> None:
+    async def test(rig: Rig) -> None:
+        first = asyncio.create_task(rig.play(0))
+        while not children():
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first])
+        assert not children()
+        assert (await rig.play(0)).reward == 1
 
     run(rows, test)
 

@@ -83,8 +83,8 @@ class Kill:
 
 
 def draw(layout: str, seed: int, count: int = PER_RUN) -> list[Kill]:
-    """The kills of a run, in their order. Twelve seeds in a row (with AHEAD: six) aim at each pair of target
-    and phase.
+    """The kills of a run, in their order. Twelve seeds in a row (with AHEAD: six, with VERIFIERS: thirteen)
+    aim at each pair of target and phase.
     """
     pairs = list(product(targets_of(layout), phases_of(layout)))
     block, place = divmod(seed, -(-len(pairs) // count))
