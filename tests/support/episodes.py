@@ -28,11 +28,11 @@ async def three_turns(task: EpisodeTask, generate: Generate, score: ScoreText, l
 
 
 async def some_slow(task: EpisodeTask, generate: Generate, score: ScoreText) -> Episode:
-    """One to four turns; long ones wait between their turns, for longer than others take."""
+    """One to four turns; one of sixteen waits between its turns, for much longer than others take."""
     turns, context = 1 + task.seed % 4, task.prompt
     for _ in range(turns):
         context = (await generate(context, max_tokens=10)).context + BETWEEN
-        await asyncio.sleep(0.15 * (turns == 4))
+        await asyncio.sleep(0.3 * (task.seed % 16 == 3))
     return Episode()
 
 
