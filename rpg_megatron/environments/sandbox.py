@@ -312,7 +312,8 @@ def _become(command: list[str], stdin: int, out: int, limits: SandboxLimits, use
             os.setgroups([])
             os.setgid(user)
             os.setuid(user)
-        forbid_new_privileges()
+        if not limits.image:  # Apptainer may be set-user-id
+            forbid_new_privileges()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
         variables = {"PATH": path, "HOME": "/work", "LANG": "C.UTF-8"}

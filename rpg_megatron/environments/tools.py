@@ -221,7 +221,10 @@ async def use_tools(task: EpisodeTask, generate: Generate, score: ScoreText, set
 
 def function_tool(function: Callable[..., Any], name: str, close: Callable[[], None] = lambda: None) -> Tool:
     """The tool of a function, or of an object that is called. Raises ValueError if it cannot be one."""
-    called = function if inspect.isroutine(function) else vars(type(function)).get("__call__")
+    called: Any = function
+    if not inspect.isroutine(function):  # not getattr, which finds that of the metaclass
+        classes = (vars(kind) for kind in type(function).__mro__)
+        called = next((names["__call__"] for names in classes if "__call__" in names), None)
     if called is None:
         raise ValueError(f"{name} has no __call__, which is the tool; add it")
     description, parameters, model = _describe(called, name, called is not function)

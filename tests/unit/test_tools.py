@@ -374,6 +374,17 @@ class NoCall:
     """Not a tool."""
 
 
+class Inherits(Holder):
+    """A tool of a class above."""
+
+
+def test_a_tool_may_inherit_its_call() -> None:
+    toolbox = ToolUse(tools=["tests.unit.test_tools:Inherits"]).make()
+    (schema,) = toolbox.schemas
+    toolbox.close()
+    assert schema["function"]["description"] == "Repeat."
+
+
 def test_tools_are_closed_whatever_happens() -> None:
     with pytest.raises(RuntimeError):
         sample(lambda request: (500, {}), tools=["tests.unit.test_tools:Holder"])
