@@ -95,6 +95,7 @@ def _options(
 
 @app.command()
 def train(
+    ctx: typer.Context,
     config: ConfigFile,
     overrides: Overrides = None,
     fresh: Annotated[
@@ -118,7 +119,7 @@ def train(
         typer.Option("--dry-run", help="Run all checks, print settings and processes; start nothing."),
     ] = False,
 ) -> None:
-    """Train a policy. Resumes the newest run of this name if it has a checkpoint and steps are left.
+    """Train a policy; with section sft, by fine-tuning. Resumes the newest unfinished run of this name.
 
     The first Ctrl-C saves and exits, the second exits at once.
 
@@ -138,6 +139,8 @@ def train(
     with StopSignals(resumable=True) as signals, exit_codes():
         job_nodes = find_nodes(node_rank, nodes, job)
         settings = with_local_model(load_settings(config, overrides))
+        if settings.sft is None and ctx.info_name == "sft":
+            raise UserError(f"{config}: has no section sft (docs/warm-start.md); use train for RL")
         if dry_run:
             show_run(settings, job_nodes, fresh=fresh, source=source)
         elif job_nodes.rank == 0:
@@ -146,6 +149,9 @@ def train(
             run_node(settings, job_nodes, signals)
 
 
+app.command("sft", help="Train on recorded conversations (section sft). Options and resume as for train.")(
+    train
+)
 app.command("eval")(evaluate)
 
 

@@ -253,7 +253,7 @@ def _holds_responses(file: Path) -> bool:
 def _reference_answers(settings: Settings) -> Iterator[Line]:
     from rpg_megatron.data.problems import read_problems
 
-    for problem in read_problems(settings.data, rows=True):
+    for problem in read_problems(settings.prompts("grade"), rows=True):
         text = settings.data.template.replace("{prompt}", problem.text)
         context = _context(text, problem.row)
         yield Line(problem.id + 1, problem.answer, problem.answer, problem.id, context)
@@ -284,7 +284,7 @@ def _read_contexts(file: Path) -> dict[int, str]:
         )
     settings = load_settings(config)
     with without_torch():
-        prompts = load_prompts(settings.data, load_tokenizer(settings.model.path), rows=True)
+        prompts = load_prompts(settings.prompts("grade"), load_tokenizer(settings.model.path), rows=True)
     return {prompt.id: prompt.context for prompt in prompts}
 
 

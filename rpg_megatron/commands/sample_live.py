@@ -68,7 +68,7 @@ def _choose_rows(settings: Settings, prompt: str | None, count: int) -> list[dic
     """The first problems whose text contains ``prompt``, at most ``count``; None if there are none."""
     rows: list[dict[str, Any]] = []
     first = count if prompt is None else _SEARCHED
-    for problem in read_problems(settings.data, rows=True, first=first):
+    for problem in read_problems(settings.prompts("sample"), rows=True, first=first):
         if len(rows) == count:
             break
         if prompt is None or prompt in problem.text:

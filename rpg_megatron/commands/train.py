@@ -13,6 +13,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
+from rpg_megatron.launcher.fine_tuning import with_steps
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.remote_nodes import RemoteNodes
@@ -40,6 +41,7 @@ def train(
     """
     with _gather(settings, signals, nodes) as remote:
         check_start(CheckedRun(settings, nodes=nodes.count if nodes else 1))
+        settings = with_steps(settings)
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
             try:
@@ -67,6 +69,7 @@ def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Pa
         check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
         return
     check_start(CheckedRun(settings, nodes=nodes.count))
+    settings = with_steps(settings)
     print(describe_start(settings, nodes.count, fresh=fresh, source=source), end="")
 
 

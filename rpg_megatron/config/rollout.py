@@ -239,8 +239,8 @@ _WITHOUT_ROUTES = {
 class EngineSettings(Section):
     """vLLM rollout engines."""
 
-    replicas: int = Field(1, ge=1)
-    """Number of engines; prompts are distributed over them."""
+    replicas: int = Field(1, ge=0)
+    """Number of engines; prompts are distributed over them. With sft and no evaluation: always 0."""
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size of one engine; independent of the trainer's."""
     max_sequences: int = Field(256, ge=1)

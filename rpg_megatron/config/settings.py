@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -43,8 +43,13 @@ from rpg_megatron.config.rollout import (
     RolloutFilesSettings,
     RolloutSettings,
 )
+from rpg_megatron.config.sft import SFTSettings
 from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
 
+if TYPE_CHECKING:
+    TrainingPrompts = DataSettings
+else:
+    TrainingPrompts = DataSettings | None  # None: a run with ``sft``, which reads no prompts
 USE_TOOLS = "rpg_megatron.environments.tools:use_tools"
 """The episode that needs other settings."""
 
@@ -102,8 +107,10 @@ class Settings(Section):
     """Reference policy of the KL term."""
     training: TrainingSettings = TrainingSettings()
     """Number of steps, mini-batches and micro-batches."""
-    data: DataSettings
-    """Training prompts."""
+    data: TrainingPrompts = None  # type: ignore[assignment]
+    """Training prompts. Required, but not used with sft."""
+    sft: SFTSettings | None = None
+    """Supervised fine-tuning instead of reinforcement learning; null: none."""
     reward: AnyRewardSettings = RewardSettings()
     """Reward function."""
     rollout: RolloutSettings = RolloutSettings()
@@ -132,6 +139,16 @@ class Settings(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _default_replicas(cls, raw: Any) -> Any:
+        """Fine-tuning needs engines only for its evaluation."""
+        if not isinstance(raw, dict) or raw.get("sft") is None or raw.get("evaluation") is not None:
+            return raw
+        engine = raw.get("engine", {})
+        none = {"replicas": 0, "colocated": False}
+        return raw | {"engine": engine | none} if isinstance(engine, dict) else raw
+
+    @model_validator(mode="before")
+    @classmethod
     def _default_transport(cls, raw: Any) -> Any:
         """The default of bridge.transport depends on the device."""
         if not isinstance(raw, dict) or raw.get("device", "cuda") != "cuda":
@@ -143,8 +160,10 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Settings:
+        if self.sft is None and self.data is None:
+            raise ValueError("data is missing: the training prompts; for supervised fine-tuning add sft")
         prompts, parts = self.rollout.prompts_per_step, self.training.minibatches
-        if prompts % parts:
+        if self.sft is None and prompts % parts:
             raise ValueError(
                 f"rollout.prompts_per_step ({prompts}) must be a multiple of training.minibatches ({parts}); "
                 f"try {prompts - prompts % parts or parts}"
@@ -161,6 +180,7 @@ class Settings(Section):
 
     def problems(self) -> Iterator[str]:
         """Settings that would have no effect, or conflict with others; none in settings that were loaded."""
+        yield from self._sft_problems()
         if self.parallel.sequence and self.parallel.tensor == 1:
             yield "parallel.sequence needs parallel.tensor of 2 or more"
         kind = self.objective.type
@@ -214,6 +234,28 @@ class Settings(Section):
             yield from self._offloading_problems()
         if self.correction is not None:
             yield from self.correction.problems()
+
+    def _sft_problems(self) -> Iterator[str]:
+        if self.sft is None:
+            if not self.engine.replicas:
+                yield "engine.replicas 0 is for sft without evaluation only; set it to 1 or more"
+            return
+        if self.data is not None:
+            yield "data has no effect with sft, which trains on sft.data; remove it"
+        for key in ("objective", "advantage", "correction", "anchor"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"{key} has no effect with sft, whose loss is -log p; remove it"
+        defaults = TrainingSettings()
+        for key, instead in {
+            "minibatches": "each step is one update on sft.batch_size conversations",
+            "epochs": "use sft.epochs",
+            "mask_truncated": "use sft.data.too_long",
+            "router_replay": "no engine has routed the tokens",
+        }.items():
+            if getattr(self.training, key) not in (getattr(defaults, key), 1):
+                yield f"training.{key} has no effect with sft: {instead}; remove it"
+        if self.rollout.ahead:
+            yield "rollout.ahead has no effect with sft; remove it"
 
     def _tool_problems(self) -> Iterator[str]:
         if self.rollout.episode is None or self.rollout.episode.type != USE_TOOLS:
@@ -326,8 +368,37 @@ class Settings(Section):
     @property
     def tokens_at_once(self) -> int:
         """Maximum tokens of a micro-batch on a rank: the token budget, or the longest sequence."""
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        return -(-max(self.training.tokens_per_microbatch, longest) // self.parallel.context)
+        return -(-max(self.training.tokens_per_microbatch, self.longest) // self.parallel.context)
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a sequence in training."""
+        if self.sft is not None:
+            return self.sft.data.max_tokens
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Responses or conversations of a step."""
+        if self.sft is not None:
+            return self.sft.batch_size
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def minibatches(self) -> int:
+        """Mini-batches of a step."""
+        return 1 if self.sft is not None else self.training.minibatches
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the trained distribution."""
+        return 1.0 if self.sft is not None else self.rollout.temperature
+
+    def prompts(self, command: str) -> DataSettings:
+        """The training prompts, for a command. Raises UserError in a fine-tuning run, which has none."""
+        if self.sft is not None:
+            raise UserError(f"{command} needs training prompts, which a fine-tuning run (sft) has not")
+        return self.data
 
     @property
     def needs_rows(self) -> bool:
@@ -338,7 +409,9 @@ class Settings(Section):
     def prompt_sets(self) -> list[PromptSet]:
         """The prompts of training, and each held-out set."""
         limit = self.rollout.max_response_tokens
-        sets = [PromptSet("data", self.data, limit, "rollout.max_response_tokens")]
+        sets = []
+        if self.sft is None:
+            sets.append(PromptSet("data", self.data, limit, "rollout.max_response_tokens"))
         for part in self.evaluation.heldout if self.evaluation is not None else ():
             sets.append(PromptSet(part.where, part.data, part.response_tokens(limit), part.limited_by))
         return sets

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.boxed import last_box
 from rpg_megatron.data.presets import Preset, find_preset
 from rpg_megatron.data.rows import read_rows, source_name, type_name
@@ -19,6 +20,9 @@ from rpg_megatron.data.stored_problems import LeftOut, Message, Problem, keep_pr
 
 logger = logging.getLogger(__name__)
 
+_PROBLEMS = (("prompt", "answer"),)
+_CONVERSATIONS = (("messages", ""), ("prompt", "completion"), ("prompt", "response"))
+"""Columns of problems and answers, and of conversations to train on; "": the chat has the response."""
 _CHINESE = re.compile("[\u3400-\u9fff]")
 
 
@@ -83,7 +87,8 @@ def iterate_problems(settings: DataSettings, key: str, rows: bool, left_out: Lef
         preset = find_preset(source.preset, at) if source.preset is not None else None
         used, total = False, 0
         order = None if settings.order_by is None else (settings.order_by, f"{key}.order_by")
-        for count, problem in _read_source(source, preset, number, offset, at, rows, order):
+        pairs = _CONVERSATIONS if isinstance(settings, ConversationSettings) else _PROBLEMS
+        for count, problem in _read_source(source, preset, number, offset, at, rows, order, pairs):
             total = count
             if isinstance(problem, UserError):
                 if settings.malformed == "stop":
@@ -144,10 +149,11 @@ def _read_source(
     key: str,
     rows: bool,
     order: tuple[str, str] | None = None,
+    pairs: tuple[tuple[str, str], ...] = _PROBLEMS,
 ) -> Iterator[tuple[int, Problem | UserError | None]]:
     """Yield, for each row, the number of rows so far and: its problem, its error, or None if filtered out.
 
-    order: the column ``order_by``, and the key of that setting.
+    order: the column ``order_by``, and the key of that setting. pairs: columns without a preset.
     """
     fields: Fields | None = None
     used = 0  # rows up to the last one that can be used
@@ -161,7 +167,7 @@ def _read_source(
             yield index + 1, row
             continue
         try:
-            fields = fields or Fields.of(source, preset, row, key)
+            fields = fields or Fields.of(source, preset, row, key, pairs)
             if fields.accepts(row):
                 prompt, answer = fields.read(row, where)
                 chinese = fields.english and _CHINESE.search(str(prompt))
@@ -191,13 +197,28 @@ class Fields(NamedTuple):
     """An answer may be the only item of a list."""
     key: str
     """Key of the source in the settings, for messages."""
+    recorded: bool = False
+    """The rows are conversations to train on: answers are responses, word for word."""
 
     @classmethod
-    def of(cls, source: SourceSettings, preset: Preset | None, row: dict[str, Any], key: str) -> Fields:
-        """The columns in the settings; where not set, the preset's first pair that this row has."""
-        pairs = preset.fields if preset else (("prompt", "answer"),)
-        present = (p for p in pairs if _find(row, p[0]) is not None and _find(row, p[1]) is not None)
+    def of(
+        cls,
+        source: SourceSettings,
+        preset: Preset | None,
+        row: dict[str, Any],
+        key: str,
+        pairs: tuple[tuple[str, str], ...] = _PROBLEMS,
+    ) -> Fields:
+        """The columns in the settings; where not set, the first pair that this row has.
+
+        pairs: of columns, unless a preset has others.
+        """
+        recorded = pairs is _CONVERSATIONS
+        pairs = preset.fields if preset else pairs
+        present = (p for p in pairs if all(_find(row, name) is not None for name in p if name))
         prompt, answer = next(present, pairs[0])
+        if recorded and source.prompt_key and isinstance(_find(row, source.prompt_key), list):
+            answer = ""
         prompt, answer = source.prompt_key or prompt, source.answer_key or answer
         after = source.answer_after
         if after is None and preset is not None and not source.answer_key and not source.answer_boxed:
@@ -206,7 +227,7 @@ class Fields(NamedTuple):
         where = {key: v if isinstance(v, tuple) else (v,) for key, v in source.where.items()}
         optional = dict(preset.where) if preset else {}
         english, listed = (preset.english, preset.listed) if preset else (False, False)
-        return cls(prompt, answer, after, boxed, where, optional, english, listed, key)
+        return cls(prompt, answer, after, boxed, where, optional, english, listed, key, recorded)
 
     def accepts(self, row: dict[str, Any]) -> bool:
         """Whether the row passes the filters."""
@@ -217,17 +238,16 @@ class Fields(NamedTuple):
     def read(self, row: dict[str, Any], where: str) -> tuple[str | tuple[Message, ...], str]:
         """Problem and answer of a row. Raises UserError if one is missing, empty or of the wrong type."""
         prompt = _prompt(_field(row, self.prompt, f"{self.key}.prompt_key", where), self.prompt, where)
+        if self.recorded and not self.answer:
+            _check_text(prompt, "", where)
+            return prompt, ""
         value = _field(row, self.answer, f"{self.key}.answer_key", where)
-        if self.listed and isinstance(value, list) and len(value) == 1:
+        if (self.listed or self.recorded) and isinstance(value, list) and len(value) == 1:
             value = value[0]
+        if self.recorded and isinstance(value, dict) and value.get("role") == "assistant":
+            value = value.get("content")  # a prompt and a completion, both as messages
         answer = _answer(value, self.answer, where)
-        try:
-            (str(prompt) if isinstance(prompt, str) else "".join(m.content for m in prompt)).encode("utf-8")
-            answer.encode("utf-8")
-        except UnicodeEncodeError:
-            raise UserError(
-                f"{where}: contains a lone surrogate (\\ud800 to \\udfff), which is no character; remove it"
-            ) from None
+        _check_text(prompt, answer, where)
         if self.after is not None:
             _before, marker, answer = answer.rpartition(self.after)
             if not marker:
@@ -242,12 +262,23 @@ class Fields(NamedTuple):
                     f"{where}: {self.answer!r} contains no complete \\boxed{{}}; fix or remove the row"
                 )
             answer = box[1]
-        answer = answer.strip()
+        if not self.recorded or not answer.strip():
+            answer = answer.strip()
         empty = isinstance(prompt, str) and not prompt.strip()
         for key, nothing in ((self.prompt, empty), (self.answer, not answer)):
             if nothing:
                 raise UserError(f"{where}: {key!r} is empty; fill it in or remove the line")
         return prompt, answer
+
+
+def _check_text(prompt: str | tuple[Message, ...], answer: str, where: str) -> None:
+    try:
+        (str(prompt) if isinstance(prompt, str) else "".join(m.content for m in prompt)).encode("utf-8")
+        answer.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{where}: contains a lone surrogate (\\ud800 to \\udfff), which is no character; remove it"
+        ) from None
 
 
 def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
@@ -260,7 +291,7 @@ def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
             content = turn.get("content") if isinstance(turn, dict) else None
             if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
                 break
-            chat.append(Message(role, content))
+            chat.append(Message(role, content, turn.get("weight") != 0))
         if chat and len(chat) == len(value):
             return tuple(chat)
         raise UserError(

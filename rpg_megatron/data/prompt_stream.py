@@ -99,8 +99,10 @@ class PromptStream:
         weights: Sequence[float] = (1.0,),
         *,
         shuffle: bool = True,
+        key: str = "data",
     ):
         """weights: of each source, relative to each other. shuffle: false keeps the order of the prompts.
+        key: of the data in the settings, for messages.
 
         Raises UserError if a source has no prompt.
         """
@@ -114,11 +116,11 @@ class PromptStream:
         for number, source in enumerate(self._sources):
             if not len(source):
                 raise UserError(
-                    f"data.mixture[{number}]: no prompt of this source is left; remove it, or raise "
-                    "data.max_prompt_tokens"
+                    f"{key}.mixture[{number}]: no prompt of this source is left; remove it, or raise "
+                    f"{key}.{'max_prompt_tokens' if key == 'data' else 'max_tokens'}"
                 )
         self._weights = [weight / sum(weights) for weight in weights]
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._key = seed, shuffle, key
         self._orders: list[tuple[int, Tokens]] = [(-1, np.zeros(0, np.int32)) for _ in weights]
         self._taken = [0 for _ in weights]
         self._fetched: dict[int, Prompt] = {}
@@ -180,9 +182,9 @@ class PromptStream:
         fingerprint, rows = self.prompts.fingerprints.result()
         if state["prompts"] != fingerprint or state["weights"] != self._weights:
             raise UserError(
-                "the training prompts have changed since the checkpoint was written (the files of data.path "
-                "or data.mixture, the rows of data.source, their settings or the tokenizer); restore the old "
-                "ones, or start a new run from the exported model"
+                "the training prompts have changed since the checkpoint was written (the files of "
+                f"{self._key}.path or {self._key}.mixture, the rows of {self._key}.source, their settings or "
+                "the tokenizer); restore the old ones, or start a new run from the exported model"
             )
         if state.get("rows", rows) != rows:  # earlier versions did not keep it
             raise UserError(
@@ -198,8 +200,8 @@ class PromptStream:
         if state.get("shuffle", True) != self._shuffle:
             before = "true" if self._shuffle is False else "false"
             raise UserError(
-                f"the checkpoint was written with data.shuffle {before}; set it to that, or start a new run "
-                "from the exported model"
+                f"the checkpoint was written with {self._key}.shuffle {before}; set it to that, or start a "
+                "new run from the exported model"
             )
         if len(state["taken"]) != len(self._taken) or min(state["taken"]) < 0:
             raise ValueError(f"not a position in the data: {state}")

@@ -239,7 +239,7 @@ def encode_prompts(
             text = tokenizer.decode(ids)
         context = ""
         if problem.row is not None:
-            messages = [message._asdict() for message in chat]
+            messages = [message.plain for message in chat]
             context = json.dumps({"prompt": text, "messages": messages, "row": problem.row}, default=str)
         tokens = np.asarray(ids, np.int32)
         check_ids(tokens, vocab, problem.where, tokenizer)
@@ -316,14 +316,14 @@ def _render(
     if not settings.chat:
         return [chat[0].content for chat in chats]
     template, variables = chat_template(tokenizer), template_variables(tokenizer, settings)
-    messages = [[message._asdict() for message in chat] for chat in chats]
+    messages = [[message.plain for message in chat] for chat in chats]
     texts = []
     try:
         for problem, chat, (text, error) in zip(
             problems, chats, render_chats(template, variables, messages), strict=True
         ):
             if error:
-                roles = ", ".join(role for role, _ in chat)
+                roles = ", ".join(message.role for message in chat)
                 raise UserError(
                     f"{problem.where}: the chat template cannot render it (roles {roles}): {error}"
                 )

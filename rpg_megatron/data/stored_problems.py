@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.cache_files import (
     CacheWriter,
     cache_folders,
@@ -38,6 +39,13 @@ class Message(NamedTuple):
 
     role: str
     content: str
+    trained: bool = True
+    """Fine-tuning: whether a turn of the assistant is trained (``weight`` in OpenAI's format)."""
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """As chat templates and rewards read it."""
+        return {"role": self.role, "content": self.content}
 
 
 class Problem(NamedTuple):
@@ -136,7 +144,9 @@ def _is_short(settings: DataSettings) -> bool:
 def _cache_name(settings: DataSettings, paths: Sequence[Path], rows: bool) -> str:
     """Name of the file of problems; it depends on all settings by which they are read."""
     sources = [source.model_dump(include=set(SourceSettings.model_fields)) for source in settings.sources]
-    how = (settings.deduplicate, settings.malformed, settings.order_by, rows)
+    how = [settings.deduplicate, settings.malformed, settings.order_by, rows]
+    if isinstance(settings, ConversationSettings):
+        how.append("conversations")  # other columns, and responses word for word
     return f"{digest_of(_FORM, sources, [str(path.absolute()) for path in paths], how)}.problems"
 
 

@@ -38,9 +38,9 @@ class FileTokenizer:
         encoded = (self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts)
         return {"input_ids": [encoding.ids for encoding in encoded]}
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, get_args
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.launcher.fine_tuning import check_conversations
 from rpg_megatron.launcher.input_checks import (
     check_custom_code,
     check_data,
@@ -136,7 +137,9 @@ def _check_gpus(run: CheckedRun) -> None:
 
 
 def _check_data(run: CheckedRun) -> list[str]:
-    return check_data(run.settings, training="trainer" in run.has, offline=run.prepares)
+    training = "trainer" in run.has
+    warnings = check_conversations(run.settings, offline=run.prepares) if training else []
+    return warnings + check_data(run.settings, training=training, offline=run.prepares)
 
 
 def _check_reward(run: CheckedRun) -> list[str]:
@@ -179,6 +182,8 @@ def run_checks(run: CheckedRun) -> list[str]:
     for check in CHECKS:
         if not run.has.issuperset(check.needs):
             continue
+        if not run.settings.engine.replicas and "engines" in check.needs and "trainer" not in check.needs:
+            continue  # it is about engines only
         try:
             warnings += check.run(run) or ()
         except ImportError as e:  # a login node without numpy or tokenizers

@@ -55,7 +55,9 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
     """
     model, warnings = settings.model.path, []
     tokenized = not offline or has_tokenizer(model)
-    for key, data, *_ in settings.prompt_sets[0 if training else 1 :]:
+    for key, data, *_ in settings.prompt_sets:
+        if key == "data" and not training:
+            continue
         where = key if training else "data"
         if tokenized and data.chat and not has_chat_template(model):
             raise UserError(
@@ -132,6 +134,8 @@ def warn_of_settings(settings: Settings) -> list[str]:
 
 def _group_warnings(settings: Settings) -> list[str]:
     advantage = settings.advantage
+    if settings.sft is not None:
+        return []
     if isinstance(advantage, ImportedSettings) or advantage.across_groups:
         return []
     if settings.rollout.samples_per_prompt > 1:

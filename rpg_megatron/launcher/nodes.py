@@ -160,7 +160,7 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
     ranks_per_node, engines_per_node = world // trainers, replicas // engines
     if settings.engine.colocated:
         _check_colocated(settings, count, ranks_per_node, engines_per_node)
-    elif settings.bridge.transport != "process_group":
+    elif replicas and settings.bridge.transport != "process_group":
         raise UserError(
             f"bridge.transport {settings.bridge.transport} works within one node only; on {count} "
             "nodes set it to process_group"

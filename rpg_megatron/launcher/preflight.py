@@ -179,6 +179,18 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
             f"rollout.stop_token_ids: the model has no token {beyond[0]}, its vocabulary has "
             f"{shape.vocab_size}; correct it"
         )
+    if settings.sft is not None:
+        if settings.sft.data.max_tokens > shape.max_positions:
+            raise UserError(
+                f"sft.data.max_tokens ({settings.sft.data.max_tokens}) is more than the model's "
+                f"{shape.max_positions} positions (max_position_embeddings); lower it"
+            )
+        if settings.sft.batch_size < settings.parallel.data:
+            raise UserError(
+                f"sft.batch_size ({settings.sft.batch_size}) is less than parallel.data "
+                f"({settings.parallel.data}); raise it"
+            )
+        return
     share = (
         settings.rollout.prompts_per_step
         // settings.training.minibatches
@@ -211,7 +223,7 @@ def check_shared_memory(
     settings: Settings, shape: ModelShape, folder: Path = process_groups.SHARED_MEMORY
 ) -> None:
     """Check that shared memory has room for the weights, if they are published there."""
-    if settings.bridge.transport != "shared_memory":
+    if settings.bridge.transport != "shared_memory" or not settings.engine.replicas:
         return
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{folder} is missing or not writable; weights are transferred to engines through it")

@@ -38,6 +38,13 @@ _COLUMNS = (
     ("mismatch", "mismatch/logp_max", "{:.1e}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )
+_FINE_TUNING = (
+    ("epoch", "sft/epoch", "{:.2f}"),
+    ("loss", "policy/loss", "{:.4f}"),
+    ("held out", "sft/heldout_loss", "{:.4f}"),
+    ("grad norm", "policy/grad_norm", "{:.3g}"),
+    _COLUMNS[-1],
+)
 
 
 class Progress:
@@ -215,14 +222,16 @@ class Progress:
 
     def _line(self, row: dict[str, Any]) -> str:
         parts = [f"step {self.step}/{self.steps}"]
-        parts += [f"{name} {_format(row.get(key), form)}" for name, key, form in _COLUMNS]
+        parts += [f"{name} {_format(row.get(key), form)}" for name, key, form in _columns(row)]
         seconds_left = self.seconds_left()
         return "  ".join(parts + ([f"left {clock(seconds_left)}"] if seconds_left is not None else []))
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         first = max((len(f"{row['step']}/{self.steps}") for row in self._rows), default=4)
-        shown = _COLUMNS[: max((self.console.width - max(first, 4) - 1) // 10, 1)]  # the columns that fit
+        shown = _columns(self._rows[-1])[
+            : max((self.console.width - max(first, 4) - 1) // 10, 1)
+        ]  # the columns that fit
         table.add_column("step", justify="right", no_wrap=True)
         for name, _, _ in shown:
             table.add_column(name, justify="right", min_width=8)
@@ -250,6 +259,10 @@ class Progress:
         else:
             bars.add_row(Text(self.text))
         return Group(self._table(), Text(""), bars) if self._rows else Group(bars)
+
+
+def _columns(row: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
+    return _FINE_TUNING if "sft/epoch" in row else _COLUMNS
 
 
 def _bind(path: Path) -> socket.socket:

@@ -77,7 +77,11 @@ def _try_sets(
 ) -> Iterator[RewardFailure]:
     import asyncio
 
-    sets = [_TrialSet("", "data", settings.data, settings.rollout.samples_per_prompt)] if training else []
+    sets = (
+        [_TrialSet("", "data", settings.data, settings.rollout.samples_per_prompt)]
+        if training and not settings.sft
+        else []
+    )
     if (evaluation := settings.evaluation) is not None:
         sets += [
             _TrialSet(part.name, part.where, part.data, evaluation.samples) for part in evaluation.heldout

@@ -132,8 +132,9 @@ class RunLauncher:
             self._progress.status(f"note: {line}")
         if self._uses_engines:
             self._progress.status(
-                f"starting (takes about a minute): engines {settings.engine.replicas}, "
-                f"trainer ranks {settings.parallel.world}"
+                "starting (takes about a minute): "
+                + (f"engines {settings.engine.replicas}, " if settings.engine.replicas else "")
+                + f"trainer ranks {settings.parallel.world}"
             )
             if note := transport_note(settings, remote.nodes.count if remote else 1):
                 self._progress.status(note)

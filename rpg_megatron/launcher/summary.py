@@ -29,6 +29,9 @@ def summarise(run: Path) -> str:
         change = 100 * (after[name] - before[name])
         text = f"{before[name]:.1%} before, {after[name]:.1%} after ({change:+.1f} points)"
         rows.append((title, text))
+    if facts.get("loss_after") is not None:
+        before_and_after = f"{facts['loss_before']:.4f} before, {facts['loss_after']:.4f} after"
+        rows.append(("held-out loss", before_and_after))
     if facts.get("steps") is not None:
         seconds = facts.get("seconds")
         rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
@@ -105,7 +108,10 @@ def _sample_prompt(run: Path) -> str:
     """A problem of the held-out data, or else of the training data, in the prompt template."""
     try:
         settings = load_settings(run / CONFIG)
-        data = settings.evaluation.heldout[0].data if settings.evaluation else settings.data
+        sft = settings.sft.data if settings.sft is not None else None
+        data = settings.evaluation.heldout[0].data if settings.evaluation else sft or settings.data
+        if sft is not None and sft.rollouts is not None:
+            return "1 + 1 ="
         problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}), first=1)
         return data.template.replace("{prompt}", problems[0].text)
     except UserError:

@@ -132,7 +132,7 @@ class Policy:
         gather_weights(self._models)  # otherwise the first forward pass would gather them
         self.vocab = shape.vocab_size
         self._head = _Head(
-            settings.rollout.temperature,
+            settings.temperature,
             settings.training.logprob_chunk,
             shape.vocab_size,
             entropy_gradient=settings.objective.entropy_bonus > 0,

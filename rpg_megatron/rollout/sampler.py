@@ -77,10 +77,7 @@ class Sampler:
         self._settings, self._pool, self._events = settings, pool, events
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
-        vocab = read_model_shape(settings.model.path).vocab_size
-        load = partial(load_prompts, rows=settings.needs_rows, vocab=vocab)
-        prompts = open_prompts(settings.data, tokenizer, rows=settings.needs_rows, vocab=vocab)
-        self._stream = TaskStream(settings, prompts)
+        self._probes: Probes | None = None
         ahead = settings.rollout.ahead > 0
         self.dispatcher = Dispatcher(
             pool,
@@ -90,8 +87,23 @@ class Sampler:
             oversubscription=OVERSUBSCRIPTION_AHEAD if ahead else OVERSUBSCRIPTION,
             backup_all=ahead,
         )
+        self._used: list[int] = []
+        """Tickets of the last step's groups, until the leaders have fetched the trajectories."""
+        vocab = read_model_shape(settings.model.path).vocab_size
+        self._heldout: HeldOut | None = None
+        if settings.evaluation is not None:
+            load = partial(load_prompts, rows=settings.needs_rows, vocab=vocab)
+            heldout = {
+                part.name: load(part.data, tokenizer, part.where) for part in settings.evaluation.heldout
+            }
+            self._heldout = HeldOut(settings, self.dispatcher, heldout)
+        self._open_data(tokenizer, vocab)
+
+    def _open_data(self, tokenizer: Any, vocab: int) -> None:
+        settings, pool = self._settings, self._pool
+        prompts = open_prompts(settings.data, tokenizer, rows=settings.needs_rows, vocab=vocab)
+        self._stream = TaskStream(settings, prompts)
         self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
-        self._probes: Probes | None = None
         if settings.rollout.probed and settings.guards.mismatch != "off":
             self._probes = Probes(settings, self.dispatcher, self._stream.prompts)
             pool.on_synced = self._probes.begin
@@ -99,14 +111,6 @@ class Sampler:
         """Position of the stream after the last batch."""
         self._drain_seconds = 0.0
         """How long the last sync waited for groups in flight."""
-        self._used: list[int] = []
-        """Tickets of the last step's groups, until the leaders have fetched the trajectories."""
-        self._heldout: HeldOut | None = None
-        if settings.evaluation is not None:
-            heldout = {
-                part.name: load(part.data, tokenizer, part.where) for part in settings.evaluation.heldout
-            }
-            self._heldout = HeldOut(settings, self.dispatcher, heldout)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -119,6 +123,10 @@ class Sampler:
         self._pool.require_version(version)
         batch: RolloutBatch | ResyncRequired = await self._start(self._rollout(step, version))
         return batch
+
+    async def held_out(self) -> RolloutBatch:
+        """The held-out conversations. Raises UserError if there are none."""
+        raise UserError("only a fine-tuning run has held-out conversations (sft.heldout)")
 
     async def evaluate(self) -> EvaluatedSets | ResyncRequired:
         """Sample and grade the held-out sets.
@@ -263,7 +271,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, read_model_shape(settings.model.path).vocab_size)
     save_codec(tokenizer, work / CODEC)
-    save_chat_template(tokenizer, settings.data, work / CHAT)
+    if settings.data is not None:
+        save_chat_template(tokenizer, settings.data, work / CHAT)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers
 
@@ -280,7 +289,12 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
-    sampler = Sampler(settings, tokenizer, pool, workers, events, work)
+    recorded = settings.sft is not None
+    if recorded:
+        from rpg_megatron.rollout.fine_tuning import ConversationSampler
+
+        fine_tuning = ConversationSampler(settings, tokenizer, pool, workers, events, work)
+    sampler = fine_tuning if recorded else Sampler(settings, tokenizer, pool, workers, events, work)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
@@ -292,12 +306,13 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)
-        return [worker.address for worker in remote] or [listening]
+        return [worker.address for worker in remote if not recorded] or [listening]
 
-    others: dict[str, Handler] = {"fetch": local.fetch} if local else {}
+    fetch: Handler | None = fine_tuning.fetch if recorded else local.fetch if local else None
+    others = {} if fetch is None else {"fetch": fetch}
     server = Server(token, methods_of(SamplerRequests, sampler, addresses=addresses, **others))
     listening = server.listen(f"ipc://{work / SOCKET}")
-    if local and host:
+    if fetch is not None and host:
         listening = server.listen(f"tcp://{host}:*")
     serving = asyncio.create_task(server.serve())
     code = await ended

@@ -82,6 +82,9 @@ class SamplerRequests:
     def rollout(self, step: int, version: int) -> RolloutBatch | ResyncRequired:
         """Sample and grade the prompts of a step. version: of the weights that the engines serve."""
 
+    def held_out(self) -> RolloutBatch:
+        """All held-out conversations of a fine-tuning run."""
+
     def sync(self, manifest: Manifest, version: int, resync: bool = False) -> SyncResult:
         """Load the published weights into the engines. resync: only into those that do not serve them."""
 

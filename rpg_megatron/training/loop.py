@@ -24,6 +24,8 @@ Every rank runs this file. ``run.py`` implements its calls and decides what each
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rpg_megatron.training.preemption import Stopped
 from rpg_megatron.training.run import RankRun
 
@@ -33,8 +35,13 @@ def train(run: RankRun) -> bool:
 
     Returns False if a signal stopped the run: a checkpoint is saved, and the same command resumes it.
     """
+    return until_stopped(run, run_steps)
+
+
+def until_stopped[R: RankRun](run: R, steps: Callable[[R], None]) -> bool:
+    """Run the steps; returns as ``train`` does."""
     try:
-        run_steps(run)
+        steps(run)
     except Stopped:
         run.save_before_exit()
         return False

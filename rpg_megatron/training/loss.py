@@ -16,7 +16,12 @@ from rpg_megatron.system.custom_code import load_section
 
 
 def build_loss(settings: Settings) -> TokenLoss:
-    """The configured loss of each response token, times the rollout correction, minus the entropy bonus."""
+    """The configured loss of each response token, times the rollout correction, minus the entropy bonus.
+
+    With ``sft``: -log p.
+    """
+    if settings.sft is not None:
+        return lambda logp, tokens: LossOutput(-logp)
     loss = _objective(settings)
     if settings.correction is not None:
         loss = _corrected(loss, settings.correction)

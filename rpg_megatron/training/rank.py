@@ -52,11 +52,9 @@ class RankProcess:
     device: torch.device
     run: RankRun | None = field(default=None, init=False)
 
-    def start_run(self, checkpoint: Path | None = None) -> RankRun:
+    def start_run[R: RankRun](self, kind: type[R], checkpoint: Path | None = None) -> R:
         """Build this rank's part of a run: model, optimizer, connection to the engines. Collective."""
-        from rpg_megatron.training.run import RankRun
-
-        self.run = RankRun(
+        self.run = run = kind(
             self.settings,
             self.run_dir,
             self.work,
@@ -69,7 +67,7 @@ class RankProcess:
         # Megatron collects garbage in every save. Objects created so far live as long as the process.
         gc.collect()
         gc.freeze()
-        return self.run
+        return run
 
 
 def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
@@ -119,9 +117,13 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
 
 
 def _train(rank: RankProcess) -> bool:
-    from rpg_megatron.training.loop import train
+    from rpg_megatron.training import loop, sft
+    from rpg_megatron.training.run import RankRun
 
-    return train(rank.start_run(Path(sys.argv[4]) if len(sys.argv) > 4 else None))
+    checkpoint = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    if rank.settings.sft is not None:
+        return sft.train(rank.start_run(sft.FineTuningRun, checkpoint))
+    return loop.train(rank.start_run(RankRun, checkpoint))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rpg_megatron.data.rollout_files import prune_rollouts
 from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rewards.failures import FailureCount, guard_failures
-from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
+from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient
 from rpg_megatron.system.collectives import barrier, broadcast_object, gather_objects
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.timeline import TIMELINE, Timeline
@@ -236,8 +236,12 @@ class RankRun:
     def collect(self, step: int) -> Batch:
         """Sample and grade the step's responses; each rank gets its part of the batch. May stop."""
         rollouts = self._weight_sync.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
-        if rollouts:
+        if rollouts and self.settings.sft is None:
             self.events.write_or_warn(lambda: self._rollouts.prepare(step))
+        return self._fetch(rollouts)
+
+    def _fetch(self, rollouts: RolloutBatch | None) -> Batch:
+        """This rank's part of what the sampler has. rollouts: on rank 0. May stop."""
         try:
             batch = self._trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
             if self.settings.rollout.probed:

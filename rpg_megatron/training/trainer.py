@@ -161,7 +161,7 @@ class Trainer:
         advantages = np.zeros(0)
         if index is not None:
             advantages = self._advantages_of(index)
-        plan = self._plan(index, self.settings.training.minibatches)
+        plan = self._plan(index, self.settings.minibatches)
         minibatches, trajectories = self._scatter.scatter(plan, index, advantages, source)
         return Batch(minibatches, trajectories, index)
 
@@ -239,6 +239,17 @@ class Trainer:
         if self.policy.replayed is not None:
             batch.metrics |= count_changes(micro_batches, self.policy.replayed, self.mesh)
             batch.metrics |= self._compare_routes((probes or micro_batches)[:1])
+
+    def mean_loss(self, batch: Batch) -> tuple[float, int]:
+        """Mean of -log p over the trained tokens of a batch, in nats, and their number."""
+        micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for micro, values in zip(micro_batches, self.policy.logprobs(micro_batches), strict=True):
+            if self.mesh.reports:
+                logps = values[0].index_select(0, micro.loss_positions)
+                sums += torch.stack([-logps.double().sum(), micro.mask.sum().double()])
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item(), int(sums[1])
 
     def _subtract_kl(self, batch: Batch, settings: KLRewardSettings) -> None:
         """Set the advantages to those of rewards minus the KL of each response to the anchor.
@@ -328,7 +339,8 @@ class Trainer:
         if self.anchor and done:
             self.anchor.after_step(len(done), _mean_kl(done, self.settings))
         batch.metrics |= self._summarise(updates) | {"lr": lr}
-        batch.metrics |= off_policy_metrics(batch.mine, self.settings)
+        if self.settings.sft is None:
+            batch.metrics |= off_policy_metrics(batch.mine, self.settings)
         if self.settings.rollout.ahead and self.settings.correction is not None:
             batch.metrics |= correction_by_lag(batch.mine, step - 1, self.settings)
 

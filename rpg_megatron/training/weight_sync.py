@@ -36,7 +36,8 @@ class WeightSync:
     Methods are collective, and raise Stopped on all ranks if rank 0 got a stop signal while it waited.
     """
 
-    def __init__(self, publisher: Publisher, sampler: SamplerClient | None, stop: StopRequest):
+    def __init__(self, publisher: Publisher | None, sampler: SamplerClient | None, stop: StopRequest):
+        """publisher: None in a run without engines, which has nothing to publish."""
         self._publisher, self._sampler, self._stop = publisher, sampler, stop
         self._version = -1
         self._manifest: Manifest | None = None
@@ -94,13 +95,15 @@ class WeightSync:
 
     def close(self) -> None:
         """Retract the weights and disconnect from the sampler."""
-        self._publisher.close()
-        if self._sampler:
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._sampler is not None:
             self._sampler.close()
 
     def _publish(self, *, again: bool) -> list[SyncReport]:
         reports: list[SyncReport] = []
         refused: list[str] = []
+        assert self._publisher is not None
         for attempt in (1, 2):
             with published(self._publisher, self._version) as manifest:
                 stopped = False
@@ -162,6 +165,8 @@ def open_weight_sync(
 
     folder: RPG_BRIDGE_DIR of this node's engines.
     """
+    if not settings.engine.replicas:
+        return WeightSync(None, sampler, stop)
     publisher = open_publisher(
         settings.bridge,
         folder,

@@ -35,7 +35,7 @@ def _train(rank: RankProcess) -> bool:
 
     source = FileSource(rank.work / BATCH) if rank.mesh.leads else None
     run.open_source = lambda *_: source  # type: ignore[assignment,return-value]
-    return train(rank.start_run(Path(sys.argv[4]) if len(sys.argv) > 4 else None))
+    return train(rank.start_run(run.RankRun, Path(sys.argv[4]) if len(sys.argv) > 4 else None))
 
 
 if __name__ == "__main__":

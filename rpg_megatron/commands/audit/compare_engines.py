@@ -143,7 +143,7 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
         worst = sorted(read_rollouts(file), key=lambda t: _mismatch(t, version), reverse=True)
         starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
     else:
-        prompts = load_prompts(settings.data, load_tokenizer(settings.model.path), first=_PROMPTS)
+        prompts = load_prompts(settings.prompts("audit"), load_tokenizer(settings.model.path), first=_PROMPTS)
         starts = [
             p.tokens
             for p in PromptStream(prompts, settings.seed, settings.data.weights).take(

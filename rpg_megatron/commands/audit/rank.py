@@ -10,8 +10,9 @@ from rpg_megatron.training.rank import RankProcess, run_rank
 
 def _audit(rank: RankProcess) -> None:
     from rpg_megatron.commands.audit.compare_engines import audit
+    from rpg_megatron.training.run import RankRun
 
-    audit(rank.start_run(), rank.run_dir, rank.work, rank.bridge, rank.token)
+    audit(rank.start_run(RankRun), rank.run_dir, rank.work, rank.bridge, rank.token)
 
 
 if __name__ == "__main__":

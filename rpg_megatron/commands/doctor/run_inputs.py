@@ -82,7 +82,10 @@ def _checked(check: RunCheck, run: CheckedRun) -> str:
             size = count(worker_parameters(run.shape, 1))
             return f"{settings.model.path}: {run.shape.family}, {size}, complete"
         case "data":
-            sources = settings.data.sources
+            sft = settings.sft
+            sources = settings.data.sources if sft is None else sft.data.sources
+            if sft is not None and sft.data.rollouts is not None:
+                return f"rollouts of {sft.data.rollouts}"
             names = [str(s.path or s.hub or (s.source.type if s.source else s.preset)) for s in sources]
         case "disk space":
             free = shutil.disk_usage(nearest_folder(settings.runs)).free

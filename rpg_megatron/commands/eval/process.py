@@ -91,7 +91,8 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
     check_stops(stops, vocab)
     save_codec(tokenizer, work / CODEC)
-    save_chat_template(tokenizer, settings.data, work / CHAT)
+    if settings.data is not None:
+        save_chat_template(tokenizer, settings.data, work / CHAT)
     worker = Worker(settings, codec_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:

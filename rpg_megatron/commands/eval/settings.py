@@ -110,7 +110,13 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     engine: dict[str, Any] = {"replicas": request.engines, "tensor": request.tensor}
     data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - longest)}
     if trained is not None:
-        heldout = trained.evaluation.heldout[0].data if trained.evaluation else trained.data
+        heldout = (
+            trained.evaluation.heldout[0].data
+            if trained.evaluation
+            else trained.sft.data
+            if trained.sft
+            else trained.data
+        )
         data |= {key: getattr(heldout, key) for key in _STYLE}
         if run_evaluation is not None:
             data = heldout.model_dump(include=set(DataSettings.model_fields))

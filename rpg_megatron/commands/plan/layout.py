@@ -156,11 +156,10 @@ class BatchPlan:
 
 def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     """The batch of these settings. max_positions: that of the model."""
-    rollout, training, parallel = settings.rollout, settings.training, settings.parallel
-    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
-    update = sequences // training.minibatches
+    training, parallel, sequences = settings.training, settings.parallel, settings.sequences
+    update = sequences // settings.minibatches
     per_rank = -(-update // parallel.data)
-    longest = min(settings.data.max_prompt_tokens + rollout.max_response_tokens, max_positions)
+    longest = min(settings.longest, max_positions)
     filled = padded_length(longest, parallel.context)
     in_one = max(1, training.tokens_per_microbatch // filled)
     tokens = max(min(training.tokens_per_microbatch, per_rank * filled), filled)
@@ -171,13 +170,13 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     # Interleaving splits each rank's work into ``virtual`` chunks, and shortens the bubble accordingly.
     waits = (parallel.pipeline - 1) / parallel.virtual
     return BatchPlan(
-        prompts=rollout.prompts_per_step,
+        prompts=sequences if settings.sft is not None else settings.rollout.prompts_per_step,
         sequences=sequences,
-        updates=training.minibatches * training.epochs,
+        updates=settings.minibatches * training.epochs,
         sequences_per_update=update,
         sequences_per_rank=per_rank,
         longest=longest,
-        context=min(max(part.tokens for part in settings.prompt_sets), max_positions),
+        context=min(max((part.tokens for part in settings.prompt_sets), default=longest), max_positions),
         tokens_per_microbatch=-(-tokens // align) * align,
         microbatches=microbatches,
         pipeline_idle=waits / (microbatches + waits),

@@ -1,0 +1,80 @@
+"""Settings of supervised fine-tuning: conversations, batches, epochs."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rpg_megatron.config.base import InputPath, Section
+from rpg_megatron.config.data import DataSettings
+
+
+class ConversationSettings(DataSettings):
+    """Conversations to train on: chats, prompts with responses, or the rollouts of a run.
+
+    ``prompt_key`` is a chat that ends with the assistant, or a prompt whose response is in ``answer_key``,
+    word for word. null: the columns messages, or prompt and completion, or prompt and response, whichever
+    the rows have.
+    """
+
+    rollouts: InputPath | None = None
+    """The folder of a run of this project: train on its saved responses, as token ids (rejection sampling).
+    The tokenizer must be the same."""
+    min_reward: float | None = Field(None, allow_inf_nan=False)
+    """rollouts: only responses with at least this reward; null: only those that the grader accepted."""
+    turns: Literal["all", "last"] = "all"
+    """Turns of the assistant to train on. all: each, but for messages with ``weight: 0`` (OpenAI's format);
+    last: the last one. A response in ``answer_key`` is the only one."""
+    max_tokens: int = Field(8192, ge=2)
+    """Maximum tokens of a conversation."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """Conversations longer than max_tokens. drop: drop them; cut: keep their first tokens. Both are counted,
+    and those that are cut before any trained token are dropped."""
+
+    @property
+    def named(self) -> bool:
+        """Whether a source is given."""
+        return self.rollouts is not None or super().named
+
+    @model_validator(mode="after")
+    def _check_conversations(self) -> Self:
+        for key in ("streaming", "answer_after", "answer_boxed", "max_prompt_tokens", "preset"):
+            changed = getattr(self, key) != type(self).model_fields[key].default
+            if changed or any(getattr(part, key, None) for part in self.mixture):
+                hint = "name the columns with prompt_key and answer_key" if key == "preset" else "remove it"
+                raise ValueError(f"{key} has no effect on conversations to train on; {hint}")
+        if self.rollouts is None and self.min_reward is not None:
+            raise ValueError("min_reward has no effect without rollouts; remove it")
+        if self.rollouts is None:
+            return self
+        kept = ("rollouts", "min_reward", "max_tokens", "too_long", "deduplicate", "shuffle", "limit")
+        for key, field in type(self).model_fields.items():
+            if key not in kept and getattr(self, key) != field.default:
+                raise ValueError(
+                    f"{key} has no effect on rollouts, whose tokens are trained as they are; remove it"
+                )
+        return self
+
+
+class SFTSettings(Section):
+    """Supervised fine-tuning (``rpg-megatron sft``): each step is one update on ``batch_size`` conversations.
+
+    The loss is the mean of -log p over all trained tokens of the step, at temperature 1.
+    """
+
+    data: ConversationSettings
+    """Conversations to train on."""
+    heldout: ConversationSettings | None = None
+    """Conversations whose loss is measured; null: none."""
+    every: int = Field(10, ge=1)
+    """Steps between measurements of the held-out loss; also before the first and after the last step."""
+    batch_size: int = Field(64, ge=1)
+    """Conversations of a step."""
+    epochs: float | None = Field(1.0, gt=0, allow_inf_nan=False)
+    """Passes over the data, from which training.steps follows; null: training.steps steps."""
+
+    def total(self, rows: int) -> int | None:
+        """Conversations to train on, of ``rows`` in the data; None: as many as training.steps takes."""
+        return None if self.epochs is None else max(1, math.ceil(self.epochs * rows - 1e-9))

@@ -1,0 +1,83 @@
+"""Checks of the conversations of a fine-tuning run, and the number of its steps. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.sft import ConversationSettings, SFTSettings
+from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.rollout.seeds import stop_tokens
+
+if TYPE_CHECKING:  # numpy, which a login node may lack
+    from rpg_megatron.data.conversations import Conversations
+
+_MANY = 0.1
+"""Fraction of conversations that are left out or cut from which a warning is given."""
+
+
+def check_conversations(settings: Settings, *, offline: bool = False) -> list[str]:
+    """Check that all conversations can be read and tokenized; returns warnings. Raises UserError.
+
+    offline: leave out data on the hub, and all if the model's folder has no tokenizer.
+    """
+    if settings.sft is None:
+        return []
+    warnings = []
+    for key, part in _parts(settings.sft):
+        if offline and any(source.on_hub for source in part.sources):
+            continue
+        try:
+            rows = _read(settings, key)
+        except UserError:
+            if offline and open_tokenizer(settings.model.path, chat=False) is None:
+                continue
+            raise
+        total, left_out = len(rows), rows.left_out
+        if sum(left_out.values()) >= _MANY * total:
+            counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
+            warnings.append(f"{key}: of its conversations were left out or cut: {counts}; {total:,} are used")
+        if key == "sft.data" and total < settings.sft.batch_size:
+            warnings.append(
+                f"{key}: {total} conversations, fewer than sft.batch_size ({settings.sft.batch_size})"
+            )
+    return warnings
+
+
+def with_steps(settings: Settings) -> Settings:
+    """The settings with the ``training.steps`` that ``sft.epochs`` takes. Raises UserError."""
+    if settings.sft is None or settings.sft.epochs is None:
+        return settings
+    total = settings.sft.total(len(_read(settings, "sft.data")))
+    assert total is not None
+    steps = math.ceil(total / settings.sft.batch_size)
+    training = settings.training.model_copy(update={"steps": steps})
+    return settings.model_copy(update={"training": training})
+
+
+def _parts(sft: SFTSettings) -> list[tuple[str, ConversationSettings]]:
+    parts = [("sft.data", sft.data)]
+    return parts if sft.heldout is None else [*parts, ("sft.heldout", sft.heldout)]
+
+
+def _read(settings: Settings, key: str) -> Conversations:
+    part = dict(_parts(settings.sft))[key] if settings.sft is not None else None
+    assert part is not None
+    return _read_once(part.model_dump_json(), key, settings.model.path, settings.rollout.stop_token_ids)
+
+
+@lru_cache(maxsize=2)  # the checks read the data, and the number of steps needs them again
+def _read_once(part: str, key: str, model: Path, more_stops: tuple[int, ...]) -> Conversations:
+    from rpg_megatron.data.conversations import read_conversations
+    from rpg_megatron.data.prompts import load_tokenizer, without_torch
+
+    settings = ConversationSettings.model_validate_json(part)
+    tokenizer: Any = open_tokenizer(model, chat=settings.chat)
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        with without_torch():
+            tokenizer = load_tokenizer(model)
+    stops = stop_tokens(model, tokenizer, more_stops)
+    return read_conversations(settings, tokenizer, key, stops=stops, vocab=read_model_shape(model).vocab_size)
