@@ -36,6 +36,9 @@ steps (seed 1, the same versions), held out: 0.34 right at temperature 1, 0.02 g
 and 94% of prompts have both right and wrong answers among 8 samples.
 
     python examples/quickstart/make_quickstart.py --experts 8 --steps 150
+
+With ``--solutions N`` it makes ``solutions.jsonl`` alone: worked solutions of the first N training problems,
+without slips, to fine-tune on (examples/warm_start.yaml has 400).
 """
 
 import argparse
@@ -118,18 +121,18 @@ def _answer(steps: str, answer: int) -> str:
     return f"{steps}\nAnswer: {answer}"
 
 
-def _worked(problem: Problem, rng: random.Random) -> str:
+def _worked(problem: Problem, rng: random.Random, give_up: float = GIVE_UP, slip: float = SLIP) -> str:
     """Column by column: 347+286 is ``7+6=13, 4+8+1=13, 3+2+1=6``; 347-186 is ``7-6=1, 14-8=6, 3-1-1=1``."""
     op = problem[1]
     steps, digits, carry = [], "", 0
     for place, (x, y) in enumerate(_columns(problem)):
-        if place and rng.random() < GIVE_UP:
+        if place and rng.random() < give_up:
             return _answer(f"Step by step: {', '.join(steps)}, and so on.", _guess(problem, rng))
         if op == "-" and x - y - carry < 0:
             x += 10
         value = x + y + carry if op == "+" else x - y - carry
         text = f"{x}{op}{y}{f'{op}1' if carry else ''}"
-        if rng.random() < SLIP:
+        if rng.random() < slip:
             value = max(0, value + rng.choice((-1, 1)))
         steps.append(f"{text}={value}")
         carry = int(value > 9 if op == "+" else x > 9)
@@ -167,6 +170,16 @@ def draw_prompt_sets(rng: random.Random) -> tuple[list[Problem], list[Problem]]:
 def write_prompts(path: Path, problems: list[Problem]) -> None:
     """One JSON object a line: ``{"prompt": ..., "answer": ...}``, both strings."""
     rows = ({"prompt": prompt_of(p), "answer": str(solve(p))} for p in problems)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_solutions(path: Path, problems: list[Problem], rng: random.Random) -> None:
+    """A worked solution of each problem, without slips; the last eighth is marked ``heldout``."""
+    first = len(problems) - len(problems) // 8
+    rows = (
+        {"prompt": prompt_of(p), "response": _worked(p, rng, give_up=0, slip=0), "heldout": i >= first}
+        for i, p in enumerate(problems)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -380,6 +393,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000, help="pre-training steps")
     parser.add_argument("--experts", type=int, help="make moe_model/, a mixture of so many experts a layer")
+    parser.add_argument("--solutions", type=int, help="make solutions.jsonl, of so many training problems")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -388,6 +402,9 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     train, heldout = draw_prompt_sets(rng)
+    if args.solutions is not None:
+        write_solutions(args.out / "solutions.jsonl", train[: args.solutions], rng)
+        return
     if args.experts is None:
         folder = args.out / "model"
         write_prompts(args.out / "train.jsonl", train)

@@ -75,6 +75,12 @@ class SFTSettings(Section):
     epochs: float | None = Field(1.0, gt=0, allow_inf_nan=False)
     """Passes over the data, from which training.steps follows; null: training.steps steps."""
 
+    @property
+    def parts(self) -> list[tuple[str, ConversationSettings]]:
+        """Key and settings of the data, and of the held-out data."""
+        parts = [("sft.data", self.data), ("sft.heldout", self.heldout)]
+        return [(key, part) for key, part in parts if part is not None]
+
     def total(self, rows: int) -> int | None:
         """Conversations to train on, of ``rows`` in the data; None: as many as training.steps takes."""
         return None if self.epochs is None else max(1, math.ceil(self.epochs * rows - 1e-9))

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, get_args
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.fine_tuning import check_conversations
 from rpg_megatron.launcher.input_checks import (
@@ -100,6 +101,11 @@ class RunCheck(NamedTuple):
     """Raises UserError; returns warnings, if there are any."""
     seconds: float = 30.0
     """Time limit in ``doctor``."""
+
+    @property
+    def about_engines(self) -> bool:
+        """Whether it looks at engines only, which a fine-tuning run may have none of."""
+        return "engines" in self.needs and "trainer" not in self.needs
 
 
 def _settings_check(check: Callable[[Settings], Sequence[str] | None]) -> Run:
@@ -182,8 +188,8 @@ def run_checks(run: CheckedRun) -> list[str]:
     for check in CHECKS:
         if not run.has.issuperset(check.needs):
             continue
-        if not run.settings.engine.replicas and "engines" in check.needs and "trainer" not in check.needs:
-            continue  # it is about engines only
+        if check.about_engines and not run.settings.engine.replicas:
+            continue
         try:
             warnings += check.run(run) or ()
         except ImportError as e:  # a login node without numpy or tokenizers
@@ -239,8 +245,10 @@ def not_checked(run: CheckedRun) -> list[str]:
     settings, left_out = run.settings, []
     if "weights" not in run.has:
         left_out.append("the weights of the model")
-    sets = settings.prompt_sets
-    if hub := [part.where for part in sets if any(source.on_hub for source in part.data.sources)]:
+    sets: list[tuple[str, DataSettings]] = [(part.where, part.data) for part in settings.prompt_sets]
+    if settings.sft is not None:
+        sets += settings.sft.parts
+    if hub := [key for key, data in sets if any(source.on_hub for source in data.sources)]:
         left_out.append(f"data on the hub ({', '.join(hub)})")
     if "code" not in run.has and (settings.reward.has_custom or any(list_custom_code(settings))):
         left_out.append("your own code, since there is no torch")

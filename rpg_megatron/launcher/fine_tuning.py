@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.config.sft import ConversationSettings, SFTSettings
+from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.rollout.seeds import stop_tokens
 
@@ -27,7 +27,7 @@ def check_conversations(settings: Settings, *, offline: bool = False) -> list[st
     if settings.sft is None:
         return []
     warnings = []
-    for key, part in _parts(settings.sft):
+    for key, part in settings.sft.parts:
         if offline and any(source.on_hub for source in part.sources):
             continue
         try:
@@ -58,13 +58,8 @@ def with_steps(settings: Settings) -> Settings:
     return settings.model_copy(update={"training": training})
 
 
-def _parts(sft: SFTSettings) -> list[tuple[str, ConversationSettings]]:
-    parts = [("sft.data", sft.data)]
-    return parts if sft.heldout is None else [*parts, ("sft.heldout", sft.heldout)]
-
-
 def _read(settings: Settings, key: str) -> Conversations:
-    part = dict(_parts(settings.sft))[key] if settings.sft is not None else None
+    part = dict(settings.sft.parts)[key] if settings.sft is not None else None
     assert part is not None
     return _read_once(part.model_dump_json(), key, settings.model.path, settings.rollout.stop_token_ids)
 

@@ -31,8 +31,7 @@ class ConversationSampler(Sampler):
         stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
         self._rows: list[Conversations] = [
             read_conversations(part, tokenizer, key, stops=stops, vocab=vocab)
-            for key, part in (("sft.data", data), ("sft.heldout", self._sft.heldout))
-            if part is not None
+            for key, part in self._sft.parts
         ]
         """Training rows, and those held out."""
         weights = [1.0] if data.rollouts is not None else data.weights

@@ -101,10 +101,12 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     request: dict[str, Any] = {}
     if not target.is_dir():
         settings = with_local_model(load_settings(target, overrides))
+        settings.prompts("audit")
     else:
         if not (target / CONFIG).is_file():
             raise UserError(f"{target}: holds no {CONFIG}; give a config file, or the folder of a run")
         settings = load_settings(target / CONFIG, overrides)
+        settings.prompts("audit")
         exports = sorted((target / "hf").glob("step_*/"))
         if exports:
             old = {f"model.path ({display_path(settings.model.path)})": str(settings.model.path)}

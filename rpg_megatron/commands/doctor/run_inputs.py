@@ -61,6 +61,9 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
     if not run.has.issuperset(check.needs):
         yield not_applicable(check.name, "no config")
         return
+    if check.about_engines and not run.settings.engine.replicas:
+        yield not_applicable(check.name, "no engines")
+        return
     if "model" in check.needs and subject.shape is None:
         yield not_applicable(check.name, "the model cannot be read")
         return

@@ -33,11 +33,12 @@ def run_plan(
     subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
     notes = [*run_checks(subject), *not_checked(subject)]
     plan = make_plan(settings, gpu)
+    timed = plan.fits and plan.on_gpu and settings.sft is None  # phases of RL only
     answer = tables.Answer(
         plan,
         [*plan.warnings, *notes],
         assumed,
-        steps=step_times(plan, assumed.values) if plan.fits and plan.on_gpu else None,
+        steps=step_times(plan, assumed.values) if timed else None,
         lighter=find_lighter(settings, plan.shape, target) if plan.fits else None,
         layout=None if plan.fits else smallest(settings, plan.shape, target),
         engine=None if plan.fits else smallest_engine(settings, plan.shape, target),

@@ -255,6 +255,8 @@ def _problems(plan: Plan) -> Iterator[str]:
     else:
         if plan.rank_total > target.nbytes:
             yield f"a trainer rank needs {gib(plan.rank_total)}, {has}"
+        if not settings.engine.replicas:
+            return
         if engine.kv_cache < 0:
             yield (
                 f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
@@ -265,7 +267,7 @@ def _problems(plan: Plan) -> Iterator[str]:
                 f"an engine worker needs {gib(engine.total)}, {has}; lower --gpu-memory-utilization in "
                 "engine.arguments"
             )
-    if engine.kv_cache >= 0 and engine.full_sequences < 1:
+    if settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1:
         more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
         yield (
             f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
@@ -276,8 +278,8 @@ def _problems(plan: Plan) -> Iterator[str]:
 def _warnings(plan: Plan) -> Iterator[str]:
     settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
     yield from settings.notes()
-    running = min(settings.engine.max_sequences, -(-batch.sequences // settings.engine.replicas))
-    if 1 <= engine.full_sequences < running:
+    running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, settings.engine.replicas)))
+    if settings.engine.replicas and 1 <= engine.full_sequences < running:
         yield (
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
             "at once: vLLM will preempt and recompute some"

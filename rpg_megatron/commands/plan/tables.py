@@ -91,7 +91,10 @@ def _print_plan(plan: Plan, console: Console) -> None:
     where = "" if stages == 1 else f", pipeline stage {rank.stage}, the largest"
     title = f"trainer rank{where}: {count(rank.parameters)} parameters"
     _print_table(console, title, _MEMORY, *_rank_rows(plan))
-    _print_table(console, "engine worker", _MEMORY, *_engine_rows(plan))
+    if plan.settings.engine.replicas:
+        _print_table(console, "engine worker", _MEMORY, *_engine_rows(plan))
+    elif not plan.on_gpu:
+        _print_table(console, "all processes", _MEMORY, _machine_rows(plan))
     if plan.shared_gpu is not None:
         turns = []
         for turn in get_args(Turn):
@@ -135,19 +138,23 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "layers", f"Megatron's own, {settings.precision.dtype}"
     else:
         yield "layers", f"Transformer Engine's, {kind}; counted from its sources"
-    yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
+    if settings.engine.replicas:
+        yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
     if plan.on_gpu:
         yield "GPUs", _gpus(plan.gpus)
-    epochs = settings.training.epochs
-    yield (
-        "step",
-        f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} "
-        f"responses, in {batch.updates} updates of {batch.sequences_per_update:,}"
-        + (f" ({epochs} passes)" if epochs > 1 else ""),
-    )
+    epochs, what = settings.training.epochs, "responses" if settings.sft is None else "conversations"
+    if settings.sft is not None:
+        yield "step", f"one update on {batch.sequences:,} conversations"
+    else:
+        yield (
+            "step",
+            f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} "
+            f"responses, in {batch.updates} updates of {batch.sequences_per_update:,}"
+            + (f" ({epochs} passes)" if epochs > 1 else ""),
+        )
     yield (
         "update",
-        f"{batch.sequences_per_rank:,} responses per replica, up to {batch.longest:,} tokens: at most "
+        f"{batch.sequences_per_rank:,} {what} per replica, up to {batch.longest:,} tokens: at most "
         f"{batch.microbatches:,} micro-batch{'es' if batch.microbatches > 1 else ''} of "
         f"{batch.tokens_per_microbatch:,} tokens"
         + (", gradients accumulated" if batch.microbatches > 1 else "")
@@ -213,8 +220,14 @@ def _engine_rows(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     ]
     if plan.on_gpu:
         return parts, sums, []
-    total, has, server = gib(plan.machine_total), f"of {gib(plan.target.nbytes)}", f"{gib(SERVER)} per server"
-    return parts, sums, [*_part_rows(plan.host), _styled("bold", "all processes", total, has, server)]
+    return parts, sums, _machine_rows(plan)
+
+
+def _machine_rows(plan: Plan) -> list[Row]:
+    """On a CPU: the step, and all processes together."""
+    server = f"{gib(SERVER)} per server" if plan.settings.engine.replicas else ""
+    total, has = gib(plan.machine_total), f"of {gib(plan.target.nbytes)}"
+    return [*_part_rows(plan.host), _styled("bold", "all processes", total, has, server)]
 
 
 def _share_of_target(plan: Plan, nbytes: int) -> str:

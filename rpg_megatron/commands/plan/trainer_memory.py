@@ -164,7 +164,8 @@ def rank_memory(
     if settings.engine.colocated:  # not released in between
         slept = round(state * (1 - offloaded))
         parts.append(MemoryPart("optimizer while engines sample", slept, "exact", host=on_gpu))
-    parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
+    if settings.engine.replicas:
+        parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
     if settings.anchor.type != "old":
         parts.append(MemoryPart("held anchor", round(weights * held.total), "exact", host=on_gpu))
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
@@ -291,7 +292,9 @@ def host_memory(
                 if part.host:
                     nbytes[part.name + of_ranks] += part.nbytes
     sequences, steps = batch.sequences, 1 + settings.rollout.ahead
-    response = min(settings.rollout.max_response_tokens, batch.longest)
+    response = batch.longest
+    if settings.sft is None:
+        response = min(settings.rollout.max_response_tokens, response)
     tokens = sequences * (batch.longest - response), sequences * response
     # The ranks of a replica on a pipeline stage follow each other; the first of them is the leader.
     leaders = min(-(-here // (parallel.tensor * parallel.context)), parallel.data)

@@ -55,6 +55,7 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
     """Settings and request of a replay. Raises UserError if a file that it needs is missing."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: holds no {CONFIG}; give the folder of a run")
+    load_settings(folder / CONFIG).prompts("replay")
     _check_row(folder, step)
     checkpoint = _start(folder, step)
     done = read_state(checkpoint)["step"] if checkpoint else 0

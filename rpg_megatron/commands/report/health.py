@@ -20,6 +20,7 @@ from rpg_megatron.config.objective import GuardSettings
 from rpg_megatron.engine.command import RUNNER_VARIABLE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 
+_OVERFITTED = 1.02
 _TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED, _SILENT = 0.2, 0.02, 10.0, 0.2, 0.9
 
 
@@ -47,6 +48,7 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     yield from _check_rewards(run)
     yield from _check_tools(run)
     yield from _check_mismatch(run)
+    yield from _check_held_out_loss(run)
     yield from _check_entropy(run)
     yield from _check_truncation(run)
     silent = _steps_without_signal(run)
@@ -96,6 +98,19 @@ def _check_skipped(run: RunFiles) -> Iterator[HealthCheck]:
         yield HealthCheck("updates", "warn", text)
     elif values:
         yield HealthCheck("updates", "good", "none skipped")
+
+
+def _check_held_out_loss(run: RunFiles) -> Iterator[HealthCheck]:
+    series = run.series("sft/heldout_loss")
+    if len(series) < 2:
+        return
+    (_, first), (_, last), (best, least) = series[0], series[-1], min(series, key=_value)
+    text = f"{first:.4g} before, {last:.4g} after"
+    if last > _OVERFITTED * least:
+        text += f"; least {least:.4g}, at step {best}: later steps overfit (fewer sft.epochs, more data)"
+        yield HealthCheck("held-out loss", "warn", text)
+    else:
+        yield HealthCheck("held-out loss", "good" if last < first else "warn", text)
 
 
 def _check_mismatch(run: RunFiles) -> Iterator[HealthCheck]:

@@ -156,7 +156,7 @@ function buildHead() {
     run.seconds ? formatDuration(run.seconds) : null,
     "throughput/tokens_per_second" in run.metrics ? `${tokensPerSecond(run)} tokens/s` : null,
     (run.config["model.path"] ?? "").split("/").filter(Boolean).slice(-2).join("/"),
-    run.config["objective.type"],
+    run.config["sft.batch_size"] === undefined ? run.config["objective.type"] : "fine-tuning",
   ];
   place("head").append(element("h1", {}, run.name, stateBadge(run)),
     element("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
@@ -227,12 +227,21 @@ function environmentCharts(one, many) {
   }), ...others.map((key) => one(key.slice("env/".length), key, "number", { whenNonzero: true }))];
 }
 
+const isFineTuning = () => allKeys().includes("sft/epoch");
+
+// The losses of fine-tuning.
+function lossCharts(many) {
+  if (!isFineTuning()) return [];
+  return [many("Loss", "number", [["sft/heldout_loss", "held out"], ["policy/loss", "training"]],
+    { note: "nats per trained token" })];
+}
+
 function catalogue() {
   const [heldOut, more] = evalCharts();
   const one = (name, key, kind, rest = {}) => ({ title: name, kind, series: [[key, name]], ...rest });
   const many = (name, kind, series, rest = {}) => ({ title: name, kind, series, ...rest });
   return [
-    ["Learning", [...heldOut, one("Training accuracy", "reward/accuracy", "percent"),
+    ["Learning", [...heldOut, ...lossCharts(many), one("Training accuracy", "reward/accuracy", "percent"),
       one("Training reward", "reward/mean", "number", { note: "mean" }), ...more]],
     ["Rewards", rewardCharts(one)],
     ["Environment", environmentCharts(one, many)],
@@ -244,7 +253,7 @@ function catalogue() {
       one("Ratio, mean", "ratio/mean", "number", { note: "π / π old" }),
       one("Ratio, largest", "ratio/max", "number", { log: true }),
       one("Gradient norm", "policy/grad_norm", "number", { note: "mean of the updates" }),
-      one("Loss", "policy/loss", "number"), one("Learning rate", "lr", "number", { exact: true }),
+      ...(isFineTuning() ? [] : [one("Loss", "policy/loss", "number")]), one("Learning rate", "lr", "number", { exact: true }),
       ...allKeys().filter((key) => key.startsWith("objective/"))  // metrics of a user's own loss
         .map((key) => one(key.slice("objective/".length), key, "number"))]],
     ["Sampled batches", [one("Response length", "response/length_mean", "count", { note: "tokens, mean" }),
