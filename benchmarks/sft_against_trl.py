@@ -1,12 +1,12 @@
 """Fine-tuning compared with TRL's SFTTrainer: the loss of every step, and speed, on this machine's CPU.
 
-The same on both sides: checkpoint, conversations and their order, conversations a step, epochs, learning rate,
-AdamW and its decays, gradient norm of at most 1, float32, the mean over the trained tokens of a step. The
-conversations are answers without their solutions, which the model must guess: a loss that stays large, so that
+The same on both sides: checkpoint, conversations and their order, conversations a step, epochs, AdamW and its
+decays, learning rate, gradient norm of at most 1, float32, the mean over the trained tokens of a step. The
+conversations are answers without their solutions, which the model must guess: their loss stays large, so that
 relative differences are not those of rounding.
 
-Not the same: ours has two data-parallel ranks of one thread and packs sequences into rows; TRL has one process
-with a thread per core and pads the sequences of a step to the longest one.
+Not the same: ours has two data-parallel ranks of one thread and packs sequences into rows; TRL has one
+process with a thread per core and pads the sequences of a step to the longest one.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def sft_against_trl(report: Report, folder: Path, rounds: int = 3) -> None:
         run = train(
             place,
             *SETTINGS,
-            f"sft.data={{path: {folder}/train.jsonl, shuffle: false}}",
-            f"sft.heldout={{path: {folder}/heldout.jsonl}}",
+            f"sft.data={{path: {folder}/train.jsonl, shuffle: false, max_tokens: 128}}",
+            f"sft.heldout={{path: {folder}/heldout.jsonl, max_tokens: 128}}",
             config=EXAMPLE,
         )
         rows = [row for row in run.rows if row["step"]]
