@@ -262,6 +262,51 @@ class GSPOSettings(LossSettings):
         )
 
 
+class DistilSettings(LossSettings):
+    """On-policy distillation: the policy samples, and learns from a teacher (section ``teacher``)."""
+
+    has_kl: ClassVar[bool] = True
+
+    type: Literal["distil"]
+    """The loss."""
+    divergence: Literal["rkl", "fkl"] = "rkl"
+    """rkl: KL(policy || teacher); fkl: KL(teacher || policy)."""
+    form: Literal["token", "sequence", "full"] = "token"
+    """token: log-ratio of each sampled token as its reward. sequence: with those of all later tokens, the
+    gradient of the divergence of whole responses, with a higher variance (rkl only). full: exact over the
+    vocabulary at each sampled token; needs teacher.path."""
+    reward: float = Field(0.0, ge=0)
+    """Weight of the advantage, beside the divergence. 0: rewards are measured and train nothing."""
+    clip: ClipSettings | None = ClipSettings()
+    """Clipping of the ratio, in sampled forms and of the reward; null: none."""
+
+    @model_validator(mode="after")
+    def _check_form(self) -> DistilSettings:
+        if self.form == "sequence" and self.divergence != "rkl":
+            raise ValueError("form sequence is for divergence rkl; use form token or full")
+        if self.form == "full" and self.entropy_bonus:
+            raise ValueError("entropy_bonus excludes form full; set it to 0, or use form token")
+        return self
+
+    @override
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
+        from rpg_megatron.objectives import full_divergence_loss, sampled_divergence_loss
+
+        advantages, clip = self.reward * tokens.advantages, self.clip.build() if self.clip else None
+        if self.form == "full":
+            assert tokens.divergence is not None
+            return full_divergence_loss(logp, tokens.divergence, tokens.old, advantages, clip=clip)
+        return sampled_divergence_loss(
+            logp,
+            tokens.old,
+            tokens.anchor,
+            advantages,
+            divergence=self.divergence,
+            clip=clip,
+            sequences=tokens.sequences if self.form == "sequence" else None,
+        )
+
+
 class ImportedLossSettings(ImportedSettings):
     """A loss of your own, by import path. The other keys are its settings; docs/extend.md."""
 

@@ -16,7 +16,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.explanation import explain_errors
-from rpg_megatron.config.losses import ObjectiveSettings, RPGSettings
+from rpg_megatron.config.losses import DistilSettings, ObjectiveSettings, RPGSettings
 from rpg_megatron.config.merging import apply_override, read_merged
 from rpg_megatron.config.objective import (
     AggregationSettings,
@@ -44,6 +44,7 @@ from rpg_megatron.config.rollout import (
     RolloutSettings,
 )
 from rpg_megatron.config.sft import SFTSettings
+from rpg_megatron.config.teacher import TeacherSettings
 from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Settings(Section):
     """Importance-sampling correction between rollout engine and trainer; null: none."""
     anchor: AnchorSettings = AnchorSettings()
     """Reference policy of the KL term."""
+    teacher: TeacherSettings | None = None
+    """A fixed policy in place of the anchor, for distillation; null: none."""
     training: TrainingSettings = TrainingSettings()
     """Number of steps, mini-batches and micro-batches."""
     data: TrainingPrompts = None  # type: ignore[assignment]
@@ -181,6 +184,7 @@ class Settings(Section):
     def problems(self) -> Iterator[str]:
         """Settings that would have no effect, or conflict with others; none in settings that were loaded."""
         yield from self._sft_problems()
+        yield from self._teacher_problems()
         if self.parallel.sequence and self.parallel.tensor == 1:
             yield "parallel.sequence needs parallel.tensor of 2 or more"
         kind = self.objective.type
@@ -242,7 +246,7 @@ class Settings(Section):
             return
         if self.data is not None:
             yield "data has no effect with sft, which trains on sft.data; remove it"
-        for key in ("objective", "advantage", "correction", "anchor"):
+        for key in ("objective", "advantage", "correction", "anchor", "teacher"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 yield f"{key} has no effect with sft, whose loss is -log p; remove it"
         defaults = TrainingSettings()
@@ -256,6 +260,29 @@ class Settings(Section):
                 yield f"training.{key} has no effect with sft: {instead}; remove it"
         if self.rollout.ahead:
             yield "rollout.ahead has no effect with sft; remove it"
+
+    @property
+    def full_divergence(self) -> Literal["rkl", "fkl"] | None:
+        """The divergence to the teacher that is computed over the whole vocabulary; None: none is."""
+        loss = self.objective
+        return loss.divergence if isinstance(loss, DistilSettings) and loss.form == "full" else None
+
+    def _teacher_problems(self) -> Iterator[str]:
+        loss = self.objective
+        if self.teacher is None:
+            if isinstance(loss, DistilSettings):
+                yield "objective.type distil needs a teacher; set teacher.path or teacher.url"
+            return
+        if self.anchor.type != "old":
+            yield "teacher takes the place of the anchor; remove anchor.type"
+        if not loss.has_kl:
+            yield f"objective.type {loss.type} has no KL term, so teacher has no effect; use distil or rpg"
+        if self.rollout.temperature != 1:
+            yield "teacher needs rollout.temperature 1: the distribution that it gives"
+        if self.full_divergence is not None and self.teacher.path is None:
+            yield "objective.form full needs the teacher's full distribution: set teacher.path, or form token"
+        if self.reward.kl is not None:
+            yield "reward.kl and teacher exclude each other; use objective.type distil with objective.reward"
 
     def _tool_problems(self) -> Iterator[str]:
         if self.rollout.episode is None or self.rollout.episode.type != USE_TOOLS:
@@ -325,7 +352,7 @@ class Settings(Section):
             return missing
         if self.advantage.type == "rpg" and loss.advantages:
             missing["advantage.type"] = loss.advantages[0]
-        if loss.needs_anchor and self.anchor.type == "old":
+        if loss.needs_anchor and self.anchor.type == "old" and self.teacher is None:
             missing["anchor.type"] = "fixed (or objective.beta to 0: no KL)"
         if loss.aggregation not in (None, self.aggregation.type):
             missing["aggregation.type"] = loss.aggregation
@@ -421,6 +448,8 @@ class Settings(Section):
         """Whether a group of equal rewards has no learning signal."""
         advantage = self.advantage
         across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
+        if isinstance(self.objective, DistilSettings) and not self.objective.reward:
+            return False
         return not across_groups and self.rollout.samples_per_prompt > 1
 
     @property

@@ -4,6 +4,7 @@ from rpg_megatron.objectives.aggregate import Aggregation, aggregate
 from rpg_megatron.objectives.baselines import cispo_loss, gspo_loss, ppo_loss
 from rpg_megatron.objectives.clip import Clip
 from rpg_megatron.objectives.corrections import Correction, rollout_correction
+from rpg_megatron.objectives.distillation import full_divergence_loss, sampled_divergence_loss
 from rpg_megatron.objectives.divergences import DIVERGENCES, Divergence, unnormalised_kl
 from rpg_megatron.objectives.interface import LossOutput, ResponseTokens
 from rpg_megatron.objectives.rpg import rpg_loss
@@ -19,11 +20,13 @@ __all__ = [
     "ResponseTokens",
     "aggregate",
     "cispo_loss",
+    "full_divergence_loss",
     "gspo_loss",
     "metric_key",
     "ppo_loss",
     "rollout_correction",
     "rpg_loss",
+    "sampled_divergence_loss",
     "takes_maximum",
     "unnormalised_kl",
 ]

@@ -26,6 +26,9 @@ class ResponseTokens:
     entropy: Tensor | None = None
     """float32, nats, with gradient: entropy of the policy's distribution of the token. None without
     ``objective.entropy_bonus``."""
+    divergence: Tensor | None = None
+    """float32, nats, with gradient: exact divergence to the teacher at the token. None without
+    ``objective.form`` full."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 FUSE = True
@@ -206,43 +205,3 @@ def token_logprobs(
         hidden, weight, targets, first, valid, temperature, chunk, group
     )
     return result
-
-
-def logprob_head(
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    labels: Tensor,
-    context: Any,
-    config: Any,
-    **_: Any,
-) -> Tensor:
-    """The ``output_processor`` of GPTModel.forward, in place of its output layer.
-
-    ``labels`` [1, t]; ``context`` holds temperature, chunk, vocab, label_range and entropy_gradient. Returns
-    [2, t]: log-probs and entropies, float32; the latter without a gradient unless entropy_gradient is set.
-    """
-    # The output layer is not called, so run its forward pre-hooks here: they wait for the weight where it is
-    # still being gathered.
-    for hook in output_layer._forward_pre_hooks.values():
-        hook(output_layer, ())
-    group = output_layer.tp_group
-    weight = output_layer.weight if output_weight is None else output_weight
-    if config.sequence_parallel:
-        hidden = tensor_parallel.gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=True, group=group
-        )
-    else:
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
-    logp, entropy = token_logprobs(
-        hidden.squeeze(1),
-        weight,
-        labels.view(-1),
-        temperature=context.temperature,
-        chunk=context.chunk,
-        vocab=context.vocab,
-        group=group,
-        target_range=context.label_range,
-    )
-    return torch.stack([logp, entropy if context.entropy_gradient else entropy.detach()])

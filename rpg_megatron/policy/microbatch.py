@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,6 +62,17 @@ class PackedSequences(PackedSeqParams):
     def groups(self) -> LengthGroups:
         """The sequences grouped by length, on the device of ``positions``."""
         return group_by_length(self.lengths, self.positions.device)
+
+
+@dataclass(frozen=True)
+class TeacherRow:
+    """What a teacher's distributions at a row's places are computed from."""
+
+    hidden: Tensor
+    """[c, hidden size of the teacher]: its last hidden states on this context rank."""
+    weight: Tensor
+    """[padded vocabulary / tp, hidden size of the teacher]: this rank's rows of its output layer."""
+    direction: Literal["rkl", "fkl"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,8 @@ class MicroBatch:
     sequence: Tensor
     """int64 [t]: index of the label's trajectory; 0 outside responses."""
     packed: PackedSequences
+    teacher: TeacherRow | None = field(default=None, kw_only=True)
+    """For an update: what the divergence to a teacher is computed from."""
 
     @property
     def size(self) -> int:
@@ -159,6 +172,10 @@ class MicroBatch:
     def without_routes(self) -> MicroBatch:
         """The same tokens, with the experts chosen by the routers."""
         return replace(self, packed=replace(self.packed, routes=None))
+
+    def for_other_model(self) -> MicroBatch:
+        """The same tokens for a model of another shape: ``packed.rotary`` has the first model's angles."""
+        return replace(self, packed=replace(self.packed, routes=None, rotary=None))
 
     def real_positions(self) -> Tensor:
         """Positions that are not padding: int64, ascending, on the CPU."""
@@ -234,17 +251,19 @@ def make_micro_batch(
     own_places = zigzag_places(lengths, context)[context_rank]
     if experts is not None and any(len(t.routes) for t in trajectories):
         packed.routes = _pack_routes(trajectories, lengths, own_places, experts, device)
+    values: dict[str, Any] = {name: _copy(x, device) for name, x in floats.items()}
+    for name in ("tokens", "labels"):
+        values[name] = _copy(ints[name][own_places], device)[None]
     return MicroBatch(
         trajectories=list(trajectories),
-        **{name: _copy(ints[name][own_places], device)[None] for name in ("tokens", "labels")},
         sequence=_copy(ints["sequence"], device),
         positions=packed.positions[None],
         padding=_copy(padding[own_places], device)[None],
         mask=_copy(mask, device),
         loss_positions=_copy(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),
-        **{name: _copy(x, device) for name, x in floats.items()},
         packed=packed,
+        **values,
     )
 
 

@@ -14,19 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
 from rpg_megatron.config import ModelShape, Settings
-from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.objectives import LossOutput, ResponseTokens, takes_maximum
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
-from rpg_megatron.policy.logprobs import logprob_head
-from rpg_megatron.policy.microbatch import MicroBatch, make_micro_batch
-from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
+from rpg_megatron.policy.microbatch import MicroBatch
+from rpg_megatron.policy.model import Mesh, build_model, transformer_config
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import (
     build_optimizer,
@@ -42,6 +38,7 @@ from rpg_megatron.policy.precision import (
 )
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
 from rpg_megatron.policy.router_replay import install_replay
+from rpg_megatron.policy.scoring import ScoringModel
 from rpg_megatron.system.collectives import gather_objects
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
@@ -50,19 +47,6 @@ Aggregator = Callable[[Tensor, ResponseTokens], tuple[Tensor, Tensor]]
 """(loss of each token [n], other inputs of these tokens) -> (sum, count), which are summed over micro-batches
 and ranks.
 """
-
-
-@dataclass(frozen=True)
-class _Head:
-    """Parameters of the log-prob head."""
-
-    temperature: float
-    chunk: int
-    vocab: int
-    label_range: tuple[int, int] | None = None
-    """See ``MicroBatch.label_range``."""
-    entropy_gradient: bool = False
-    """Whether the loss uses the entropies."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class UpdateStats:
     """``RouterAuxLoss``: mean over tokens and layers, without its coefficient. None: not used."""
 
 
-class Policy:
+class Policy(ScoringModel):
     """The trained model on this rank: its part of the weights, gradients and optimizer state."""
 
     def __init__(
@@ -101,18 +85,16 @@ class Policy:
         ``load`` writes into ``loadable_parameters``.
         Raises UserError if settings require layers or a precision that this machine does not support.
         """
-        self.mesh, self.device, self.settings = mesh, device, settings
         recompute = settings.memory.recompute_for(settings.tokens_at_once)
         fused = uses_transformer_engine(settings, device)
         config = transformer_config(
             shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
         )
-        self.chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
-        """This rank's GPTModels: one for each virtual stage."""
+        chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
+        super().__init__(settings, mesh, device, chunks, shape.vocab_size)
         if settings.precision.fp8 is not None and device.type == "cpu":
             emulate_fp8(self.chunks, settings.precision.fp8)
         self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
-        """The experts, if the engine's choice of them is replayed; None: the routers choose."""
         if self.replayed is not None:
             install_replay(self.chunks, self.replayed)
         coefficient = settings.training.router_aux_loss
@@ -130,22 +112,11 @@ class Policy:
             self._models, settings.optimizer, settings.precision, settings.memory
         )
         gather_weights(self._models)  # otherwise the first forward pass would gather them
-        self.vocab = shape.vocab_size
-        self._head = _Head(
-            settings.temperature,
-            settings.training.logprob_chunk,
-            shape.vocab_size,
-            entropy_gradient=settings.objective.entropy_bonus > 0,
-        )
+        self._head = replace(self._head, entropy_gradient=settings.objective.entropy_bonus > 0)
         use_training_point(self._optimizer, False)
         self.offloader = StateOffloader(self._models, self._optimizer)
         self.served = ExportedWeights(self.named_parameters())
-        self._align = settings.precision.token_multiple(settings.parallel)
         self._metrics: list[str] = []  # names of the loss's metrics, the same on all ranks
-
-    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under Megatron's names, layers numbered through the whole model."""
-        return named_parameters(self.chunks)
 
     def loadable_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """The same names, each with the tensor to load its values into."""
@@ -164,35 +135,6 @@ class Policy:
         trusted: see ``load_weights``.
         """
         load_weights(folder, self.chunks, self.vocab, self._optimizer, trusted=trusted)
-
-    def pack(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
-        """A micro-batch on this rank's device."""
-        return make_micro_batch(
-            trajectories,
-            self.device,
-            align=self._align,
-            context=self.mesh.context,
-            context_rank=self.mesh.context_rank,
-            mask_truncated=self.settings.training.mask_truncated,
-            experts=self.replayed,
-        )
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs and entropies at every position of each micro-batch: [2, t] each, float32, nats.
-
-        Without gradient. All ranks of a data-parallel replica get them.
-        """
-        for model in self._models:
-            model.eval()
-        with torch.no_grad():
-            outputs = self._run(self._scored, micro_batches, forward_only=True)[: len(micro_batches)]
-        flat = torch.empty(2, sum(p.size for p in micro_batches), dtype=torch.float32, device=self.device)
-        if self.mesh.last_stage:
-            torch.cat(outputs, dim=1, out=flat)
-        if self.mesh.pipeline > 1:
-            last = mpu.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
-        return list(flat.split([p.size for p in micro_batches], dim=1))
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss: TokenLoss, aggregator: Aggregator, lr: float
@@ -257,49 +199,6 @@ class Policy:
         finally:
             use_training_point(self._optimizer, False)
 
-    def _run(
-        self, step: Callable[..., object], micro_batches: Sequence[MicroBatch], *, forward_only: bool
-    ) -> list[Any]:
-        """Run Megatron's pipeline schedule; returns the results of ``step``, on the last stage.
-
-        The interleaved schedule needs a multiple of the pipeline size: empty micro-batches are appended, the
-        same number on every data rank; their results come last.
-        """
-        if len(self._models) > 1:
-            micro_batches = [*micro_batches, *[self.pack([])] * (-len(micro_batches) % self.mesh.pipeline)]
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(micro_batches) for _ in self._models],
-            model=self._models,
-            num_microbatches=len(micro_batches),
-            seq_length=1,  # with the next, ignored: lengths vary
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return results
-
-    def _forward(self, micro_batch: MicroBatch, model: torch.nn.Module) -> Tensor:
-        output: Tensor = model(
-            micro_batch.tokens,
-            micro_batch.positions,
-            None,
-            labels=micro_batch.labels,
-            packed_seq_params=micro_batch.packed,
-            padding_mask=None if self._aux_loss is None else micro_batch.padding,
-            output_processor=logprob_head,
-            output_processor_context=replace(self._head, label_range=micro_batch.label_range),
-        )
-        return output
-
-    def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
-        micro_batch = next(iterator)  # type: ignore[call-overload]
-
-        def whole(output: Tensor, non_loss_data: bool) -> Tensor:
-            return gather_places(output.detach().t(), micro_batch.packed.places, summed=False).t().clone()
-
-        return self._forward(micro_batch, model), whole
-
     def _sum_loss(
         self, output: Tensor, micro_batch: MicroBatch, loss: TokenLoss, aggregator: Aggregator
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -316,6 +215,8 @@ class Policy:
 
         if self._head.entropy_gradient:
             tokens = replace(tokens, entropy=at_responses(1))
+        if micro_batch.teacher is not None:
+            tokens = replace(tokens, divergence=at_responses(1))
         out = loss(at_responses(0), tokens)
         total, count = aggregator(out.per_token, tokens)
         report = _report(out, total, count)

@@ -72,7 +72,7 @@ class Efficiency:
     def __init__(self, settings: Settings, shape: ModelShape, device: torch.device):
         self._shape, self._device = shape, device
         self._world = settings.parallel.world
-        self._passes = 1 if settings.anchor.type == "old" else 2
+        self._passes = 1 if settings.anchor.type == "old" else 2  # a teacher's own passes do not count
         self._epochs = settings.training.epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # The table has peaks of bfloat16 only.

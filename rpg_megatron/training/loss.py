@@ -56,7 +56,7 @@ def _objective(settings: Settings) -> TokenLoss:
     loss: TokenLoss = load_section(section, "objective", positional=0, instantiate=True)
     if isinstance(section, ImportedSettings):
         loss = _checked(loss, settings)
-    if settings.anchor.type != "old":
+    if settings.anchor.type != "old" or settings.teacher is not None:
         return loss
     return lambda logp, tokens: loss(logp, tokens and replace(tokens, anchor=tokens.old))
 

@@ -6,7 +6,7 @@ Methods are collective unless they say otherwise: every rank calls them in the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import metric_key, takes_maximum
 from rpg_megatron.objectives.advantages import response_kl
@@ -35,6 +36,7 @@ from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
 from rpg_megatron.policy.router_replay import count_changes
 from rpg_megatron.policy.schedules import build_schedule
+from rpg_megatron.policy.teacher import HeldTeacher
 from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.system.collectives import (
     barrier,
@@ -96,6 +98,7 @@ class Trainer:
         self.anchor = (
             HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
         )
+        self.teacher = self._held_teacher()
         self._scatter = BatchScatter(mesh)
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         self._advantages = build_advantages(settings.advantage)
@@ -104,10 +107,25 @@ class Trainer:
         """Consecutive skipped updates, up to the last update."""
 
     def _load_weights(self, policy: Policy) -> None:
+        self._load(self.settings.model.path, policy.loadable_parameters(), self.layout)
+
+    def _held_teacher(self) -> HeldTeacher | None:
+        """The teacher, if the ranks hold one."""
+        if self.settings.teacher is None or self.settings.teacher.path is None:
+            return None
+        path = self.settings.teacher.path
+        shape = read_model_shape(path)
+
+        def load(teacher: HeldTeacher) -> None:
+            self._load(path, teacher.named_parameters(), mapping_for(shape))
+
+        return HeldTeacher(self.settings, shape, self.mesh, self._device, load)
+
+    def _load(self, path: Path, parameters: Iterable[tuple[str, torch.Tensor]], layout: ModelMapping) -> None:
         load_hf_weights(
-            self.settings.model.path,
-            policy.loadable_parameters(),
-            self.layout,
+            path,
+            parameters,
+            layout,
             tensor=self.mesh.tensor,
             tensor_rank=self.mesh.tensor_rank,
             vocab_multiple=self.settings.model.vocab_multiple,
@@ -219,13 +237,15 @@ class Trainer:
         if self.anchor:
             with self.anchor.swapped_in():
                 anchor = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
+        elif self.teacher and self.settings.full_divergence is None:
+            anchor = self.teacher.logprobs(micro_batches)
         entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
         old_logps = _logps_to_host(old)
         anchor_logps = old_logps if anchor is old else _logps_to_host(anchor)
         for micro, values, row, anchor_row in zip(micro_batches, old, old_logps, anchor_logps, strict=True):
             for (t, logp), (_, anchor_logp) in zip(micro.split(row), micro.split(anchor_row), strict=True):
                 t.old = logp.numpy().copy()
-                t.anchor = anchor_logp.numpy().copy() if self.anchor else t.old
+                t.anchor = t.old if anchor is old else anchor_logp.numpy().copy()
             if self.mesh.reports:
                 entropies = values[1].index_select(0, micro.loss_positions)
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
@@ -333,6 +353,8 @@ class Trainer:
             for i, minibatch in enumerate(passes):
                 on_update(i, len(passes))
                 micro_batches = [self.policy.pack(micro) for micro in minibatch]
+                if self.teacher and self.settings.full_divergence is not None:
+                    micro_batches = self.teacher.with_rows(micro_batches, self.settings.full_divergence)
                 updates.append(self.policy.update(micro_batches, self._loss, self._aggregator, lr))
                 self._count_skipped(f"step {step}, update {i + 1} of {len(passes)}", updates[-1])
         done = [u for u in updates if not u.skipped]

@@ -21,7 +21,7 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.router_replay import count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.support.rank_policy import checkpoint_policy, cut_unevenly
+from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut_unevenly
 
 
 def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:
@@ -45,10 +45,12 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         )[mesh.data_rank]
         mini = [[trajectories[i] for i in micro] for micro in plan]
     packs = [policy.pack(micro) for micro in mini]
+    teacher = checkpoint_teacher(settings, mesh, device)
     scored: dict[int, list] = {}
     for pack in packs if policy.replayed else ():
         if pack.packed.routes is not None:
             pack.packed.routes.start_counting()
+    of_teacher = teacher.logprobs(packs) if teacher else []
     for pack, values in zip(packs, policy.logprobs(packs), strict=True):
         for row, kind in enumerate(("logp", "entropy")):
             for trajectory, part in pack.split(values[row]):
@@ -66,6 +68,11 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         return step()
 
     policy._optimizer.step = watched
+    for pack, values in zip(packs, of_teacher, strict=bool(teacher)):
+        for trajectory, part in pack.split(values[0]):
+            scored.setdefault(trajectory.prompt_id, []).append(("teacher", part.tolist()))
+    if teacher and settings.full_divergence is not None:
+        packs = teacher.with_rows(packs, settings.full_divergence)
     anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
     before = [packs[: case["before"]]] if "before" in case else []
     for update_packs in [*before, *[packs] * case["updates"]]:

@@ -14,6 +14,7 @@ from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.policy.teacher import HeldTeacher
 
 
 def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> Policy:
@@ -45,3 +46,24 @@ def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
     micro = [trajectories[a:b] for a, b in pairwise(bounds)]
     share = micro[mesh.data_rank :: mesh.data]
     return share + [[]] * (-(-count // mesh.data) - len(share))
+
+
+def checkpoint_teacher(settings: Settings, mesh: Mesh, device: torch.device) -> HeldTeacher | None:
+    """The teacher of the settings, if they have one with a path."""
+    path = settings.teacher.path if settings.teacher is not None else None
+    if path is None:
+        return None
+    shape = read_model_shape(path)
+
+    def load(teacher: HeldTeacher) -> None:
+        load_hf_weights(
+            path,
+            teacher.named_parameters(),
+            mapping_for(shape),
+            tensor=mesh.tensor,
+            tensor_rank=mesh.tensor_rank,
+            vocab_multiple=settings.model.vocab_multiple,
+            experts=mesh.experts,
+        )
+
+    return HeldTeacher(settings, shape, mesh, device, load)

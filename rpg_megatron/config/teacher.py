@@ -1,0 +1,41 @@
+"""Settings of a teacher for distillation."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from rpg_megatron.config.base import HubOrInputPath, Section
+
+
+class TeacherSettings(Section):
+    """A fixed policy that the trained one learns from; it takes the place of the anchor.
+
+    Held by the trainer ranks in the policy's layout (``path``), or asked over HTTP (``url``). Its tokenizer
+    must be the policy's.
+    """
+
+    path: HubOrInputPath | None = None
+    """Its Hugging Face checkpoint, of any supported family and size. The ranks hold it in host memory, and on
+    a GPU while they score."""
+    url: str | None = None
+    """Base URL of a vLLM server with its weights, such as http://node7:8000/v1: log-probs of the sampled
+    tokens by /completions with prompt_logprobs. Asked with token ids, never with text."""
+    model: str | None = None
+    """url: name of the model on the server; null: the first one that the server lists."""
+    api_key_variable: str | None = None
+    """url: environment variable with the server's key; null: none."""
+    timeout: float = Field(600.0, gt=0)
+    """url: time limit of a request, in seconds. A response whose request fails is not distilled, and counts
+    as one whose reward failed (``guards.reward_failures``)."""
+    concurrency: int = Field(64, ge=1)
+    """url: requests at the same time of each data-parallel replica."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> TeacherSettings:
+        if (self.path is None) == (self.url is None):
+            raise ValueError("needs either path (held by the trainer ranks) or url (a server)")
+        if self.url is None:
+            for key in ("model", "api_key_variable", "timeout", "concurrency"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} has no effect without url; remove it")
+        return self

@@ -1,0 +1,126 @@
+"""Exact divergence of the policy to a teacher at each token, over the vocabulary, in chunks of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rpg_megatron.policy.logprobs import _local_rows, _reduce
+from rpg_megatron.policy.microbatch import TeacherRow
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    """Log-probs of the targets, and divergences; logits are computed in forward and again in backward.
+
+    In memory at most three chunks of logits, float32: the policy's, the teacher's, and one for the result.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        teacher: TeacherRow,
+        first: int,
+        valid: int,
+        chunk: int,
+        group: Any,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = hidden.size(0)
+        logp, divergence = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+        ctx.group, ctx.teacher = group, teacher
+        ctx.first, ctx.valid, ctx.chunk = first, valid, chunk
+        for start in range(0, tokens, chunk):
+            part = slice(start, min(start + chunk, tokens))
+            own = _log_probs(hidden[part], weight[:valid], group)
+            others = _log_probs(teacher.hidden[part], teacher.weight[:valid], group)
+            sums = torch.zeros(2, part.stop - start, dtype=torch.float32, device=hidden.device)
+            if valid:
+                index, in_shard = _local_rows(targets[part] - first, weight[:valid])
+                sums[0] = own.gather(1, index[:, None])[:, 0].masked_fill(~in_shard, 0.0)
+                if teacher.direction == "rkl":
+                    sums[1] = own.exp().mul_(own.sub_(others)).sum(-1)
+                else:
+                    sums[1] = others.exp().mul_(others.sub_(own)).sum(-1)
+            _reduce(sums, group, dist.ReduceOp.SUM)
+            logp[part], divergence[part] = sums
+            del own, others
+        ctx.save_for_backward(hidden, weight, targets, divergence)
+        ctx.set_materialize_grads(False)
+        return logp, divergence
+
+    @staticmethod
+    def backward(ctx: Any, d_logp: Tensor | None, d_divergence: Tensor | None) -> Any:
+        hidden, weight, targets, divergence = ctx.saved_tensors
+        teacher, zeros = ctx.teacher, torch.zeros_like(divergence)
+        d_logp, d_divergence = (zeros if d is None else d for d in (d_logp, d_divergence))
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        rows = weight[: ctx.valid]
+        for start in range(0, hidden.size(0), ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, hidden.size(0)))
+            own = _log_probs(hidden[part], rows, ctx.group)
+            others = _log_probs(teacher.hidden[part], teacher.weight[: ctx.valid], ctx.group)
+            if not ctx.valid:
+                continue
+            if teacher.direction == "rkl":  # d KL / d z_j = p_j (log p_j - log q_j - KL)
+                d_logits = others.neg_().add_(own).sub_(divergence[part, None]).mul_(d_divergence[part, None])
+                p = own.exp_()
+                d_logits.mul_(p)
+            else:  # p_j - q_j
+                p = own.exp_()
+                d_logits = others.exp_().neg_().add_(p).mul_(d_divergence[part, None])
+            d_logits.sub_(p.mul_(d_logp[part, None]))
+            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
+            d_target = d_logp[part].masked_fill(~in_shard, 0.0)
+            d_logits.scatter_add_(1, index[:, None], d_target[:, None])
+            del own, others, p
+            d_logits = d_logits.to(weight.dtype)
+            torch.matmul(d_logits, rows, out=d_hidden[part])
+            d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
+            del d_logits
+        return d_hidden, d_weight.to(weight.dtype), *[None] * 6
+
+
+def _log_probs(hidden: Tensor, rows: Tensor, group: Any) -> Tensor:
+    """Log-probs of this rank's part of the vocabulary, [n, rows], float32. Collective over the group."""
+    logits = torch.matmul(hidden, rows.t()).float()
+    top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+    if len(rows):
+        torch.amax(logits, -1, out=top)
+    _reduce(top, group, dist.ReduceOp.MAX)
+    logits.sub_(top[:, None])
+    total = logits.exp().sum(-1)
+    _reduce(total, group, dist.ReduceOp.SUM)
+    return logits.sub_(total.log_()[:, None])
+
+
+def token_divergences(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    teacher: TeacherRow,
+    *,
+    chunk: int,
+    vocab: int,
+    group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, and the policy's divergence to the teacher at its place: two of [tokens].
+
+    Parameters as in ``token_logprobs``, at temperature 1; the teacher has the same vocabulary, split alike.
+    float32, nats, both with gradient, of the policy only.
+    """
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
+        raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
+    if teacher.hidden.size(0) != hidden.size(0):
+        raise ValueError(f"the teacher scored {teacher.hidden.size(0)} positions, not {hidden.size(0)}")
+    first = 0 if group is None else group.rank() * weight.size(0)
+    valid = min(max(vocab - first, 0), weight.size(0))
+    result: tuple[Tensor, Tensor] = _ChunkedDivergence.apply(  # type: ignore[no-untyped-call]  # torch's own
+        hidden, weight, targets, teacher, first, valid, chunk, group
+    )
+    return result

@@ -1,0 +1,206 @@
+"""The gradients of distillation are those of the divergences that they name, by enumeration in float64.
+
+Why: a sampled divergence whose score-function term is left out, or counted twice, still lowers the loss; the
+policy ends elsewhere. Proved on a policy over all 4**3 sequences of a small vocabulary, whose next token
+depends on the whole prefix: the expected gradient of the token form is that of the divergences at fixed
+prefixes, in both directions; that of the sequence form is the gradient of the divergence of sequences; at the
+teacher both are zero; with the advantage of a reward, the policy gradient is added. RPG with the teacher as
+its anchor is the same loss. The exact divergence over the vocabulary has the gradients of autograd, in
+float64 and through the chunked kernel in float32, whatever the chunk.
+Not covered here: layouts (tests/distributed/test_teachers), runs (tests/integration).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rpg_megatron.objectives import full_divergence_loss, rpg_loss, sampled_divergence_loss
+from rpg_megatron.policy.divergence import token_divergences
+from rpg_megatron.policy.microbatch import TeacherRow
+
+V, T = 4, 3
+SEQUENCES = list(itertools.product(range(V), repeat=T))
+
+
+def tables(seed: int) -> dict[tuple[int, ...], Tensor]:
+    """Logits of the next token after each prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    prefixes = [p for n in range(T) for p in itertools.product(range(V), repeat=n)]
+    return {p: torch.randn(V, generator=generator, dtype=torch.float64) for p in prefixes}
+
+
+def logps(table: dict[tuple[int, ...], Tensor]) -> Tensor:
+    """Log-prob of each token of each sequence, [sequences, T]."""
+    rows = [[table[s[:t]].log_softmax(-1)[s[t]] for t in range(T)] for s in SEQUENCES]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL of two rows of logits."""
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
+def gradient(value: Tensor, table: dict[tuple[int, ...], Tensor]) -> Tensor:
+    return torch.cat(torch.autograd.grad(value, list(table.values())))
+
+
+@pytest.fixture
+def policy() -> dict[tuple[int, ...], Tensor]:
+    return {prefix: logits.requires_grad_() for prefix, logits in tables(1).items()}
+
+
+TEACHER = tables(2)
+REWARDS = torch.randn(len(SEQUENCES), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def expected_loss(policy: Any, form: str, divergence: str, reward: float = 0.0) -> Tensor:
+    """The mean of a sampled form over all sequences, each as often as the policy samples it."""
+    own, others = logps(policy), logps(TEACHER)
+    weight = own.detach().sum(1).exp()
+    total = own.new_zeros(())
+    for i in range(len(SEQUENCES)):
+        out = sampled_divergence_loss(
+            own[i],
+            own[i].detach(),
+            others[i],
+            reward * REWARDS[i].expand(T),
+            divergence=divergence,  # type: ignore[arg-type]
+            sequences=torch.zeros(T, dtype=torch.long) if form == "sequence" else None,
+        )
+        total = total + weight[i] * out.per_token.sum()
+    return total
+
+
+def at_fixed_prefixes(policy: Any, divergence: str) -> Tensor:
+    """Divergences of the next tokens, after prefixes that the policy samples, held fixed."""
+    total = torch.zeros((), dtype=torch.float64)
+    for prefix, logits in policy.items():
+        steps = [policy[prefix[:t]].detach().log_softmax(-1)[prefix[t]] for t in range(len(prefix))]
+        probability = torch.stack([*steps, torch.zeros((), dtype=torch.float64)]).sum().exp()
+        pair = (logits, TEACHER[prefix]) if divergence == "rkl" else (TEACHER[prefix], logits)
+        total = total + probability * kl(*pair)
+    return total
+
+
+def of_sequences(policy: Any) -> Tensor:
+    """KL(policy || teacher) of whole sequences."""
+    own, others = logps(policy).sum(1), logps(TEACHER).sum(1)
+    return (own.exp() * (own - others)).sum()
+
+
+@pytest.mark.parametrize("divergence", ["rkl", "fkl"])
+def test_the_token_form(policy: Any, divergence: str) -> None:
+    actual = gradient(expected_loss(policy, "token", divergence), policy)
+    torch.testing.assert_close(actual, gradient(at_fixed_prefixes(policy, divergence), policy))
+
+
+def test_the_sequence_form_has_the_score_function_term(policy: Any) -> None:
+    actual = gradient(expected_loss(policy, "sequence", "rkl"), policy)
+    expected = gradient(of_sequences(policy), policy)
+    torch.testing.assert_close(actual, expected)
+    token = gradient(expected_loss(policy, "token", "rkl"), policy)
+    assert (token - expected).abs().max() > 0.01, "the token form is another gradient"
+    # The last token decides no later one.
+    last = slice(-(V**T), None)
+    torch.testing.assert_close(token[last], expected[last])
+
+
+def test_a_reward_is_added(policy: Any) -> None:
+    actual = gradient(expected_loss(policy, "sequence", "rkl", reward=0.7), policy)
+    objective = of_sequences(policy) - 0.7 * (logps(policy).sum(1).exp() * REWARDS).sum()
+    torch.testing.assert_close(actual, gradient(objective, policy))
+
+
+@pytest.mark.parametrize("form", ["token", "sequence"])
+def test_nothing_is_left_to_learn_at_the_teacher(form: str) -> None:
+    policy = {prefix: logits.clone().requires_grad_() for prefix, logits in TEACHER.items()}
+    divergences = ("rkl", "fkl") if form == "token" else ("rkl",)
+    for divergence in divergences:
+        left = gradient(expected_loss(policy, form, divergence), policy)
+        assert left.abs().max() < 1e-12, divergence
+
+
+def test_it_is_rpg_with_the_teacher_as_anchor(policy: Any) -> None:
+    """V = r / q of docs/objectives.md, where r is the anchor's probability: the teacher's."""
+    own, others = logps(policy).flatten(), logps(TEACHER).flatten()
+    old, advantages = own.detach() + 0.1 * torch.randn(len(own), dtype=torch.float64), torch.zeros_like(own)
+    for divergence in ("rkl", "fkl"):
+        ours = sampled_divergence_loss(own, old, others, advantages, divergence=divergence)  # type: ignore[arg-type]
+        rpg = rpg_loss(
+            own, old, advantages, divergence=divergence, beta=1.0, clip=None, anchor_logp=others  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert torch.equal(ours.per_token, rpg.per_token)
+
+
+def test_later_tokens_are_those_of_the_same_sequence() -> None:
+    logp = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 48.0], dtype=torch.float64)
+    labels = torch.tensor([0, 0, 0, 2, 5, 5, 5])
+    out = sampled_divergence_loss(logp, logp.detach(), teacher, torch.zeros(7).double(), sequences=labels)
+    (weights,) = torch.autograd.grad(out.per_token.sum(), logp)
+    later = torch.tensor([6.0, 4.0, 0.0, 0.0, 80.0, 48.0, 0.0], dtype=torch.float64)
+    own = teacher - 1  # RKL: log r / w - 1
+    torch.testing.assert_close(-weights, own + later)
+    empty = torch.zeros(0, dtype=torch.float64)
+    nothing = sampled_divergence_loss(empty, empty, empty, empty, sequences=torch.zeros(0, dtype=torch.long))
+    assert nothing.per_token.numel() == 0
+
+
+@pytest.mark.parametrize("direction", ["rkl", "fkl"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_the_exact_divergence(direction: Any, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    n, vocab, padded = 13, 37, 40
+    hidden, weight = draw(n, 8).requires_grad_(), draw(padded, 8).requires_grad_()
+    row = TeacherRow(draw(n, 5), draw(padded, 5), direction)
+    targets = torch.randint(0, vocab, (n,), generator=generator)
+    d_logp, d_divergence = draw(n), draw(n)
+
+    logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
+    actual = torch.autograd.grad((logp * d_logp + divergence * d_divergence).sum(), [hidden, weight])
+
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    own = (wide[0] @ wide[1][:vocab].t()).log_softmax(-1)
+    others = (row.hidden.double() @ row.weight[:vocab].double().t()).log_softmax(-1)
+    p, q = (own, others) if direction == "rkl" else (others, own)
+    exact = (p.exp() * (p - q)).sum(-1)
+    picked = own.gather(1, targets[:, None])[:, 0]
+    expected = torch.autograd.grad((picked * d_logp + exact * d_divergence).sum(), wide)
+
+    torch.testing.assert_close(logp.double(), picked, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(divergence.double(), exact, atol=1e-5, rtol=1e-5)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+    assert not actual[1][vocab:].any(), "rows of padding are no tokens"
+
+
+def test_the_reward_beside_the_exact_divergence() -> None:
+    logp = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    divergence = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    advantages = torch.randn(6, dtype=torch.float64)
+    out = full_divergence_loss(logp, divergence, logp.detach(), advantages)
+    by_logp, by_divergence = torch.autograd.grad(out.per_token.sum(), [logp, divergence])
+    torch.testing.assert_close(by_logp, -advantages)
+    torch.testing.assert_close(by_divergence, torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(out.metrics["kl"], divergence.detach())
+
+
+def test_errors() -> None:
+    row = TeacherRow(torch.zeros(3, 2), torch.zeros(4, 2), "rkl")
+    sizes: dict[str, Any] = {"chunk": 2, "vocab": 4}
+    with pytest.raises(ValueError, match="the teacher scored 3 positions, not 2"):
+        token_divergences(torch.zeros(2, 2), torch.zeros(4, 2), torch.zeros(2).long(), row, **sizes)
+    with pytest.raises(ValueError, match="outside the vocabulary of 4"):
+        token_divergences(torch.zeros(3, 2), torch.zeros(4, 2), torch.tensor([0, 4, 1]), row, **sizes)
+    with pytest.raises(ValueError, match="for rkl only"):
+        sampled_divergence_loss(*torch.zeros(4, 2), divergence="fkl", sequences=torch.zeros(2).long())
