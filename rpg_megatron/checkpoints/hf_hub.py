@@ -13,16 +13,20 @@ _WEIGHTS = "*.safetensors"
 
 
 def with_local_model(settings: Settings, *, weights: bool = True) -> Settings:
-    """The settings with ``model.path`` as a local folder; if it is a hub id, the model is downloaded.
+    """The settings with ``model.path`` and ``teacher.path`` as local folders; hub ids are downloaded.
 
     The files are in the hub's cache, so later calls work without network access. weights: whether to download
     the weights too. Raises UserError if the hub has no such model or cannot be reached.
     """
-    model = settings.model
-    if not is_hub_id(model.path) or model.path.exists():
+    model, teacher = settings.model, settings.teacher
+    if is_hub_id(model.path) and not model.path.exists():
+        path = download(str(model.path), model.revision, weights=weights)
+        settings = settings.model_copy(update={"model": model.model_copy(update={"path": path})})
+    place = None if teacher is None else teacher.path
+    if teacher is None or place is None or not is_hub_id(place) or place.exists():
         return settings
-    path = download(str(model.path), model.revision, weights=weights)
-    return settings.model_copy(update={"model": model.model_copy(update={"path": path})})
+    path = download(str(place), weights=weights, key="teacher.path")
+    return settings.model_copy(update={"teacher": teacher.model_copy(update={"path": path})})
 
 
 def download(

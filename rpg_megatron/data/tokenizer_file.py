@@ -29,9 +29,14 @@ class FileTokenizer:
         return token_id
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added ones included."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    @property
     def largest_id(self) -> int:
-        """The largest id of its tokens, added ones included; -1 without any."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        """The largest id of its tokens; -1 without any."""
+        return max(self.vocabulary.values(), default=-1)
 
     def __call__(self, texts: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         """Token ids of each text. Encodes one by one, because the library starts threads for a batch."""

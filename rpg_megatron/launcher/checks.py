@@ -49,6 +49,7 @@ from rpg_megatron.launcher.preflight import (
     check_shared_memory,
 )
 from rpg_megatron.launcher.reward_trial import try_reward
+from rpg_megatron.launcher.teacher_checks import check_teacher
 from rpg_megatron.system.limits import check_address_space, check_files
 
 Need = Literal["trainer", "engines", "model", "weights", "data", "code", "machine"]
@@ -138,6 +139,11 @@ def _check_weights(settings: Settings) -> None:
     check_model(with_local_model(settings).model.path)
 
 
+def _check_teacher(run: CheckedRun) -> None:
+    settings = with_local_model(run.settings) if "weights" in run.has else run.settings
+    check_teacher(settings, run.shape, weights="weights" in run.has)
+
+
 def _check_gpus(run: CheckedRun) -> None:
     check_gpus(run.settings, run.assignment)
 
@@ -161,6 +167,7 @@ CHECKS = (
     RunCheck("placement", ("trainer", "engines"), _check_placement),
     RunCheck("model", ("weights",), _settings_check(_check_weights)),
     RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
+    RunCheck("teacher", ("model", "trainer"), _check_teacher),
     RunCheck("engine layout", ("model", "engines"), _shape_check(check_engine_layout)),
     RunCheck("routers", ("model", "trainer"), _shape_check(check_routers)),
     RunCheck("head size", ("model", "engines"), _shape_check(check_head_dim)),

@@ -22,6 +22,7 @@ from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.weight_sync import open_publisher
+from tests.support.rank_policy import checkpoint_teacher
 
 
 def resident(key: str) -> int:
@@ -105,6 +106,8 @@ def main() -> None:
     has_anchor = settings.anchor.type != "old"
     anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor) if has_anchor else None
     phase("anchor")
+    teacher = checkpoint_teacher(settings, mesh, device)
+    phase("teacher")
     with published(publisher, 0):
         pass
     phase("publish")
@@ -117,11 +120,15 @@ def main() -> None:
         if anchor:
             with anchor.swapped_in():
                 policy.logprobs(packs)
+        if teacher and settings.full_divergence is None:
+            teacher.logprobs(packs)
         for pack, values in zip(packs, old, strict=True):
             for t, logp in pack.split(values[0]):
                 t.old = t.anchor = logp.numpy().copy()
         packs = [policy.pack(micro) for _ in packs]
         phase(f"logprobs {step}")
+        if teacher and settings.full_divergence is not None:
+            packs = teacher.with_rows(packs, settings.full_divergence)
         with policy.updating():
             policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-6)
         phase(f"update {step}")

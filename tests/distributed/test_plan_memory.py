@@ -160,6 +160,17 @@ def test_a_rank_holds_what_is_planned(layout: str, tmp_path: Path, bridge: Path,
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("form", ["token", "full"])
+def test_a_rank_holds_a_teacher_of_another_shape(
+    form: str, tmp_path: Path, bridge: Path, large: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """A student of a third of its teacher's size."""
+    student = make_checkpoint(tmp_path / "student", **LARGE | SMALL | {"vocab_size": 32768})
+    changes = {"teacher": {"path": str(large)}, "objective": {"type": "distil", "form": form}}
+    check(settings_for(student, **changes), tmp_path, bridge, within=0.1)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_a_rank_with_experts_holds_what_is_planned(
     layout: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]

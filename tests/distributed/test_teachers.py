@@ -1,4 +1,4 @@
-"""A teacher of another shape has transformers' numbers in every layout, and the policy learns from it exactly.
+"""A teacher of another shape has transformers' numbers in every layout, and the policy learns them exactly.
 
 Why: the teacher's passes borrow the policy's micro-batches, so rotary angles, splits of the vocabulary or
 chunks of the row that belong to the other model give plausible, wrong distributions. Proved on real

@@ -22,6 +22,7 @@ from torch import Tensor
 from rpg_megatron.objectives import full_divergence_loss, rpg_loss, sampled_divergence_loss
 from rpg_megatron.policy.divergence import token_divergences
 from rpg_megatron.policy.microbatch import TeacherRow
+from tests.support.allocations import AllocationWatch
 
 V, T = 4, 3
 SEQUENCES = list(itertools.product(range(V), repeat=T))
@@ -204,3 +205,27 @@ def test_errors() -> None:
         token_divergences(torch.zeros(3, 2), torch.zeros(4, 2), torch.tensor([0, 4, 1]), row, **sizes)
     with pytest.raises(ValueError, match="for rkl only"):
         sampled_divergence_loss(*torch.zeros(4, 2), divergence="fkl", sequences=torch.zeros(2).long())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "chunk"),
+    [(600, 5000, 64), pytest.param(8192, 151_936, 256, marks=pytest.mark.long)],
+    ids=["small", "8192 tokens, 151936 rows"],
+)
+@pytest.mark.parametrize("direction", ["rkl", "fkl"])
+def test_at_most_three_chunks_of_logits_are_in_memory(
+    direction: Any, tokens: int, vocab: int, chunk: int
+) -> None:
+    """Besides inputs, gradients of hidden states and weight, and a few numbers for each token."""
+    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
+    row = TeacherRow(torch.randn(tokens, 8), torch.randn(vocab, 8), direction)
+    targets = torch.randint(0, vocab, (tokens,))
+    three, small = 3 * chunk * vocab * 4, 16 * 4 * tokens
+    with AllocationWatch() as watch:
+        logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
+        forward = watch.peak
+        (logp + divergence).sum().backward()  # type: ignore[no-untyped-call]
+    print(f"chunks of logits at once: forward {3 * forward / three:.2f}, backward {3 * watch.peak / three:.2f}")
+    gradients = 2 * 4 * (hidden.numel() + weight.numel())
+    assert 0.6 * three < forward <= three + small
+    assert watch.peak <= three + small + gradients

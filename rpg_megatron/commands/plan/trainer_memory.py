@@ -19,7 +19,7 @@ from rpg_megatron.commands.plan.layout import (
     engines_of_a_replica,
     rank_parameters,
 )
-from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.config import ModelShape, Settings, read_model_shape
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "log-probs", "rollout"]
@@ -168,6 +168,21 @@ def rank_memory(
         parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
     if settings.anchor.type != "old":
         parts.append(MemoryPart("held anchor", round(weights * held.total), "exact", host=on_gpu))
+    teacher_work = kept_rows = 0
+    if settings.teacher is not None and settings.teacher.path is not None:
+        other = read_model_shape(settings.teacher.path)
+        nbytes = round(weights * rank_parameters(settings, other, stage).total)
+        parts.append(MemoryPart("teacher", nbytes, "exact", host=on_gpu))
+        if on_gpu:
+            parts.append(MemoryPart("teacher, to score", nbytes, "exact", "log-probs"))
+        scored = StageActivations(settings, other, stage, tokens, microbatches, device)
+        teacher_work = scored.working("none")
+        if settings.full_divergence is not None and stage == parallel.pipeline - 1:
+            # Its last hidden states, of all micro-batches of an update, and its output layer.
+            kept_rows = round(weights * microbatches * -(-tokens // parallel.context) * other.hidden_size)
+            if on_gpu:
+                rows = other.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
+                kept_rows += round(weights * rows * other.hidden_size)
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
         kept, most = _saved(settings, held, published)
         parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
@@ -184,13 +199,19 @@ def rank_memory(
         # Chunked log-probs: float32 logits and probabilities. The backward pass of the head runs first, with
         # all activations saved; a layer's working set comes after it.
         logits = 2 * 4 * min(settings.training.logprob_chunk, here) * rows
+        if settings.full_divergence is not None:
+            logits = logits * 3 // 2
         head = logits + round(rows * shape.hidden_size * (4 + (weights if weights < 4 else 0)))
     working = activations.working(recompute)
     parts += [
         MemoryPart("activations", activations.saved(recompute), "estimated", "update"),
         MemoryPart("logits chunk, gradients in work", max(working, head), "estimated", "update"),
-        MemoryPart("a layer and a logits chunk", working + logits, "estimated", "log-probs"),
+        MemoryPart(
+            "a layer and a logits chunk", max(working, teacher_work) + logits, "estimated", "log-probs"
+        ),
     ]
+    if kept_rows:
+        parts.append(MemoryPart("teacher's hidden states", kept_rows, "estimated", "update"))
     if not on_gpu:
         if parallel.data * parallel.context > 1 and settings.optimizer.distributed:
             # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The

@@ -1,0 +1,54 @@
+"""Checks of a teacher before a run: its model, its layout, its tokenizer. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.launcher.preflight import check_model, check_parallel
+
+
+def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True) -> None:
+    """Check that the ranks can hold the teacher, and that its tokens are the policy's. Raises UserError.
+
+    shape: the policy's. weights: whether its weights and tokenizer are here, and not only its config.json.
+    """
+    teacher = settings.teacher
+    if teacher is None or teacher.path is None:
+        return
+    try:
+        other = check_model(teacher.path) if weights else read_model_shape(teacher.path)
+        check_parallel(settings, other)
+    except UserError as e:
+        raise UserError(f"teacher.path: {str(e).removeprefix('model.path: ')}") from None
+    if settings.longest > other.max_positions:
+        raise UserError(
+            f"teacher.path: {teacher.path} has {other.max_positions} positions (max_position_embeddings), "
+            f"and a prompt with its response may have {settings.longest}; lower rollout.max_response_tokens"
+        )
+    if settings.full_divergence is not None and other.vocab_size != shape.vocab_size:
+        raise UserError(
+            f"objective.form full compares distributions over one vocabulary, and the models have "
+            f"{shape.vocab_size} and {other.vocab_size} tokens (vocab_size in config.json); use form token"
+        )
+    if weights:
+        check_tokenizers(settings.model.path, teacher.path)
+
+
+def check_tokenizers(model: Path, teacher: Path) -> None:
+    """Check that two tokenizers give each token the same id. Raises UserError that names the first other one.
+
+    Tokenizers that need transformers are not compared.
+    """
+    own, other = (open_tokenizer(path, chat=False) for path in (model, teacher))
+    if own is None or other is None or own.vocabulary == other.vocabulary:
+        return
+    theirs = other.vocabulary
+    for token, number in sorted(own.vocabulary.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            there = f"{theirs[token]} there" if token in theirs else "none there"
+            raise UserError(
+                f"teacher.path: the tokenizer in {teacher} is not the policy's in {model}: the token "
+                f"{token!r} is {number} here and {there}; choose a teacher with the same tokenizer"
+            )
