@@ -49,7 +49,7 @@ from rpg_megatron.launcher.preflight import (
     check_shared_memory,
 )
 from rpg_megatron.launcher.reward_trial import try_reward
-from rpg_megatron.launcher.teacher_checks import check_teacher
+from rpg_megatron.launcher.teacher_checks import ask_teacher, check_teacher
 from rpg_megatron.system.limits import check_address_space, check_files
 
 Need = Literal["trainer", "engines", "model", "weights", "data", "code", "machine"]
@@ -144,6 +144,10 @@ def _check_teacher(run: CheckedRun) -> None:
     check_teacher(settings, run.shape, weights="weights" in run.has)
 
 
+def _ask_teacher(run: CheckedRun) -> list[str]:
+    return [] if run.prepares else ask_teacher(run.settings)
+
+
 def _check_gpus(run: CheckedRun) -> None:
     check_gpus(run.settings, run.assignment)
 
@@ -184,6 +188,7 @@ CHECKS = (
     RunCheck("data", ("data",), _check_data, 60.0),
     RunCheck("trackers", ("machine", "trainer", "engines"), _settings_check(check_trackers)),
     RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
+    RunCheck("teacher's server", ("data", "engines", "trainer"), _ask_teacher, 90.0),
     RunCheck("own code", ("code",), _settings_check(check_custom_code), 330.0),
 )
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""

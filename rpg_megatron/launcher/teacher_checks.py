@@ -36,6 +36,53 @@ def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True
         check_tokenizers(settings.model.path, teacher.path)
 
 
+def ask_teacher(settings: Settings) -> list[str]:
+    """Ask the server of the teacher for log-probs, and for the tokens of a text; returns warnings.
+
+    Raises UserError if it cannot be used, or tokenizes otherwise than the policy's tokenizer.
+    """
+    if settings.teacher is None or settings.teacher.url is None:
+        return []
+    import asyncio
+
+    from rpg_megatron.rollout.teacher_client import TeacherClient  # aiohttp
+
+    teacher = settings.teacher
+
+    async def ask(text: str) -> tuple[str | None, list[int] | None]:
+        client = TeacherClient(teacher)
+        try:
+            problem = await client.check()
+            return problem, None if problem else await client.tokenize(text)
+        finally:
+            await client.close()
+
+    tokenizer = open_tokenizer(settings.model.path, chat=False)
+    special = " ".join(sorted(set(tokenizer.special_tokens_map.values()))) if tokenizer is not None else ""
+    text = f"{_TEXT} {special}"
+    problem, theirs = asyncio.run(ask(text))
+    if problem is not None:
+        raise UserError(
+            f"teacher.url: the server at {teacher.url} {problem}; start it, or correct the settings"
+        )
+    if tokenizer is None or theirs is None:
+        return [f"teacher.url: the tokenizer of {teacher.url} could not be compared with the policy's"]
+    (ours,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+    for place, (a, b) in enumerate(zip([*ours, -1], [*theirs, -1], strict=False)):
+        if a != b:
+            raise UserError(
+                f"teacher.url: the tokenizer of {teacher.url} is not the policy's in {settings.model.path}: "
+                f"token {place} of a test text is {b} there and {a} here; choose a teacher with the same one"
+            )
+    return []
+
+
+_TEXT = (
+    "The quick brown fox: 1234567890 + 3.14 = \\boxed{x_1^2}; for i in range(10):\n\tprint(naïve, 数学, 🙂)"
+)
+"""Letters, digits, signs, code and other scripts, which tokenizers split differently."""
+
+
 def check_tokenizers(model: Path, teacher: Path) -> None:
     """Check that two tokenizers give each token the same id. Raises UserError that names the first other one.
 

@@ -29,7 +29,7 @@ from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavaila
 from rpg_megatron.engine.process import engine_address
 from rpg_megatron.engine.restarts import incarnation_of
 from rpg_megatron.evaluation.answer_classes import classify_answers
-from rpg_megatron.rewards.failures import MOST, FailureCount, first_of_each
+from rpg_megatron.rewards.failures import MOST, FailureCount, RewardFailure, first_of_each
 from rpg_megatron.rewards.grader import Grader
 from rpg_megatron.rewards.reward import Score, Scorer
 from rpg_megatron.rollout.conversation import Conversation
@@ -47,6 +47,7 @@ from rpg_megatron.rollout.groups import (
 )
 from rpg_megatron.rollout.running_group import RunningGroup
 from rpg_megatron.rollout.seeds import segment_seed
+from rpg_megatron.rollout.teacher_client import TeacherClient, TeacherError
 from rpg_megatron.system.messages import Server, methods_of
 
 _TOKENS_PER_REQUEST = 4096
@@ -82,6 +83,9 @@ class Worker:
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.
         self._comparer = Grader(workers=1, deadline=reward.deadline, memory=reward.memory_bytes)
         self._groups: dict[int, RunningGroup] = {}
+        self._teacher: TeacherClient | None = None
+        if settings.teacher is not None and settings.teacher.url is not None:
+            self._teacher = TeacherClient(settings.teacher, rollout.workers)
         self._episode: EpisodeRunner | None = episode
         self._vocab = 0
         if rollout.episode is not None:
@@ -224,6 +228,8 @@ class Worker:
         """End the reward workers."""
         self._scorer.close()
         self._comparer.close()
+        if self._teacher is not None:
+            self._closing = asyncio.ensure_future(self._teacher.close())  # a reference, until the loop ends
         if self._gateway is not None:
             self._gateway.close()
         if isinstance(self._episode, EpisodePool):
@@ -273,10 +279,25 @@ class Worker:
                 )
             failures = [conversation.failures for conversation in group.conversations]
             scores = episode_scores(results, run_scores, failures, settings, task.prompt_id)
-            group.failures = self._count_failures(task, scores)
         each = zip(group.conversations, responses, scores, strict=True)
-        rows = (conversation.trajectories(response, score) for conversation, response, score in each)
+        rows = [conversation.trajectories(response, score) for conversation, response, score in each]
+        if task.graded:
+            if self._teacher is not None and not task.set:
+                unanswered = await asyncio.gather(*map(self._ask_teacher, rows))
+                scores = [
+                    s._replace(failures=s.failures + u) for s, u in zip(scores, unanswered, strict=True)
+                ]
+            group.failures = self._count_failures(task, scores)
         return list(chain.from_iterable(rows))
+
+    async def _ask_teacher(self, rows: list[Trajectory]) -> tuple[RewardFailure, ...]:
+        """Set ``anchor`` of a response's rows; returns the failure if the teacher's server gives none."""
+        assert self._teacher is not None
+        try:
+            await asyncio.gather(*map(self._teacher.score, rows))
+        except TeacherError as e:
+            return (RewardFailure("teacher", "error", f"the server {e}"),)
+        return ()
 
     def _count_failures(self, task: GroupTask, scores: list[Score]) -> FailureCount:
         """Count the failures of a group; the first of each kind is logged at once."""

@@ -33,7 +33,7 @@ EncodedPlan = NDArray[np.int64]
 _FINISHES = ("stop", "length")
 Flat = tuple[Tensor, Tensor, Tensor]
 """A replica's batch as tensors: see ``flatten``."""
-_FIELDS = 6
+_FIELDS = 7
 """Number of int32 fields of a trajectory besides its tokens."""
 
 
@@ -161,17 +161,21 @@ def flatten(batch: ReplicaBatch) -> Flat:
     """A replica's batch as three tensors.
 
     int32: batch sizes, fields, tokens, of which those that were not sampled are inverted, so negative;
-    float32: advantages, ``behaviour``; the routes of all trajectories:
-    [rows, layers, experts of a token].
+    float32: advantages, ``behaviour`` and ``anchor`` (of a teacher's server) of each;
+    the routes of all trajectories: [rows, layers, experts of a token].
     """
     trajectories = list(iter_trajectories(batch))
     fields = [
-        (len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample)
+        (
+            *(len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample),
+            len(t.anchor),
+        )
         for t in trajectories
     ]
     tokens = [ids for t in trajectories for ids in (t.prompt, np.where(t.mask, t.response, ~t.response))]
     ints = [np.array(_sizes_of(batch), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
-    floats = [np.array([t.advantage for t in trajectories], np.float32), *(t.behaviour for t in trajectories)]
+    floats = [np.array([t.advantage for t in trajectories], np.float32)]
+    floats += [values for t in trajectories for values in (t.behaviour, t.anchor)]
     routes = np.concatenate([t.routes for t in trajectories] or [NO_ROUTES])
     return (
         torch.from_numpy(np.concatenate(ints)),
@@ -189,7 +193,7 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
     offset, value_offset = count * _FIELDS, count  # after the fields, after the advantages
     chosen, row = routes.numpy(), 0
     trajectories = []
-    for (prompt_length, length, finish, prompt_id, group, sample), advantage in zip(
+    for (prompt_length, length, finish, prompt_id, group, sample, scored), advantage in zip(
         fields, values[:count].tolist(), strict=True
     ):
         middle, end = offset + prompt_length, offset + prompt_length + length
@@ -203,6 +207,7 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
                 response=response if mask.all() else np.where(mask, response, ~response),
                 mask=mask,
                 behaviour=values[value_offset : value_offset + length],
+                anchor=values[value_offset + length : value_offset + length + scored],
                 versions=np.zeros(0, np.int32),
                 finish=_FINISHES[finish],
                 text="",
@@ -211,7 +216,7 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
                 routes=chosen[row : row + prompt_length + length - 1] if len(chosen) else NO_ROUTES,
             )
         )
-        offset, value_offset, row = end, value_offset + length, row + prompt_length + length - 1
+        offset, value_offset, row = end, value_offset + length + scored, row + prompt_length + length - 1
     return _nest(trajectories, sizes)
 
 

@@ -245,7 +245,10 @@ class Trainer:
         for micro, values, row, anchor_row in zip(micro_batches, old, old_logps, anchor_logps, strict=True):
             for (t, logp), (_, anchor_logp) in zip(micro.split(row), micro.split(anchor_row), strict=True):
                 t.old = logp.numpy().copy()
-                t.anchor = t.old if anchor is old else anchor_logp.numpy().copy()
+                if anchor is not old:
+                    t.anchor = anchor_logp.numpy().copy()
+                elif not len(t.anchor):  # else a teacher's server has given it
+                    t.anchor = t.old
             if self.mesh.reports:
                 entropies = values[1].index_select(0, micro.loss_positions)
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])

@@ -1,0 +1,149 @@
+"""Log-probs of sampled tokens by a teacher behind a vLLM server, asked with token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from rpg_megatron.config import UserError
+from rpg_megatron.config.teacher import TeacherSettings
+from rpg_megatron.data.trajectory import Floats, Trajectory
+
+_BYTES_PER_TOKEN, _MOST_BYTES = 4096, 1 << 20
+"""Largest valid answer: for each token, and besides."""
+_TRIES, _WAIT_SECONDS = 3, 1.0
+"""Requests for a trajectory, and the time before the first retry, which doubles."""
+_CHECK_SECONDS = 30.0
+
+
+class TeacherError(Exception):
+    """The server gave no log-probs."""
+
+
+class TeacherClient:
+    """Asks the server of a teacher. For one event loop."""
+
+    def __init__(self, settings: TeacherSettings, share: int = 1):
+        """share: number of clients among which ``concurrency`` is divided. Raises UserError."""
+        assert settings.url is not None
+        self._url, self._settings = settings.url.rstrip("/"), settings
+        self._model = settings.model
+        self._running = asyncio.Semaphore(max(1, settings.concurrency // share))
+        self._http: aiohttp.ClientSession | None = None
+        self._key = ""
+        if (name := settings.api_key_variable) is not None:
+            self._key = os.environ.get(name, "")
+            if not self._key:
+                raise UserError(f"teacher.api_key_variable: the variable {name} is not set; export it")
+
+    async def score(self, t: Trajectory) -> None:
+        """Set ``anchor`` of a trajectory. Raises TeacherError, after retries, if the server gives none."""
+        tokens = [*t.prompt.tolist(), *t.response.tolist()]
+        wait = _WAIT_SECONDS
+        for last in (False,) * (_TRIES - 1) + (True,):
+            try:
+                async with self._running:
+                    values = await self._ask(tokens)
+                t.anchor = values[len(t.prompt) - 1 :]
+                return
+            except TeacherError:
+                if last:
+                    raise
+            await asyncio.sleep(wait)
+            wait *= 2
+
+    async def check(self) -> str | None:
+        """Ask for a few tokens; returns why the server cannot be used, None if it can."""
+        try:
+            async with asyncio.timeout(_CHECK_SECONDS):
+                await self._ask([1, 2, 3])
+        except TimeoutError:
+            return f"does not answer within {_CHECK_SECONDS:g} s"
+        except TeacherError as e:
+            return str(e)
+        return None
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """The server's token ids of a text, without special ones; None if it has no such route."""
+        body = {"model": await self._name(), "prompt": text, "add_special_tokens": False}
+        try:
+            answer = await self._post(self._url.removesuffix("/v1") + "/tokenize", body, _MOST_BYTES)
+        except TeacherError:
+            return None
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        return tokens if isinstance(tokens, list) and all(isinstance(x, int) for x in tokens) else None
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def _ask(self, tokens: list[int]) -> Floats:
+        """Log-prob of each token but the first, given those before it: float32 [len(tokens) - 1]."""
+        body = {
+            "model": await self._name(),
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        limit = _MOST_BYTES + _BYTES_PER_TOKEN * len(tokens)
+        answer = await self._post(f"{self._url}/completions", body, limit)
+        try:
+            rows = answer["choices"][0]["prompt_logprobs"]
+            if rows is None:
+                raise TeacherError("gives no prompt_logprobs; use a vLLM server")
+            if len(rows) != len(tokens):
+                raise TeacherError(f"gave log-probs of {len(rows)} tokens, not {len(tokens)}")
+            values = [
+                float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], tokens[1:], strict=True)
+            ]
+        except (LookupError, TypeError, ValueError):
+            raise TeacherError("answered with something else than log-probs of the tokens") from None
+        if not all(map(math.isfinite, values)):
+            raise TeacherError("gave a log-prob that is not finite")
+        return np.array(values, np.float32)
+
+    async def _name(self) -> str:
+        if self._model is None:
+            answer = await self._request("GET", f"{self._url}/models", None, _MOST_BYTES)
+            try:
+                self._model = str(answer["data"][0]["id"])
+            except (LookupError, TypeError):
+                raise TeacherError("lists no model; set teacher.model") from None
+        return self._model
+
+    async def _post(self, url: str, body: dict[str, Any], limit: int) -> Any:
+        return await self._request("POST", url, body, limit)
+
+    async def _request(self, method: str, url: str, body: Any, limit: int) -> Any:
+        if self._http is None:  # created here, because it needs the event loop
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        seconds = aiohttp.ClientTimeout(total=self._settings.timeout)
+        try:
+            # No redirects: the key must only be sent to the server that the settings name.
+            async with self._http.request(
+                method, url, json=body, timeout=seconds, allow_redirects=False
+            ) as answer:
+                if answer.status != 200:
+                    raise TeacherError(f"answered with status {answer.status}")
+                text = await answer.content.read(limit + 1)
+                while len(text) <= limit and not answer.content.at_eof():
+                    text += await answer.content.read(limit + 1 - len(text))
+        except TimeoutError:
+            raise TeacherError(f"did not answer within {self._settings.timeout:g} s") from None
+        except (aiohttp.ClientError, OSError) as e:
+            raise TeacherError(f"cannot be reached ({type(e).__name__})") from None
+        if len(text) > limit:
+            raise TeacherError("gave a far too long answer")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise TeacherError("answered with something else than JSON") from None
