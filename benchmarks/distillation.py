@@ -7,9 +7,9 @@ then the quickstart from its export).
 
 Rules, set before the first run. Held-out accuracy is measured every second step, with four samples of each of
 200 problems, at temperature 1. An arm has reached its teacher at the first measurement that is at most two
-points below the teacher's own; it costs the tokens that were sampled for training until then. Equal CPU time: the
-last measurement before the arm has used a budget of CPU seconds (all its processes, in steps; start-up and
-evaluations do not count), which is that of ``rl`` at its tenth step, for each seed.
+points below the teacher's own; it costs the tokens that were sampled for training until then. Equal CPU time:
+the last measurement before the arm has used a budget of CPU seconds (all its processes, in steps; start-up
+and evaluations do not count), which is that of ``rl`` at its tenth step, for each seed.
 """
 
 from __future__ import annotations

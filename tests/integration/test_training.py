@@ -3,8 +3,8 @@
 Proved: after every sync the engine's log-probs of the tokens it sampled equal the trainer's to 1e-3 in fp32,
 in each trainer layout (a few in the default tier) and with the engine at TP2; engines that were fed from
 different layouts sample the same tokens, and the first update's gradient norm agrees over layouts to 1e-5; a
-guard stops a run whose engine disagrees. One engine serves all layouts, and trainer ranks start without the
-launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
+guard stops a run whose engine disagrees; distilled from itself, a policy has nothing to learn. One engine
+serves all layouts, and trainer ranks start without the launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
 transformers and in vLLM, is long: test_resume has such a run with all other checks of it,
 test_rollout_engine has an export in vLLM, test_bad_input has an engine at TP2. Not covered: GPUs, several
 nodes, resuming.
@@ -32,6 +32,7 @@ from tests.support.runs import QUICKSTART, SERVED
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
+MODEL = QUICKSTART.parent / "quickstart" / "model"
 LAYOUTS = {
     "TP1": [],
     "TP2": ["parallel.tensor=2"],
@@ -121,6 +122,18 @@ def test_averaged_weights_a_held_anchor_and_a_correction(service: Service) -> No
         True,
         False,
     ]  # the initial weights; one step behind them; moved to the present ones
+
+
+def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(service: Service) -> None:
+    """The exact divergence to itself is zero, and has no gradient."""
+    settings = ["objective={type: distil, form: full}", f"teacher={{path: {MODEL}}}", "parallel.tensor=2"]
+    settings.append("optimizer.lr=1e-9")  # AdamW would make whole steps of rounding
+    rows = train(service, "distil", settings)
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert abs(row["kl/anchor"]) < 1e-6
+        assert row["policy/grad_norm"] < 1e-3
+        assert abs(row["policy/loss"]) < 1e-6
 
 
 @pytest.mark.long  # two starts of an engine; the module's docstring says where its parts are proved

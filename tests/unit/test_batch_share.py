@@ -40,6 +40,7 @@ def trajectory(number: int, prompt: int, response: int) -> Trajectory:
         text="text",
         advantage=float(np.float32(draw.normal())),
         mask=draw.random(response) < number % 3 / 2,
+        anchor=draw.normal(size=response * (number % 2)).astype(np.float32),  # of a teacher's server
     )
 
 
@@ -59,7 +60,8 @@ def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type 
     for a, b in zip(iter_trajectories(share), iter_trajectories(decoded), strict=True):
         assert all(getattr(a, name) == getattr(b, name) for name in NAMES)
         assert all(
-            np.array_equal(getattr(a, n), getattr(b, n)) for n in ("prompt", "response", "behaviour", "mask")
+            np.array_equal(getattr(a, n), getattr(b, n))
+            for n in ("prompt", "response", "behaviour", "mask", "anchor")
         )
         assert (b.response.dtype, b.mask.dtype) == (np.int32, np.bool_)
         assert (b.text, len(b.versions)) == ("", 0)

@@ -225,7 +225,9 @@ def test_at_most_three_chunks_of_logits_are_in_memory(
         logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
         forward = watch.peak
         (logp + divergence).sum().backward()  # type: ignore[no-untyped-call]
-    print(f"chunks of logits at once: forward {3 * forward / three:.2f}, backward {3 * watch.peak / three:.2f}")
+    print(
+        f"chunks of logits at once: forward {3 * forward / three:.2f}, backward {3 * watch.peak / three:.2f}"
+    )
     gradients = 2 * 4 * (hidden.numel() + weight.numel())
     assert 0.6 * three < forward <= three + small
     assert watch.peak <= three + small + gradients
