@@ -27,6 +27,9 @@ def sampled_divergence_loss(
 ) -> LossOutput:
     """Loss of each sampled token [n]: ``rpg_loss`` with the teacher as the anchor and beta 1.
 
+    The divergence is the unnormalised one (urkl, ufkl): its gradient has the same expectation, because
+    probabilities sum to 1, and a smaller variance.
+
     advantages [n]: of a reward, with its weight; 0 for distillation alone. sequences [n] (integer labels,
     tokens of a sequence in their order): the gradient of the divergence of whole sequences; each token's
     weight then has the log-ratios of all later tokens too, because it decides where they are sampled (rkl
@@ -43,7 +46,7 @@ def sampled_divergence_loss(
         logp,
         old_logp,
         advantages,
-        divergence=divergence,
+        divergence="urkl" if divergence == "rkl" else "ufkl",
         estimator="reinforce",
         beta=1.0,
         clip=clip,

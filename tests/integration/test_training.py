@@ -4,10 +4,10 @@ Proved: after every sync the engine's log-probs of the tokens it sampled equal t
 in each trainer layout (a few in the default tier) and with the engine at TP2; engines that were fed from
 different layouts sample the same tokens, and the first update's gradient norm agrees over layouts to 1e-5; a
 guard stops a run whose engine disagrees; distilled from itself, a policy has nothing to learn. One engine
-serves all layouts, and trainer ranks start without the launcher there, to save time. A whole run by the command line, whose export gives the same log-probs in
-transformers and in vLLM, is long: test_resume has such a run with all other checks of it,
-test_rollout_engine has an export in vLLM, test_bad_input has an engine at TP2. Not covered: GPUs, several
-nodes, resuming.
+serves all layouts, and trainer ranks start without the launcher there, to save time. A whole run by the
+command line, whose export gives the same log-probs in transformers and in vLLM, is long: test_resume has such
+a run with all other checks of it, test_rollout_engine has an export in vLLM, test_bad_input has an engine at
+TP2. Not covered: GPUs, several nodes, resuming.
 """
 
 from __future__ import annotations

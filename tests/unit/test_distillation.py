@@ -48,7 +48,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def gradient(value: Tensor, table: dict[tuple[int, ...], Tensor]) -> Tensor:
-    return torch.cat(torch.autograd.grad(value, list(table.values())))
+    return torch.cat(torch.autograd.grad(value, list(table.values()), materialize_grads=True))
 
 
 @pytest.fixture
@@ -131,12 +131,67 @@ def test_it_is_rpg_with_the_teacher_as_anchor(policy: Any) -> None:
     """V = r / q of docs/objectives.md, where r is the anchor's probability: the teacher's."""
     own, others = logps(policy).flatten(), logps(TEACHER).flatten()
     old, advantages = own.detach() + 0.1 * torch.randn(len(own), dtype=torch.float64), torch.zeros_like(own)
-    for divergence in ("rkl", "fkl"):
+    for divergence, unnormalised in (("rkl", "urkl"), ("fkl", "ufkl")):
         ours = sampled_divergence_loss(own, old, others, advantages, divergence=divergence)  # type: ignore[arg-type]
         rpg = rpg_loss(
-            own, old, advantages, divergence=divergence, beta=1.0, clip=None, anchor_logp=others  # type: ignore[arg-type]
-        )  # fmt: skip
+            own,
+            old,
+            advantages,
+            divergence=unnormalised,  # type: ignore[arg-type]
+            beta=1.0,
+            clip=None,
+            anchor_logp=others,
+        )
         assert torch.equal(ours.per_token, rpg.per_token)
+
+
+def variance(policy: Any, loss: Any) -> float:
+    """Of the gradient from one sampled sequence, summed over parameters. loss: of a sequence's index."""
+    weight = logps(policy).detach().sum(1).exp()
+    gradients = torch.stack([gradient(loss(i), policy) for i in range(len(SEQUENCES))])
+    mean = (weight[:, None] * gradients).sum(0)
+    return float((weight[:, None] * (gradients - mean) ** 2).sum())
+
+
+def test_variances_are_in_the_order_of_the_page(policy: Any) -> None:
+    """docs/distillation.md: full < token, unnormalised < token, normalised < sequence."""
+    others = logps(TEACHER)
+
+    def sampled(divergence: str, form: str = "token") -> Any:
+        def loss(i: int) -> Tensor:
+            own, labels = logps(policy)[i], torch.zeros(T, dtype=torch.long)
+            if divergence in ("rkl", "fkl"):
+                own_loss = sampled_divergence_loss(
+                    own, own.detach(), others[i], torch.zeros(T).double(), divergence=divergence,  # type: ignore[arg-type]
+                    sequences=labels if form == "sequence" else None,
+                )  # fmt: skip
+                return own_loss.per_token.sum()
+            zeros = torch.zeros(T).double()
+            plain = rpg_loss(own, own.detach(), zeros, divergence=divergence.removeprefix("plain "), beta=1.0,  # type: ignore[arg-type]
+                             clip=None, anchor_logp=others[i])  # fmt: skip
+            return plain.per_token.sum()
+
+        return loss
+
+    def full(direction: str) -> Any:
+        def loss(i: int) -> Tensor:
+            prefixes = [SEQUENCES[i][:t] for t in range(T)]
+            pairs = [
+                (policy[p], TEACHER[p]) if direction == "rkl" else (TEACHER[p], policy[p]) for p in prefixes
+            ]
+            return torch.stack([kl(*pair) for pair in pairs]).sum()
+
+        return loss
+
+    for direction in ("rkl", "fkl"):
+        exact, token, plain = (
+            variance(policy, each)
+            for each in (full(direction), sampled(direction), sampled(f"plain {direction}"))
+        )
+        print(f"{direction}: full {exact:.3f}, token {token:.3f}, normalised {plain:.3f}")
+        assert exact < token < plain
+    assert variance(policy, sampled("rkl", "sequence")) > variance(policy, sampled("rkl"))
+    print(f"sequence {variance(policy, sampled('rkl', 'sequence')):.3f}")
 
 
 def test_later_tokens_are_those_of_the_same_sequence() -> None:
@@ -146,8 +201,7 @@ def test_later_tokens_are_those_of_the_same_sequence() -> None:
     out = sampled_divergence_loss(logp, logp.detach(), teacher, torch.zeros(7).double(), sequences=labels)
     (weights,) = torch.autograd.grad(out.per_token.sum(), logp)
     later = torch.tensor([6.0, 4.0, 0.0, 0.0, 80.0, 48.0, 0.0], dtype=torch.float64)
-    own = teacher - 1  # RKL: log r / w - 1
-    torch.testing.assert_close(-weights, own + later)
+    torch.testing.assert_close(-weights, teacher + later)
     empty = torch.zeros(0, dtype=torch.float64)
     nothing = sampled_divergence_loss(empty, empty, empty, empty, sequences=torch.zeros(0, dtype=torch.long))
     assert nothing.per_token.numel() == 0
