@@ -37,7 +37,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             own = _log_probs(hidden[part], weight[:valid], group)
-            others = _log_probs(teacher.hidden[part], teacher.weight[:valid], group)
+            others = _log_probs(teacher.part(part, hidden.device), teacher.weight[:valid], group)
             sums = torch.zeros(2, part.stop - start, dtype=torch.float32, device=hidden.device)
             if valid:
                 index, in_shard = _local_rows(targets[part] - first, weight[:valid])
@@ -64,7 +64,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         for start in range(0, hidden.size(0), ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
             own = _log_probs(hidden[part], rows, ctx.group)
-            others = _log_probs(teacher.hidden[part], teacher.weight[: ctx.valid], ctx.group)
+            others = _log_probs(teacher.part(part, hidden.device), teacher.weight[: ctx.valid], ctx.group)
             if not ctx.valid:
                 continue
             if teacher.direction == "rkl":  # d KL / d z_j = p_j (log p_j - log q_j - KL)

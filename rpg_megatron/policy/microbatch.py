@@ -69,10 +69,14 @@ class TeacherRow:
     """What a teacher's distributions at a row's places are computed from."""
 
     hidden: Tensor
-    """[c, hidden size of the teacher]: its last hidden states on this context rank."""
+    """[c, hidden size of the teacher]: its last hidden states on this context rank; in host memory."""
     weight: Tensor
     """[padded vocabulary / tp, hidden size of the teacher]: this rank's rows of its output layer."""
     direction: Literal["rkl", "fkl"]
+
+    def part(self, places: slice, device: torch.device) -> Tensor:
+        """The hidden states of some places, on a device."""
+        return self.hidden[places].to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,10 @@ class HeldTeacher(ScoringModel):
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
             micro: MicroBatch = next(iterator)  # type: ignore[call-overload]
-            return self._forward(micro, model, _hidden_head), lambda output, non_loss_data: output.detach()
+            # In host memory, where the rows of a whole update fit.
+            return self._forward(
+                micro, model, _hidden_head
+            ), lambda output, non_loss_data: output.detach().cpu()
 
         with self.swapped_in(), torch.no_grad():
             others = [micro.for_other_model() for micro in micro_batches]

@@ -180,9 +180,10 @@ def rank_memory(
         if settings.full_divergence is not None and stage == parallel.pipeline - 1:
             # Its last hidden states, of all micro-batches of an update, and its output layer.
             kept_rows = round(weights * microbatches * -(-tokens // parallel.context) * other.hidden_size)
+            rows = other.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
             if on_gpu:
-                rows = other.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
-                kept_rows += round(weights * rows * other.hidden_size)
+                head_bytes = round(weights * rows * other.hidden_size)
+                parts.append(MemoryPart("teacher's output layer", head_bytes, "exact", "update"))
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
         kept, most = _saved(settings, held, published)
         parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
@@ -211,7 +212,7 @@ def rank_memory(
         ),
     ]
     if kept_rows:
-        parts.append(MemoryPart("teacher's hidden states", kept_rows, "estimated", "update"))
+        parts.append(MemoryPart("teacher's hidden states", kept_rows, "estimated", "update", host=on_gpu))
     if not on_gpu:
         if parallel.data * parallel.context > 1 and settings.optimizer.distributed:
             # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
