@@ -49,7 +49,7 @@ from rpg_megatron.launcher.preflight import (
     check_shared_memory,
 )
 from rpg_megatron.launcher.reward_trial import try_reward
-from rpg_megatron.launcher.teacher_checks import ask_teacher, check_teacher
+from rpg_megatron.launcher.teacher_checks import check_teacher, check_teacher_server
 from rpg_megatron.system.limits import check_address_space, check_files
 
 Need = Literal["trainer", "engines", "model", "weights", "data", "code", "machine"]
@@ -145,7 +145,7 @@ def _check_teacher(run: CheckedRun) -> None:
 
 
 def _ask_teacher(run: CheckedRun) -> list[str]:
-    return [] if run.prepares else ask_teacher(run.settings)
+    return [] if run.prepares else check_teacher_server(run.settings)
 
 
 def _check_gpus(run: CheckedRun) -> None:

@@ -16,6 +16,7 @@ from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 RANK = "rpg_megatron.training.rank"
 """Module that the ranks of a training run execute; audit and replay have modules of their own."""
 SAMPLER = "rpg_megatron.rollout.sampler"
+CONVERSATION_SAMPLER = "rpg_megatron.rollout.fine_tuning"
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
     return environment
 
 
-def sampler_command(folder: Path, work: Path, bridge: Path) -> list[str]:
+def sampler_command(settings: Settings, folder: Path, work: Path, bridge: Path) -> list[str]:
     """Command line of the sampler. folder: the run's. work, bridge: the first node's private folders."""
-    return [sys.executable, "-P", "-m", SAMPLER, str(folder), str(work), str(bridge)]
+    module = SAMPLER if settings.sft is None else CONVERSATION_SAMPLER
+    return [sys.executable, "-P", "-m", module, str(folder), str(work), str(bridge)]
 
 
 def rank_starts(

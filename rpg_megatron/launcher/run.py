@@ -166,7 +166,7 @@ class RunLauncher:
             self._check_signals()
             self._engines.start(others.get(index) or self._make_engine(index, token))
         self._check_signals()
-        sampler = sampler_command(self.folder, self._workspace.work, self._workspace.bridge)
+        sampler = sampler_command(settings, self.folder, self._workspace.work, self._workspace.bridge)
         cluster = cluster_environment(self._remote.address) if self._remote else {}
         self._supervisor.start("sampler", sampler, base_environment(settings, token) | cluster)
 

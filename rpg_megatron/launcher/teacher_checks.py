@@ -36,7 +36,7 @@ def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True
         check_tokenizers(settings.model.path, teacher.path)
 
 
-def ask_teacher(settings: Settings) -> list[str]:
+def check_teacher_server(settings: Settings) -> list[str]:
     """Ask the server of the teacher for log-probs, and for the tokens of a text; returns warnings.
 
     Raises UserError if it cannot be used, or tokenizes otherwise than the policy's tokenizer.

@@ -1,7 +1,11 @@
-"""The sampler of a fine-tuning run: batches are recorded conversations; engines sample evaluations only."""
+"""The sampler of a fine-tuning run: batches are recorded conversations; engines sample evaluations only.
+
+``python -m rpg_megatron.rollout.fine_tuning RUN_DIR WORK_DIR BRIDGE_DIR``, as ``rollout.sampler``.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +19,7 @@ from rpg_megatron.data.conversations import Conversations, read_conversations, t
 from rpg_megatron.data.prompt_stream import PromptStream
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.sampler import Sampler
+from rpg_megatron.rollout.sampler import Sampler, main
 from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 
@@ -63,6 +67,7 @@ class ConversationSampler(Sampler):
         rows = self._rows[1]
         return RolloutBatch(_index(rows.fetch(range(len(rows))), held_out=True))
 
+    @override
     async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
         """Training rows by index; held-out ones by -1 - index."""
         found: list[Trajectory] = []
@@ -90,3 +95,7 @@ def _index(rows: Sequence[Prompt], *, held_out: bool = False) -> BatchIndex:
     index = index_of(replace(to_trajectory(row), group=place) for place, row in enumerate(rows))
     tickets = np.array([row.id for row in rows], np.int64)
     return replace(index, ticket=-1 - tickets if held_out else tickets)
+
+
+if __name__ == "__main__":
+    sys.exit(main(ConversationSampler))

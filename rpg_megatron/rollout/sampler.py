@@ -64,6 +64,9 @@ logger = logging.getLogger("rpg_megatron.sampler")
 class Sampler:
     """Rollouts and evaluation, without the socket; for one event loop."""
 
+    fetch: Handler | None = None
+    """Gives leaders their trajectories; None: the workers do."""
+
     def __init__(
         self,
         settings: Settings,
@@ -250,7 +253,7 @@ class Sampler:
 # -- the process ---------------------------------------------------------------------------------------------
 
 
-async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
+async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type[Sampler]) -> int:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -289,12 +292,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
-    recorded = settings.sft is not None
-    if recorded:
-        from rpg_megatron.rollout.fine_tuning import ConversationSampler
-
-        fine_tuning = ConversationSampler(settings, tokenizer, pool, workers, events, work)
-    sampler = fine_tuning if recorded else Sampler(settings, tokenizer, pool, workers, events, work)
+    sampler = kind(settings, tokenizer, pool, workers, events, work)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
@@ -306,10 +304,10 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)
-        return [worker.address for worker in remote if not recorded] or [listening]
+        return [worker.address for worker in remote if sampler.fetch is None] or [listening]
 
-    fetch: Handler | None = fine_tuning.fetch if recorded else local.fetch if local else None
-    others = {} if fetch is None else {"fetch": fetch}
+    fetch = sampler.fetch or (local.fetch if local else None)
+    others: dict[str, Handler] = {} if fetch is None else {"fetch": fetch}
     server = Server(token, methods_of(SamplerRequests, sampler, addresses=addresses, **others))
     listening = server.listen(f"ipc://{work / SOCKET}")
     if fetch is not None and host:
@@ -328,7 +326,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     return code
 
 
-def main() -> int:
+def main(kind: type[Sampler] = Sampler) -> int:
     """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
@@ -340,7 +338,7 @@ def main() -> int:
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
+        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token, kind))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2

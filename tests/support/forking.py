@@ -43,6 +43,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     "rpg_megatron.cli",
     "rpg_megatron.launcher.reaper",
+    "rpg_megatron.rollout.fine_tuning",
     "rpg_megatron.rollout.sampler",
     "rpg_megatron.rollout.worker",
     "rpg_megatron.training.rank",

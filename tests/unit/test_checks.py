@@ -46,7 +46,7 @@ WITHOUT_MACHINE = tuple(check for check in CHECKS if "machine" not in check.need
 
 # -- no check outside the table ------------------------------------------------------------------------------
 
-CHECK_MODULES = ("preflight", "input_checks", "reward_trial")
+CHECK_MODULES = ("preflight", "input_checks", "reward_trial", "teacher_checks", "fine_tuning")
 """In launcher/: the functions of the table."""
 
 

@@ -83,6 +83,7 @@ main(["config", {str(config_file)!r}])
 
 COMMANDS = [
     ("train", "c.yaml"),
+    ("sft", "c.yaml"),
     ("eval", "m"),
     ("launch", "c.yaml"),
     ("audit", "r"),

@@ -21,6 +21,7 @@ from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.presets import PRESETS, find_preset
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
+from rpg_megatron.data.stored_problems import Message
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(10)]
 
@@ -211,7 +212,7 @@ def test_presets_know_the_common_formats(tmp_path: Path) -> None:
     verl = {"prompt": chat, "reward_model": {"ground_truth": "34", "style": "rule"}}
     assert read("gsm8k", {"question": "P", "answer": "so\n#### 5"}) == [("P", "5")]
     assert read("aime24", {"problem": "P", "answer": "025"}) == [("P", "025")]
-    assert read("aime25", verl, verl) == [((("user", "P"),), "34")]  # copies of one problem: once
+    assert read("aime25", verl, verl) == [((Message("user", "P"),), "34")]  # copies of one problem: once
     assert read("amc23", {"question": "P", "problem": "P", "answer": 27.0}) == [("P", "27.0")]
     assert read("math", {"problem": "P", "solution": "so $\\boxed{\\frac{1}{2}}$"}) == [("P", "\\frac{1}{2}")]
     assert read("math-500", {"problem": "P", "solution": "no", "answer": "3"}) == [("P", "3")]

@@ -67,6 +67,7 @@ def test_the_page_has_the_metrics_of_each_objective(kind: str) -> None:
             "anchor": {"type": "fixed" if kind in ("rpg", "grpo", "reinforce_plus_plus") else "old"},
             "aggregation": {"type": "sequence_mean" if kind == "gspo" else "token_mean"},
             "correction": {"type": "truncate"},
+            "teacher": {"url": "http://host/v1"} if kind == "distil" else None,
         }
     )
     logp = torch.linspace(-2, -1, 4, requires_grad=True)

@@ -25,7 +25,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.teacher import TeacherSettings
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.launcher.teacher_checks import ask_teacher, check_tokenizers
+from rpg_megatron.launcher.teacher_checks import check_teacher_server, check_tokenizers
 from rpg_megatron.rollout import teacher_client
 from rpg_megatron.rollout.teacher_client import TeacherClient, TeacherError
 from tests.support.chat_models import write_chat_tokenizer
@@ -204,24 +204,24 @@ def test_the_check_before_a_run(server: Server, tmp_path: Path) -> None:
     write_chat_tokenizer(own, "qwen2.5")
     write_chat_tokenizer(other, "qwen2.5")
     settings = settings_for(own, server.url)
-    assert "could not be compared" in ask_teacher(settings)[0]
+    assert "could not be compared" in check_teacher_server(settings)[0]
     server.tokenizer = open_tokenizer(own, chat=False)
-    assert ask_teacher(settings) == []
+    assert check_teacher_server(settings) == []
     file = other / "tokenizer.json"
     file.write_text(file.read_text().replace('"<|im_end|>"', '"<|im_over|>"'))
     server.tokenizer = open_tokenizer(other, chat=False)
     with pytest.raises(
         UserError, match=r"the tokenizer of http.* is not the policy's in .*own: token \d+ of"
     ):
-        ask_teacher(settings)
+        check_teacher_server(settings)
     with pytest.raises(UserError, match=r"the token '<\|im_end\|>' is \d+ here and none there"):
         check_tokenizers(own, other)
     check_tokenizers(own, own)
     server.answer = lambda body, number: {"choices": [{"text": "hello"}]}
     with pytest.raises(UserError, match=r"the server at http.* answered with something else than log-probs"):
-        ask_teacher(settings)
+        check_teacher_server(settings)
     with pytest.raises(UserError, match=r"cannot be reached .*; start it, or correct the settings"):
-        ask_teacher(settings_for(own, "http://127.0.0.1:9/v1"))
+        check_teacher_server(settings_for(own, "http://127.0.0.1:9/v1"))
 
 
 def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
