@@ -84,18 +84,21 @@ _TEXT = (
 
 
 def check_tokenizers(model: Path, teacher: Path) -> None:
-    """Check that two tokenizers give each token the same id. Raises UserError that names the first other one.
-
-    Tokenizers that need transformers are not compared.
-    """
-    own, other = (open_tokenizer(path, chat=False) for path in (model, teacher))
-    if own is None or other is None or own.vocabulary == other.vocabulary:
-        return
-    theirs = other.vocabulary
-    for token, number in sorted(own.vocabulary.items(), key=lambda item: item[1]):
+    """Check that two tokenizers give each token the same id. Raises UserError, with the first other token."""
+    ours, theirs = _vocabulary(model), _vocabulary(teacher)
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             there = f"{theirs[token]} there" if token in theirs else "none there"
             raise UserError(
                 f"teacher.path: the tokenizer in {teacher} is not the policy's in {model}: the token "
                 f"{token!r} is {number} here and {there}; choose a teacher with the same tokenizer"
             )
+
+
+def _vocabulary(model: Path) -> dict[str, int]:
+    if (tokenizer := open_tokenizer(model, chat=False)) is not None:
+        return tokenizer.vocabulary
+    from rpg_megatron.data.prompts import load_tokenizer, without_torch
+
+    with without_torch():
+        return dict(load_tokenizer(model).get_vocab())
