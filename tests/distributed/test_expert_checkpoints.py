@@ -72,7 +72,7 @@ def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str]) -> Non
 def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) -> None:
     write_batch(tmp_path, make_model(tmp_path / "model", "qwen3_moe", **SIZES))
     source = "TP2+SP x DP2, EP2"
-    run_all(tmp_path, "distributed", [source], [source, "DP4", "TP2+SP x PP2, ETP2"])
+    run_all(tmp_path, "distributed", [source], ["DP4", "TP2+SP x PP2, ETP2"])
 
 
 @pytest.mark.long

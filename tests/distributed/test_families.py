@@ -129,9 +129,7 @@ def test_megatron_counts_layers_of_uneven_stages_as_we_do(
 FEW = (
     "qwen2: TP2+SP",
     "qwen2: PP2xVPP2, layers 1 and 1, 2 and 1",
-    "llama: PP2, layers 3 and 2",
     "llama: TP2xPP2, layers 3 and 2",
-    "qwen2, wide: TP4+SP, 12 query heads in 2 groups",
     "qwen3, wide: TP4, 12 query heads in 2 groups",
     "qwen2, deep: PP4xVPP2, layers 1 and 1, 2 and 1, 1 and 1, 1 and 1",
 )

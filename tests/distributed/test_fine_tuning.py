@@ -32,13 +32,16 @@ from tests.support.layouts import (
 )
 from tests.support.tiny_models import make_model, use_float64
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "one rank": (1, {}, 7),
+FEW: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP2+SP": (2, SP, 3),
     "PP2": (2, {"pipeline": 2}, 5),
-    "PP2 x VPP2": (2, {"pipeline": 2, "virtual": 2}, 4),
     "DP2, packed to a budget": (2, {"data": 2}, 0),
     "CP2": (2, {"context": 2}, 3),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    **FEW,
+    "one rank": (1, {}, 7),
+    "PP2 x VPP2": (2, {"pipeline": 2, "virtual": 2}, 4),
     "TP2+SP x DP2": (4, {**SP, "data": 2}, 3),
     "CP2 x PP2": (4, {"context": 2, "pipeline": 2}, 3),
 }
@@ -72,13 +75,14 @@ def reference(model: PreTrainedModel, batch: list[Trajectory], *, by_conversatio
 @pytest.mark.parametrize(
     ("batch", "settings", "layouts"),
     [
-        (make_masked_batch, {}, LAYOUTS),
+        (make_masked_batch, {}, FEW),
+        pytest.param(make_masked_batch, {}, LAYOUTS, marks=pytest.mark.long),
         pytest.param(make_batch, {}, LAYOUTS, marks=pytest.mark.long),
         pytest.param(
             make_masked_batch, {"aggregation": {"type": "sequence_mean"}}, LAYOUTS, marks=pytest.mark.long
         ),
     ],
-    ids=["turns", "whole responses", "by conversation"],
+    ids=["few", "turns", "whole responses", "by conversation"],
 )
 def test_gradients_in_every_layout(
     tmp_path: Path, batch: Any, settings: dict[str, Any], layouts: dict[str, Any]

@@ -63,9 +63,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "CP2xDP2, packed to a budget": (4, {"context": 2, "data": 2}, 0),
 }
 """Name -> (ranks, parallel settings, micro-batches; 0: packed to a token budget)."""
-REPEATED = ("TP1, 2 micro-batches", "TP1, 3 micro-batches", "CP2xTP2")
-TIED = ("TP1", "PP2", "DP2, 7 micro-batches", "PP2xVPP2", "TP2xPP2", "TP2xPP2xVPP2+SP", "CP2xPP2")
+REPEATED = ("TP1, 2 micro-batches", "TP1, 3 micro-batches", "TP1, packed to a budget", "TP2", "PP2", "CP2")
+REPEATED += ("DP2, 7 micro-batches", "TP2xPP2", "TP2xDP2+SP", "CP2xTP2")
+"""Each is part of a larger layout, or another number of micro-batches."""
+TIED = ("TP1", "PP2xVPP2", "TP2xPP2xVPP2+SP", "CP2xPP2")
 """Layouts that tied embeddings could break; the others run untied."""
+MORE_TIED = ("PP2", "DP2, 7 micro-batches", "TP2xPP2")
 SEQUENCES = ("TP2+SP", "DP2, 7 micro-batches", "CP2")
 """Layouts that losses of whole sequences could break."""
 ENTROPIES = ("TP1, 2 micro-batches", "TP2+SP", "CP2")
@@ -87,13 +90,22 @@ REJECTED = (
         (False, "rpg", [name for name in LAYOUTS if name not in REPEATED]),
         (True, "rpg", TIED),
         (False, "gspo", SEQUENCES),
-        # Each layout below is also part of a larger layout, or another number of micro-batches.
         pytest.param(False, "rpg", REPEATED, marks=pytest.mark.long),
+        pytest.param(True, "rpg", MORE_TIED, marks=pytest.mark.long),
         pytest.param(False, "rpg, entropy bonus", ENTROPIES, marks=pytest.mark.long),
         pytest.param(False, "rejected tokens", REJECTED, marks=pytest.mark.long),
         pytest.param(False, "rejected sequences", REJECTED, marks=pytest.mark.long),
     ],
-    ids=["untied", "tied", "gspo", "repeated", "entropy bonus", "rejected tokens", "rejected sequences"],
+    ids=[
+        "untied",
+        "tied",
+        "gspo",
+        "repeated",
+        "repeated, tied",
+        "entropy bonus",
+        "rejected tokens",
+        "rejected sequences",
+    ],
 )
 def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, names: Sequence[str]) -> None:
     model = make_layout_model(tmp_path / "model", tied=tied)
@@ -112,7 +124,7 @@ def test_same_numbers_in_every_layout(tmp_path: Path, tied: bool, kind: str, nam
             np.testing.assert_allclose(logps, logp, atol=2e-5, err_msg=f"{name}: held anchor, {t.prompt_id}")
 
 
-MASKED = ("TP2", "TP2+SP", "PP2", "DP2, 7 micro-batches", "DP2, packed to a budget", "CP2")
+MASKED = ("TP2+SP", "PP2", "DP2, packed to a budget", "CP2")
 """Layouts that a mask could break, of at most two ranks."""
 INFLUENCES = {"last before a part": (3, 19), "first after a part": (3, 50)}
 """Sampled tokens next to tokens that were not: prompt, position in the response."""

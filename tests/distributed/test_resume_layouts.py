@@ -51,7 +51,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2xTP2+SP": {"context": 2, "tensor": 2, "sequence": True},
 }
 NEEDED = {
-    "distributed": ("TP2xPP2", "PP2xVPP2xDP2", "DP4"),
+    "distributed": ("TP2xPP2", "DP4"),
     "plain": ("DP4",),
     "schedule-free": ("DP4",),
 }

@@ -24,13 +24,13 @@ from tests.support.layouts import SP, check, make_layout_model, make_masked_batc
 from tests.support.tiny_models import make_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
-    "one rank": (1, {}, 7),
     "TP2+SP": (2, SP, 3),
     "PP2": (2, {"pipeline": 2}, 5),
-    "DP2, packed to a budget": (2, {"data": 2}, 0),
     "CP2": (2, {"context": 2}, 3),
 }
 MORE: dict[str, tuple[int, dict[str, Any], int]] = {
+    "one rank": (1, {}, 7),
+    "DP2, packed to a budget": (2, {"data": 2}, 0),
     "TP2": (2, {"tensor": 2}, 3),
     "PP2 x VPP2": (2, {"pipeline": 2, "virtual": 2}, 4),
     "TP2+SP x PP2": (4, {**SP, "pipeline": 2}, 3),

@@ -131,8 +131,9 @@ def test_a_port_that_is_taken(command, config_file: Path):
 
 def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):
     # The option is valid, but the model has no AWQ config.
-    train = command("train", str(config_file), "engine.arguments=[--quantization=awq]")
-    code, err = train.finish(180)
+    with forked_starts():
+        train = command("train", str(config_file), "engine.arguments=[--quantization=awq]")
+        code, err = train.finish(180)
     assert code == 2, err
     assert err.startswith("error: engine 0 ")
     assert "VllmConfig: Value error, Cannot find the config file for awq" in err

@@ -211,7 +211,7 @@ def test_unchecked_apply_fails_and_a_dead_session_is_recovered(rig):
     assert report.version == 31
 
 
-@pytest.mark.parametrize("syncs", [60, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("syncs", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_many_syncs_leave_nothing_behind(rig, syncs):
     def usage():
         """Open files, threads and resident bytes of all processes, and the files in shared memory."""

@@ -32,6 +32,10 @@ LINES = "document.querySelectorAll('[data-chart=\"{}\"] g.line').length"
 READOUTS = "[...document.querySelectorAll('figure output')].map((e) => e.textContent)"
 
 
+DESKTOP, PHONE = (1280, 860, False), (390, 844, True)
+"""Width, height, dark mode."""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert chromium is not None
@@ -63,9 +67,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.long), 10])
 @pytest.mark.parametrize(
-    ("width", "height", "dark"), [(1280, 860, False), (390, 844, True)], ids=["desktop", "phone"]
+    ("number", "width", "height", "dark"),
+    [
+        (1, *PHONE),
+        (10, *DESKTOP),
+        *(pytest.param(number, *PHONE, marks=pytest.mark.long) for number in (3, 10)),
+        *(pytest.param(number, *DESKTOP, marks=pytest.mark.long) for number in (1, 3)),
+    ],
 )
 def test_it_draws_every_chart(
     browser: Browser, runs: list[Path], tmp_path: Path, number: int, width: int, height: int, dark: bool

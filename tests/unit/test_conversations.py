@@ -193,8 +193,19 @@ def test_rows_without_a_turn_to_train(tmp_path: Path, row: dict[str, Any], messa
     rows = [{"messages": CHAT}, row, {"messages": CHAT[:3]}]
     with pytest.raises(UserError, match=message.replace("row 2", "(row|line) 2|:2")):
         data.read(rows, chat=True)
+
+
+def test_malformed_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+    data = Data(tmp_path)
+    rows = [
+        {"messages": CHAT},
+        {"messages": CHAT[:2]},
+        {"messages": [{"role": "user"}]},
+        {"messages": CHAT[:3]},
+    ]
     kept = data.read(rows, chat=True, malformed="skip")
     assert len(kept) == 2
+    assert kept.left_out == {"malformed": 1}, "the other one is counted as it is read"
 
 
 def test_a_chat_without_a_template(tmp_path: Path) -> None:
