@@ -35,8 +35,9 @@ from rpg_megatron.system.foreign_input import ForeignInputError
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 500
-"""Conversations that are rendered and tokenized at a time."""
+_AT_ONCE, _CHARACTERS = 500, 10_000_000
+"""Conversations that are rendered and tokenized at a time, and about the most characters of their texts: a
+chat is rendered for each of its turns."""
 
 
 class Row(NamedTuple):
@@ -182,10 +183,10 @@ class _Encoder:
 
     def rows(self, problems: Sequence[Problem]) -> Iterator[Row]:
         """The rows of all conversations that are used."""
-        for start in range(0, len(problems), _AT_ONCE):
+        for part in _parts(problems):
             chunk = [
                 (problem, pieces)
-                for problem, result in self._pieces(problems[start : start + _AT_ONCE])
+                for problem, result in self._pieces(part)
                 for pieces in (self._reject(result) if isinstance(result, UserError) else result)
             ]
             # A chat template adds the special tokens itself.
@@ -321,6 +322,21 @@ class _Encoder:
             raise UserError(f"{problem.where}: has no token to train on; fix or remove the row")
         check_ids(tokens, self._vocab, problem.where, self._tokenizer)
         return _fitting(tokens, mask, problem.source, settings, self._left_out)
+
+
+def _parts(problems: Sequence[Problem]) -> Iterator[list[Problem]]:
+    """The conversations, a few at a time."""
+    part: list[Problem] = []
+    size = 0
+    for problem in problems:
+        turns = 1 if isinstance(problem.prompt, str) else len(problem.prompt)
+        part.append(problem)
+        size += (len(problem.text) + len(problem.answer)) * turns
+        if len(part) == _AT_ONCE or size > _CHARACTERS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 _Pieces = list[str]

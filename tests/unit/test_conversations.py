@@ -208,6 +208,13 @@ def test_malformed_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     assert kept.left_out == {"malformed": 1}, "the other one is counted as it is read"
 
 
+def test_long_chats_are_rendered_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, rows = Data(tmp_path), [{"messages": CHAT[: 1 + 2 * turns]} for turns in (1, 2, 3, 1)]
+    whole = data.parts(data.read(rows, chat=True))
+    monkeypatch.setattr("rpg_megatron.data.conversations._CHARACTERS", 100)
+    assert data.parts(data.read(rows, chat=True)) == whole
+
+
 def test_a_chat_without_a_template(tmp_path: Path) -> None:
     data = Data(tmp_path)
     with pytest.raises(UserError, match=r"is a chat; set sft\.data\.chat to true"):
