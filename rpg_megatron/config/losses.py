@@ -271,10 +271,11 @@ class DistilSettings(LossSettings):
     """The loss."""
     divergence: Literal["rkl", "fkl"] = "rkl"
     """rkl: KL(policy || teacher); fkl: KL(teacher || policy)."""
-    form: Literal["token", "sequence", "full"] = "token"
+    form: Literal["token", "sequence", "full", "top_k"] = "token"
     """token: log-ratio of each sampled token as its reward. sequence: with those of all later tokens, the
     gradient of the divergence of whole responses, with a higher variance (rkl only). full: exact over the
-    vocabulary at each sampled token; needs teacher.path."""
+    vocabulary at each sampled token; needs teacher.path. top_k: over the teacher's likeliest tokens and all
+    others as one; needs teacher.url and teacher.top_k."""
     reward: float = Field(0.0, ge=0)
     """Weight of the advantage, beside the divergence. 0: rewards are measured and train nothing."""
     clip: ClipSettings | None = ClipSettings()
@@ -284,8 +285,8 @@ class DistilSettings(LossSettings):
     def _check_form(self) -> DistilSettings:
         if self.form == "sequence" and self.divergence != "rkl":
             raise ValueError("form sequence is for divergence rkl; use form token or full")
-        if self.form == "full" and self.entropy_bonus:
-            raise ValueError("entropy_bonus excludes form full; set it to 0, or use form token")
+        if self.form in ("full", "top_k") and self.entropy_bonus:
+            raise ValueError(f"entropy_bonus excludes form {self.form}; set it to 0, or use form token")
         return self
 
     @override
@@ -293,7 +294,7 @@ class DistilSettings(LossSettings):
         from rpg_megatron.objectives import full_divergence_loss, sampled_divergence_loss
 
         advantages, clip = self.reward * tokens.advantages, self.clip.build() if self.clip else None
-        if self.form == "full":
+        if self.form in ("full", "top_k"):
             assert tokens.divergence is not None
             return full_divergence_loss(logp, tokens.divergence, tokens.old, advantages, clip=clip)
         return sampled_divergence_loss(

@@ -267,6 +267,12 @@ class Settings(Section):
         loss = self.objective
         return loss.divergence if isinstance(loss, DistilSettings) and loss.form == "full" else None
 
+    @property
+    def top_divergence(self) -> Literal["rkl", "fkl"] | None:
+        """The divergence to the likeliest tokens of a teacher's server; None: they are not asked for."""
+        loss = self.objective
+        return loss.divergence if isinstance(loss, DistilSettings) and loss.form == "top_k" else None
+
     def _teacher_problems(self) -> Iterator[str]:
         loss = self.objective
         if self.teacher is None:
@@ -281,6 +287,9 @@ class Settings(Section):
             yield "teacher needs rollout.temperature 1: the distribution that it gives"
         if self.full_divergence is not None and self.teacher.path is None:
             yield "objective.form full needs the teacher's full distribution: set teacher.path, or form token"
+        uses_top = isinstance(loss, DistilSettings) and loss.form == "top_k"
+        if uses_top != (self.teacher.top_k is not None):
+            yield "objective.form top_k and teacher.top_k need each other; set both, or none"
         if self.reward.kl is not None:
             yield "reward.kl and teacher exclude each other; use objective.type distil with objective.reward"
 

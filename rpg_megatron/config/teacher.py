@@ -22,6 +22,9 @@ class TeacherSettings(Section):
     tokens by /completions with prompt_logprobs. Asked with token ids, never with text."""
     model: str | None = None
     """url: name of the model on the server; null: the first one that the server lists."""
+    top_k: int | None = Field(None, ge=1)
+    """url: log-probs of this many of the likeliest tokens at each place, for objective.form top_k. The server
+    must allow it (vLLM: --max-logprobs, 20 unless set)."""
     api_key_variable: str | None = None
     """url: environment variable with the server's key; null: none."""
     timeout: float = Field(600.0, gt=0)
@@ -35,7 +38,7 @@ class TeacherSettings(Section):
         if (self.path is None) == (self.url is None):
             raise ValueError("needs either path (held by the trainer ranks) or url (a server)")
         if self.url is None:
-            for key in ("model", "api_key_variable", "timeout", "concurrency"):
+            for key in ("model", "top_k", "api_key_variable", "timeout", "concurrency"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} has no effect without url; remove it")
         return self

@@ -95,6 +95,11 @@ class Trajectory:
     """Router replay: the experts that the engine chose, uint8 or int16 [P + R - 1, layers with experts,
     experts per token]; [0, 0, 0] without router replay. Row i is that of token i, computed by the weights
     that sampled token i + 1 or, if token i + 1 is in the prompt, the response's first token."""
+    top_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """The likeliest tokens of a teacher's server at each response token, int32 [R, k]; [0, 0] without them.
+    Not in rollout files."""
+    top_logps: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """Their log-probs, float32 [R, k]."""
     mask: Mask = field(default_factory=_no_mask)
     """Which tokens the policy sampled, bool [R]; the others are in no loss. Default: all of them."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rpg_megatron.policy.logprobs import _local_rows, _reduce
-from rpg_megatron.policy.microbatch import TeacherRow
+from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 
 
 class _ChunkedDivergence(torch.autograd.Function):
@@ -86,6 +86,84 @@ class _ChunkedDivergence(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), *[None] * 6
 
 
+class _ChunkedTopDivergence(torch.autograd.Function):
+    """As ``_ChunkedDivergence``, over the teacher's likeliest tokens and one outcome for all others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        teacher: TeacherTop,
+        first: int,
+        valid: int,
+        chunk: int,
+        group: Any,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, rows, k = hidden.size(0), weight[:valid], teacher.ids.size(1)
+        logp, divergence, rest = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3))
+        top = hidden.new_empty(tokens, k, dtype=torch.float32)
+        for start in range(0, tokens, chunk):
+            part = slice(start, min(start + chunk, tokens))
+            wanted = torch.cat([targets[part, None], teacher.ids[part]], 1)
+            own = _log_probs(hidden[part], rows, group)
+            picked = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
+            if valid:
+                index, in_shard = _local_rows(wanted - first, rows)
+                picked = own.gather(1, index).masked_fill(~in_shard, 0.0)
+            _reduce(picked, group, dist.ReduceOp.SUM)
+            logp[part], top[part] = picked[:, 0], picked[:, 1:]
+            q, log_q_rest, log_p_rest = teacher.logps[part], *map(_rest, (teacher.logps[part], top[part]))
+            pairs = (top[part], log_p_rest, q, log_q_rest)
+            a, a_rest, b, b_rest = pairs if teacher.direction == "rkl" else pairs[2:] + pairs[:2]
+            value = (a.exp() * (a - b)).sum(-1) + a_rest.exp() * (a_rest - b_rest)
+            divergence[part], rest[part] = value * teacher.known[part], log_p_rest
+        ctx.save_for_backward(hidden, weight, targets, divergence, top, rest)
+        ctx.teacher, ctx.group = teacher, group
+        ctx.first, ctx.valid, ctx.chunk = first, valid, chunk
+        ctx.set_materialize_grads(False)
+        return logp, divergence
+
+    @staticmethod
+    def backward(ctx: Any, d_logp: Tensor | None, d_divergence: Tensor | None) -> Any:
+        hidden, weight, targets, divergence, top, rest = ctx.saved_tensors
+        teacher, zeros = ctx.teacher, torch.zeros_like(divergence)
+        d_logp, d_divergence = (zeros if d is None else d for d in (d_logp, d_divergence))
+        d_divergence = d_divergence * teacher.known
+        q, q_rest = teacher.logps, _rest(teacher.logps)
+        if teacher.direction == "rkl":  # d / d z_j is p_j times these, for likely tokens and for the others
+            likely = top - q - divergence[:, None]
+            others = rest - q_rest - divergence
+        else:
+            likely = 1 - (q - top).exp()
+            others = 1 - (q_rest - rest).exp()
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        rows = weight[: ctx.valid]
+        for start in range(0, hidden.size(0), ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, hidden.size(0)))
+            d_logits = _log_probs(hidden[part], rows, ctx.group).exp_()
+            if not ctx.valid:
+                continue
+            d_logits.mul_((others * d_divergence - d_logp)[part, None])
+            index, in_shard = _local_rows(teacher.ids[part] - ctx.first, rows)
+            more = top[part].exp() * (likely[part] - others[part, None]) * d_divergence[part, None]
+            d_logits.scatter_add_(1, index, more.masked_fill(~in_shard, 0.0))
+            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
+            d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~in_shard, 0.0)[:, None])
+            d_logits = d_logits.to(weight.dtype)
+            torch.matmul(d_logits, rows, out=d_hidden[part])
+            d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
+            del d_logits
+        return d_hidden, d_weight.to(weight.dtype), *[None] * 6
+
+
+def _rest(logps: Tensor) -> Tensor:
+    """Log of the probability that is left by those of the last dimension."""
+    return torch.log1p(-logps.exp().sum(-1).clamp(max=1 - 1e-7))
+
+
 def _log_probs(hidden: Tensor, rows: Tensor, group: Any) -> Tensor:
     """Log-probs of this rank's part of the vocabulary, [n, rows], float32. Collective over the group."""
     logits = torch.matmul(hidden, rows.t()).float()
@@ -103,7 +181,7 @@ def token_divergences(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    teacher: TeacherRow,
+    teacher: TeacherRow | TeacherTop,
     *,
     chunk: int,
     vocab: int,
@@ -112,15 +190,18 @@ def token_divergences(
     """Log-prob of each target, and the policy's divergence to the teacher at its place: two of [tokens].
 
     Parameters as in ``token_logprobs``, at temperature 1; the teacher has the same vocabulary, split alike.
-    float32, nats, both with gradient, of the policy only.
+    float32, nats, both with gradient, of the policy only. A ``TeacherTop`` gives a lower bound of the
+    divergence: that of its likeliest tokens and one outcome for all others.
     """
     if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
         raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
-    if teacher.hidden.size(0) != hidden.size(0):
-        raise ValueError(f"the teacher scored {teacher.hidden.size(0)} positions, not {hidden.size(0)}")
+    scored = teacher.ids if isinstance(teacher, TeacherTop) else teacher.hidden
+    if scored.size(0) != hidden.size(0):
+        raise ValueError(f"the teacher scored {scored.size(0)} positions, not {hidden.size(0)}")
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
-    result: tuple[Tensor, Tensor] = _ChunkedDivergence.apply(  # type: ignore[no-untyped-call]  # torch's own
+    function: Any = _ChunkedTopDivergence if isinstance(teacher, TeacherTop) else _ChunkedDivergence
+    result: tuple[Tensor, Tensor] = function.apply(
         hidden, weight, targets, teacher, first, valid, chunk, group
     )
     return result

@@ -80,6 +80,19 @@ class TeacherRow:
 
 
 @dataclass(frozen=True)
+class TeacherTop:
+    """The likeliest tokens of a teacher at a row's places."""
+
+    ids: Tensor
+    """int64 [c, k]."""
+    logps: Tensor
+    """float32 [c, k]."""
+    known: Tensor
+    """bool [c]: whether the teacher has given them for this place; elsewhere the divergence is 0."""
+    direction: Literal["rkl", "fkl"]
+
+
+@dataclass(frozen=True)
 class LengthGroups:
     """Sequences of a row, grouped by length; each group is padded to its longest sequence."""
 
@@ -165,7 +178,7 @@ class MicroBatch:
     sequence: Tensor
     """int64 [t]: index of the label's trajectory; 0 outside responses."""
     packed: PackedSequences
-    teacher: TeacherRow | None = field(default=None, kw_only=True)
+    teacher: TeacherRow | TeacherTop | None = field(default=None, kw_only=True)
     """For an update: what the divergence to a teacher is computed from."""
 
     @property
@@ -216,6 +229,7 @@ def make_micro_batch(
     context_rank: int = 0,
     mask_truncated: bool = False,
     experts: ExpertShape | None = None,
+    direction: Literal["rkl", "fkl"] | None = None,
 ) -> MicroBatch:
     """Pack complete trajectories into a row; without any, a row of padding, for a rank without work.
 
@@ -223,7 +237,8 @@ def make_micro_batch(
     tensor-parallel size. context: number of context ranks; each sequence is padded to a multiple of twice
     this number. Padding follows a sequence: nothing attends to it and it is not in the loss. mask_truncated:
     exclude truncated responses from the loss; their log-probs are still computed. experts: replay the
-    routes of the trajectories, which all or none of them have.
+    routes of the trajectories, which all or none of them have. direction: of the divergence to the teacher's
+    likeliest tokens, which trajectories may have; None: they are not used.
     Raises ValueError if some have routes and some do not.
     """
     lengths = [padded_length(t.length - 1, context) for t in trajectories] or [padded_length(1, context)]
@@ -255,6 +270,9 @@ def make_micro_batch(
     own_places = zigzag_places(lengths, context)[context_rank]
     if experts is not None and any(len(t.routes) for t in trajectories):
         packed.routes = _pack_routes(trajectories, lengths, own_places, experts, device)
+    teacher = None
+    if direction is not None:
+        teacher = _pack_top(trajectories, starts, own_places, size, direction, device)
     values: dict[str, Any] = {name: _copy(x, device) for name, x in floats.items()}
     for name in ("tokens", "labels"):
         values[name] = _copy(ints[name][own_places], device)[None]
@@ -267,8 +285,29 @@ def make_micro_batch(
         loss_positions=_copy(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),
         packed=packed,
+        teacher=teacher,
         **values,
     )
+
+
+def _pack_top(
+    trajectories: Sequence[Trajectory],
+    starts: NDArray[Any],
+    places: NDArray[np.int64],
+    size: int,
+    direction: Literal["rkl", "fkl"],
+    device: torch.device,
+) -> TeacherTop:
+    """The likeliest tokens at the positions ``places`` of a row of ``size``. starts: of the sequences."""
+    k = max((t.top_ids.shape[1] for t in trajectories), default=0) or 1
+    ids, logps, known = np.zeros((size, k), np.int64), np.zeros((size, k), np.float32), np.zeros(size, bool)
+    logps -= 1 + np.arange(k, dtype=np.float32)  # of places without: any finite numbers
+    for start, t in zip(starts, trajectories, strict=False):
+        if len(t.top_ids):
+            answer = slice(start + len(t.prompt) - 1, start + t.length - 1)
+            ids[answer], logps[answer], known[answer] = t.top_ids, t.top_logps, True
+    on_device = [_copy(x[places], device) for x in (ids, logps, known)]
+    return TeacherTop(on_device[0], on_device[1], on_device[2], direction)
 
 
 def _pack_routes(

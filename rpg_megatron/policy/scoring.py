@@ -20,7 +20,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.divergence import token_divergences
 from rpg_megatron.policy.logprobs import token_logprobs
-from rpg_megatron.policy.microbatch import MicroBatch, TeacherRow, make_micro_batch
+from rpg_megatron.policy.microbatch import MicroBatch, TeacherRow, TeacherTop, make_micro_batch
 from rpg_megatron.policy.model import Mesh, named_parameters
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
 
@@ -36,7 +36,7 @@ class Head:
     """See ``MicroBatch.label_range``."""
     entropy_gradient: bool = False
     """Whether the loss uses the entropies."""
-    teacher: TeacherRow | None = None
+    teacher: TeacherRow | TeacherTop | None = None
     """What the divergence to a teacher is computed from, in place of the entropy."""
 
 
@@ -116,6 +116,7 @@ class ScoringModel:
             context_rank=self.mesh.context_rank,
             mask_truncated=self.settings.training.mask_truncated,
             experts=self.replayed,
+            direction=self.settings.top_divergence,
         )
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -126,7 +127,8 @@ class ScoringModel:
         for model in self._models:
             model.eval()
         with torch.no_grad():
-            outputs = self._run(self._scored, micro_batches, forward_only=True)[: len(micro_batches)]
+            plain = [replace(micro, teacher=None) for micro in micro_batches]
+            outputs = self._run(self._scored, plain, forward_only=True)[: len(micro_batches)]
         flat = torch.empty(2, sum(p.size for p in micro_batches), dtype=torch.float32, device=self.device)
         if self.mesh.last_stage:
             torch.cat(outputs, dim=1, out=flat)

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.teacher import TeacherSettings
@@ -43,14 +44,18 @@ class TeacherClient:
                 raise UserError(f"teacher.api_key_variable: the variable {name} is not set; export it")
 
     async def score(self, t: Trajectory) -> None:
-        """Set ``anchor`` of a trajectory. Raises TeacherError, after retries, if the server gives none."""
+        """Set ``anchor`` of a trajectory, and with ``top_k`` its likeliest tokens.
+
+        Raises TeacherError, after retries, if the server gives none.
+        """
         tokens = [*t.prompt.tolist(), *t.response.tolist()]
         wait = _WAIT_SECONDS
         for last in (False,) * (_TRIES - 1) + (True,):
             try:
                 async with self._running:
-                    values = await self._ask(tokens)
-                t.anchor = values[len(t.prompt) - 1 :]
+                    values, top_ids, top_logps = await self._ask(tokens)
+                start = len(t.prompt) - 1
+                t.anchor, t.top_ids, t.top_logps = values[start:], top_ids[start:], top_logps[start:]
                 return
             except TeacherError:
                 if last:
@@ -84,16 +89,21 @@ class TeacherClient:
         if self._http is not None:
             await self._http.close()
 
-    async def _ask(self, tokens: list[int]) -> Floats:
-        """Log-prob of each token but the first, given those before it: float32 [len(tokens) - 1]."""
+    async def _ask(self, tokens: list[int]) -> tuple[Floats, NDArray[np.int32], NDArray[np.float32]]:
+        """Log-prob of each token but the first, given those before it: float32 [len(tokens) - 1].
+
+        And the likeliest tokens at each place, with their log-probs: [len(tokens) - 1, top_k]; [0, 0] if they
+        are not asked for.
+        """
+        k = self._settings.top_k or 0
         body = {
             "model": await self._name(),
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": k,
         }
-        limit = _MOST_BYTES + _BYTES_PER_TOKEN * len(tokens)
+        limit = _MOST_BYTES + _BYTES_PER_TOKEN * len(tokens) * (1 + k)
         answer = await self._post(f"{self._url}/completions", body, limit)
         try:
             rows = answer["choices"][0]["prompt_logprobs"]
@@ -108,7 +118,8 @@ class TeacherClient:
             raise TeacherError("answered with something else than log-probs of the tokens") from None
         if not all(map(math.isfinite, values)):
             raise TeacherError("gave a log-prob that is not finite")
-        return np.array(values, np.float32)
+        ids, logps = _likeliest(rows[1:], k)
+        return np.array(values, np.float32), ids, logps
 
     async def _name(self) -> str:
         if self._model is None:
@@ -147,3 +158,24 @@ class TeacherClient:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise TeacherError("answered with something else than JSON") from None
+
+
+def _likeliest(rows: list[dict[str, Any]], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The k likeliest tokens of each place, by rank, and their log-probs."""
+    if not k:
+        return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+    ids, logps = np.zeros((len(rows), k), np.int32), np.zeros((len(rows), k), np.float32)
+    try:
+        for place, row in enumerate(rows):
+            best = sorted(
+                (int(entry["rank"]), int(token), float(entry["logprob"])) for token, entry in row.items()
+            )
+            if len(best) < k or best[k - 1][0] > k:
+                raise TeacherError(f"gave fewer than {k} of the likeliest tokens (teacher.top_k)")
+            ids[place] = [token for _, token, _ in best[:k]]
+            logps[place] = [logp for *_, logp in best[:k]]
+    except (LookupError, TypeError, ValueError, OverflowError):
+        raise TeacherError("answered with something else than log-probs of the tokens") from None
+    if not np.isfinite(logps).all() or (logps > 0).any() or (ids < 0).any():
+        raise TeacherError("gave log-probs that are none")
+    return ids, logps

@@ -31,9 +31,10 @@ EncodedPlan = NDArray[np.int64]
 """What rank 0 sends a leader: see ``encode_plan``."""
 
 _FINISHES = ("stop", "length")
+_NO_TOP_IDS, _NO_TOP_LOGPS = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
 Flat = tuple[Tensor, Tensor, Tensor]
 """A replica's batch as tensors: see ``flatten``."""
-_FIELDS = 7
+_FIELDS = 8
 """Number of int32 fields of a trajectory besides its tokens."""
 
 
@@ -161,21 +162,26 @@ def flatten(batch: ReplicaBatch) -> Flat:
     """A replica's batch as three tensors.
 
     int32: batch sizes, fields, tokens, of which those that were not sampled are inverted, so negative;
-    float32: advantages, ``behaviour`` and ``anchor`` (of a teacher's server) of each;
+    the teacher's likeliest tokens; float32: advantages, ``behaviour``, ``anchor`` and the likeliest tokens'
+    log-probs (both of a teacher's server) of each;
     the routes of all trajectories: [rows, layers, experts of a token].
     """
     trajectories = list(iter_trajectories(batch))
     fields = [
         (
             *(len(t.prompt), len(t.response), _FINISHES.index(t.finish), t.prompt_id, t.group, t.sample),
-            len(t.anchor),
+            *(len(t.anchor), t.top_ids.shape[1]),
         )
         for t in trajectories
     ]
-    tokens = [ids for t in trajectories for ids in (t.prompt, np.where(t.mask, t.response, ~t.response))]
+    tokens = [
+        ids
+        for t in trajectories
+        for ids in (t.prompt, np.where(t.mask, t.response, ~t.response), t.top_ids.reshape(-1))
+    ]
     ints = [np.array(_sizes_of(batch), np.int32), np.array(fields, np.int32).reshape(-1), *tokens]
     floats = [np.array([t.advantage for t in trajectories], np.float32)]
-    floats += [values for t in trajectories for values in (t.behaviour, t.anchor)]
+    floats += [values for t in trajectories for values in (t.behaviour, t.anchor, t.top_logps.reshape(-1))]
     routes = np.concatenate([t.routes for t in trajectories] or [NO_ROUTES])
     return (
         torch.from_numpy(np.concatenate(ints)),
@@ -193,10 +199,11 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
     offset, value_offset = count * _FIELDS, count  # after the fields, after the advantages
     chosen, row = routes.numpy(), 0
     trajectories = []
-    for (prompt_length, length, finish, prompt_id, group, sample, scored), advantage in zip(
+    for (prompt_length, length, finish, prompt_id, group, sample, scored, k), advantage in zip(
         fields, values[:count].tolist(), strict=True
     ):
         middle, end = offset + prompt_length, offset + prompt_length + length
+        after = value_offset + length + scored
         response = words[middle:end]
         mask = response >= 0
         trajectories.append(
@@ -208,6 +215,8 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
                 mask=mask,
                 behaviour=values[value_offset : value_offset + length],
                 anchor=values[value_offset + length : value_offset + length + scored],
+                top_ids=words[end : end + length * k].reshape(-1, k) if k else _NO_TOP_IDS,
+                top_logps=values[after : after + length * k].reshape(-1, k) if k else _NO_TOP_LOGPS,
                 versions=np.zeros(0, np.int32),
                 finish=_FINISHES[finish],
                 text="",
@@ -216,7 +225,8 @@ def unflatten(ints: Tensor, floats: Tensor, routes: Tensor) -> ReplicaBatch:
                 routes=chosen[row : row + prompt_length + length - 1] if len(chosen) else NO_ROUTES,
             )
         )
-        offset, value_offset, row = end, value_offset + length + scored, row + prompt_length + length - 1
+        offset, value_offset = end + length * k, after + length * k
+        row += prompt_length + length - 1
     return _nest(trajectories, sizes)
 
 

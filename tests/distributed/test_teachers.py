@@ -44,10 +44,19 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _cut(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs of these tokens, and of all others together."""
+    chosen = rows.gather(1, ids)
+    return torch.cat([chosen, torch.log1p(-chosen.exp().sum(1, keepdim=True))], 1)
+
+
 def reference(
-    model: PreTrainedModel, teacher: PreTrainedModel, batch: list[Trajectory], direction: str
+    model: PreTrainedModel, teacher: PreTrainedModel, batch: list[Trajectory], direction: str, top_k: int = 0
 ) -> tuple[list, list, dict]:
-    """Log-probs and entropies of each response token; the teacher's; loss and gradients of the policy."""
+    """Log-probs and entropies of each response token; the teacher's; loss and gradients of the policy.
+
+    top_k: sets the likeliest tokens of the batch, and takes the divergence of these.
+    """
     rows, others, losses = [], [], []
     for t in batch:
         whole = torch.tensor(np.concatenate([t.prompt, t.response]), dtype=torch.long)
@@ -60,7 +69,15 @@ def reference(
             (own.gather(1, picked)[:, 0].detach().numpy(), -(own.exp() * own).sum(-1).detach().numpy())
         )
         others.append(other.gather(1, picked)[:, 0].detach().numpy())
-        p, q = (own, other.detach()) if direction == "rkl" else (other.detach(), own)
+        other = other.detach()
+        if top_k:
+            likeliest = other.topk(top_k)
+            t.top_ids, t.top_logps = (
+                likeliest[1].numpy().astype(np.int32),
+                likeliest[0].numpy().astype(np.float32),
+            )
+            own, other = (_cut(x, likeliest[1]) for x in (own, other))
+        p, q = (own, other) if direction == "rkl" else (other, own)
         losses.append((p.exp() * (p - q)).sum(-1)[torch.from_numpy(t.versions >= 0)])
     flat = torch.cat(losses)
     flat.mean().backward()
@@ -100,3 +117,28 @@ def test_the_exact_divergence_in_every_layout(
         for key, parts in result["scored"].items():
             actual = dict(parts)["teacher"]
             np.testing.assert_allclose(actual, others[int(key)], atol=2e-5, err_msg=f"{name}: teacher, {key}")
+
+
+@pytest.mark.parametrize(
+    ("direction", "layouts"),
+    [
+        ("fkl", {name: LAYOUTS[name] for name in ("TP2+SP", "CP2")}),
+        pytest.param("rkl", LAYOUTS | MORE, marks=pytest.mark.long),
+    ],
+    ids=["fkl", "rkl"],
+)
+def test_the_likeliest_tokens_in_layouts(tmp_path: Path, direction: str, layouts: dict[str, Any]) -> None:
+    """What a server gives: log-probs of eight tokens at each place; the trainer has no teacher then."""
+    model, batch = make_layout_model(tmp_path / "model", tied=False), make_masked_batch()
+    other = make_model(tmp_path / "teacher", "llama", noise=0.08, **TEACHERS["llama"][1])
+    rows, _, expected = reference(model, other, batch, direction, top_k=8)
+    for t, (logp, _) in zip(batch, rows, strict=True):
+        t.old = t.anchor = t.behaviour = logp.astype(np.float32)
+    settings = {
+        "teacher": {"url": "http://unused/v1", "top_k": 8},
+        "objective": {"type": "distil", "form": "top_k", "divergence": direction},
+        "rollout": {"prompts_per_step": 12},
+    }
+    results = run_layouts(tmp_path, layouts, batch, settings, lr=0.0, after=False)
+    for name, result in results.items():
+        check(tmp_path, name, result, batch, rows, expected)

@@ -40,7 +40,10 @@ def trajectory(number: int, prompt: int, response: int) -> Trajectory:
         text="text",
         advantage=float(np.float32(draw.normal())),
         mask=draw.random(response) < number % 3 / 2,
-        anchor=draw.normal(size=response * (number % 2)).astype(np.float32),  # of a teacher's server
+        # Of a teacher's server:
+        anchor=draw.normal(size=response * (number % 2)).astype(np.float32),
+        top_ids=draw.integers(0, 99, (response, number % 4)).astype(np.int32),
+        top_logps=draw.normal(size=(response, number % 4)).astype(np.float32),
     )
 
 
@@ -63,6 +66,11 @@ def test_there_and_back(cut: list[list[list[tuple[int, int, int]]]], kind: type 
             np.array_equal(getattr(a, n), getattr(b, n))
             for n in ("prompt", "response", "behaviour", "mask", "anchor")
         )
+        if a.top_ids.shape[1]:
+            assert np.array_equal(a.top_ids, b.top_ids)
+            assert np.array_equal(a.top_logps, b.top_logps)
+        else:
+            assert b.top_ids.shape == b.top_logps.shape == (0, 0)
         assert (b.response.dtype, b.mask.dtype) == (np.int32, np.bool_)
         assert (b.text, len(b.versions)) == ("", 0)
         assert len(a.routes) == len(b.routes)

@@ -13,6 +13,7 @@ Not covered here: layouts (tests/distributed/test_teachers), runs (tests/integra
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from rpg_megatron.objectives import full_divergence_loss, rpg_loss, sampled_divergence_loss
 from rpg_megatron.policy.divergence import token_divergences
-from rpg_megatron.policy.microbatch import TeacherRow
+from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 from tests.support.allocations import AllocationWatch
 
 V, T = 4, 3
@@ -237,6 +238,71 @@ def test_the_exact_divergence(direction: Any, chunk: int) -> None:
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
     assert not actual[1][vocab:].any(), "rows of padding are no tokens"
+
+
+def lumped(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
+    """KL of rows of log-probs over the tokens ``ids`` [n, k] and one outcome for all others."""
+
+    def cut(rows: Tensor) -> Tensor:
+        chosen = rows.gather(1, ids)
+        return torch.cat([chosen, torch.log1p(-chosen.exp().sum(1, keepdim=True))], 1)
+
+    a, b = cut(p), cut(q)
+    return (a.exp() * (a - b)).sum(1)
+
+
+@pytest.mark.parametrize("direction", ["rkl", "fkl"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    n, vocab, padded, k = 13, 37, 40, 4
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    hidden, weight = draw(n, 8).requires_grad_(), draw(padded, 8).requires_grad_()
+    others = draw(n, vocab).double().log_softmax(-1)
+    logps, ids = others.topk(k)
+    known = torch.arange(n) != 5
+    row = TeacherTop(ids, logps.float(), known, direction)
+    targets = torch.randint(0, vocab, (n,), generator=generator)
+    targets[0] = ids[0, 0]  # a sampled token among the likeliest
+    d_logp, d_divergence = draw(n), draw(n)
+    logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
+    actual = torch.autograd.grad((logp * d_logp + divergence * d_divergence).sum(), [hidden, weight])
+
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    own = (wide[0] @ wide[1][:vocab].t()).log_softmax(-1)
+    p, q = (own, others) if direction == "rkl" else (others, own)
+    exact = lumped(p, q, ids) * known
+    picked = own.gather(1, targets[:, None])[:, 0]
+    expected = torch.autograd.grad((picked * d_logp + exact * d_divergence).sum(), wide)
+    torch.testing.assert_close(divergence.double(), exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logp.double(), picked, atol=1e-5, rtol=1e-5)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("direction", ["rkl", "fkl"])
+def test_the_bias_of_the_likeliest_tokens(direction: str) -> None:
+    """A lower bound of the divergence, closer the more tokens; docs/distillation.md has these numbers."""
+    generator = torch.Generator().manual_seed(7)
+    logits = 2 * torch.randn(64, 200, generator=generator, dtype=torch.float64)
+    own = (logits + torch.randn(64, 200, generator=generator, dtype=torch.float64)).requires_grad_()
+    p, q = own.log_softmax(-1), logits.log_softmax(-1)
+    pair = (p, q) if direction == "rkl" else (q, p)
+    whole = (pair[0].exp() * (pair[0] - pair[1])).sum(1).mean()
+    (exact,) = torch.autograd.grad(whole, own, retain_graph=True)
+    errors = []
+    for k in (1, 4, 16, 64, 199):
+        value = lumped(*pair, q.topk(k)[1]).mean()
+        (biased,) = torch.autograd.grad(value, own, retain_graph=True)
+        errors.append((1 - float(value / whole), float((biased - exact).norm() / exact.norm())))
+        print(
+            f"{direction}, k {k}: {errors[-1][0]:.1%} of the divergence missing, gradient off by {errors[-1][1]:.1%}"
+        )
+    assert all(a[0] > b[0] and a[1] > b[1] for a, b in pairwise(errors))
+    assert errors[-1] == pytest.approx((0.0, 0.0), abs=1e-6), "with all tokens but one nothing is lost"
 
 
 def test_the_reward_beside_the_exact_divergence() -> None:

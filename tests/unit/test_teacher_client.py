@@ -145,6 +145,18 @@ def test_log_probs_are_those_of_the_tokens(server: Server, monkeypatch: pytest.M
     assert server.keys == {"Bearer secret"}
 
 
+def test_the_likeliest_tokens_come_by_rank(server: Server) -> None:
+    t = sampled()
+    score(server, t, top_k=1)
+    assert t.top_ids.tolist() == [[7777]] * len(RESPONSE)
+    np.testing.assert_allclose(t.top_logps, [[-0.001]] * len(RESPONSE), rtol=1e-6)
+    score(server, t, top_k=2)
+    assert t.top_ids.tolist() == [[7777, token] for token in RESPONSE]
+    assert [body["prompt_logprobs"] for body in server.bodies] == [1, 2]
+    with pytest.raises(TeacherError, match=r"gave fewer than 3 of the likeliest tokens \(teacher\.top_k\)"):
+        score(server, sampled(), top_k=3)
+
+
 def test_requests_are_limited_and_retried(server: Server) -> None:
     good = server.answer
     server.answer = lambda body, number: 503 if number in (1, 2, 5) else good(body, number)
@@ -241,6 +253,8 @@ def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"objective": {"type": "dapo"}, "advantage": {"type": "grpo"}}, "has no KL term, so teacher has no"),
         ({"rollout": {"temperature": 0.7}}, "teacher needs rollout.temperature 1"),
         ({"objective": {"type": "distil", "form": "full"}}, "objective.form full needs .*set teacher.path"),
+        ({"objective": {"type": "distil", "form": "top_k"}}, "form top_k and teacher.top_k need each other"),
+        ({"teacher": {"url": "http://y/v1", "top_k": 4}}, "form top_k and teacher.top_k need each other"),
         ({"objective": {"type": "distil", "form": "sequence", "divergence": "fkl"}}, "form sequence is for"),
         ({"reward": {"kl": {"coefficient": 0.1}}}, "reward.kl and teacher exclude each other"),
     ],
