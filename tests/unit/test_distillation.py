@@ -297,10 +297,8 @@ def test_the_bias_of_the_likeliest_tokens(direction: str) -> None:
     for k in (1, 4, 16, 64, 199):
         value = lumped(*pair, q.topk(k)[1]).mean()
         (biased,) = torch.autograd.grad(value, own, retain_graph=True)
-        errors.append((1 - float(value / whole), float((biased - exact).norm() / exact.norm())))
-        print(
-            f"{direction}, k {k}: {errors[-1][0]:.1%} of the divergence missing, gradient off by {errors[-1][1]:.1%}"
-        )
+        errors.append((1 - (value / whole).item(), ((biased - exact).norm() / exact.norm()).item()))
+        print(f"{direction}, k {k}: missing {errors[-1][0]:.1%}, gradient off by {errors[-1][1]:.1%}")
     assert all(a[0] > b[0] and a[1] > b[1] for a, b in pairwise(errors))
     assert errors[-1] == pytest.approx((0.0, 0.0), abs=1e-6), "with all tokens but one nothing is lost"
 
