@@ -453,13 +453,16 @@ class Settings(Section):
         return sets
 
     @property
+    def uses_rewards(self) -> bool:
+        """Whether rewards train the policy; distillation may only measure them."""
+        return not isinstance(self.objective, DistilSettings) or self.objective.reward > 0
+
+    @property
     def compares_within_groups(self) -> bool:
         """Whether a group of equal rewards has no learning signal."""
         advantage = self.advantage
         across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
-        if isinstance(self.objective, DistilSettings) and not self.objective.reward:
-            return False
-        return not across_groups and self.rollout.samples_per_prompt > 1
+        return self.uses_rewards and not across_groups and self.rollout.samples_per_prompt > 1
 
     @property
     def compares_engines(self) -> bool:

@@ -56,7 +56,7 @@ class StepWarnings:
                 "rollout.max_response_tokens, or check that the prompts make the model end its answers",
             )
         equal = self._settings.compares_within_groups and row.get("groups/equal_rewards") == 1
-        if equal or row.get("reward/std") == 0:
+        if self._settings.uses_rewards and (equal or row.get("reward/std") == 0):
             spread = row.get("reward/std") != 0
             which = "all rewards in each group" if equal and spread else "all rewards of the step"
             yield (

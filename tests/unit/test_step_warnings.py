@@ -43,6 +43,12 @@ def test_truncated_responses_and_equal_rewards_are_reported(config_file: Path) -
     assert messages == []  # groups are compared with each other
     across.check_batch(2, ALL_EQUAL)
     assert len(messages) == 1
+    messages.clear()
+    for reward, told in ((0, 0), (0.5, 1)):  # distillation trains on rewards only if it is told to
+        overrides = ["teacher={path: t}", f"objective={{type: distil, reward: {reward}}}"]
+        distilled = StepWarnings(load_settings(config_file, overrides), messages.append)
+        distilled.check_batch(1, ALL_EQUAL)
+        assert len(messages) == told
 
 
 def test_what_is_not_finite_is_told_at_each_step(config_file: Path) -> None:

@@ -51,8 +51,11 @@ def _checks(run: RunFiles) -> Iterator[HealthCheck]:
     yield from _check_held_out_loss(run)
     yield from _check_entropy(run)
     yield from _check_truncation(run)
-    silent = _steps_without_signal(run)
-    yield from _check_signal(run, silent)
+    # Distillation may train on any rewards, or none.
+    unused = run.config.get("objective.type") == "distil" and not run.config.get("objective.reward")
+    silent = set() if unused else _steps_without_signal(run)
+    if not unused:
+        yield from _check_signal(run, silent)
     yield from _check_gradient(run, silent)
     yield from _check_clipping(run)
     if any("engine/restarts" in row for row in run.rows):
