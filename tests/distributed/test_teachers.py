@@ -3,8 +3,8 @@
 Why: the teacher's passes borrow the policy's micro-batches, so rotary angles, splits of the vocabulary or
 chunks of the row that belong to the other model give plausible, wrong distributions. Proved on real
 Megatron-Core in fp32 over gloo: a Qwen3 learns from a Llama of other width, depth, heads and rotary base, and
-from a Qwen2 with tied embeddings, whose vocabulary no layout divides; the teacher's log-probs, the exact
-divergence over the vocabulary in both directions and every gradient equal those of float64 transformers, over
+from a Qwen2 with tied embeddings, whose vocabulary no layout divides, and a mixture of experts (long); the
+teacher's log-probs, the divergences in both directions and every gradient equal float64 transformers, over
 sampled tokens only, for TP with sequence parallelism, PP, virtual stages, CP, DP.
 Not covered here: sampled forms (tests/unit/test_distillation, and the loss of test_layouts), GPUs.
 """
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rpg_megatron.data.trajectory import Trajectory
 from tests.support.layouts import SP, check, make_layout_model, make_masked_batch, run_layouts
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_model, use_float64
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP2+SP": (2, SP, 3),
@@ -40,6 +40,10 @@ MORE: dict[str, tuple[int, dict[str, Any], int]] = {
 SIZES = {"vocab_size": 251, "hidden_size": 96, "intermediate_size": 100, "num_hidden_layers": 5}
 TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "num_attention_heads": 6, "head_dim": 16, "rope_theta": 500.0}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**SIZES, "num_attention_heads": 6, "head_dim": 16, "moe_intermediate_size": 32},
+    ),
     "qwen2, tied": ("qwen2", {**SIZES, "num_attention_heads": 12, "tie_word_embeddings": True}),
 }
 
@@ -94,16 +98,18 @@ def reference(
         pytest.param("llama", "fkl", LAYOUTS | MORE, marks=pytest.mark.long),
         pytest.param("llama", "rkl", MORE, marks=pytest.mark.long),
         pytest.param("qwen2, tied", "rkl", LAYOUTS | MORE, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "rkl", LAYOUTS | MORE, marks=pytest.mark.long),
     ],
-    ids=["rkl", "fkl", "rkl, more", "tied"],
+    ids=["rkl", "fkl", "rkl, more", "tied", "experts"],
 )
 def test_the_exact_divergence_in_every_layout(
     tmp_path: Path, teacher: str, direction: str, layouts: dict[str, Any]
 ) -> None:
     model, batch = make_layout_model(tmp_path / "model", tied=False), make_masked_batch()
     family, sizes = TEACHERS[teacher]
-    other = make_model(tmp_path / "teacher", family, noise=0.08, **sizes)
-    rows, others, expected = reference(model, other, batch, direction)
+    with use_float64():
+        other = make_model(tmp_path / "teacher", family, noise=0.08, **sizes)
+        rows, others, expected = reference(model, other, batch, direction)
     for t, (logp, _) in zip(batch, rows, strict=True):
         t.old = t.anchor = t.behaviour = logp.astype(np.float32)
     settings = {

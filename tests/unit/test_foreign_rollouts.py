@@ -144,6 +144,7 @@ def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
     readers = {"data/rollout_files.py", "rollout/worker.py"}  # the worker reads what the sampler wrote
     assert users("(iter|read)_rollouts") == readers | commands
     confined = {f"commands/{name}.py" for name in ("report/samples", "api", "grade", "sample")}
+    confined.add("data/conversations.py")
     assert users("iter_foreign_rollouts") == {"data/foreign_rollouts.py"} | confined
 
 
