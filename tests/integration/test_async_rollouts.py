@@ -219,7 +219,7 @@ async def interrupted(
             assert sampler._probes is not None
             _, index = await sampler._probes.collect()
             probes += await fetch(index)
-            await asyncio.sleep(0.1)
+            await more_tokens(engine, 4 * SIZE * SAMPLES)
         await sync(3)
         for step in (1, 2, 3):
             batch = await sampler.rollout(step, 3) if step == 1 else await take(sampler, step)
@@ -234,6 +234,19 @@ async def interrupted(
         for client in clients:
             await client.close()
     return batches, probes
+
+
+async def more_tokens(engine: Engine, count: int) -> None:
+    """Wait until the engine has sampled this many tokens: with the weights that it has now."""
+
+    async def total() -> float:
+        status, text = await asyncio.to_thread(engine.call, "GET", "/metrics/")
+        assert status == 200
+        return read_metrics(text)["vllm:generation_tokens_total"]
+
+    enough = await total() + count
+    while await total() < enough:
+        await asyncio.sleep(0.01)
 
 
 async def take(sampler: Sampler, step: int) -> RolloutBatch:
