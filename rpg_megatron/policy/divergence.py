@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rpg_megatron.policy.logprobs import _local_rows, _reduce
+from rpg_megatron.policy.logprobs import local_rows, reduce_in_group
 from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 
 
@@ -40,13 +40,13 @@ class _ChunkedDivergence(torch.autograd.Function):
             others = _log_probs(teacher.part(part, hidden.device), teacher.weight[:valid], group)
             sums = torch.zeros(2, part.stop - start, dtype=torch.float32, device=hidden.device)
             if valid:
-                index, in_shard = _local_rows(targets[part] - first, weight[:valid])
+                index, in_shard = local_rows(targets[part] - first, weight[:valid])
                 sums[0] = own.gather(1, index[:, None])[:, 0].masked_fill(~in_shard, 0.0)
                 if teacher.direction == "rkl":
                     sums[1] = own.exp().mul_(own.sub_(others)).sum(-1)
                 else:
                     sums[1] = others.exp().mul_(others.sub_(own)).sum(-1)
-            _reduce(sums, group, dist.ReduceOp.SUM)
+            reduce_in_group(sums, group, dist.ReduceOp.SUM)
             logp[part], divergence[part] = sums
             del own, others
         ctx.save_for_backward(hidden, weight, targets, divergence)
@@ -75,7 +75,7 @@ class _ChunkedDivergence(torch.autograd.Function):
                 p = own.exp_()
                 d_logits = others.exp_().neg_().add_(p).mul_(d_divergence[part, None])
             d_logits.sub_(p.mul_(d_logp[part, None]))
-            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
+            index, in_shard = local_rows(targets[part] - ctx.first, rows)
             d_target = d_logp[part].masked_fill(~in_shard, 0.0)
             d_logits.scatter_add_(1, index[:, None], d_target[:, None])
             del own, others, p
@@ -110,9 +110,9 @@ class _ChunkedTopDivergence(torch.autograd.Function):
             own = _log_probs(hidden[part], rows, group)
             picked = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
             if valid:
-                index, in_shard = _local_rows(wanted - first, rows)
+                index, in_shard = local_rows(wanted - first, rows)
                 picked = own.gather(1, index).masked_fill(~in_shard, 0.0)
-            _reduce(picked, group, dist.ReduceOp.SUM)
+            reduce_in_group(picked, group, dist.ReduceOp.SUM)
             logp[part], top[part] = picked[:, 0], picked[:, 1:]
             q, log_q_rest, log_p_rest = teacher.logps[part], *map(_rest, (teacher.logps[part], top[part]))
             pairs = (top[part], log_p_rest, q, log_q_rest)
@@ -147,10 +147,10 @@ class _ChunkedTopDivergence(torch.autograd.Function):
             if not ctx.valid:
                 continue
             d_logits.mul_((others * d_divergence - d_logp)[part, None])
-            index, in_shard = _local_rows(teacher.ids[part] - ctx.first, rows)
+            index, in_shard = local_rows(teacher.ids[part] - ctx.first, rows)
             more = top[part].exp() * (likely[part] - others[part, None]) * d_divergence[part, None]
             d_logits.scatter_add_(1, index, more.masked_fill(~in_shard, 0.0))
-            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
+            index, in_shard = local_rows(targets[part] - ctx.first, rows)
             d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~in_shard, 0.0)[:, None])
             d_logits = d_logits.to(weight.dtype)
             torch.matmul(d_logits, rows, out=d_hidden[part])
@@ -170,10 +170,10 @@ def _log_probs(hidden: Tensor, rows: Tensor, group: Any) -> Tensor:
     top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     if len(rows):
         torch.amax(logits, -1, out=top)
-    _reduce(top, group, dist.ReduceOp.MAX)
+    reduce_in_group(top, group, dist.ReduceOp.MAX)
     logits.sub_(top[:, None])
     total = logits.exp().sum(-1)
-    _reduce(total, group, dist.ReduceOp.SUM)
+    reduce_in_group(total, group, dist.ReduceOp.SUM)
     return logits.sub_(total.log_()[:, None])
 
 

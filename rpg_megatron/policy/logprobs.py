@@ -57,7 +57,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = weight[: ctx.valid]
         for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            index, in_shard = _local_rows(targets[part] - ctx.first, rows)
+            index, in_shard = local_rows(targets[part] - ctx.first, rows)
             gradients = d_logp[part], None if d_entropy is None else d_entropy[part]
             # In the model's precision: float32 matrix products are many times slower on a GPU.
             d_logits, d_target = _fused(_logit_gradients, rows)(
@@ -91,14 +91,14 @@ def _local_sums(
     """
     if not len(weight):  # this rank has padding rows only
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-        _reduce(top, group, dist.ReduceOp.MAX)
+        reduce_in_group(top, group, dist.ReduceOp.MAX)
         sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
     else:
         logits = _logits(hidden, weight)
         top = logits.amax(-1).float().div_(temperature)
-        _reduce(top, group, dist.ReduceOp.MAX)
-        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *_local_rows(index, weight))
-    _reduce(sums, group, dist.ReduceOp.SUM)
+        reduce_in_group(top, group, dist.ReduceOp.MAX)
+        sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *local_rows(index, weight))
+    reduce_in_group(sums, group, dist.ReduceOp.SUM)
     return top, sums
 
 
@@ -162,13 +162,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _local_rows(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def local_rows(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """A valid row index for each target, and whether this rank has the target's row."""
     in_shard = (index >= 0) & (index < len(weight))
     return index.clamp(0, len(weight) - 1), in_shard
 
 
-def _reduce(x: Tensor, group: Any, op: Any) -> None:
+def reduce_in_group(x: Tensor, group: Any, op: Any) -> None:
+    """All-reduce ``x`` in place over ``group``; nothing for None or a group of one rank."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)
 

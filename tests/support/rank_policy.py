@@ -5,7 +5,9 @@ To be imported after ``rpg_megatron.policy.device``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -18,20 +20,38 @@ from rpg_megatron.policy.teacher import HeldTeacher
 
 
 def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> Policy:
-    shape = read_model_shape(settings.model.path)
+    path = settings.model.path
 
     def load(policy: Policy) -> None:
-        load_hf_weights(
-            settings.model.path,
-            policy.loadable_parameters(),
-            mapping_for(shape),
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-            experts=mesh.experts,
-        )
+        load_checkpoint(path, policy.loadable_parameters(), settings, mesh)
 
-    return Policy(settings, shape, mesh, device, load)
+    return Policy(settings, read_model_shape(path), mesh, device, load)
+
+
+def checkpoint_teacher(settings: Settings, mesh: Mesh, device: torch.device) -> HeldTeacher | None:
+    """The teacher of the settings, if they have one with a path."""
+    path = settings.teacher.path if settings.teacher is not None else None
+    if path is None:
+        return None
+
+    def load(teacher: HeldTeacher) -> None:
+        load_checkpoint(path, teacher.named_parameters(), settings, mesh)
+
+    return HeldTeacher(settings, read_model_shape(path), mesh, device, load)
+
+
+def load_checkpoint(
+    path: Path, parameters: Iterable[tuple[str, torch.Tensor]], settings: Settings, mesh: Mesh
+) -> None:
+    load_hf_weights(
+        path,
+        parameters,
+        mapping_for(read_model_shape(path)),
+        tensor=mesh.tensor,
+        tensor_rank=mesh.tensor_rank,
+        vocab_multiple=settings.model.vocab_multiple,
+        experts=mesh.experts,
+    )
 
 
 def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
@@ -46,24 +66,3 @@ def cut_unevenly(trajectories: list, count: int, mesh: Mesh) -> list[list]:
     micro = [trajectories[a:b] for a, b in pairwise(bounds)]
     share = micro[mesh.data_rank :: mesh.data]
     return share + [[]] * (-(-count // mesh.data) - len(share))
-
-
-def checkpoint_teacher(settings: Settings, mesh: Mesh, device: torch.device) -> HeldTeacher | None:
-    """The teacher of the settings, if they have one with a path."""
-    path = settings.teacher.path if settings.teacher is not None else None
-    if path is None:
-        return None
-    shape = read_model_shape(path)
-
-    def load(teacher: HeldTeacher) -> None:
-        load_hf_weights(
-            path,
-            teacher.named_parameters(),
-            mapping_for(shape),
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-            experts=mesh.experts,
-        )
-
-    return HeldTeacher(settings, shape, mesh, device, load)
