@@ -229,9 +229,8 @@ class Progress:
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
         first = max((len(f"{row['step']}/{self.steps}") for row in self._rows), default=4)
-        shown = _columns(self._rows[-1])[
-            : max((self.console.width - max(first, 4) - 1) // 10, 1)
-        ]  # the columns that fit
+        fitting = max((self.console.width - max(first, 4) - 1) // 10, 1)
+        shown = _columns(self._rows[-1])[:fitting]
         table.add_column("step", justify="right", no_wrap=True)
         for name, _, _ in shown:
             table.add_column(name, justify="right", min_width=8)

@@ -27,8 +27,8 @@ class ResponseTokens:
     """float32, nats, with gradient: entropy of the policy's distribution of the token. None without
     ``objective.entropy_bonus``."""
     divergence: Tensor | None = None
-    """float32, nats, with gradient: exact divergence to the teacher at the token. None without
-    ``objective.form`` full."""
+    """float32, nats, with gradient: divergence to the teacher at the token; exact with ``objective.form``
+    full, a lower bound with top_k. None in other forms."""
 
 
 @dataclass(frozen=True)

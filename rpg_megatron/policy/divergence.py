@@ -1,4 +1,4 @@
-"""Exact divergence of the policy to a teacher at each token, over the vocabulary, in chunks of tokens."""
+"""Divergence of the policy to a teacher at each token, in chunks: exact, or from likely tokens only."""
 
 from __future__ import annotations
 
