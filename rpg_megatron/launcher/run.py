@@ -72,6 +72,7 @@ class RunLauncher:
         self.folder, self.notes = self._opened.folder, self._opened.notes
         self.log = self.folder / LOGS / LAUNCHER_LOG
         self._ranks: list[Child | RemoteRank] = []
+        self._sampler: Child | None = None
         # Only training syncs weights to a restarted engine; in other jobs its weights would be random.
         self._max_restarts = settings.engine.restarts if self._trains else 0
         self._discard = self._all_started = False
@@ -168,7 +169,9 @@ class RunLauncher:
         self._check_signals()
         sampler = sampler_command(settings, self.folder, self._workspace.work, self._workspace.bridge)
         cluster = cluster_environment(self._remote.address) if self._remote else {}
-        self._supervisor.start("sampler", sampler, base_environment(settings, token) | cluster)
+        self._sampler = self._supervisor.start(
+            "sampler", sampler, base_environment(settings, token) | cluster
+        )
 
     def _put_engines_to_sleep(self) -> None:
         """Wait until all engines are up, then put them to sleep, which frees their GPU memory.
@@ -259,6 +262,8 @@ class RunLauncher:
             for rank in self._ranks:
                 if rank.exit_code() is None:
                     rank.warn()
+            if self._sampler is not None and self._sampler.exit_code() is None:
+                self._sampler.warn()
             if self._settings.engine.colocated:  # saving needs GPU memory
                 self._engines.stop(grace=2.0)
         elif time.monotonic() - self._warned > settings.grace:
@@ -277,7 +282,17 @@ class RunLauncher:
             while REQUEUE in codes and self._running() and time.monotonic() < end:
                 self._progress.pump(0.1)
                 self._check_nodes()
+            self._wait_for_sampler()
             raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
+
+    def _wait_for_sampler(self) -> None:
+        """Wait while the sampler keeps the groups of the unfinished step, within ``checkpoint.grace``."""
+        if self._sampler is None or self._sampler.exit_code() is not None:
+            return
+        self._sampler.warn()  # again, or for the first time if only the ranks were signalled
+        end = (self._warned or time.monotonic()) + self._settings.checkpoint.grace
+        while self._sampler.exit_code() is None and time.monotonic() < end and self._signals.count < 2:
+            self._progress.pump(0.1)
 
     def _check_nodes(self) -> None:
         """Receive messages of other nodes. Raises UserError or RunFailed if one of them fails or is lost."""

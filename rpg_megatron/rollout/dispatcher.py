@@ -2,7 +2,7 @@
 
 A group goes to the serving engine with the least load, and to the worker that its prompt determines.
 Responses that a failed engine did not finish go to another engine, or wait for the restart. Groups of a dead
-worker are generated again, with the same seeds.
+worker are generated again, with the same seeds. Groups that the run kept when it was stopped are not.
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.config import UserError
 from rpg_megatron.config.files import remove
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
+from rpg_megatron.rollout.kept_groups import KeptGroup, group_file, publish_kept
 from rpg_megatron.rollout.remote_worker import WorkerDied
+
+logger = logging.getLogger("rpg_megatron.sampler")
 
 OVERSUBSCRIPTION = 1.25
 """Responses requested from an engine, relative to those that it decodes at once, so that it is never idle."""
 OVERSUBSCRIPTION_AHEAD = 2.0
 """The same with ``rollout.ahead``, where there is always a next group. A group counts until its longest
 response has ended, so a larger value is needed."""
+_WRITES = 8
+"""Groups that are written at the same time when a run is stopped."""
 
 
 class _GroupState:
@@ -65,6 +72,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._assign_task: asyncio.Task[None] | None = None
+        self._kept: dict[int, KeptGroup] = {}
+        self._kept_folder = Path()
         self.on_lost: Callable[[Exception], None] = lambda error: None
         """Called if a graded group of a dead worker cannot be recovered."""
 
@@ -81,7 +90,11 @@ class Dispatcher:
         that a retry does not fix.
         """
         state = self._groups[task.ticket] = _GroupState(task, self.worker_of(task.prompt_id), on_generated)
-        self._enqueue(state)
+        kept = self._kept.pop(task.ticket, None)
+        if kept is not None and kept.is_for(task, older=self._backup_all):
+            self._spawn(self._reuse(state, kept))
+        else:
+            self._enqueue(state)
         return state.graded
 
     async def generate_on(self, replica: Replica, task: GroupTask) -> GroupScores | None:
@@ -154,6 +167,30 @@ class Dispatcher:
         for file, states in on_disk.items():
             self._spawn(self._reload(states, file))
 
+    async def keep(self, groups: Sequence[KeptGroup], folder: Path) -> None:
+        """Write graded groups into ``folder``, in place of what is there. Raises OSError, UserError."""
+        part = folder.with_name(f".{folder.name}.part")
+        remove(part)
+        part.mkdir()
+        writing = asyncio.Semaphore(_WRITES)
+
+        async def write(ticket: int) -> None:
+            async with writing:
+                await self._worker(self._groups[ticket]).save([ticket], group_file(part, ticket))
+
+        await asyncio.gather(*(write(group.task.ticket) for group in groups if not group.rejected))
+        publish_kept(part, folder, groups)
+
+    def reuse(self, groups: Sequence[KeptGroup], folder: Path) -> None:
+        """Use the groups that ``keep`` wrote into ``folder``, when they are submitted."""
+        self._kept, self._kept_folder = {group.task.ticket: group for group in groups}, folder
+
+    @property
+    def reuses(self) -> bool:
+        """Whether files of ``reuse`` are still needed."""
+        files = (state.file for state in self._groups.values())
+        return bool(self._kept) or any(file and file.parent == self._kept_folder for file in files)
+
     def close(self) -> None:
         """Cancel all tasks."""
         for task in (self._assign_task, *self._tasks):
@@ -225,6 +262,22 @@ class Dispatcher:
         finally:
             replica.load -= state.task.samples
             self._pool.dispatch_needed.set()
+
+    async def _reuse(self, state: _GroupState, kept: KeptGroup) -> None:
+        ticket = state.task.ticket
+        if not kept.rejected:
+            file = group_file(self._kept_folder, ticket)
+            try:
+                await self._worker(state).load([ticket], file)
+            except (WorkerDied, UserError, OSError) as e:
+                logger.warning("group %d is sampled again: %s", ticket, e)
+                self._enqueue(state)
+                return
+            state.file = file
+        state.busy = False
+        state.on_generated()
+        if not state.graded.done():
+            state.graded.set_result(kept.scores)
 
     def _fail(self, state: _GroupState, error: Exception) -> None:
         state.busy = False

@@ -81,6 +81,10 @@ class ConversationSampler(Sampler):
         return {"stream": self._order.state(), "taken": self._taken}
 
     @override
+    async def keep_groups(self) -> None:
+        """Nothing is sampled."""
+
+    @override
     async def restore(self, state: dict[str, Any]) -> None:
         if "taken" not in state:
             raise UserError(

@@ -34,6 +34,7 @@ from rpg_megatron.rollout.dynamic_sampling import (
     sampling_metrics,
 )
 from rpg_megatron.rollout.groups import GroupTask
+from rpg_megatron.rollout.kept_groups import KeptGroup
 from rpg_megatron.rollout.task_stream import TaskStream
 
 
@@ -174,6 +175,11 @@ class RolloutProducer:
         self._held, self._held_since = 0.0, 0.0
         self._set_timer(None)
         return [entry.task.ticket for entry in before]
+
+    def graded(self) -> list[KeptGroup]:
+        """The graded groups that are not in a batch yet."""
+        entries = [*self._graded_entries, *self._pending_entries]
+        return [KeptGroup(e.task, e.group.scores, not e.kept) for e in entries if e.group is not None]
 
     def _next_window(self, step: int) -> list[_AdmittedGroup] | None:
         """The groups up to the step's last one, if all are graded; else None."""

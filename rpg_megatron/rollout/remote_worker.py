@@ -74,7 +74,7 @@ class RemoteWorker:
         if self._watch is not None:
             self._watch.cancel()
         if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+            self._process.send_signal(signal.SIGHUP)  # it ignores warnings, which may come from a scheduler
             try:
                 await asyncio.wait_for(self._process.wait(), 5.0)
             except TimeoutError:

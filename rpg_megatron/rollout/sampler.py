@@ -3,7 +3,8 @@
 ``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
 sockets in WORK_DIR, the run's token in the environment. Sampler workers (``worker.py``, as many as
 ``rollout.workers``) send requests to the engines and keep the trajectories; this process keeps lengths and
-rewards. It ends on SIGTERM or when the launcher has died; the launcher handles Ctrl-C.
+rewards. It ends on SIGTERM or when the launcher has died; the launcher handles Ctrl-C. At SIGTERM it writes
+the graded groups that are in no batch into the run's folder, for the run to use when it resumes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.config.files import remove
 from rpg_megatron.data.prompts import (
     codec_of,
     load_prompts,
@@ -41,9 +43,10 @@ from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
+from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, read_kept
 from rpg_megatron.rollout.probes import Probes
 from rpg_megatron.rollout.producer import RolloutProducer
-from rpg_megatron.rollout.remote_worker import RemoteWorker
+from rpg_megatron.rollout.remote_worker import RemoteWorker, WorkerDied
 from rpg_megatron.rollout.sampler_client import (
     SOCKET,
     EvaluatedSets,
@@ -75,9 +78,15 @@ class Sampler:
         workers: Sequence[GroupWorker],
         events: EventSender,
         work: Path,
+        run: Path | None = None,
     ):
-        """work: the work folder, for copies of graded groups; it is removed when the run ends."""
+        """work: the work folder, for copies of graded groups; it is removed when the run ends. run: the run's
+        folder, for those that are kept when it is stopped; None: none are.
+        """
         self._settings, self._pool, self._events = settings, pool, events
+        self._kept = run / UNFINISHED if run is not None and may_keep(settings) else None
+        self._reusing = False
+        """Whether groups that were kept are used, so that their folder is to be removed after that."""
         self._request: asyncio.Task[Any] | None = None
         """The rollout or evaluation in progress."""
         self._probes: Probes | None = None
@@ -186,6 +195,9 @@ class Sampler:
         """Let the workers discard the last step's trajectories: the leaders have fetched them."""
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
+        if self._reusing and self._kept is not None and not self.dispatcher.reuses:
+            remove(self._kept, ignore_errors=True)
+            self._reusing = False
 
     async def state(self) -> dict[str, Any]:
         """State for a checkpoint, JSON-serialisable: position in the data.
@@ -195,6 +207,13 @@ class Sampler:
         await self._stream.ready()
         return self._stream.sign(self._position)
 
+    async def keep_groups(self) -> None:
+        """Write the graded groups that are in no batch. Raises OSError, UserError and WorkerDied."""
+        groups = self._producer.graded() if self._kept is not None else []
+        if self._kept is not None and groups:
+            await self.dispatcher.keep(groups, self._kept)
+            self._events.send({"kind": "status", "text": f"kept {len(groups)} groups of the unfinished step"})
+
     async def restore(self, state: dict[str, Any]) -> None:
         """Restore what ``state()`` returned. Raises UserError if the data has changed."""
         await self._stream.ready()
@@ -203,6 +222,9 @@ class Sampler:
         await self.dispatcher.forget(used)
         self._position = self._stream.position()
         await self.dispatcher.forget(self._producer.reset())
+        if self._kept is not None:
+            self.dispatcher.reuse(read_kept(self._kept), self._kept)
+            self._reusing = self._kept.exists()
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
         if self._request is not None:  # started by a client that has disconnected
@@ -292,7 +314,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
-    sampler = kind(settings, tokenizer, pool, workers, events, work)
+    sampler = kind(settings, tokenizer, pool, workers, events, work, run)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
@@ -315,6 +337,13 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     serving = asyncio.create_task(server.serve())
     code = await ended
     serving.cancel()
+    if not code:
+        try:
+            await sampler.keep_groups()
+        except (OSError, UserError, WorkerDied) as e:
+            events.send(
+                {"kind": "status", "text": f"warning: groups of the unfinished step are not kept: {e}"}
+            )
     sampler.dispatcher.close()
     for worker in remote:
         await worker.close()

@@ -49,6 +49,7 @@ from rpg_megatron.rollout.running_group import RunningGroup
 from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.rollout.teacher_client import TeacherClient, TeacherError
 from rpg_megatron.system.messages import Server, methods_of
+from rpg_megatron.system.process_groups import WARNINGS
 
 _TOKENS_PER_REQUEST = 4096
 """Token budget of one request to an engine; a request is for at least one response."""
@@ -350,8 +351,9 @@ async def _run(
     settings: Settings, work: Path, number: int, address: str, stops: list[int], token: str
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for warning in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: schedulers signal all processes of a job
-        loop.add_signal_handler(warning, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, stop.set)
+    for warning in WARNINGS:  # schedulers signal all processes of a job; the sampler still needs this one
+        loop.add_signal_handler(warning, lambda: None)
     engines = engine_clients(settings, work, token)
     codec = load_codec(work / CODEC, settings.model.path)
     worker = Worker(settings, codec, engines, work, stops)
