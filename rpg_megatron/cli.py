@@ -104,7 +104,7 @@ def train(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="DIR", help="Start a new run from a checkpoint, or from a run's newest."
+            "--from", metavar="DIR|NAME", help="Start a new run from a checkpoint, or from a run's newest."
         ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; not needed under srun.")] = None,
@@ -113,6 +113,10 @@ def train(
     ] = None,
     job: Annotated[
         str | None, typer.Option(help="With --nodes: a name that distinguishes this job from others.")
+    ] = None,
+    task: Annotated[
+        int | None,
+        typer.Option(min=0, help="Task of a job array: the seed or, of a study, the run's number."),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -129,16 +133,25 @@ def train(
         raise UserError("--fresh and --from exclude each other; give one of them")
     with exit_on_interrupt():
         from rpg_megatron.checkpoints.hf_hub import with_local_model
+        from rpg_megatron.commands.study import settings_of_task
         from rpg_megatron.commands.train import dry_run as show_run
         from rpg_megatron.commands.train import train as lead_run
         from rpg_megatron.config import load_settings
         from rpg_megatron.launcher.node_agent import run_node
         from rpg_megatron.launcher.nodes import find_nodes
+        from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.supervisor import StopSignals
 
+    source = source and newest_run(source)
     with StopSignals(resumable=True) as signals, exit_codes():
         job_nodes = find_nodes(node_rank, nodes, job)
-        settings = with_local_model(load_settings(config, overrides))
+        if task is None:
+            settings = load_settings(config, overrides)
+        elif (found := settings_of_task(config, overrides or (), task)) is not None:
+            settings = found
+        else:
+            return
+        settings = with_local_model(settings)
         if settings.sft is None and ctx.info_name == "sft":
             raise UserError(f"{config}: has no section sft (docs/warm-start.md); use train for RL")
         if dry_run:
@@ -153,6 +166,37 @@ app.command("sft", help="Train on recorded conversations (section sft). Options 
     train
 )
 app.command("eval")(evaluate)
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the study.")],
+    overrides: Overrides = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("-o", "--option", metavar="OPTION", help="Option of sbatch: -o --partition=gpu, ..."),
+    ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Job script. [default: slurm/train_single_node.sbatch]"),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Train here, one run after the other, also where there is Slurm.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the runs and what would be submitted.")
+    ] = False,
+) -> None:
+    """Train one config with several settings and seeds: as a job array or, without Slurm, one by one.
+
+    The same command goes on with the runs that are not finished.
+    """
+    with exit_on_interrupt():
+        from rpg_megatron.commands.study import run_study
+        from rpg_megatron.launcher.nodes import leave_to_first_node
+
+    leave_to_first_node("study")
+    run_study(file, overrides or [], script=script, options=option or [], local=local, dry_run=dry_run)
 
 
 @app.command()
@@ -191,9 +235,7 @@ def launch(
 
 @app.command()
 def audit(
-    target: Annotated[
-        Path, typer.Argument(metavar="RUN|CONFIG", help="Folder of a run, or YAML file with settings.")
-    ],
+    target: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="A run, or YAML file with settings.")],
     overrides: Overrides = None,
     engine_model: Annotated[
         Path | None,
@@ -211,18 +253,19 @@ def audit(
     with exit_on_interrupt():
         from rpg_megatron.commands.audit.command import audit
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("audit")
     with StopSignals() as signals, exit_codes(failed=3):
-        clean = audit(target, overrides, signals, engine_model, out or json)
+        clean = audit(newest_run(target), overrides, signals, engine_model, out or json)
     if not clean:
         raise typer.Exit(1)
 
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or the name of the newest.")],
     step: Annotated[int, typer.Option(min=1, help="Step to replay.")],
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -237,11 +280,12 @@ def replay(
 
         from rpg_megatron.commands.replay import command as replay_command
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("replay")
     with StopSignals() as signals, exit_codes(failed=3):
-        report = replay_command.replay(run, step, overrides, signals)
+        report = replay_command.replay(newest_run(run), step, overrides, signals)
     typer.echo(json.dumps(report, indent=2) if as_json else replay_command.show(report))
     if not report["match"]:
         raise typer.Exit(1)
@@ -423,7 +467,7 @@ def grade(
 
 @app.command()
 def sample(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or the name of the newest.")],
     step: Annotated[int | None, typer.Option(min=1, help="Step. [default: the newest one saved]")] = None,
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Only prompts that contain this text.")
@@ -438,8 +482,10 @@ def sample(
         from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.commands.sample import print_samples
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.run_dir import newest_run
 
     leave_to_first_node("sample")
+    run = newest_run(run)
     if not live:
         return print_samples(run, step, prompt, count)
     with exit_on_interrupt():
@@ -451,7 +497,8 @@ def sample(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs, finished or not.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="One or more runs, finished or not, or a study's file."),
     ],
     out: Annotated[
         Path | None,
@@ -464,9 +511,13 @@ def report(
     """Write an HTML report of runs: charts, health checks, responses, settings."""
     with exit_on_interrupt():
         from rpg_megatron.commands.report import watch_report, write_report
+        from rpg_megatron.commands.study import folders_of
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.run_dir import newest_run
 
     leave_to_first_node("report")
+    named = [folders_of(run) if run.is_file() else [newest_run(run)] for run in runs]
+    runs = [folder for folders in named for folder in folders]
     if watch:
         watch_report(runs, out, typer.echo)
     else:

@@ -1,26 +1,52 @@
 # Sourced by the job scripts beside it: the options of srun, and what happens to a job whose command has ended.
 
+# JOB_SETUP: a file of yours that is sourced first: module load, export HF_HOME, NCCL_...
+if [ -n "${JOB_SETUP:-}" ]; then
+    source "$JOB_SETUP" || exit 1
+fi
 step=(--ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE")
 if [ -n "${CONTAINER_IMAGE:-}" ]; then
-    step+=(--container-image="$CONTAINER_IMAGE" --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD}"
-        --container-workdir="$PWD")
+    mounts=$PWD:$PWD${HF_HOME:+,$HF_HOME:$HF_HOME}${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+    step+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
 fi
 rpg=${RPG_MEGATRON:-rpg-megatron}
 
+# A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 the tasks are one run.
+chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
+task=()
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && [ -z "$chain" ]; then
+    task=(--task "$SLURM_ARRAY_TASK_ID")
+fi
+# After a failure of the machine the launcher writes into it how many seconds to wait, and nodes to leave out.
+export RPG_RESTART_FILE=$PWD/.restart-$SLURM_JOB_ID
+rm -f "$RPG_RESTART_FILE"
+
 # Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
 trap : TERM USR1
-# The tasks of an array run one after another; each resumes where the last one stopped.
-chain=${SLURM_ARRAY_JOB_ID:-}
-# Exit code 75: saved because of a signal. Leave the rest to the next task of an array, or requeue the job,
-# unless it is being cancelled. Exit code 0: finished; drop the pending tasks of an array.
+requeue() { # MESSAGE SECONDS [NODES]; Slurm ends this shell soon after the second line
+    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ] || return # it is being cancelled
+    echo "$1" && scontrol requeue "$SLURM_JOB_ID" || return
+    if [ -n "${3:-}" ]; then
+        before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${before:+$before,}$3"
+    fi
+    if [ "$2" -gt 120 ]; then # Slurm holds a requeued job for two minutes anyway
+        scontrol update JobId="$SLURM_JOB_ID" StartTime="now+$2"
+    fi
+}
+# Exit code 75: saved because of a signal. Leave the rest to the next task of a chain, or requeue the job.
+# Exit code 0: finished; drop the pending tasks of a chain.
 finish() {
     code=$?
     set +evx
-    if [ "$code" -eq 75 ] && [ -n "$chain" ]; then
+    if [ -e "$RPG_RESTART_FILE" ]; then
+        read -r seconds nodes < "$RPG_RESTART_FILE"
+        rm -f "$RPG_RESTART_FILE"
+        requeue "requeued" "$seconds" "$nodes"
+    elif [ "$code" -eq 75 ] && [ -n "$chain" ]; then
         exit 0
-    elif [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-        echo "saved; requeued"
-        scontrol requeue "$SLURM_JOB_ID"
+    elif [ "$code" -eq 75 ]; then
+        requeue "saved; requeued" 0
     elif [ "$code" -eq 0 ] && [ -n "$chain" ]; then
         scancel --state=PENDING "$chain"
     fi

@@ -28,6 +28,10 @@ def exit_codes(*, failed: int = 1) -> Iterator[None]:
             yield
         except RunFailed as e:
             print_error(f"error: {e}")
+            if e.failure.cause not in str(e):
+                print_error(f"first error: {e.failure.cause}")
+            if e.note:
+                print_error(e.note)
             raise typer.Exit(failed) from None
         except Interrupted as e:
             print(f"stopped: {e}", file=sys.stderr)

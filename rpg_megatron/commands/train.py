@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
+from rpg_megatron.launcher.failures import request_restart
 from rpg_megatron.launcher.fine_tuning import with_steps
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
@@ -20,7 +22,7 @@ from rpg_megatron.launcher.remote_nodes import RemoteNodes
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import is_finished
 from rpg_megatron.launcher.summary import summarise
-from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
 
 def train(
@@ -39,6 +41,20 @@ def train(
     the last checkpoint could not be written. All processes have ended in any case, and no folder is left
     except the run's, if it contains information.
     """
+    try:
+        return _train(settings, signals, fresh, source, nodes)
+    except RunFailed as e:
+        if not e.note:  # it failed before its folder was there
+            restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            e.note = request_restart(
+                e.failure, [{"failure": True, "step": 0}] * (1 + restarts), 0, settings.job
+            )
+        raise
+
+
+def _train(
+    settings: Settings, signals: StopSignals, fresh: bool, source: Path | None, nodes: Nodes | None
+) -> Path:
     with _gather(settings, signals, nodes) as remote:
         check_start(CheckedRun(settings, nodes=nodes.count if nodes else 1))
         settings = with_steps(settings)

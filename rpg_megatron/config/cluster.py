@@ -31,3 +31,14 @@ class ClusterSettings(Section):
     """Time limit for all nodes to connect at the start, in seconds."""
     silence: float = Field(60.0, gt=0)
     """Seconds without a heartbeat after which a node counts as lost and the run ends."""
+
+
+class JobSettings(Section):
+    """Restarts of a batch job by its script (slurm/README.md). No effect elsewhere."""
+
+    max_restarts: int = Field(3, ge=0)
+    """How often the job is started again after failures of the machine without a new checkpoint between them:
+    a lost node, a killed process, errors of NCCL, a GPU or the file system. Errors of settings, data and code
+    end it."""
+    backoff: float = Field(60.0, ge=0)
+    """Seconds before the first such restart; doubled for each further one, up to an hour."""

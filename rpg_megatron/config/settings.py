@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rpg_megatron.config.advantages import AnyAdvantageSettings, RPGAdvantageSettings
 from rpg_megatron.config.base import NAME, ImportedSettings, Section
-from rpg_megatron.config.cluster import ClusterSettings
+from rpg_megatron.config.cluster import ClusterSettings, JobSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
@@ -134,6 +134,8 @@ class Settings(Section):
     """The saved rollouts of each step."""
     cluster: ClusterSettings = ClusterSettings()
     """Multi-node placement and network."""
+    job: JobSettings = JobSettings()
+    """Restarts of a batch job."""
     profile: ProfileSettings = ProfileSettings()
     """Profiler traces."""
     trackers: tuple[NamedTracker, ...] = (TensorBoardSettings(),)

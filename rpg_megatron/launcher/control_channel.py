@@ -30,7 +30,9 @@ from typing import Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, open_own, remove
+from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.nodes import Nodes, own_address
+from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.system.process_groups import boot_id
 
 _HEARTBEAT_SECONDS = 5.0
@@ -150,7 +152,7 @@ class RendezvousServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
-        """Wait until all nodes have joined. Raises UserError after a timeout.
+        """Wait until all nodes have joined. Raises RunFailed after a timeout.
 
         poll: called while waiting; may raise. status: called with the nodes that are missing.
         """
@@ -169,10 +171,12 @@ class RendezvousServer:
                         waiting.remove(channel)
                         self.channels[message["node"]], self.joined[message["node"]] = channel, message
             if time.monotonic() > end:
-                raise UserError(
-                    f"{names} did not join within {self._settings.cluster.join_timeout:.0f} s "
-                    "(cluster.join_timeout); check the output of the launcher there, and that it can "
-                    f"reach {self.address} and sees {self._file.parent}"
+                message = f"{names} did not join within {self._settings.cluster.join_timeout:.0f} s"
+                hosts = tuple(self._nodes.hosts[rank] for rank in missing) if self._nodes.hosts else ()
+                raise RunFailed(
+                    f"{message} (cluster.join_timeout); check the output of the launcher there, and that it "
+                    f"can reach {self.address} and sees {self._file.parent}",
+                    Failure(message, machine=True, nodes=hosts),
                 )
         self._stop_listening()
 

@@ -15,13 +15,14 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import rpg_megatron
 from rpg_megatron.config import Settings
+from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import atomic_write_text, read_json
 
 ENVIRONMENT = "environment.json"
@@ -43,24 +44,53 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     Returns a warning for each file of custom code that has changed since the last start. Ignores errors of
     reading and writing files, because training does not depend on them.
     """
-    file = folder / ENVIRONMENT
-    starts: list[Any] = []
-    with contextlib.suppress(OSError, ValueError):
-        recorded = read_json(file)
-        starts = recorded if isinstance(recorded, list) else []
+    starts = _read_starts(folder)
+    if starts and isinstance(starts[-1], dict):
+        starts[-1].setdefault("end", {"reason": "not recorded: the launcher was killed, or its node failed"})
     now = custom_code_digests(settings)
     then: dict[str, str] = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
         then = dict(starts[-1]["own_code"])
     with contextlib.suppress(OSError):
         start = describe_environment() | {"own_code": now}
-        atomic_write_text(file, json.dumps([*starts, start], indent=2) + "\n")
+        _write_starts(folder, [*starts, start])
     return [
         f"warning: {name} has changed since the last start; the run continues with the new code, "
         "--fresh starts over"
         for name, digest in now.items()
         if then.get(name, digest) != digest
     ]
+
+
+def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | None) -> None:
+    """Add to the last entry of ``environment.json`` why the run ended. Ignores errors, as above.
+
+    step: of the newest checkpoint. suspects: after a failure of the machine, the nodes that may have caused
+    it.
+    """
+    starts = _read_starts(folder)
+    if starts and isinstance(starts[-1], dict):
+        failure = {} if suspects is None else {"failure": True, "nodes": list(suspects)}
+        starts[-1]["end"] = {"reason": shorten(reason, 500), "step": step, **failure}
+        with contextlib.suppress(OSError):
+            _write_starts(folder, starts)
+
+
+def ends_of_starts(folder: Path) -> list[dict[str, Any]]:
+    """What ``record_end`` recorded, the first start first; empty for a start without it."""
+    ends = [start.get("end") if isinstance(start, dict) else None for start in _read_starts(folder)]
+    return [end if isinstance(end, dict) else {} for end in ends]
+
+
+def _read_starts(folder: Path) -> list[Any]:
+    with contextlib.suppress(OSError, ValueError):
+        recorded = read_json(folder / ENVIRONMENT)
+        return recorded if isinstance(recorded, list) else []
+    return []
+
+
+def _write_starts(folder: Path, starts: list[Any]) -> None:
+    atomic_write_text(folder / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
 
 
 def custom_code_digests(settings: Settings) -> dict[str, str]:

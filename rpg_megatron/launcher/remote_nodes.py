@@ -19,6 +19,7 @@ import yaml
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import health, put_to_sleep
 from rpg_megatron.launcher.control_channel import RendezvousServer
+from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.nodes import Nodes, assign_node
 from rpg_megatron.launcher.rank_env import RankLaunchSpec
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
@@ -32,8 +33,8 @@ _LEAVE_SECONDS = 30.0
 class RemoteNodes:
     """The control channels to all other nodes. Call its methods from the main thread only.
 
-    Entering the context waits until all nodes have joined and passed their checks; raises UserError if they
-    do not. Leaving it ends their processes.
+    Entering the context waits until all nodes have joined and passed their checks; raises RunFailed and
+    UserError if they do not. Leaving it ends their processes.
     """
 
     def __init__(self, settings: Settings, nodes: Nodes, signals: StopSignals):
@@ -108,7 +109,9 @@ class RemoteNodes:
             for rank in assignment.ranks:
                 name = f"rank_{rank} on {self.name(node)}"
                 log = logs / f"rank_{rank}.log"
-                self.ranks[rank] = RemoteRank(name, log, partial(channel.send, "warn", rank=rank))
+                self.ranks[rank] = RemoteRank(
+                    name, log, partial(channel.send, "warn", rank=rank), host=self._host(node)
+                )
         return {index: engine.url for index, engine in self.engines.items()}
 
     def start_ranks(self, spec: RankLaunchSpec) -> None:
@@ -134,6 +137,9 @@ class RemoteNodes:
             return f"node {node} ({self._server.joined[node]['host']})"
         return self.nodes.name(node)
 
+    def _host(self, node: int) -> str:
+        return self.nodes.hosts[node] if self.nodes.hosts else str(self._server.joined[node]["host"])
+
     def send(self, node: int, kind: str, **facts: Any) -> None:
         """Send a message to one node."""
         self._server.channels[node].send(kind, **facts)
@@ -145,7 +151,8 @@ class RemoteNodes:
                 self._handle(node, message)
         for node, channel in self._server.channels.items():
             if channel.lost:
-                raise RunFailed(f"{self.name(node)} is lost: {channel.lost}")
+                message = f"{self.name(node)} is lost: {channel.lost}"
+                raise RunFailed(message, Failure(message, machine=True, nodes=(self._host(node),)))
 
     def dismiss(self, error: BaseException | None) -> None:
         """Ask all nodes to end their processes. error: the reason; None after success."""
@@ -245,6 +252,8 @@ class RemoteRank:
     """Asks the rank to save and exit."""
     code: int | None = None
     opened: IO[bytes] | None = None
+    host: str = ""
+    """Name of its node."""
 
     def exit_code(self) -> int | None:
         """None while it runs."""

@@ -68,7 +68,18 @@ _STEP = re.compile(r"step_(\d{6,})")
 _MOST_METRICS = 1 << 30
 """Bytes that are copied of another run: a sparse file would fill the disk."""
 _MAY_CHANGE = (
-    *("name", "runs", "device", "rendezvous_port", "parallel", "memory", "engine", "bridge", "cluster"),
+    *(
+        "name",
+        "runs",
+        "device",
+        "rendezvous_port",
+        "parallel",
+        "memory",
+        "engine",
+        "bridge",
+        "cluster",
+        "job",
+    ),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
     *("profile", "rollout.workers", "rollouts", "reward.workers", "reward.concurrency", "trackers"),
@@ -160,6 +171,17 @@ def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> Op
     if notes:
         run.notes = [*notes, f"run {display_path(run.folder)}, from step 0"]
     return run
+
+
+def find_finished(settings: Settings) -> Path | None:
+    """The newest run of this name, if it has done all of its steps, with settings that train the same."""
+    folder = next(iter(list_runs(settings)), None)
+    if folder is None or (_finished_steps(folder) or 0) < settings.training.steps or not is_ours(folder):
+        return None
+    try:
+        return None if _changes(settings, folder / CONFIG)[0] else folder
+    except UserError:  # settings that cannot be read
+        return None
 
 
 def _create(settings: Settings, dry: bool, origin: str | None = None) -> OpenRun:

@@ -16,6 +16,8 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
 from rpg_megatron.launcher.engines import Engines
+from rpg_megatron.launcher.environment import ends_of_starts, record_end
+from rpg_megatron.launcher.failures import judge, own_host, request_restart
 from rpg_megatron.launcher.nodes import assign_node, free_port, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
@@ -111,12 +113,25 @@ class RunLauncher:
             self._progress.close()
         if error is not None:
             append_to_log(self.log, f"{type(error).__name__}: {error}")
+        if self._trains and not self._discard:
+            self._record_end(error)
         if self._remote:  # other nodes end their processes at the same time
             self._remote.dismiss(error)
         self._supervisor.close(GRACE)
         if self._discard:
             remove(self.folder, ignore_errors=True)
         self._opened.close()
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Write how the run ended into its folder; after a failure of the machine, ask for a restart."""
+        failure = error.failure if isinstance(error, RunFailed) else None
+        text = failure.cause if failure else "finished" if error is None else (str(error) or repr(error))
+        step = next(iter(list_steps(self.folder)), 0)
+        record_end(self.folder, text, step, failure.nodes if failure and failure.machine else None)
+        if isinstance(error, RunFailed):
+            error.note = request_restart(error.failure, ends_of_starts(self.folder), step, self._settings.job)
+            if error.note:
+                append_to_log(self.log, error.note)
 
     def start(self) -> None:
         """Start all processes at the same time, since each spends its first seconds importing.
@@ -188,7 +203,7 @@ class RunLauncher:
         try:
             self._engines.sleep()
         except RunFailed as e:
-            raise RunFailed(self._keep(str(e))) from None
+            raise RunFailed(self._keep(str(e)), e.failure) from None
         self._progress.status("engines sleep; starting trainer ranks")
 
     def _make_engine(self, index: int, token: str) -> EngineProcess:
@@ -301,7 +316,7 @@ class RunLauncher:
         try:
             self._remote.pump()
         except RunFailed as e:
-            raise RunFailed(self._keep(str(e))) from None
+            raise RunFailed(self._keep(str(e)), e.failure) from None
 
     def _check_children(self) -> None:
         if not self._supervisor.failed():
@@ -310,7 +325,7 @@ class RunLauncher:
                 time.sleep(1.0)
                 self._check_signals()
                 if not self._warned:
-                    raise RunFailed(self._keep(explain(early[0])))
+                    raise RunFailed(self._keep(explain(early[0])), judge(early, own_host()))
             return
         time.sleep(1.0)  # other processes may fail as a result; one of their logs may explain more
         self._progress.pump(0.0)  # the last step before the failure
@@ -324,7 +339,7 @@ class RunLauncher:
             if not self._max_restarts:
                 # The cause may be a dying engine, whose main process stays alive for seconds.
                 self._check_engines(closely=True)
-            raise RunFailed(self._keep(explain(dead)))
+            raise RunFailed(self._keep(explain(dead)), judge(self._supervisor.failed(), own_host()))
         if self._progress.started_training or not self._opened.is_new:
             raise UserError(self._keep(message))
         self._discard = True  # the folder contains only this message
@@ -333,8 +348,10 @@ class RunLauncher:
     def _check_engines(self, closely: bool = False) -> None:
         try:
             self._engines.check(self._is_ending, closely=closely)
-        except (UserError, RunFailed) as e:
-            raise type(e)(self._keep(str(e))) from None
+        except UserError as e:
+            raise UserError(self._keep(str(e))) from None
+        except RunFailed as e:
+            raise RunFailed(self._keep(str(e)), e.failure) from None
 
     def _is_ending(self) -> bool:
         self._check_signals()

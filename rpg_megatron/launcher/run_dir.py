@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.base import NAME
 from rpg_megatron.config.explanation import explained_yaml
 from rpg_megatron.config.files import atomic_write_text, read_json, read_text, remove
 from rpg_megatron.launcher.own_defaults import with_own_defaults
@@ -111,6 +113,20 @@ def list_runs(settings: Settings) -> list[Path]:
     except OSError:
         return []
     return [runs / name for _, name in sorted(numbers, reverse=True)]
+
+
+def newest_run(path: Path) -> Path:
+    """The folder that a user has named: itself, or the newest run of this name, in ``runs`` or in its parent.
+
+    ``path`` itself if there is none, for the message of the command.
+    """
+    if not path.exists() and re.fullmatch(NAME, path.name):
+        parents = [path.parent] if path.parent != Path() else [Path("runs"), Path()]
+        for parent in parents:
+            with suppress(OSError):
+                if numbers := _numbers(parent, path.name):
+                    return parent / max(numbers)[1]
+    return path
 
 
 def next_folder(settings: Settings) -> Path:

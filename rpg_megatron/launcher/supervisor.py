@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from rpg_megatron.engine.process import EngineProcess, stop_engines
+from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
@@ -22,6 +23,13 @@ _ECHO_SECONDS = 1.0
 
 class RunFailed(Exception):
     """A process ended unexpectedly, not because of the user's input; the message explains why."""
+
+    def __init__(self, message: str, failure: Failure | None = None):
+        super().__init__(message)
+        self.failure = failure or Failure((message.splitlines() or [""])[0])
+        """The cause in one line, and whether it is the machine's."""
+        self.note = ""
+        """What happens next: a restart by the job script."""
 
 
 class Interrupted(BaseException):

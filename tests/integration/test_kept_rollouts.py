@@ -2,7 +2,7 @@
 
 Why: a rollout takes most of a step of an hour, and the end of a job comes in the middle of one. Real engine,
 ranks and sampler by the command line. The reward holds the moment: it answers for 16 of a step's 20 prompts
-and waits for a file before the others. It notes each response that it grades, so what was sampled again shows.
+and waits for a file before the others. It notes what it grades, so what was sampled again shows.
 Not covered: nodes (test_slurm_scripts.py), which groups may be used (tests/unit/test_kept_groups.py).
 """
 
@@ -65,7 +65,7 @@ def write_task(folder: Path, first: int) -> list[str]:
 
 
 def graded(folder: Path) -> Counter[int]:
-    """How often each problem was graded in the run; the check before it calls the reward once on the first."""
+    """How often each problem was graded in the run; the check before it grades the first one once."""
     file = folder / "graded"
     counts = Counter(int(line) for line in file.read_text().split()) if file.exists() else Counter()
     return counts - Counter({0: 1})

@@ -28,7 +28,7 @@ def evaluate(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="Hugging Face or Megatron checkpoint, hub id, a run (its newest export), or its checkpoint.",
+            help="A checkpoint (Hugging Face, Megatron, of a run), hub id, or a run: its newest export.",
         ),
     ],
     overrides: Annotated[
@@ -94,6 +94,7 @@ def evaluate(
         from rpg_megatron.commands.eval.output_dir import open_output_dir
         from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request, model_label
         from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
@@ -101,7 +102,7 @@ def evaluate(
         samples=samples, temperature=temperature, top_p=top_p, max_response_tokens=max_response_tokens
     )
     request = EvalRequest(
-        model=model,
+        model=newest_run(model),
         suites=",".join(suite or ()),
         files=tuple(data or ()),
         folder=data_dir,

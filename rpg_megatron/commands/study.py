@@ -1,0 +1,160 @@
+"""``rpg-megatron study``: the runs of a study as one job array or, without Slurm, one after the other."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.study import Study, is_study, load_study
+from rpg_megatron.launcher.resume import find_finished
+from rpg_megatron.launcher.run_dir import list_runs
+from rpg_megatron.launcher.summary import display_path
+from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.training.preemption import REQUEUE
+
+_SCRIPT = Path(__file__).parents[2] / "slurm" / "train_single_node.sbatch"
+"""In a checkout; an installed package has no job scripts."""
+
+
+def run_study(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    script: Path | None,
+    options: Sequence[str],
+    local: bool,
+    dry_run: bool,
+) -> None:
+    """Submit the runs that are not finished, or train them here if ``local`` or if there is no ``sbatch``.
+
+    script: job script; None: that for one node. options: of sbatch. Raises UserError; typer.Exit with 1 if
+    runs failed, with another code if a signal stopped one.
+    """
+    study = load_study(file, overrides)
+    unfinished = [run.number for run in study.runs if find_finished(run.settings) is None]
+    local = local or shutil.which("sbatch") is None
+    if dry_run or local:
+        _show(study)
+    if not unfinished:
+        typer.echo(f"all {len(study.runs)} runs are finished")
+    elif local:
+        if not dry_run:
+            _train_here(study, unfinished)
+    else:
+        _submit(study, file, overrides, unfinished, script or _SCRIPT, options, dry_run=dry_run)
+    typer.echo(f"report: rpg-megatron report {shlex.quote(str(file))}")
+
+
+def settings_of_task(file: Path, overrides: Sequence[str], task: int) -> Settings | None:
+    """Settings of a task of a job array: a study's run of this number, or a config with this seed.
+
+    None: that run of the study is finished. Raises UserError.
+    """
+    if not is_study(file):
+        settings = load_settings(file, [*overrides])
+        return load_settings(file, [*overrides, f"seed={task}", f"name={settings.name}-s{task}"])
+    runs = load_study(file, overrides).runs
+    if not 1 <= task <= len(runs):
+        raise UserError(f"{file}: there is no run {task}; the study has 1 to {len(runs)}")
+    settings = runs[task - 1].settings
+    if (folder := find_finished(settings)) is not None:
+        typer.echo(f"run {task} of {len(runs)} is finished: {display_path(folder)}")
+        return None
+    return settings
+
+
+def folders_of(file: Path) -> list[Path]:
+    """The newest folder of each run of a study that has begun. Raises UserError if there is none."""
+    folders = [list_runs(run.settings)[:1] for run in load_study(file).runs]
+    if not any(folders):
+        raise UserError(f"{file}: no run of this study has begun; start them with rpg-megatron study {file}")
+    return [folder for found in folders for folder in found]
+
+
+def _show(study: Study) -> None:
+    width = max(len(run.settings.name) for run in study.runs)
+    for run in study.runs:
+        if (folder := find_finished(run.settings)) is not None:
+            state = f"finished: {display_path(folder)}"
+        else:
+            state = "begun" if list_runs(run.settings) else "to do"
+        typer.echo(f"{run.number:>3}  {run.settings.name:<{width}}  {state}")
+
+
+def _submit(
+    study: Study,
+    file: Path,
+    overrides: Sequence[str],
+    numbers: Sequence[int],
+    script: Path,
+    options: Sequence[str],
+    *,
+    dry_run: bool,
+) -> None:
+    if not script.is_file():
+        raise UserError(
+            f"--script: {script} is not there; give one of the scripts in slurm/ of the repository"
+        )
+    limit = f"%{study.at_once}" if study.at_once else ""
+    command = ["sbatch", f"--array={_ranges(numbers)}{limit}", f"--job-name={study.name}", *options]
+    command += [str(script), str(file), *overrides]
+    typer.echo(shlex.join(command))
+    if dry_run:
+        return
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
+    typer.echo(done.stdout.strip())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Such as 1-3,7 for the numbers in order, the form that sbatch takes."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def _train_here(study: Study, numbers: Sequence[int]) -> None:
+    """Train the runs one after the other, each in a process of its own; a failed one does not end the study."""
+    failed = []
+    for number in numbers:
+        run = study.runs[number - 1]
+        typer.echo(f"\nrun {number} of {len(study.runs)}: {run.settings.name}", nl=True)
+        command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train", str(study.config), *run.overrides]
+        # Signals are the run's: it saves and exits, and its code says so.
+        with StopSignals(resumable=True) as signals:
+            signals.raising = False
+            process = subprocess.Popen(command)
+            sent = 0
+            while True:
+                try:
+                    code = process.wait(0.2)
+                    break
+                except subprocess.TimeoutExpired:
+                    # The terminal sends Ctrl-C to the run as well.
+                    if signals.count > sent and signals.number != signal.SIGINT:
+                        process.send_signal(signals.number)
+                    sent = signals.count
+        if signals.number or code == REQUEUE:
+            raise typer.Exit(code if code > 0 else 128 - code)
+        if code:
+            failed.append(run.settings.name)
+    if failed:
+        typer.echo(
+            f"\n{len(failed)} of {len(numbers)} runs failed: {', '.join(failed)}; the same command tries them "
+            "again",
+            err=True,
+        )
+        raise typer.Exit(1)

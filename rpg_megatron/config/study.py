@@ -1,0 +1,154 @@
+"""A study: one config trained with several settings and seeds, each combination a run of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from rpg_megatron.config.base import NAME, Section
+from rpg_megatron.config.errors import UserError, shorten
+from rpg_megatron.config.explanation import explain_errors
+from rpg_megatron.config.parsing import read_yaml
+from rpg_megatron.config.settings import Settings, load_settings
+
+_MOST = 1000
+"""Largest number of runs."""
+_UNFIT = re.compile(r"[^A-Za-z0-9.]+")
+"""Characters of a value that a run's name leaves out."""
+Changes = dict[str, Any]
+"""Dotted key of a setting -> its value."""
+
+
+class StudySettings(Section):
+    """A file for ``rpg-megatron study``."""
+
+    config: Path
+    """The config of all runs, relative to this file."""
+    name: Annotated[str, Field(pattern=NAME)] | None = None
+    """The runs' names begin with it; null: the name of this file."""
+    settings: Changes = {}
+    """Settings of all runs, by dotted key: {training.steps: 100}."""
+    arms: dict[Annotated[str, Field(pattern=NAME)], Changes] | list[Changes] = Field([{}], min_length=1)
+    """What is compared: settings by name, or a list of settings, whose names are made of what differs."""
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    """Values of settings, by dotted key. Every arm is trained with every combination."""
+    seeds: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    """Seeds of each arm; null: that of the config."""
+    at_once: int | None = Field(None, ge=1)
+    """Slurm: how many runs may run at the same time; null: all."""
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study."""
+
+    number: int
+    """From 1: the task of a job array."""
+    arm: str
+    seed: int | None
+    overrides: tuple[str, ...]
+    """key=value for the config, its name included."""
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study that was read and checked."""
+
+    name: str
+    config: Path
+    runs: tuple[StudyRun, ...]
+    at_once: int | None
+
+
+def is_study(file: Path) -> bool:
+    """Whether a YAML file is a study's. False for a file that cannot be read."""
+    try:
+        raw = read_yaml(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(raw, dict) and isinstance(raw.get("config"), str)
+
+
+def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
+    """Read a study, and the settings of all of its runs. overrides: KEY=VALUE for all runs.
+
+    Seeds are the outer loop, so an interrupted study has whole sets of arms. Raises UserError.
+    """
+    try:
+        raw = read_yaml(file)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{file}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+    except yaml.YAMLError as e:
+        raise UserError(f"{file}: not valid YAML: {shorten(' '.join(str(e).split()), 300)}") from None
+    try:
+        study = StudySettings.model_validate(raw)
+    except ValidationError as e:
+        raise UserError(explain_errors(StudySettings, str(file), e)) from None
+    name = study.name or _UNFIT.sub("-", file.stem).strip("-") or "study"
+    arms = [(arm | point) for arm in _arms(study) for point in _points(study.grid)]
+    names = _names(study, arms)
+    seeds = study.seeds or [None]
+    if len(seeds) * len(arms) > _MOST:
+        raise UserError(f"{file}: {len(seeds) * len(arms):,} runs; a study has at most {_MOST:,}")
+    for kind, values in (("seeds", seeds), ("arms", names)):
+        if twice := next((v for i, v in enumerate(values) if v in values[:i]), None):
+            raise UserError(f"{file}: {kind} has {twice} twice; remove one of the two")
+    config = file.parent / study.config
+    runs = []
+    for number, (seed, (arm, changes)) in enumerate(
+        itertools.product(seeds, zip(names, arms, strict=True)), 1
+    ):
+        full = "-".join([name, *filter(None, [arm, None if seed is None else f"s{seed}"])])
+        own = [f"{key}={_as_yaml(value)}" for key, value in (study.settings | changes).items()]
+        own += [*overrides, *([] if seed is None else [f"seed={seed}"]), f"name={full}"]
+        try:
+            settings = load_settings(config, own)
+        except UserError as e:
+            raise UserError(f"{file}: run {number} ({full}): {e}") from None
+        runs.append(StudyRun(number, arm, seed, tuple(own), settings))
+    return Study(name, config, tuple(runs), study.at_once)
+
+
+def _arms(study: StudySettings) -> list[Changes]:
+    return list(study.arms.values()) if isinstance(study.arms, dict) else study.arms
+
+
+def _points(grid: dict[str, list[Any]]) -> list[Changes]:
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _names(study: StudySettings, arms: Sequence[Changes]) -> list[str]:
+    """Names of the arms, of what differs between them; empty for a single one without a name."""
+    given = list(study.arms) if isinstance(study.arms, dict) else [""] * len(study.arms)
+    points = _points(study.grid)
+    labels = [part for part in given for _ in points]
+    differing = {
+        key for key in {k for arm in arms for k in arm} if len({json.dumps(a.get(key)) for a in arms}) > 1
+    }
+    if isinstance(study.arms, dict):
+        differing &= set(study.grid)
+    return [
+        "-".join(filter(None, [label, *(_label(k, v) for k, v in arm.items() if k in differing)]))
+        or ("base" if len(arms) > 1 else "")
+        for label, arm in zip(labels, arms, strict=True)
+    ]
+
+
+def _label(key: str, value: Any) -> str:
+    """Such as lr1e-06: the last part of the key, and the value or, of a section, its type."""
+    if isinstance(value, dict):
+        value = value.get("type", "-".join(f"{k}{v}" for k, v in value.items()))
+    return key.rpartition(".")[2] + (_UNFIT.sub("-", str(value)).strip("-") or "none")
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**9).removesuffix("\n...\n").strip()

@@ -1,0 +1,126 @@
+"""Why a run failed, in one line, and whether starting it again may help.
+
+A failure of the machine (a lost node, a process that a signal killed, an error of NCCL, gloo, a GPU or a
+file system) may not come again on other nodes. The job script then requeues the job: it sets
+``RPG_RESTART_FILE``, into which the launcher writes how long to wait, and which nodes to leave out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config.cluster import JobSettings
+from rpg_megatron.config.errors import shorten
+from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.system.child import ProcessStatus, describe_end, tail_of
+
+RESTART_FILE = "RPG_RESTART_FILE"
+"""Environment variable with the file that the job script reads: seconds to wait, then nodes to leave out."""
+_LONGEST_WAIT = 3600.0
+_ERROR = re.compile(
+    r"^(?:\[rank\d+\]: ?)?(?:[\w.]+(?:Error|Exception)\b|terminate called|\s+what\(\):|.*Watchdog caught).*"
+)
+"""A line that says what a process died of."""
+_NETWORK = re.compile(
+    r"Watchdog caught collective operation timeout|NCCL error|nccl(?:System|Remote|Internal)Error"
+    r"|Dist(?:Backend|Network|Store)Error|Connection (?:closed by|reset by) peer|Connection refused"
+    r"|Application timeout caused pair closure|Timed out waiting \d+ms|Broken pipe|No route to host",
+)
+_HARDWARE = re.compile(
+    r"ECC error|fallen off the bus|device is lost|unspecified launch failure|busy or unavailable|NVLink"
+    r"|no CUDA-capable device|No CUDA GPUs are available|CUDA driver initialization failed"
+    r"|system not yet initialized|Stale file handle|Input/output error|Remote I/O error"
+    r"|Transport endpoint is not connected|Bus error",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run failed."""
+
+    cause: str
+    """One line."""
+    machine: bool = False
+    """Whether it is a failure of the machine, not of the program or its input."""
+    nodes: tuple[str, ...] = ()
+    """Host names of the nodes that may have caused it."""
+
+
+def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
+    """The failure that ended these processes, the most likely cause first; host: name of this node.
+
+    It is the machine's if it explains all of them: a process that dies of an error of its own breaks the
+    connections of the others.
+    """
+    ends = [_end_of(process) for process in dead]
+    machine = all(kind is not None for kind, _ in ends)
+    kinds = list(zip(dead, ends, strict=True))
+    # The error of a program comes before the broken connections that it causes.
+    process, (_, cause) = next(((p, e) for p, e in kinds if e[0] is None), kinds[0])
+    suspects = [_host_of(p, host) for p, (kind, _) in kinds if kind == "process"] if machine else []
+    return Failure(f"{process.name}: {cause}", machine, tuple(dict.fromkeys(suspects)))
+
+
+def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
+    """Kind of a process's end, and why. Kinds: "network"; "process", whose node is suspect; None: not the
+    machine's.
+    """
+    errors = [line for line in tail_of(process.log, opened=process.opened).splitlines() if _ERROR.match(line)]
+    last = errors[-1].strip() if errors else ""
+    end = describe_end(process)
+    cause = shorten(f"{end}: {last}" if last else end, 300)
+    if _NETWORK.search(last):
+        return "network", cause
+    if (process.exit_code() or 0) < 0 or _HARDWARE.search(last):
+        return "process", cause
+    return None, cause
+
+
+def _host_of(process: ProcessStatus, host: str) -> str:
+    return getattr(process, "host", "") or host
+
+
+def own_host(environment: Mapping[str, str] = os.environ) -> str:
+    """The name by which Slurm knows this node; else its host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: int, job: JobSettings) -> str:
+    """Ask the job script to start the job again, unless that was done ``job.max_restarts`` times in vain.
+
+    ends: those of the run's starts, this one's last; each has ``failure``, ``step`` and ``nodes`` if it was
+    a failure of the machine. step: of the newest checkpoint. Returns a line for the user; empty if no job
+    script asks for it, or if the failure is not the machine's.
+    """
+    place = os.environ.get(RESTART_FILE)
+    if not failure.machine or not place:
+        return ""
+    count = 0
+    nodes: list[str] = []
+    for end in reversed(list(ends)):
+        if "failure" not in end or end.get("step") != step:
+            break
+        count += 1
+        nodes += [node for node in end.get("nodes", ()) if isinstance(node, str)]
+    if count > job.max_restarts:
+        return (
+            f"not started again: it has failed {count} times without a new checkpoint "
+            f"(job.max_restarts {job.max_restarts})"
+        )
+    seconds = min(job.backoff * 2 ** (count - 1), _LONGEST_WAIT)
+    without = ",".join(sorted(set(nodes)))
+    with suppress(OSError):
+        atomic_write_text(Path(place), f"{seconds:.0f} {without}\n", private=True)
+        return (
+            f"restart {count} of {job.max_restarts} in {seconds:.0f} s"
+            f"{f', without {without}' if without else ''}"
+        )
+    return f"not started again: {place} cannot be written"
