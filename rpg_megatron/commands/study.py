@@ -127,7 +127,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _train_here(study: Study, numbers: Sequence[int]) -> None:
-    """Train the runs one after the other, each in a process of its own; a failed one does not end the study."""
+    """Train the runs one after the other, each in a process of its own; go on after one that fails."""
     failed = []
     for number in numbers:
         run = study.runs[number - 1]
@@ -152,9 +152,8 @@ def _train_here(study: Study, numbers: Sequence[int]) -> None:
         if code:
             failed.append(run.settings.name)
     if failed:
+        names = ", ".join(failed)
         typer.echo(
-            f"\n{len(failed)} of {len(numbers)} runs failed: {', '.join(failed)}; the same command tries them "
-            "again",
-            err=True,
+            f"\n{len(failed)} of {len(numbers)} runs failed: {names}; the same command tries again", err=True
         )
         raise typer.Exit(1)

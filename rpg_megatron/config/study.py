@@ -34,11 +34,13 @@ class StudySettings(Section):
     """The config of all runs, relative to this file."""
     name: Annotated[str, Field(pattern=NAME)] | None = None
     """The runs' names begin with it; null: the name of this file."""
-    settings: Changes = {}
+    settings: Changes = Field(default_factory=dict)
     """Settings of all runs, by dotted key: {training.steps: 100}."""
-    arms: dict[Annotated[str, Field(pattern=NAME)], Changes] | list[Changes] = Field([{}], min_length=1)
+    arms: dict[Annotated[str, Field(pattern=NAME)], Changes] | list[Changes] = Field(
+        default_factory=lambda: [{}], min_length=1
+    )
     """What is compared: settings by name, or a list of settings, whose names are made of what differs."""
-    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
     """Values of settings, by dotted key. Every arm is trained with every combination."""
     seeds: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     """Seeds of each arm; null: that of the config."""
@@ -96,7 +98,7 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
     name = study.name or _UNFIT.sub("-", file.stem).strip("-") or "study"
     arms = [(arm | point) for arm in _arms(study) for point in _points(study.grid)]
     names = _names(study, arms)
-    seeds = study.seeds or [None]
+    seeds: list[int | None] = [*(study.seeds or [None])]
     if len(seeds) * len(arms) > _MOST:
         raise UserError(f"{file}: {len(seeds) * len(arms):,} runs; a study has at most {_MOST:,}")
     for kind, values in (("seeds", seeds), ("arms", names)):

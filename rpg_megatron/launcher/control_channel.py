@@ -171,12 +171,12 @@ class RendezvousServer:
                         waiting.remove(channel)
                         self.channels[message["node"]], self.joined[message["node"]] = channel, message
             if time.monotonic() > end:
-                message = f"{names} did not join within {self._settings.cluster.join_timeout:.0f} s"
+                problem = f"{names} did not join within {self._settings.cluster.join_timeout:.0f} s"
                 hosts = tuple(self._nodes.hosts[rank] for rank in missing) if self._nodes.hosts else ()
                 raise RunFailed(
-                    f"{message} (cluster.join_timeout); check the output of the launcher there, and that it "
+                    f"{problem} (cluster.join_timeout); check the output of the launcher there, and that it "
                     f"can reach {self.address} and sees {self._file.parent}",
-                    Failure(message, machine=True, nodes=hosts),
+                    Failure(problem, machine=True, nodes=hosts),
                 )
         self._stop_listening()
 

@@ -151,8 +151,8 @@ class RemoteNodes:
                 self._handle(node, message)
         for node, channel in self._server.channels.items():
             if channel.lost:
-                message = f"{self.name(node)} is lost: {channel.lost}"
-                raise RunFailed(message, Failure(message, machine=True, nodes=(self._host(node),)))
+                problem = f"{self.name(node)} is lost: {channel.lost}"
+                raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
 
     def dismiss(self, error: BaseException | None) -> None:
         """Ask all nodes to end their processes. error: the reason; None after success."""
