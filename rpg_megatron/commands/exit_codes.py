@@ -28,8 +28,8 @@ def exit_codes(*, failed: int = 1) -> Iterator[None]:
             yield
         except RunFailed as e:
             print_error(f"error: {e}")
-            if e.failure.cause not in str(e):
-                print_error(f"first error: {e.failure.cause}")
+            if e.failure.error:
+                print_error(f"first error: {e.failure.error}")
             if e.note:
                 print_error(e.note)
             raise typer.Exit(failed) from None

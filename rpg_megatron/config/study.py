@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,10 +37,11 @@ class StudySettings(Section):
     """The runs' names begin with it; null: the name of this file."""
     settings: Changes = Field(default_factory=dict)
     """Settings of all runs, by dotted key: {training.steps: 100}."""
-    arms: dict[Annotated[str, Field(pattern=NAME)], Changes] | list[Changes] = Field(
-        default_factory=lambda: [{}], min_length=1
+    arms: dict[Annotated[str, Field(pattern=NAME)], Changes] | list[Changes] | None = Field(
+        None, min_length=1
     )
-    """What is compared: settings by name, or a list of settings, whose names are made of what differs."""
+    """What is compared: settings by name, or a list of settings, whose names are made of what differs; null:
+    only the grid."""
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
     """Values of settings, by dotted key. Every arm is trained with every combination."""
     seeds: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
@@ -96,13 +98,15 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
     except ValidationError as e:
         raise UserError(explain_errors(StudySettings, str(file), e)) from None
     name = study.name or _UNFIT.sub("-", file.stem).strip("-") or "study"
-    arms = [(arm | point) for arm in _arms(study) for point in _points(study.grid)]
+    seeds: list[int | None] = [None] if study.seeds is None else list(study.seeds)
+    count = len(seeds) * len(_arms(study)) * math.prod(map(len, study.grid.values()))
+    if count > _MOST:
+        raise UserError(f"{file}: {count:,} runs; a study has at most {_MOST:,}")
+    arms = [arm | point for arm in _arms(study) for point in _points(study.grid)]
     names = _names(study, arms)
-    seeds: list[int | None] = [*(study.seeds or [None])]
-    if len(seeds) * len(arms) > _MOST:
-        raise UserError(f"{file}: {len(seeds) * len(arms):,} runs; a study has at most {_MOST:,}")
     for kind, values in (("seeds", seeds), ("arms", names)):
-        if twice := next((v for i, v in enumerate(values) if v in values[:i]), None):
+        twice: Any = next((v for i, v in enumerate(values) if v in values[:i]), None)
+        if twice is not None:
             raise UserError(f"{file}: {kind} has {twice} twice; remove one of the two")
     config = file.parent / study.config
     runs = []
@@ -121,7 +125,7 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
 
 
 def _arms(study: StudySettings) -> list[Changes]:
-    return list(study.arms.values()) if isinstance(study.arms, dict) else study.arms
+    return list(study.arms.values()) if isinstance(study.arms, dict) else study.arms or [{}]
 
 
 def _points(grid: dict[str, list[Any]]) -> list[Changes]:
@@ -130,7 +134,7 @@ def _points(grid: dict[str, list[Any]]) -> list[Changes]:
 
 def _names(study: StudySettings, arms: Sequence[Changes]) -> list[str]:
     """Names of the arms, of what differs between them; empty for a single one without a name."""
-    given = list(study.arms) if isinstance(study.arms, dict) else [""] * len(study.arms)
+    given = list(study.arms) if isinstance(study.arms, dict) else [""] * len(_arms(study))
     points = _points(study.grid)
     labels = [part for part in given for _ in points]
     differing = {

@@ -52,6 +52,8 @@ class Failure:
     """Whether it is a failure of the machine, not of the program or its input."""
     nodes: tuple[str, ...] = ()
     """Host names of the nodes that may have caused it."""
+    error: str = ""
+    """The process and its error, if its log has one: the first of what may be many."""
 
 
 def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
@@ -60,32 +62,31 @@ def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
     It is the machine's if it explains all of them: a process that dies of an error of its own breaks the
     connections of the others.
     """
-    ends = [_end_of(process) for process in dead]
-    machine = all(kind is not None for kind, _ in ends)
-    kinds = list(zip(dead, ends, strict=True))
+    ends = [(process, *_end_of(process)) for process in dead]
+    machine = all(kind is not None for _, kind, _ in ends)
     # The error of a program comes before the broken connections that it causes.
-    process, (_, cause) = next(((p, e) for p, e in kinds if e[0] is None), kinds[0])
-    suspects = [_host_of(p, host) for p, (kind, _) in kinds if kind == "process"] if machine else []
-    return Failure(f"{process.name}: {cause}", machine, tuple(dict.fromkeys(suspects)))
+    process, _, error = next((end for end in ends if end[1] is None), ends[0])
+    suspects = [getattr(p, "host", "") or host for p, kind, _ in ends if kind == "process"]
+    cause = f"{process.name} {describe_end(process)}"
+    return Failure(
+        f"{cause}: {error}" if error else cause,
+        machine,
+        tuple(dict.fromkeys(suspects)) if machine else (),
+        f"{process.name}: {error}" if error else "",
+    )
 
 
 def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
-    """Kind of a process's end, and why. Kinds: "network"; "process", whose node is suspect; None: not the
-    machine's.
+    """Kind of a process's end, and its error, if it has one. Kinds: "network"; "process", whose node is
+    suspect; None: not the machine's.
     """
     errors = [line for line in tail_of(process.log, opened=process.opened).splitlines() if _ERROR.match(line)]
-    last = errors[-1].strip() if errors else ""
-    end = describe_end(process)
-    cause = shorten(f"{end}: {last}" if last else end, 300)
+    last = shorten(errors[-1].strip(), 300) if errors else ""
     if _NETWORK.search(last):
-        return "network", cause
+        return "network", last
     if (process.exit_code() or 0) < 0 or _HARDWARE.search(last):
-        return "process", cause
-    return None, cause
-
-
-def _host_of(process: ProcessStatus, host: str) -> str:
-    return getattr(process, "host", "") or host
+        return "process", last
+    return None, last
 
 
 def own_host(environment: Mapping[str, str] = os.environ) -> str:

@@ -33,7 +33,7 @@ from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
-from rpg_megatron.system.child import Child, explain, user_error
+from rpg_megatron.system.child import Child, ProcessStatus, explain, user_error
 from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.training.preemption import REQUEUE
 
@@ -291,7 +291,7 @@ class RunLauncher:
         """Raise Interrupted if children exited because of a warning to the launcher or to all processes."""
         self._check_signals()
         ended = (REQUEUE, *(-number for number in WARNINGS))
-        codes = [child.exit_code() for child in self._supervisor.failed()]
+        codes = [child.exit_code() for child in self._failed()]
         if REQUEUE in codes or (self._warned and all(code in ended for code in codes)):
             end = time.monotonic() + GRACE
             while REQUEUE in codes and self._running() and time.monotonic() < end:
@@ -299,6 +299,11 @@ class RunLauncher:
                 self._check_nodes()
             self._wait_for_sampler()
             raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
+
+    def _failed(self) -> list[ProcessStatus]:
+        """Processes that failed, the most likely cause first; no warned sampler, which ranks do not need."""
+        warned = self._sampler if self._warned is not None else None
+        return [child for child in self._supervisor.failed() if child is not warned]
 
     def _wait_for_sampler(self) -> None:
         """Wait while the sampler keeps the groups of the unfinished step, within ``checkpoint.grace``."""
@@ -319,7 +324,7 @@ class RunLauncher:
             raise RunFailed(self._keep(str(e)), e.failure) from None
 
     def _check_children(self) -> None:
-        if not self._supervisor.failed():
+        if not self._failed():
             early = [c for c in self._supervisor.children if c not in self._ranks and c.exit_code() == 0]
             if early and self._running() and not self._warned:
                 time.sleep(1.0)
@@ -333,13 +338,13 @@ class RunLauncher:
         if self._ranks and all(rank.exit_code() == 0 for rank in self._ranks):
             return  # the run is complete: only the ranks were still needed
         self._check_stopped()
-        dead = self._supervisor.failed()[0]
+        dead = self._failed()[0]
         message = user_error(dead)
         if message is None:
             if not self._max_restarts:
                 # The cause may be a dying engine, whose main process stays alive for seconds.
                 self._check_engines(closely=True)
-            raise RunFailed(self._keep(explain(dead)), judge(self._supervisor.failed(), own_host()))
+            raise RunFailed(self._keep(explain(dead)), judge(self._failed(), own_host()))
         if self._progress.started_training or not self._opened.is_new:
             raise UserError(self._keep(message))
         self._discard = True  # the folder contains only this message

@@ -215,5 +215,5 @@ def test_what_is_wrong_on_the_other_node_is_said_on_the_first(pair, tmp_path: Pa
 def test_a_node_that_does_not_come_is_named(pair) -> None:
     nodes = pair()
     nodes.start(0, "cluster.join_timeout=2")
-    assert nodes.finish() == [2]
+    assert nodes.finish() == [1]
     assert nodes.err(0).startswith("error: node 1 did not join within 2 s (cluster.join_timeout)")

@@ -1,0 +1,168 @@
+"""Studies: which runs a file means, their names and settings, and what is done again.
+
+Why: a study is days of many GPUs. A combination that is missing, a seed that two runs share, or a name that
+two arms share makes its table wrong without a word. Not covered: Slurm (test_slurm_scripts.py), the report
+(test_report_study.py).
+"""
+
+import itertools
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rpg_megatron.cli import app
+from rpg_megatron.commands import study as command
+from rpg_megatron.config import UserError
+from rpg_megatron.config.study import is_study, load_study
+from rpg_megatron.launcher.run_dir import create_run, newest_run
+
+
+@pytest.fixture
+def write(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "rates.yaml") -> Path:
+        file = config_file.parent / name
+        file.write_text(f"config: {config_file.name}\nsettings: {{runs: {tmp_path / 'runs'}}}\n{text}")
+        return file
+
+    return write
+
+
+def test_every_combination_once_seeds_outermost(write) -> None:
+    file = write(
+        "arms: {grpo: {objective: {type: grpo}, advantage.type: grpo, anchor.type: fixed}, rpg: {}}\n"
+        "grid: {optimizer.lr: [1e-6, 3.0e-6], training.epochs: [1, 2]}\nseeds: [0, 7]\nat_once: 3\n"
+    )
+    study = load_study(file)
+    assert [run.number for run in study.runs] == list(range(1, 17))
+    expected = list(itertools.product([0, 7], ["grpo", "rpg"], [1e-6, 3e-6], [1, 2]))
+    actual = [
+        (
+            run.settings.seed,
+            run.settings.objective.type,
+            run.settings.optimizer.lr,
+            run.settings.training.epochs,
+        )
+        for run in study.runs
+    ]
+    assert actual == expected
+    assert study.at_once == 3
+    names = [run.settings.name for run in study.runs]
+    assert len(set(names)) == 16
+    assert names[0] == "rates-grpo-lr1e-6-epochs1-s0"
+    assert names[-1] == "rates-rpg-lr3e-06-epochs2-s7"
+
+
+def test_names_are_of_what_differs(write) -> None:
+    arms = "arms:\n- {objective.beta: 0.1, objective.clip: {type: dual}}\n- {objective.beta: 0.2}\n"
+    names = [run.arm for run in load_study(write(arms.replace(", objective.clip: {type: dual}", ""))).runs]
+    assert names == ["beta0.1", "beta0.2"]
+    only = load_study(write("seeds: [4, 5]\n", "my study!.yaml"))
+    assert [run.settings.name for run in only.runs] == ["my-study-s4", "my-study-s5"]
+    assert [run.settings.name for run in load_study(write("arms:\n- {}\n- {training.epochs: 2}\n")).runs] == [
+        "rates-base",
+        "rates-epochs2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds: [1, 1]\n", "seeds has 1 twice"),
+        ("seeds: [0, 0]\n", "seeds has 0 twice"),
+        ("arms:\n- {training.epochs: 2}\n- {training.epochs: 2}\n", "arms has base twice"),
+        ("arms:\n- {optimizer.lr: 1.0}\n- {optimizer.lrr: 1.0}\n", "optimizer.lrr"),
+        ("grid: {optimizer.lr: []}\n", "grid.optimizer.lr"),
+        (
+            "grid: {a: [1,2,3,4,5,6,7,8,9,10], b: [1,2,3,4,5,6,7,8,9,10], c: [1,2,3,4,5,6,7,8,9,10,11]}\n",
+            "1,100 runs",
+        ),
+        ("sedes: [1]\n", "seeds"),
+        ("seeds: 3\n", "seeds"),
+        ("at_once: 0\n", "at_once"),
+        ("name: a/b\n", "name"),
+        ("seeds: [-1]\n", "seeds"),
+        ("arms: {}\n", "arms"),
+    ],
+)
+def test_mistakes_are_one_message(write, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        load_study(write(text))
+    assert "rates.yaml" in str(error.value)
+
+
+def test_a_plain_config_is_no_study(config_file: Path, tmp_path: Path) -> None:
+    assert not is_study(config_file)
+    assert not is_study(tmp_path / "absent")
+    (tmp_path / "list.yaml").write_text("- config: x\n")
+    assert not is_study(tmp_path / "list.yaml")
+
+
+def finish(run, steps: int | None = None) -> Path:
+    folder = create_run(run.settings)
+    (folder / "summary.json").write_text(json.dumps({"steps": steps or run.settings.training.steps}))
+    return folder
+
+
+def test_finished_runs_are_not_done_again(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write("grid: {optimizer.lr: [1e-6, 2e-6]}\nseeds: [1, 2]\n")
+    runs = load_study(file).runs
+    finish(runs[1])
+    finish(runs[2], steps=1)  # it was shorter
+    create_run(runs[3].settings)
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/said\necho Submitted batch job 7\n')
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
+    result = CliRunner().invoke(app, ["study", str(file), "-o", "--partition=gpu", "training.epochs=1"])
+    assert result.exit_code == 0, result.output
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said[:3] == ["--array=1,3-4", "--job-name=rates", "--partition=gpu"]
+    assert said[4:] == [str(file), "training.epochs=1"]
+    assert "Submitted batch job 7" in result.output
+    # Other settings train something else.
+    again = CliRunner().invoke(app, ["study", str(file), "objective.beta=0.3", "--dry-run"])
+    assert "--array=1-4 " in again.output
+    for run in (runs[0], runs[2], runs[3]):
+        finish(run)
+    assert "all 4 runs are finished" in CliRunner().invoke(app, ["study", str(file)]).output
+    assert [f.name for f in command.folders_of(file)] == [
+        "rates-lr1e-6-s1-001",
+        "rates-lr2e-6-s1-001",
+        "rates-lr1e-6-s2-002",
+        "rates-lr2e-6-s2-002",
+    ]
+
+
+def test_a_task_is_a_run_or_a_seed(write, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("grid: {optimizer.lr: [1e-6, 2e-6]}\nseeds: [5]\n")
+    settings = command.settings_of_task(file, [], 2)
+    assert settings is not None
+    assert (settings.seed, settings.optimizer.lr, settings.name) == (5, 2e-6, "rates-lr2e-6-s5")
+    with pytest.raises(UserError, match="there is no run 3; the study has 1 to 2"):
+        command.settings_of_task(file, [], 3)
+    finish(load_study(file).runs[1])
+    assert command.settings_of_task(file, [], 2) is None
+    assert "run 2 of 2 is finished" in capsys.readouterr().out
+    plain = command.settings_of_task(config_file, ["optimizer.lr=5e-7"], 3)
+    assert plain is not None
+    assert (plain.seed, plain.optimizer.lr, plain.name.endswith("-s3")) == (3, 5e-7, True)
+
+
+def test_the_newest_run_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("math-001", "math-002", "math-1000", "math-2-001", "other-007"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "math-003").mkdir()
+    assert newest_run(Path("math")) == Path("runs/math-1000")
+    assert newest_run(Path("runs/math")) == Path("runs/math-1000")
+    assert newest_run(tmp_path / "runs" / "math-2") == tmp_path / "runs" / "math-2-001"
+    assert newest_run(Path("runs/math-001")) == Path("runs/math-001")
+    assert newest_run(Path("none")) == Path("none")
+    assert newest_run(Path("Qwen/Qwen3-4B")) == Path("Qwen/Qwen3-4B")
