@@ -68,8 +68,8 @@ def measure_network(
 ) -> list[str]:
     """Measure the bandwidth between all nodes; returns the lines to print, warnings among them.
 
-    poll: called while waiting, receives the other nodes' messages, and may raise. The processes have ended on
-    return; after an exception, the launchers end them with all others.
+    poll: called while waiting, receives the other nodes' messages, and may raise. On return the processes
+    have ended, on other nodes before these start anything else; after an exception they end with all others.
     """
     place: dict[str, Any] = {
         "nodes": remote.nodes.count,
