@@ -32,8 +32,9 @@ _FRACTION = 0.5
 """Of the port: a working network reaches more, TCP and a port shared by many cards less."""
 
 SLOW_FIX = (
-    "set NCCL_IB_HCA to its InfiniBand cards, or without them cluster.interface or NCCL_SOCKET_IFNAME to its "
-    "fast interface; NCCL_DEBUG=INFO tells what NCCL uses (docs/running.md, The network between nodes)"
+    "set NCCL_IB_HCA to the InfiniBand cards between the nodes or, without InfiniBand, cluster.interface (or "
+    "NCCL_SOCKET_IFNAME) to the fast interface; NCCL_DEBUG=INFO tells what NCCL uses (docs/running.md, The "
+    "network between nodes)"
 )
 DEAD_FIX = "allow TCP between the nodes, and set cluster.interface (and NCCL_SOCKET_IFNAME) to their network"
 
@@ -61,7 +62,7 @@ class Bandwidth:
         norm = setting if setting is not None else found and _FRACTION * _PORTS[found[1]]
         if norm is None or self.rate >= norm:
             return None
-        whose = "" if setting is not None or not found else f", half of the usual port of an {found[1]}"
+        whose = "" if setting is not None or not found else f", half of the usual port for {found[1]}"
         return f"below {norm:g} GB/s{whose} (cluster.min_bandwidth)"
 
 

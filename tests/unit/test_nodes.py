@@ -332,10 +332,10 @@ def test_ports_lie_below_those_that_the_kernel_hands_out() -> None:
 @pytest.mark.parametrize(
     ("card", "setting", "rate", "norm"),
     [
-        ("NVIDIA H100 80GB HBM3", None, 24.9, "below 25 GB/s, half of the usual port of an H100"),
+        ("NVIDIA H100 80GB HBM3", None, 24.9, "below 25 GB/s, half of the usual port for H100"),
         ("NVIDIA H100 80GB HBM3", None, 25.0, None),
-        ("NVIDIA H200", None, 3.0, "below 25 GB/s, half of the usual port of an H200"),
-        ("NVIDIA A100-SXM4-80GB", None, 12.0, "below 12.5 GB/s, half of the usual port of an A100"),
+        ("NVIDIA H200", None, 3.0, "below 25 GB/s, half of the usual port for H200"),
+        ("NVIDIA A100-SXM4-80GB", None, 12.0, "below 12.5 GB/s, half of the usual port for A100"),
         ("NVIDIA GH200 120GB", None, 0.1, None),  # no H200
         ("NVIDIA L40S", None, 0.1, None),
         (None, None, 0.1, None),
