@@ -43,6 +43,8 @@ class RemoteNodes:
         self.assignment = assign_node(settings, 0, nodes.count)
         self.engines: dict[int, RemoteEngine] = {}
         self.ranks: dict[int, RemoteRank] = {}
+        self.probes: dict[int, dict[str, Any]] = {}
+        """Results of the nodes' probes of the network (``network.NodeProbe``)."""
         self._settings, self._signals = settings, signals
         self._server = RendezvousServer(settings, nodes)
         self._ready: set[int] = set()
@@ -88,8 +90,7 @@ class RemoteNodes:
                     f"{_difference(yaml.safe_load(expected), yaml.safe_load(actual))}; give all nodes "
                     "the same config, overrides and working directory"
                 )
-        for channel in self._server.channels.values():
-            channel.send("check")
+        self.send_all("check")
         while len(self._ready) < self.nodes.count - 1:
             self._signals.check()
             self.pump()
@@ -116,8 +117,7 @@ class RemoteNodes:
 
     def start_ranks(self, spec: RankLaunchSpec) -> None:
         """Ask the nodes to start their trainer ranks."""
-        for channel in self._server.channels.values():
-            channel.send("start_ranks", **asdict(spec))
+        self.send_all("start_ranks", **asdict(spec))
 
     def send_stop(self, engines: Sequence[RemoteEngine], grace: float) -> None:
         """Ask the nodes to stop engines. grace: seconds from SIGTERM to SIGKILL."""
@@ -144,6 +144,11 @@ class RemoteNodes:
         """Send a message to one node."""
         self._server.channels[node].send(kind, **facts)
 
+    def send_all(self, kind: str, **facts: Any) -> None:
+        """Send a message to every other node."""
+        for node in self._server.channels:
+            self.send(node, kind, **facts)
+
     def pump(self) -> None:
         """Process received messages. Raises RunFailed or UserError if a node is lost or has failed."""
         for node, channel in self._server.channels.items():
@@ -158,8 +163,7 @@ class RemoteNodes:
         """Ask all nodes to end their processes. error: the reason; None after success."""
         expected = error is None or (isinstance(error, Interrupted) and error.requeue)
         reason = "" if expected else (str(error).splitlines() or [repr(error)])[0]
-        for channel in self._server.channels.values():
-            channel.send("end", reason=reason)
+        self.send_all("end", reason=reason)
 
     def close(self) -> None:
         """Wait until the other launchers have exited, then close. This launcher exits last, so its exit code
@@ -180,6 +184,8 @@ class RemoteNodes:
             self.engines[message["index"]].update(message["starts"], message["alive"])
         elif kind == "rank":
             self.ranks[message["rank"]].code = message["code"]
+        elif kind == "probe":
+            self.probes[node] = message["result"]
         elif kind == "signal":
             # Slurm signals all nodes at once, so do not count the same signal twice.
             if self._signals.count < message["count"]:

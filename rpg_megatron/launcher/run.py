@@ -18,6 +18,7 @@ from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addr
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import ends_of_starts, record_end
 from rpg_megatron.launcher.failures import judge, own_host, request_restart
+from rpg_megatron.launcher.network import measure_network
 from rpg_megatron.launcher.nodes import assign_node, free_port, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
@@ -146,6 +147,8 @@ class RunLauncher:
             self._progress.status(line)
         for line in settings.notes() if self._trains else ():
             self._progress.status(f"note: {line}")
+        if remote and settings.cluster.min_bandwidth != 0:
+            self._measure_network(remote)
         if self._uses_engines:
             self._progress.status(
                 "starting (takes about a minute): "
@@ -174,6 +177,18 @@ class RunLauncher:
             self._ranks += remote.ranks.values()
             self._supervisor.elsewhere += remote.ranks.values()
         self._all_started = True
+
+    def _measure_network(self, remote: RemoteNodes) -> None:
+        """Before engines and ranks start, which use the GPUs, and would wait for a network that is dead."""
+
+        def poll() -> None:
+            self._progress.pump(0.1)
+            self._check_signals()
+            self._check_nodes()
+
+        self._progress.status("measuring the network between the nodes")
+        for line in measure_network(self._settings, remote, self._supervisor, poll):
+            self._progress.status(line)
 
     def _start_rollouts(self, token: str) -> None:
         """Start engines and the sampler."""

@@ -43,7 +43,11 @@ class Nodes(Run):
 
     def __init__(self, folder: Path, name: str, count: int, *more: str):
         super().__init__(folder, name)
-        places = [f"runs={folder}", f"name={name}", "cluster={interface: lo, join_timeout: 300}"]
+        places = [
+            f"runs={folder}",
+            f"name={name}",
+            "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0}",
+        ]
         words = [str(QUICKSTART), *SETTINGS, *MORE, *more, *places]
         options = [["--nodes", "2", "--node-rank", str(rank), "--job", name] for rank in range(2)]
         self.launchers = [

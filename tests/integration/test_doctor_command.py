@@ -252,17 +252,22 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
     assert list((tmp_path / "runs").glob(".doctor*")) + list(tmp_path.glob(".doctor*")) == []
 
 
-def test_the_tasks_of_a_step_try_their_network(tmp_path: Path) -> None:
+def test_the_tasks_of_a_step_try_their_network(config_file: Path, tmp_path: Path) -> None:
+    """The second one wants more than the network has; the third run has no such interface."""
     probe = (
+        "import pathlib, sys\n"
         "from rpg_megatron.commands.doctor import network, probe\n"
-        "print(*network.probe_network(probe.Subject(None, None)), sep='\\n')"
+        "from rpg_megatron.config import load_settings\n"
+        f"settings = load_settings(pathlib.Path({str(config_file)!r}), ['runs={tmp_path}', *sys.argv[1:]])\n"
+        "probes = [('between nodes', 140, network.probe_network)]\n"
+        "print(*probe.run_probes(probes, probe.Subject(settings, None)), sep='\\n')"
     )
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 
-    def start(task: int, *command: str) -> subprocess.Popen[str]:
+    def start(task: int, *overrides: str) -> subprocess.Popen[str]:
         environment = environment_of(**step, SLURM_PROCID=str(task), SLURMD_NODENAME="localhost")
         return subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, "-c", probe, *overrides],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -270,10 +275,18 @@ def test_the_tasks_of_a_step_try_their_network(tmp_path: Path) -> None:
             env=environment,
         )
 
-    tasks = [start(task, "-c", probe) for task in range(2)]
-    for out, err in [task.communicate(timeout=150) for task in tasks]:
+    tasks = [start(0), start(1, "cluster.min_bandwidth=1e6")]
+    outputs = [task.communicate(timeout=150) for task in tasks]
+    verdicts = (
+        ("ok", "each'"),
+        ("warning", r"each, below 1e\+06 GB/s \(cluster.min_bandwidth\)', fix='set "),
+    )
+    for (out, err), (verdict, end) in zip(outputs, verdicts, strict=True):
         assert err == ""
-        assert re.search(r"name='between nodes', verdict='ok', .*2 tasks, gloo: \d+\.\d GB/s", out), out
-    wrong = start(0, "-m", "rpg_megatron.commands.doctor.network", str(tmp_path), "cpu", "nowhere")
-    out, err = wrong.communicate(timeout=100)
-    assert "no interface 'nowhere'" in json.loads(out)["error"], err
+        found = rf"name='between nodes', verdict='{verdict}', .*2 tasks, gloo: \d+\.\d GB/s {end}"
+        assert re.search(found, out), out
+    wrong = [start(0, "cluster.interface=nowhere"), start(0, "cluster.min_bandwidth=0")]
+    outputs = [task.communicate(timeout=100) for task in wrong]
+    assert "verdict='failed'" in outputs[0][0]
+    assert "no interface 'nowhere'" in outputs[0][0], outputs
+    assert "verdict='not applicable'" in outputs[1][0], outputs

@@ -22,6 +22,7 @@ from tests.support.launcher_pair import DRIVER, ENGINE, STAND_IN
 from tests.support.slurm import Job, Slurm, missing
 
 ROOT = Path(__file__).parents[2]
+TWO = ("parallel.data=2", "engine.replicas=2", "cluster.min_bandwidth=0")
 needs_slurm = pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started here: {missing()}")
 
 ECHO = """#!/bin/bash
@@ -173,7 +174,7 @@ def places(folder: Path) -> dict[str, str]:
 def test_trainer_nodes_and_engine_nodes(
     slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
 ) -> None:
-    words = (str(config_file), "parallel.data=2", "engine.replicas=2", "runs=runs")
+    words = (str(config_file), *TWO, "runs=runs")
     job = Job(slurm, tmp_path, "train_disaggregated", *words, launcher=stand_ins)
     slurm.wait(lambda: len(places(tmp_path)) == 5, 120)
     assert places(tmp_path) == {
@@ -196,7 +197,7 @@ def test_trainer_nodes_and_engine_nodes(
 def test_a_node_that_fails_ends_the_job_with_the_reason(
     slurm: Slurm, tmp_path: Path, config_file: Path, stand_ins: Path
 ) -> None:
-    words = (str(config_file), "parallel.data=2", "engine.replicas=2")
+    words = (str(config_file), *TWO)
     # By default Slurm requeues a job whose node has failed.
     job = Job(slurm, tmp_path, "train_multi_node", *words, launcher=stand_ins, options=("--no-requeue",))
     slurm.wait(lambda: len(places(tmp_path)) == 5, 120)

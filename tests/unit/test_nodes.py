@@ -18,6 +18,7 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher import control_channel
+from rpg_megatron.launcher.bandwidth import Bandwidth
 from rpg_megatron.launcher.control_channel import RendezvousServer, join, rendezvous_file
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
@@ -326,3 +327,25 @@ def test_ports_lie_below_those_that_the_kernel_hands_out() -> None:
     assert all(15_000 <= port < 32_000 for port in ports)
     with pytest.raises(OSError, match="assign requested address"):
         free_port("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("card", "setting", "rate", "norm"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, 24.9, "below 25 GB/s, half of the usual port for H100"),
+        ("NVIDIA H100 80GB HBM3", None, 25.0, None),
+        ("NVIDIA H200", None, 3.0, "below 25 GB/s, half of the usual port for H200"),
+        ("NVIDIA A100-SXM4-80GB", None, 12.0, "below 12.5 GB/s, half of the usual port for A100"),
+        ("NVIDIA GH200 120GB", None, 0.1, None),  # no H200
+        ("NVIDIA L40S", None, 0.1, None),
+        (None, None, 0.1, None),
+        (None, 2.5, 2.4, "below 2.5 GB/s"),
+        ("NVIDIA H100 80GB HBM3", 2.5, 3.0, None),
+        ("NVIDIA H100 80GB HBM3", 40.0, 39.0, "below 40 GB/s"),
+    ],
+)
+def test_the_norm_of_a_network_is_the_setting_or_the_cards(
+    card: str | None, setting: float | None, rate: float, norm: str | None
+) -> None:
+    expected = norm and f"{norm} (cluster.min_bandwidth)"
+    assert Bandwidth(rate, "NCCL", card).shortfall(setting) == expected

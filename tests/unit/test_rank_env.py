@@ -20,6 +20,7 @@ from rpg_megatron.bridge.transports import process_group_publisher
 from rpg_megatron.config import load_settings
 from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.engine.command import engine_environment, engine_threads
+from rpg_megatron.launcher.bandwidth import _measure
 from rpg_megatron.launcher.nodes import NodeAssignment, free_port
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
 from rpg_megatron.policy import device
@@ -148,6 +149,22 @@ def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.Mon
     addresses = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
     del store
+
+
+def test_the_measurement_of_the_network_listens_at_one_address_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, listening = free_port("127.0.0.1"), []
+
+    def look(*_: object, **__: object) -> None:
+        connections = psutil.Process().net_connections("tcp")
+        listening.extend(c.laddr for c in connections if c.status == psutil.CONN_LISTEN)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", look)
+    with pytest.raises(RuntimeError, match="seen"):
+        _measure(0, 1, "cpu", "127.0.0.1", port)
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
 
 
 def test_every_rank_has_the_token_from_its_environment_alone(

@@ -263,6 +263,8 @@ unit/test_rank_env.py::test_ranks_of_one_node_meet_in_a_private_file
   TCP on loopback
 unit/test_rank_env.py::test_ranks_of_several_nodes_meet_at_one_address_only
   TCP at the cluster address of rank 0 | several nodes: none
+unit/test_rank_env.py::test_the_measurement_of_the_network_listens_at_one_address_only
+  TCP at the cluster address of the first node, for seconds
 unit/test_rank_env.py::test_every_rank_has_the_token_from_its_environment_alone
   Processes have it from their environment
 unit/test_rank_env.py::test_the_links_store_is_a_private_folder_without_an_address

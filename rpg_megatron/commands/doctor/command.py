@@ -19,6 +19,7 @@ from rpg_megatron.commands.doctor.gather import (
 from rpg_megatron.commands.doctor.probe import Probe, Subject, run_probes
 from rpg_megatron.commands.doctor.table import failures, print_reports, to_json
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.launcher import bandwidth
 from rpg_megatron.launcher.checks import CHECKS
 
 PROBES: list[tuple[str, float, Probe]] = [
@@ -32,7 +33,7 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("sandboxes", 30, machine.probe_sandboxes),
     ("temporary files", 10, machine.probe_temporary),
     ("clock", 20, machine.probe_clock),
-    (network.NAME, network.SECONDS, network.probe_network),
+    (network.NAME, bandwidth.SECONDS, network.probe_network),
     *((check.name, check.seconds, partial(run_inputs.probe_check, check)) for check in CHECKS),
     ("run folder", 30, run_inputs.probe_run_folder),
     ("secrets", 10, run_inputs.probe_secrets),
