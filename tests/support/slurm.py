@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 SECRET = "wandb-5ecret-0123456789abcdef0123456789abcdef"
 """Planted as the W&B key of every job."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-NODES = ("n1", "n2")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 
 CONFIG = """
@@ -59,9 +58,8 @@ KillWait=60
 SlurmdTimeout=20
 InactiveLimit=0
 GresTypes=gpu
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} RealMemory=1000 Gres=gpu:8
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory=1000 Gres=gpu:8
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
 
@@ -78,31 +76,37 @@ def missing() -> str:
 class Slurm:
     """The daemons, started by the constructor, and the commands that speak to them."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, nodes: int = 2):
         """folder: with a short path, since it has sockets; owned by this user."""
-        self.folder = folder
+        self.folder, self.nodes = folder, [f"n{number}" for number in range(1, nodes + 1)]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))
         }
         self.environment |= {"PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        for name in ("state", *(f"spool-{node}" for node in self.nodes)):
             (folder / name).mkdir(mode=0o700)
         key = folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
-        ports = [_free_port() for _ in range(3)]
+        ports = [_free_port() for _ in range(1 + nodes)]
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-        facts = {"folder": folder, "ports": ports, "user": user, "host": socket.gethostname()}
-        (folder / "slurm.conf").write_text(CONFIG.format(**facts, cpus=os.cpu_count()))
+        host = socket.gethostname()
+        lines = [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()} "
+            "RealMemory=1000 Gres=gpu:8"
+            for node, port in zip(self.nodes, ports[1:], strict=True)
+        ]
+        facts = {"folder": folder, "ports": ports, "user": user, "host": host, "nodes": "\n".join(lines)}
+        (folder / "slurm.conf").write_text(CONFIG.format(**facts))
         for number in range(8):
             (folder / f"gpu{number}").touch()  # Slurm assigns names of devices; no process opens them
-        (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n")
+        (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu File={folder}/gpu[0-7]\n")
         try:
             self._start("munged", "--foreground", "--force", f"--key-file={key}", *self._munge_files())
             self.wait((folder / "munge.sock").exists, 30)
             self._start("slurmctld", "-D")
-            for node in NODES:
+            for node in self.nodes:
                 self.start_node(node)
             self.wait(lambda: self.states() == {"idle"}, 60)
         except BaseException as e:
@@ -228,9 +232,9 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def start_slurm() -> Iterator[Slurm]:
+def start_slurm(nodes: int = 2) -> Iterator[Slurm]:
     """For fixtures: a Slurm that leaves nothing behind."""
-    cluster = Slurm(Path(tempfile.mkdtemp(prefix="rpgs-", dir="/tmp")))
+    cluster = Slurm(Path(tempfile.mkdtemp(prefix="rpgs-", dir="/tmp")), nodes)
     try:
         yield cluster
     finally:
