@@ -451,7 +451,8 @@ def sample(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of one or more runs, finished or not.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs, finished or not, or of several runs."),
     ],
     out: Annotated[
         Path | None,

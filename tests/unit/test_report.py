@@ -259,12 +259,14 @@ def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("missing", "no such folder"), ("file", "is a file"), ("runs", "the runs in it are good-001")],
+    [("missing", "no such folder"), ("file", "is a file"), ("empty", "not the folder of a run")],
 )
 def test_no_run_is_one_message(run: Path, tmp_path: Path, capfd: Any, target: str, message: str) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty" / "deeper" / "run").mkdir(parents=True)
+    (tmp_path / "empty" / "deeper" / "run" / "config.yaml").write_text("name: run\n")
     with pytest.raises(SystemExit) as end:
-        cli.main(["report", str(run), str(run.parent if target == "runs" else tmp_path / target)])
+        cli.main(["report", str(run), str(tmp_path / target)])
     assert end.value.code == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ")
