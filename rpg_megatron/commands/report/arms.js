@@ -86,7 +86,7 @@ function drawArm(chart, group, arm, key, dash) {
   const first = chart.keys()[0][0] === key;  // the others would hide each other
   if (first) for (const [from, to] of parts((i) => bands[i] !== null)) {
     const inside = [...steps.keys()].slice(from, to);
-    if (bands[from] && to - from > 1) shape(group, "path", { class: "band",
+    if (bands[from] && to - from > 1) shape(group, "path", { class: view.runs.length > 4 ? "band many" : "band",
       d: `M${[...inside.map((i) => point(i, 1)), ...inside.reverse().map((i) => point(i, 0))].join("L")}Z` });
   }
   if (first && view.seeds && arm.members.length > 1) for (const run of runs) {
