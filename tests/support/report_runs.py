@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html.parser
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -21,6 +23,27 @@ from rpg_megatron.training.metrics import MetricsWriter
 
 HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">&amp;<!--'
 PROBLEMS = 40
+
+
+def page_data(file: Path) -> dict[str, Any]:
+    """The data in a page, extracted as a browser would."""
+    chunks: list[str] = []
+
+    class Finder(html.parser.HTMLParser):
+        inside = False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.inside = tag == "script" and ("id", "data") in attrs
+
+        def handle_data(self, data: str) -> None:
+            if self.inside:
+                chunks.append(data)
+
+        def handle_endtag(self, tag: str) -> None:
+            self.inside = False
+
+    Finder().feed(file.read_text(encoding="utf-8"))
+    return json.loads("".join(chunks))
 
 
 def make_run(

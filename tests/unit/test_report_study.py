@@ -22,7 +22,7 @@ from rpg_megatron.commands.report import write_report
 from rpg_megatron.commands.report.run_files import common_width, merge_steps, read_run
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
 from rpg_megatron.commands.report.study import Arm, describe_study, find_arms, name_arms
-from tests.unit.test_report import page_data
+from tests.support.report_runs import page_data
 
 Settings = dict[str, Any]
 
