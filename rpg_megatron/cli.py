@@ -498,7 +498,9 @@ def sample(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="One or more runs, finished or not, or a study's file."),
+        typer.Argument(
+            metavar="RUN...", help="Runs, finished or not, a folder of several, or a study's file."
+        ),
     ],
     out: Annotated[
         Path | None,

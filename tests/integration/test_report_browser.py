@@ -16,13 +16,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rpg_megatron.commands.report import write_report
 from rpg_megatron.launcher.run_lock import hold_folder
 from tests.support.browser import Browser, find_chromium
 from tests.support.launcher import wait_for
-from tests.support.report_runs import HOSTILE, make_run
+from tests.support.report_runs import HOSTILE, make_run, make_study
 
 chromium = find_chromium()
 pytestmark = pytest.mark.skipif(chromium is None, reason="no Chromium on this machine")
@@ -323,6 +324,52 @@ def test_a_run_without_a_step_and_one_with_nan(browser: Browser, tmp_path: Path)
     assert "no step in metrics.jsonl" in browser.run("document.body.innerText")
     browser.open(write_report([odd, empty], tmp_path / "both.html"))
     assert browser.run("document.querySelectorAll('[data-chart=Loss] .odd').length") == 1
+
+
+def test_a_study_shows_arms(browser: Browser, tmp_path: Path) -> None:
+    folders = make_study(tmp_path / "study", [1e-6, 2e-6], seeds=3, steps=40)
+    page = write_report([tmp_path / "study"])
+    browser.open(page)
+    assert browser.run("document.querySelector('h1').textContent") == "2 arms, 6 runs"
+    cells = "[...document.querySelectorAll('{} tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    slow, fast = browser.run(cells.format("table.arms"))
+    assert (slow[0].strip(), slow[1], slow[-1]) == ("lr 1e-06", "3", "40")
+    assert (fast[0].strip(), fast[1], fast[-1]) == ("lr 2e-06", "3 (1 not finished)", "20\N{EN DASH}40")
+    assert re.fullmatch(r"[\d.]+% ± [\d.]+", slow[2])
+    (pair,) = browser.run(cells.format("table.pairs"))
+    assert pair[4] == "3 pairs"
+    assert pair[5].endswith("steps 20\N{EN DASH}40")
+
+    for name in ("Held-out accuracy", "Training reward", "Entropy"):
+        paths = f"document.querySelectorAll('[data-chart=\"{name}\"] path.{{}}').length"
+        drawn = [browser.run(paths.format(part)) for part in ("band", "seed", "fewer")]
+        assert (browser.run(LINES.format(name)), drawn) == (2, [2, 6, 1]), name
+    # The curves and bands, from the files and by numpy.
+    key = "eval/aime24/avg@4"
+    rows = [list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines())) for run in folders[3:]]
+    values = [{row["step"]: row[key] for row in of_run if key in row} for of_run in rows]
+    series = "(({steps, smooth, bands, counts}) => ({steps, smooth, bands, counts}))"
+    found = browser.run(f"{series}(seriesOf(view.runs[1], '{key}'))")
+    assert found["steps"] == list(range(0, 41, 4))
+    assert found["counts"] == [3] * 6 + [2] * 5
+    for step, mean, band in zip(found["steps"], found["smooth"], found["bands"], strict=True):
+        there = [run[step] for run in values if step in run]
+        middle, half = np.mean(there), 4.302653 * np.std(there, ddof=1) / len(there) ** 0.5
+        assert mean == pytest.approx(middle, abs=1e-4)
+        expected = (middle - half, middle + half) if len(there) > 2 else (min(there), max(there))
+        assert band == pytest.approx(expected, abs=1e-4)
+
+    browser.run("document.querySelector('#tools [type=checkbox]').click()")
+    assert browser.run("document.querySelectorAll('path.seed').length") == 0
+    browser.run("document.querySelector('.legend button').click()")
+    assert browser.run(LINES.format("Entropy")) == 1
+    browser.run("document.querySelectorAll('details.each').forEach((part) => { part.open = true; })")
+    shown = "document.querySelectorAll('figure.{}:not([hidden])').length"
+    assert [browser.run(shown.format(kind)) for kind in ("stack", "timeline")] == [3, 3]
+    for width, height, dark in (DESKTOP, PHONE):
+        browser.open(page, width=width, height=height, dark=dark)
+        browser.run("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+        assert browser.run("document.documentElement.scrollWidth") <= width, "wider than the window"
 
 
 def test_it_prints(browser: Browser, runs: list[Path], tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html.parser
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -22,6 +25,27 @@ HOSTILE = '</script><script>window.hacked = 1</script><img src=x onerror="window
 PROBLEMS = 40
 
 
+def page_data(file: Path) -> dict[str, Any]:
+    """The data in a page, extracted as a browser would."""
+    chunks: list[str] = []
+
+    class Finder(html.parser.HTMLParser):
+        inside = False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.inside = tag == "script" and ("id", "data") in attrs
+
+        def handle_data(self, data: str) -> None:
+            if self.inside:
+                chunks.append(data)
+
+        def handle_endtag(self, tag: str) -> None:
+            self.inside = False
+
+    Finder().feed(file.read_text(encoding="utf-8"))
+    return json.loads("".join(chunks))
+
+
 def make_run(
     folder: Path,
     *,
@@ -31,17 +55,25 @@ def make_run(
     rollouts_every: int = 40,
     evaluate_every: int = 50,
     text: str = "",
+    divergence: str | None = None,
+    lr: float | None = None,
+    pace: float | None = None,
 ) -> Path:
-    """A run of ``steps`` steps that learns; unfinished if more were planned. text: put into a response."""
+    """A run of ``steps`` steps that learns; unfinished if more were planned.
+
+    text: put into a response. divergence, lr: settings; None: they depend on the seed. pace: steps in which
+    it learns most; None: depends on the seed.
+    """
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
+    divergence = divergence or ["urkl", "rkl", "ufkl", "fkl"][seed % 4]
     settings = {
         "name": folder.name,
         "seed": seed,
         "model": {"path": "/models/Qwen3-1.7B-Base"},
         "precision": {"dtype": "bfloat16"},
-        "objective": {"type": "rpg", "divergence": ["urkl", "rkl", "ufkl", "fkl"][seed % 4], "beta": 1e-4},
-        "optimizer": {"lr": 1e-6 * (1 + seed % 3)},
+        "objective": {"type": "rpg", "divergence": divergence, "beta": 1e-4},
+        "optimizer": {"lr": lr or 1e-6 * (1 + seed % 3)},
         "training": {"steps": planned or steps},
         "rollout": {"prompts_per_step": 256, "samples_per_prompt": 8, "max_response_tokens": 4096},
         "evaluation": {"name": "aime24", "samples": 4},
@@ -50,7 +82,7 @@ def make_run(
     record_environment(folder, Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}))
     writer = MetricsWriter(folder)
     for step in range(steps + 1):
-        level = 0.15 + 0.5 * (1 - math.exp(-step / (120 + 25 * seed)))
+        level = 0.15 + 0.5 * (1 - math.exp(-step / (pace or 120 + 25 * seed)))
         row: dict[str, float] = {"step": step}
         if step:
             row |= _metrics(rng, step, level, seed)
@@ -68,6 +100,26 @@ def make_run(
     if not planned or planned <= steps:
         (folder / "summary.json").write_text(json.dumps({"steps": steps, "seconds": 41.7 * steps}))
     return folder
+
+
+def make_study(folder: Path, lrs: Sequence[float], seeds: int, *, steps: int = 200) -> list[Path]:
+    """Runs of each learning rate and seed, faster with higher rates; the last run stopped halfway."""
+    ends = [steps] * (len(lrs) * seeds - 1) + [steps // 2]
+    cases = [(lr, seed) for lr in lrs for seed in range(seeds)]
+    return [
+        make_run(
+            folder / f"s-{number:03d}",
+            steps=end,
+            planned=steps,
+            seed=seed,
+            rollouts_every=steps // 2,
+            evaluate_every=steps // 10,
+            divergence="urkl",
+            lr=lr,
+            pace=120e-6 / lr + 8 * seed,
+        )
+        for number, ((lr, seed), end) in enumerate(zip(cases, ends, strict=True))
+    ]
 
 
 def write_timeline(folder: Path, steps: range, *, engines: int, begin: float = 1.7e9) -> float:

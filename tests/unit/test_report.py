@@ -8,7 +8,6 @@ how a browser shows the page (tests/integration/test_report_browser).
 from __future__ import annotations
 
 import dataclasses
-import html.parser
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import NOT_SAMPLED
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
-from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, write_timeline
+from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, page_data, write_timeline
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +54,6 @@ def rows_of(folder: Path, rows: list[dict[str, Any]], config: str = "training: {
     (folder / "config.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def page_data(file: Path) -> dict[str, Any]:
-    """The data in a page, extracted as a browser would."""
-    chunks: list[str] = []
-
-    class Finder(html.parser.HTMLParser):
-        inside = False
-
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            self.inside = tag == "script" and ("id", "data") in attrs
-
-        def handle_data(self, data: str) -> None:
-            if self.inside:
-                chunks.append(data)
-
-        def handle_endtag(self, tag: str) -> None:
-            self.inside = False
-
-    Finder().feed(file.read_text(encoding="utf-8"))
-    return json.loads("".join(chunks))
 
 
 def verdicts(folder: Path) -> dict[str, str]:
@@ -259,12 +237,14 @@ def test_a_run_that_is_held_is_running(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [("missing", "no such folder"), ("file", "is a file"), ("runs", "the runs in it are good-001")],
+    [("missing", "no such folder"), ("file", "is a file"), ("empty", "not the folder of a run")],
 )
 def test_no_run_is_one_message(run: Path, tmp_path: Path, capfd: Any, target: str, message: str) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty" / "deeper" / "run").mkdir(parents=True)
+    (tmp_path / "empty" / "deeper" / "run" / "config.yaml").write_text("name: run\n")
     with pytest.raises(SystemExit) as end:
-        cli.main(["report", str(run), str(run.parent if target == "runs" else tmp_path / target)])
+        cli.main(["report", str(run), str(tmp_path / target)])
     assert end.value.code == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ")

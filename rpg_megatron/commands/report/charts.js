@@ -64,7 +64,7 @@ class Chart {
   runs() { return this.spec.stack ? [this.spec.stack] : visibleRuns(); }
 
   draw() {
-    this.figure.hidden = view.hidden.has(this.spec.stack);
+    this.figure.hidden = isHidden(this.spec.stack);
     const width = this.place.clientWidth, height = Math.round(Math.min(190, 100 + width / 5));
     if (!width) return;  // inside a closed <details>
     this.size = [width, height];
@@ -95,9 +95,8 @@ class Chart {
     const found = [];
     for (const run of this.runs()) {
       for (const [key] of this.keys()) {
-        const { steps, values, smooth, odd } = seriesOf(run, key);
         const dash = DASHES[this.spec.series.findIndex(([k]) => k === key) % DASHES.length];
-        found.push({ run, key, steps, values, smooth, odd, dash });
+        found.push({ run, key, dash, ...seriesOf(run, key) });
       }
     }
     return found;
@@ -121,7 +120,8 @@ class Chart {
     const [from, to] = this.range;
     let low = Infinity, high = -Infinity;
     // Stacked charts of several runs are shown side by side, so they have the same scale.
-    const all = this.spec.stack ? view.runs.map((run) => seriesOf(run, "time/step")) : [];
+    const all = this.spec.stack ? data.runs.map((run) => seriesOf(run, "time/step"))
+      : lines.flatMap((line) => (line.run.members ? armReach(line, this.log) : []));
     for (const { steps, values } of [...lines, ...all]) {
       // From the last point before the range to the first one after it: the line runs there.
       for (let i = Math.max(0, indexAt(steps, from)); i < values.length && !(i && steps[i - 1] >= to); i++) {
@@ -138,7 +138,7 @@ class Chart {
     }
     const positive = low >= 0, fraction = this.spec.kind === "percent" && high <= 1;
     if (this.spec.stack || (positive && (low < 0.5 * high || this.spec.kind === "count"))) low = 0;
-    if (low === high) {
+    if (high - low <= 1e-9 * Math.abs(high)) {  // equal but for rounding
       const around = Math.abs(low) * 0.1;
       [low, high] = high === 0 ? [0, fraction ? 0.01 : 1] : [low - around, high + around];
     }
@@ -179,15 +179,18 @@ class Chart {
 
   line(svg, { run, key, steps, values, smooth, odd, dash }) {
     const group = shape(svg, "g", { class: `line ${run.color}`, "data-run": run.name, "data-key": key });
-    if (smooth !== values) shape(group, "path", { class: "raw", d: this.path(steps, values, odd) });
-    shape(group, "path", { d: this.path(steps, smooth, odd), "stroke-dasharray": dash });
+    if (run.members) drawArm(this, group, run, key, dash);
+    else {
+      if (smooth !== values) shape(group, "path", { class: "raw", d: this.path(steps, values, odd) });
+      shape(group, "path", { d: this.path(steps, smooth, odd), "stroke-dasharray": dash });
+    }
     const [from, to] = this.range;
     const inside = steps.reduce((n, step) => n + (step >= from && step <= to), 0);
     if (inside <= 24) steps.forEach((step, i) => shape(group, "circle",
       { r: 2.4, cx: this.x(step), cy: this.yOf(smooth[i]) }));
-    for (const [step, what] of odd) {
+    for (const [step, what, of = run.name] of odd) {
       const mark = shape(svg, "path", { class: "odd", d: `M${this.x(step)} ${MARGIN.top + 7}l-4.5 -7h9z` });
-      shape(mark, "title", {}, `${run.name}, step ${step}: ${what}`);
+      shape(mark, "title", {}, `${of}, step ${step}: ${what}`);
     }
     group.run = run;
   }
@@ -295,7 +298,8 @@ class Chart {
       const parts = keys.map(([key]) => valueAt(run, key, step)).filter((value) => typeof value === "number");
       return formatValue(parts.reduce((a, b) => a + b, 0), this.spec.kind);
     }
-    return keys.map(([key]) => formatValue(valueAt(run, key, step), this.spec.kind)).join(" · ");
+    const which = run.members ? "smooth" : "values";  // an arm's tooltip has the mean that is drawn
+    return keys.map(([key]) => formatValue(valueAt(run, key, step, which), this.spec.kind)).join(" · ");
   }
 
   // [color, label, value, smoothed value, whether it has the focus], largest first.
@@ -310,8 +314,10 @@ class Chart {
     const rows = this.runs().flatMap((run) => keys.map(([key, label]) => {
       const names = [view.runs.length > 1 ? run.name : "", keys.length > 1 ? label : ""].filter(Boolean);
       const value = valueAt(run, key, step), smooth = valueAt(run, key, step, "smooth");
-      return { value, smooth, row: [run.color, names.join(" · ") || title, formatValue(value, kind),
-        smooth === value ? "" : formatValue(smooth, kind), view.runs.length > 1 && run === view.focus] };
+      const texts = run.members ? [formatValue(smooth, kind), bandText(run, key, step, kind)]
+        : [formatValue(value, kind), smooth === value ? "" : formatValue(smooth, kind)];
+      return { value, smooth, row: [run.color, names.join(" · ") || title, ...texts,
+        view.runs.length > 1 && run === view.focus] };
     })).filter(({ value }) => value !== null);
     const size = ({ smooth }) => (typeof smooth === "number" ? smooth : -Infinity);
     return rows.sort((a, b) => size(b) - size(a)).map(({ row }) => row);
@@ -319,7 +325,8 @@ class Chart {
 
   showTooltip(event) {
     const step = view.cursor, rows = this.tooltipRows(step).slice(0, 24);
-    const head = rows.some((row) => row[3]) ? ["", "", "measured", "smoothed"] : [];
+    const words = view.runs.some((run) => run.members) ? ["mean", "band, seeds"] : ["measured", "smoothed"];
+    const head = rows.some((row) => row[3]) ? ["", "", ...words] : [];
     showTooltip(event, `step ${step.toLocaleString("en")}`, rows, head);
   }
 

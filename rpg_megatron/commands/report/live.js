@@ -5,6 +5,7 @@ function rememberChoices() {
   const chosen = new URLSearchParams({ smoothing: view.smoothing, y: Math.round(window.scrollY) });
   if (view.from !== null) chosen.set("from", view.from);
   if (view.to !== null) chosen.set("to", view.to);
+  if (data.study) chosen.set("seeds", Number(view.seeds));
   view.hidden.forEach((run) => chosen.append("hidden", run.name));
   window.location.replace(`#${chosen}`);
 }
@@ -19,7 +20,9 @@ function restoreChoices() {
     slider.dispatchEvent(new Event("input"));
   }
   const hidden = new Set(chosen.getAll("hidden"));
-  const runs = data.runs.filter((run) => hidden.has(run.name));
+  const seeds = document.querySelector("#tools input[type=checkbox]");
+  if (seeds && number("seeds") !== null && seeds.checked !== Boolean(number("seeds"))) seeds.click();
+  const runs = view.runs.filter((run) => hidden.has(run.name));
   if (several && runs.length) legendChanged(() => runs.forEach((run) => view.hidden.add(run)));
   if (number("from") !== null || number("to") !== null) zoom(number("from"), number("to"));
   if (number("y") !== null) window.scrollTo(0, number("y"));

@@ -3,7 +3,8 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
 data.runs.forEach((run, i) => { run.color = `color${i % 10}`; });
-view.runs = data.runs;
+const arms = makeArms();
+view.runs = arms ?? data.runs;
 
 const place = (name) => document.getElementById(name);
 const title = (text, note) => element("h2", {}, text, note ? element("small", {}, note) : null);
@@ -129,7 +130,7 @@ function runTable() {
     } }, !run.steps ? badge("warn", "no steps")
       : bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
     const learnt = names.map((name) => changeCells(run, name));
-    return [element("tr", {}, element("th", { scope: "row" }, swatch(run), " ", run.name), learnt[0] ?? null,
+    return [element("tr", {}, element("th", { scope: "row" }, swatch(run), " ", run.name, seedOf(run)), learnt[0] ?? null,
       element("td", { class: "left" }, opener), element("td", { class: "left" }, stateBadge(run)),
       learnt.slice(1), COLUMNS.map(([, text]) => element("td", {}, text(run)))), detail];
   });
@@ -147,8 +148,9 @@ function notes(run) {
 function buildHead() {
   const [run] = data.runs;
   if (several) {
-    place("head").append(element("h1", {}, `${data.runs.length} runs`), runTable(),
-      evaluationTable(data.runs, (run) => [swatch(run), " ", run.name]) ?? "");
+    const tables = [runTable(), evaluationTable(data.runs, (run) => [swatch(run), " ", run.name]) ?? ""];
+    place("head").append(element("h1", {}, arms ? `${plural(arms.length, "arm")}, ${data.runs.length} runs`
+      : `${data.runs.length} runs`), ...(arms ? studyHead() : []), ...ofEachRun("verdicts", tables));
     return;
   }
   const facts = [
@@ -327,7 +329,9 @@ function buildCharts() {
       shown.add(key);
       if (spec.exact) view.exact.add(key);
     }));
-    if (there.length) place("charts").append(title(name), grid(there));
+    const [single, shared] = [there.filter((spec) => spec.stack), there.filter((spec) => !spec.stack)];
+    if (there.length) place("charts").append(title(name), ...(arms && single.length
+      ? [grid(shared), ...ofEachRun("time by phase", [grid(single)])] : [grid(there)]));
   }
   buildTimelines();
   const rest = allKeys().filter((key) => !shown.has(key));
@@ -342,11 +346,11 @@ function buildTools() {
   const longest = Math.max(0, ...data.runs.map((run) => run.step.length));
   if (!longest) return;
   view.smoothing = longest > 200 ? 0.9 : longest > 60 ? 0.8 : 0;
-  const legend = several ? element("div", { class: "legend" }, data.runs.map((run) => {
+  const legend = several ? element("div", { class: "legend" }, view.runs.map((run) => {
     const chip = element("button", { type: "button", "aria-pressed": true,
       title: `show or hide ${run.name}; double click: only this one`,
       onclick: () => legendChanged(() => view.hidden.delete(run) || view.hidden.add(run)),
-      ondblclick: () => legendChanged(() => { view.hidden = new Set(data.runs.filter((r) => r !== run)); }),
+      ondblclick: () => legendChanged(() => { view.hidden = new Set(view.runs.filter((r) => r !== run)); }),
       onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null),
     }, swatch(run), run.name);
     run.chip = chip;
@@ -373,7 +377,7 @@ function buildTools() {
     [start.placeholder, end.placeholder] = stepRange();
     reset.hidden = view.from === null && view.to === null;
   };
-  place("tools").append(legend ?? "", element("label", {}, "smoothing", slider, amount),
+  place("tools").append(legend ?? "", arms ? seedsBox() : "", element("label", {}, "smoothing", slider, amount),
     element("label", { title: "or drag across a chart; double click goes back" }, "steps", start, "–", end),
       reset);
   document.addEventListener("zoomed", showRange);
@@ -382,16 +386,16 @@ function buildTools() {
 
 function legendChanged(change) {
   change();
-  data.runs.forEach((run) => run.chip.setAttribute("aria-pressed", !view.hidden.has(run)));
+  view.runs.forEach((run) => run.chip.setAttribute("aria-pressed", !view.hidden.has(run)));
   drawAll();
 }
 
 // -- settings, environment ----------------------------------------------------------------------------------
 
-function table(keys, cells, label) {
+function table(keys, cells, label, runs = data.runs) {
   return element("div", { class: "scroll" }, element("table", { class: "values" },
     several ? element("thead", {}, element("tr", {}, element("th", {}, label),
-      data.runs.map((run) => element("th", {}, swatch(run), " ", run.name)))) : null,
+      runs.map((run) => element("th", {}, swatch(run), " ", run.name)))) : null,
     element("tbody", {}, keys.map((key) => element("tr", {}, element("th", { scope: "row" }, key),
       cells(key).map((cell) => element("td", {}, cell ?? "–")))))));
 }
@@ -409,16 +413,17 @@ function blocks(values) {
 }
 
 function buildSettings() {
-  const keys = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))];
+  const runs = view.runs;  // or arms
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
   if (!keys.length) return;
-  place("settings").append(title("Settings"));
+  place("settings").append(title("Settings", arms ? `of arms, without ${data.study.ignored.join(", ")}` : null));
   if (several) {
-    const differing = keys.filter((key) => new Set(data.runs.map((run) => run.config[key])).size > 1);
+    const differing = keys.filter((key) => new Set(runs.map((run) => run.config[key])).size > 1);
     place("settings").append(differing.length ? table(differing, (key) =>
-      data.runs.map((run) => run.config[key]), "what differs")
+      runs.map((run) => run.config[key]), "what differs", runs)
       : element("p", { class: "under" }, "All runs have the same settings."));
   }
-  for (const run of data.runs) {
+  for (const run of runs) {
     const all = element("details", { open: !several }, element("summary", {},
       `all settings${several ? ` of ${run.name}` : ""}`), blocks(run.config));
     if (Object.keys(run.config).length) place("settings").append(all);
@@ -434,9 +439,9 @@ function buildEnvironment() {
     run.starts.length > 1 ? ` (started ${run.starts.length} times, the last of which is shown)` : "")]));
   const cell = (key, value) =>
     (key.endsWith("_bytes") && value ? formatValue(Number(value), "bytes") : value);
-  place("environment").append(paths, keys.length
+  place("environment").append(...ofEachRun("environment", [paths, keys.length
     ? table(keys, (key) => last.map((start) => cell(key, start[key])), "")
-    : element("p", { class: "under" }, "Not recorded: there is no environment.json in the run's folder."));
+    : element("p", { class: "under" }, "Not recorded: there is no environment.json in the run's folder.")]));
 }
 
 buildHead();

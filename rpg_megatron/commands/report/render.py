@@ -24,16 +24,19 @@ from rpg_megatron.commands.report.health import check_health
 from rpg_megatron.commands.report.run_files import (
     RunFiles,
     as_text,
+    common_width,
     is_held,
+    merge_steps,
     name_runs,
     read_run,
     thin_rows,
 )
 from rpg_megatron.commands.report.samples import Item, choose_samples
+from rpg_megatron.commands.report.study import describe_study, find_arms
 from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
-from rpg_megatron.launcher.run_dir import METRICS, REPORT
+from rpg_megatron.launcher.run_dir import CONFIG, METRICS, REPORT
 
 _ROWS = 8000
 """Maximum rows of metrics on a page, for all runs together: about 3 MB."""
@@ -46,6 +49,7 @@ _SCRIPTS = (
     "series.js",
     "numbers.js",
     "charts.js",
+    "arms.js",
     "timeline.js",
     "responses.js",
     "evaluations.js",
@@ -62,8 +66,8 @@ _REFRESH = 10.0
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of these runs to ``out``, by default ``report.html`` in the first one's folder.
 
-    Returns the file, which is written atomically. Raises UserError if a folder is not that of a run, or if
-    the file cannot be written.
+    folders: of runs, or folders that hold runs. Returns the file, which is written atomically. Raises
+    UserError if a folder is neither, or if the file cannot be written.
     """
     return _write(folders, out, _read(folders))
 
@@ -93,10 +97,24 @@ def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path
 
 
 def _read(folders: Sequence[Path]) -> list[RunFiles]:
-    unique = {real_path(folder): folder for folder in folders}
+    unique = {real_path(folder): folder for folder in _expand(folders)}
     if not unique:
         raise UserError("give the folder of at least one run")
     return [read_run(folder) for folder in unique.values()]
+
+
+def _expand(folders: Sequence[Path]) -> list[Path]:
+    """With the runs in a folder in place of the folder, if it is not that of a run itself."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.glob("*/")))
+        # A link in somebody else's folder could lead to a private run, which a page of this user would show.
+        found += [run for run in inner if not run.is_symlink()] or [folder]
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
 def _write(
@@ -116,19 +134,23 @@ def _state(folders: Sequence[Path]) -> list[tuple[int, bool]]:
     """Of each run: the size of its metrics, and whether it is running."""
     return [
         ((folder / METRICS).stat().st_size if (folder / METRICS).is_file() else 0, is_held(folder))
-        for folder in folders
+        for folder in _expand(folders)
     ]
 
 
 def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes:
     """The page as UTF-8. refresh: seconds after which it loads itself again; None: never."""
     names = name_runs([run.folder for run in runs])
-    data = {
+    arms = find_arms(runs, names)
+    width = common_width([run.rows for run in runs], max(80, _ROWS // len(runs))) if arms else None
+    data: dict[str, Any] = {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": rpg_megatron.__version__,
         "refresh": refresh,
-        "runs": [_describe(run, name, len(runs)) for run, name in zip(runs, names, strict=True)],
+        "runs": [_describe(run, name, len(runs), width) for run, name in zip(runs, names, strict=True)],
     }
+    if arms:
+        data["study"] = describe_study(runs, arms) | {"width": width}
     folder = files("rpg_megatron.commands.report")
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -152,9 +174,13 @@ def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes
     return page.encode("utf-8", "replace")
 
 
-def _describe(run: RunFiles, name: str, number: int) -> dict[str, Any]:
+def _describe(run: RunFiles, name: str, number: int, width: int | None) -> dict[str, Any]:
+    """A run as a dict for JSON. number: of runs on the page. width: steps per row; None: as it needs."""
     samples = choose_samples(run, read=_READ // number, room=_ROOM // number)
-    rows, width = thin_rows(run.rows, max(80, _ROWS // number))
+    if width is None:
+        rows, width = thin_rows(run.rows, max(80, _ROWS // number))
+    else:
+        rows = merge_steps(run.rows, width)
     if width > 1:
         run.notes.append(f"the charts show means over {width} steps (maxima of maxima)")
     keys = sorted({key for row in rows for key in row} - {"step"})

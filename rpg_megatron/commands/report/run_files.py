@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,6 +139,19 @@ def thin_rows(rows: list[Row], most: int) -> tuple[list[Row], int]:
     if width <= 1:
         return rows, 1
     return [_merge(rows[i : i + width]) for i in range(0, len(rows), width)], width
+
+
+def common_width(runs: Sequence[list[Row]], most: int) -> int:
+    """Steps per row with which each run has at most ``most`` rows, and the same steps make a row in all."""
+    width = max(1, *(-(-len(rows) // most) for rows in runs))
+    while any(len({row["step"] // width for row in rows}) > most for rows in runs):
+        width += max(1, width // 4)
+    return width
+
+
+def merge_steps(rows: list[Row], width: int) -> list[Row]:
+    """Rows of ``width`` steps each, as of ``thin_rows``."""
+    return [_merge([*part]) for _, part in groupby(rows, lambda row: row["step"] // width)]
 
 
 def _merge(rows: list[Row]) -> Row:

@@ -5,6 +5,7 @@
 const view = {
   runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: 0,
   exact: new Set(),  // metrics that are never smoothed
+  seeds: true,  // whether the runs of an arm are drawn
 };
 
 // -- elements -----------------------------------------------------------------------------------------------
@@ -33,6 +34,7 @@ function shape(parent, name, attributes, text) {
 // A metric of a run: steps, values, smoothed values; values that are not finite are in `odd`.
 function seriesOf(run, key) {
   run.series ??= Object.create(null);  // a metric may have any name
+  if (run.members) return armSeries(run, key);
   if (!(key in run.series)) {
     const steps = [], values = [], odd = [];
     (run.metrics[key] ?? []).forEach((value, i) => {
@@ -76,9 +78,10 @@ function indexAt(steps, step) {
 // The value of a run at a step, or the last one before it; null after the end of the run.
 function valueAt(run, key, step, which = "values") {
   if (!run.step.length || step > run.step.at(-1)) return null;
-  const series = seriesOf(run, key);
-  const odd = series.odd.find(([at]) => at === step);
-  return odd ? odd[1] : series[which][indexAt(series.steps, step)] ?? null;
+  const series = seriesOf(run, key), index = indexAt(series.steps, step);
+  // Of an arm, other seeds may have a finite value at this step.
+  const odd = series.steps[index] === step ? null : series.odd.find(([at]) => at === step);
+  return odd ? odd[1] : series[which][index] ?? null;
 }
 
 const visibleRuns = () => view.runs.filter((run) => !view.hidden.has(run));

@@ -37,7 +37,7 @@ class TimelineFigure {
   }
 
   draw() {
-    this.figure.hidden = view.hidden.has(this.run);
+    this.figure.hidden = isHidden(this.run);
     const { lanes, phases, seconds } = this.data, width = this.place.clientWidth;
     if (!width) return;
     this.width = width;
@@ -121,5 +121,5 @@ function buildTimelines() {
   const runs = data.runs.filter((run) => run.timeline);
   if (!runs.length) return;
   place("charts").append(title("Trainer and engines over time"),
-    ...runs.map((run) => new TimelineFigure(run).figure));
+    ...ofEachRun("last steps", runs.map((run) => new TimelineFigure(run).figure)));
 }
