@@ -130,7 +130,7 @@ def assert_same(stopped: Path, straight: Path) -> None:
 
 def test_groups_that_were_sampled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = write_task(tmp_path, first=2 * PROMPTS)
-    words += ["rollout.ahead=1", "correction={type: truncated}", "rollout.workers=2"]
+    words += ["rollout.ahead=1", "correction={type: truncate}", "rollout.workers=2"]
     run = tmp_path / "runs" / "quickstart-001"
     first = train(tmp_path, monkeypatch, *words)
     expected = Counter(dict.fromkeys(range(2 * PROMPTS + GRADED), SAMPLES))
