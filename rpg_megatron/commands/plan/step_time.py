@@ -59,6 +59,8 @@ class StepTime:
     phases: tuple[Phase, ...]
     trained_tokens: float
     """Prompt and response tokens that a step trains on."""
+    under_way: float
+    """Seconds in which engines sample a mean response: about what a stop in the rollout loses."""
     drained: bool = False
     """Overlapped: a batch is finished before new weights are loaded (rollout.inflight drain)."""
 
@@ -198,13 +200,15 @@ class _Case:
 
 
 def _step(case: _Case) -> StepTime:
-    phases = [*_rollout(case), _log_probs(case), _update(case), _sync(case)]
+    rollout, under_way = _rollout(case)
+    phases = [*rollout, _log_probs(case), _update(case), _sync(case)]
     if case.placement == "colocated":
         phases.append(_handover(case))
     phases.append(Phase("other", case.assumed.step_overhead, "fixed"))
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
-    return StepTime(case.placement, case.trainer_gpus, case.engine_gpus, tuple(phases), tokens, drained)
+    gpus = case.trainer_gpus, case.engine_gpus
+    return StepTime(case.placement, *gpus, tuple(phases), tokens, under_way, drained)
 
 
 def _pass_seconds(
@@ -229,8 +233,8 @@ def _pass_seconds(
     return flops / case.peak / (settings.parallel.world / settings.parallel.data)
 
 
-def _rollout(case: _Case) -> list[Phase]:
-    """Prefill, decoding at the batch that fits, and the tail.
+def _rollout(case: _Case) -> tuple[list[Phase], float]:
+    """Prefill, decoding at the batch that fits, and the tail; and the seconds of a mean response.
 
     A decoding step of batch B takes the longer of two times, plus overheads: reading the weights and the
     batch's keys and values, and computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1). All
@@ -261,7 +265,8 @@ def _rollout(case: _Case) -> list[Phase]:
     context = case.prompt + case.response / 2
     batch = max(1.0, min(engine.max_sequences, sequences, case.plan.engine.kv_tokens / context))
     read, computed = token(batch, context)
-    seconds = sequences * case.response / batch * (max(read, computed) + fixed)
+    response = case.response * (max(read, computed) + fixed)
+    seconds = sequences / batch * response
     attention = 2 * case.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
     prefill = prompts / case.engines * (2 * (in_layers + in_head) * case.prompt + attention) / flops
     parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
@@ -269,10 +274,11 @@ def _rollout(case: _Case) -> list[Phase]:
     bound = "prefill" if prefill > seconds else f"{bound}, {batch:.0f} at once"
     left = rollout.max_response_tokens - case.response
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
-    return [
+    phases = [
         Phase("rollout", seconds + prefill, bound),
         Phase("rollout: tail", left * alone, "one response alone"),
     ]
+    return phases, response
 
 
 def _read_columns(shape: ModelShape, batch: float) -> float:
