@@ -112,7 +112,7 @@ def check_against_walks(
 def test_the_cost_is_that_of_a_walk_through_the_jobs(
     parts: tuple[int, ...], changes: dict[str, float], within: float
 ) -> None:
-    assumed = replace(ASSUMED, **changes)
+    assumed = replace(ASSUMED, **changes)  # type: ignore[arg-type]
     step = StepParts(*parts)
     cost = run_cost(step, 120, assumed, every=20, gpus=8)
     check_against_walks(cost, step, assumed, spread=0.5, overlap=False, within=within)
@@ -127,7 +127,7 @@ def overlapped(rollout: float, log_probs: float, update: float, under_way: float
     "seconds", [(2260, 170, 760, 150), (617, 100, 370, 100), (700, 150, 750, 100), (785, 100, 657, 100)]
 )
 def test_a_job_starts_without_a_batch_to_train_on(seconds: tuple[int, ...]) -> None:
-    """Of a run that samples ahead. Phases vary little, as plan's step does not count waits for slow batches."""
+    """Of a run that samples ahead. Phases vary little: plan's step does not count waits for slow batches."""
     cost = run_cost(step_parts(overlapped(*seconds)), 120, ASSUMED, every=20, gpus=8)
     check_against_walks(cost, StepParts(*seconds), ASSUMED, spread=0.05, overlap=True, within=0.02)
 
@@ -213,6 +213,14 @@ def test_the_command_prints_the_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert "saves nothing: set checkpoint.every" in command(capsys, file, *SEPARATE, "checkpoint.every=null")
 
 
+def test_the_lines_in_the_documentation_are_plans() -> None:
+    run = run_of(QWEN3_4B, "engine.colocated=false", "parallel.data=4", "engine.replicas=4")
+    faster = faster_placement(run, ASSUMED)
+    assert faster is not None
+    page = " ".join((EXAMPLES.parent / "docs" / "plan.md").read_text().split())
+    assert " ".join([*cost_lines(run, ASSUMED), faster_line(faster)]) in page
+
+
 def test_a_dry_run_says_the_cost_where_there_is_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -224,4 +232,5 @@ def test_a_dry_run_says_the_cost_where_there_is_one(
     gone = settings.model.model_copy(update={"path": tmp_path})
     assert estimate(settings.model_copy(update={"model": gone})) == []
     assert estimate(load_settings(EXAMPLES / "qwen3_8b_sft.yaml")) == []
-    assert estimate(load_settings(EXAMPLES / QWEN3_4B, ["parallel={data: 1}", "memory.recompute=none"])) == []
+    too_large = [*SEPARATE, "parallel={data: 1}", "memory.recompute=none"]
+    assert estimate(load_settings(EXAMPLES / QWEN3_4B, too_large)) == []

@@ -122,6 +122,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, ...]]:
             if getattr(cluster, name) is not None
         )
         ahead = ("rollout.ahead=0", "correction=null") if settings.rollout.ahead else ()
+        words = [word for word in engine.arguments if not word.startswith("--gpu-memory-utilization=")]
+        share = (f"engine.arguments={words}",) if len(words) < len(engine.arguments) else ()
         for tensor in (parallel.tensor, 2 * parallel.tensor):
             of_replica = parallel.world // parallel.data // parallel.tensor * tensor
             for workers in (engine.tensor, 2 * engine.tensor):
@@ -129,7 +131,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[str, ...]]:
                     continue
                 layout = _layout(plan, tensor, total // of_replica, total // workers, workers)
                 for transport in ("cuda_ipc", "process_group"):
-                    yield "engine.colocated=true", *layout, f"bridge.transport={transport}", *spread, *ahead
+                    rest = f"bridge.transport={transport}", *spread, *share, *ahead
+                    yield "engine.colocated=true", *layout, *rest
     if not settings.rollout.ahead:
         correction = () if settings.correction else ("correction={type: truncate, high: 2.0}",)
         dynamic = settings.rollout.dynamic
