@@ -100,6 +100,18 @@ def test_log_probs_are_one_forward_pass_attention_included() -> None:
     assert seconds("log-probs", "peak_bf16=1e30", overrides=("anchor.type=fixed",)) == pytest.approx(swapped)
 
 
+def test_a_teacher_that_the_ranks_hold_makes_a_pass_of_its_own() -> None:
+    """Of the student's size: as long, after its weights were copied to the GPU; if full, in each update."""
+    teacher = f"teacher.path={QWEN3_8B.parent / 'models' / 'Qwen3-8B-Base'}"
+    flops = 128 * (2 * (LAYERS + HEAD) * LENGTH + 2 * LENGTH**2 * 4096 * 36)
+    fast = "peak_bf16=1e15"
+    phases: tuple[tuple[str, Name, int], ...] = (("token", "log-probs", 1), ("full", "update", 4))
+    for form, phase, copies in phases:
+        overrides = (teacher, f"objective={{type: distil, divergence: rkl, form: {form}}}")
+        added = seconds(phase, fast, overrides=overrides) - seconds(phase, fast)
+        assert added == pytest.approx(flops / 1e15 + copies * WEIGHTS / HOST_LINK, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("recompute", "layers", "mlp"), [("none", 3, 0), ("selective", 3, 1), ("full", 4, 0)]
 )

@@ -7,7 +7,7 @@ b bytes of a parameter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.gpus import Assumptions
@@ -19,8 +19,8 @@ from rpg_megatron.commands.plan.layout import (
     rank_parameters,
 )
 from rpg_megatron.commands.plan.plan import Plan
-from rpg_megatron.commands.plan.trainer_memory import recomputation, state_bytes
-from rpg_megatron.config import ModelShape
+from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
+from rpg_megatron.config import ModelShape, read_model_shape
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -295,7 +295,7 @@ def _read_columns(shape: ModelShape, batch: float) -> float:
 
 
 def _log_probs(case: _Case) -> Phase:
-    """A forward pass for ``old``, and one for a held anchor, whose weights are swapped in and out."""
+    """A forward pass for ``old``; one for a held anchor, whose weights are swapped in and out, or a teacher."""
     passes = 1 if case.plan.settings.anchor.type == "old" else 2
     tokens, squares = case.replica_work(case.plan.batch.sequences)
     work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
@@ -306,7 +306,24 @@ def _log_probs(case: _Case) -> Phase:
             4 * case.item * case.plan.largest.parameters / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
         )
     bound = "FLOP/s" if work >= exchange else "exchange of tokens"
+    if case.plan.settings.full_divergence is None:
+        seconds += _teacher_seconds(case, tokens, squares)
     return Phase("log-probs", seconds, f"{bound}, {passes} pass{'es' if passes > 1 else ''}")
+
+
+def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
+    """Seconds of a forward pass of a teacher that the ranks hold, whose weights are copied to the GPU first.
+
+    Its exact divergences (``form: full``) take one for each update. 0: there is none, or it is a server.
+    """
+    teacher = case.plan.settings.teacher
+    if teacher is None or teacher.path is None:
+        return 0.0
+    other = replace(case, plan=replace(case.plan, shape=read_model_shape(teacher.path)))
+    work = _pass_seconds(other, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
+    copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
+    seconds = (work + _exchange_seconds(other, tokens)) * case.bubble(tokens)
+    return seconds + copied / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
 
 
 def _exchange_seconds(case: _Case, tokens: float) -> float:
@@ -355,6 +372,8 @@ def _update(case: _Case) -> Phase:
         "gradient reduction": reduction,
         "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
     }
+    if settings.full_divergence is not None:
+        parts["teacher"] = _teacher_seconds(case, tokens, squares)
     bound = max(parts, key=lambda name: parts[name])
     if bound == "FLOP/s" and tokens <= case.longest:
         bound = "one longest sequence per replica"
