@@ -295,7 +295,7 @@ def _read_columns(shape: ModelShape, batch: float) -> float:
 
 
 def _log_probs(case: _Case) -> Phase:
-    """A forward pass for ``old``; one for a held anchor, whose weights are swapped in and out, or a teacher."""
+    """A forward pass for ``old``, and one for a held anchor, swapped in and out, or for a teacher."""
     passes = 1 if case.plan.settings.anchor.type == "old" else 2
     tokens, squares = case.replica_work(case.plan.batch.sequences)
     work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
