@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from rpg_megatron.commands.exit_codes import UNSAVED
+from rpg_megatron.commands.plan.other_placements import estimate
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.dry_run import describe_start
@@ -77,7 +78,7 @@ def _train(
 
 
 def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Path | None = None) -> None:
-    """Run the checks of ``train`` on this node; on the first one, print what it would start.
+    """Run the checks of ``train`` on this node; on the first one, print what it would start and its cost.
 
     Starts nothing and creates no folder. Raises UserError.
     """
@@ -87,6 +88,8 @@ def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Pa
     check_start(CheckedRun(settings, nodes=nodes.count))
     settings = with_steps(settings)
     print(describe_start(settings, nodes.count, fresh=fresh, source=source), end="")
+    for line in estimate(settings):
+        print(f"# {line}")
 
 
 def _report(folder: Path) -> None:

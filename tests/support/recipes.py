@@ -16,6 +16,15 @@ MIXTURES = sorted(EXAMPLES.glob("moe/*.yaml"))
 REHEARSED = [*sorted(PAPER.glob("table8*/*.yaml")), *ABLATIONS, EXAMPLES / "qwen3_4b_dapo_math_2k.yaml"]
 """All others are the same runs as one of these when their sizes are overridden."""
 
+_APART = ["engine.colocated=false", "bridge.transport=process_group"]
+SEPARATE_8B = ["parallel.data=4", "engine.replicas=8", *_APART]
+"""Trainer and engines of ``qwen3_8b_dapo_math_*`` on separate GPUs of two nodes, eight each."""
+SEPARATE_30B = [
+    *("parallel.data=8", "engine.replicas=4", *_APART),
+    *("memory.offload_optimizer=0.5", "cluster={trainer_nodes: 1, engine_nodes: 1}"),
+]
+"""Those of ``moe/qwen3_30b_a3b_dapo_math_8k``."""
+
 SIZES = [
     f"model.path={EXAMPLES}/quickstart/model",
     f"data.path={EXAMPLES}/quickstart/train.jsonl",

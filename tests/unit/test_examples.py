@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.commands.plan.gpus import assume
+from rpg_megatron.commands.plan.other_placements import costed, faster_placement
 from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
@@ -152,7 +153,7 @@ def test_sizes_are_those_of_the_published_models(name: str) -> None:
         EXPERT_KEYS if "-A" in name else set()
     )  # fmt: skip
     short = ["data.max_prompt_tokens=1024", "rollout.max_response_tokens=1024", "reward.overlong=null"]
-    settings = load_settings(ROWS[0], [f"model.path={file.parent}", "parallel={}", *short])
+    settings = load_settings(ROWS[0], [f"model.path={file.parent}", "parallel={}", "engine={}", *short])
     assert make_plan(settings).parameters == PARAMETERS[name]
 
 
@@ -217,6 +218,8 @@ def test_every_example_has_its_layouts_documented() -> None:
     assert {cards for _, cards, _ in rows} == {8, 16, 64}
     defaults = [(model, cards) for model, cards, overrides in rows if not overrides]
     assert defaults == [("qwen3_4b", 8), ("qwen2.5_7b", 16), ("qwen3_8b", 16), ("qwen3_32b", 64)]
+    apart = [row for row in rows if "engine.colocated=false" in row[2]]
+    assert [row[:2] for row in apart] == [row[:2] for row in rows if row not in apart]
 
 
 @pytest.mark.parametrize("file", H100, ids=label)
@@ -245,8 +248,10 @@ def test_names_of_runs_differ() -> None:
 
 
 def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
+    """In how they sample, and in the placement of as many GPUs."""
     assert {plan_of(file).gpus.total for file in AHEAD} == {8, 16, 64}
     for file in AHEAD:
+        assert plan_of(file).gpus.total == plan_of(EXAMPLES / file.name).gpus.total
         ahead, base = load_settings(file), load_settings(EXAMPLES / file.name)
         assert ahead.name == f"{base.name}-ahead"
         assert ahead.rollout.ahead in (1, 2)
@@ -258,7 +263,14 @@ def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
         assert ahead.rollout.model_dump() == rollout
         assert ahead.model.path.resolve() == base.model.path.resolve()
         changed = {"name", "rollout", "correction", "model"}
-        assert ahead.model_dump(exclude=changed) == base.model_dump(exclude=changed)
+        placement: dict[str, set[str] | bool] = {
+            "parallel": {"data"},
+            "engine": {"colocated", "replicas", "tensor", "arguments"},
+            "bridge": {"transport"},
+            "cluster": True,
+        }
+        without = dict.fromkeys(changed, True) | placement
+        assert ahead.model_dump(exclude=without) == base.model_dump(exclude=without)
 
 
 @pytest.mark.parametrize("file", AHEAD, ids=label)
@@ -278,6 +290,32 @@ def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
     assert [cell.strip() for cell in row.split("|")] == [str(value) for value in expected]
 
 
+def costs() -> dict[str, str]:
+    """File or folder/* -> the other cells of its row in the table of costs."""
+    readme = (EXAMPLES / "README.md").read_text()
+    return dict(re.findall(r"\| `(\S+(?:\.yaml|\*))` \| ((?:colocated|overlapped|by turns) .*) \|", readme))
+
+
+@pytest.mark.parametrize(
+    "file", [*ROWS, *H100, *AHEAD, *MIXTURES, EXAMPLES / "qwen3_4b_distil.yaml"], ids=label
+)
+def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
+    """And no other placement of the same GPUs that trains on responses of the current weights is faster."""
+    plan = plan_of(file)
+    assumed = assume(plan.target.name).values
+    run = costed(plan, assumed)
+    assert run.cost is not None
+    numbers = f"{run.cost.step:,.0f} | {run.cost.jobs} | {run.cost.days:.1f} | {run.cost.gpu_hours:,.0f}"
+    row = costs().get(label(file)) or costs()[label(file.parent / "*")]
+    assert row == f"{run.step.placement} | {plan.gpus.total} | {numbers}"
+    faster = faster_placement(run, assumed)
+    assert faster is None or file in AHEAD or faster.plan.settings.rollout.ahead
+
+
+def test_every_row_of_the_table_of_costs_has_its_file() -> None:
+    assert all(any(EXAMPLES.glob(name)) for name in costs())
+
+
 def plan_of(file: Path) -> Plan:
     return make_plan(load_settings(file))
 
@@ -287,7 +325,7 @@ def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     rows = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(
-            r"\| `(\S+a\d+b\S+)` \| (\d+ \+ \d+) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
+            r"\| `(\S+a\d+b\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
         ):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
             rows.append((match[1], match[2], overrides, list(match.groups()[3:])))
@@ -302,8 +340,9 @@ def test_a_documented_mixture_fits_with_experts_on_one_node(
     plan, parallel = make_plan(settings), settings.parallel
     assert plan.problems == ()
     check_margin(plan)
-    assert f"{plan.gpus.trainer} + {plan.gpus.engines}" == cards
-    assert set(plan.gpus.nodes) == {(8, 0), (0, 8)}
+    shared = settings.engine.colocated
+    assert cards == (f"{plan.gpus.total} shared" if shared else f"{plan.gpus.trainer} + {plan.gpus.engines}")
+    assert set(plan.gpus.nodes) == ({(8, 8)} if shared else {(8, 0), (0, 8)})
     assert parallel.expert * parallel.expert_tensor == 8
     estimates = plan.rank_total, plan.engine.total, sum(part.nbytes for part in plan.host)
     assert [f"{nbytes / GIB:.0f}" for nbytes in estimates] == expected
@@ -313,6 +352,7 @@ def test_a_documented_mixture_fits_with_experts_on_one_node(
 
 def test_every_mixture_is_documented() -> None:
     assert {(name, cards) for name, cards, *_ in mixtures()} == {
+        ("qwen3_30b_a3b_dapo_math_8k", "16 shared"),
         ("qwen3_30b_a3b_dapo_math_8k", "8 + 8"),
         ("qwen3_30b_a3b_dapo_math_8k", "16 + 16"),
         ("qwen3_235b_a22b_dapo_math_8k", "64 + 64"),

@@ -22,6 +22,7 @@ from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
 from rpg_megatron.config import ModelShape, Settings, load_settings, read_model_shape
 from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.policy.precision import uses_transformer_engine
+from tests.support.recipes import SEPARATE_8B
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN3_8B = EXAMPLES / "models" / "Qwen3-8B-Base"
@@ -55,7 +56,8 @@ ATTENTION = [128, 64, 64, 128, 8]
 def plan_of(*overrides: str, gpu: str = "h100-80") -> Plan:
     """Qwen3-8B at TP2 with sequence parallelism, 18,432 tokens a micro-batch, unless overridden."""
     file = EXAMPLES / "qwen3_8b_dapo_math_8k.yaml"
-    return make_plan(load_settings(file, ["parallel={tensor: 2, sequence: true}", *overrides]), gpu)
+    layout = [*SEPARATE_8B, "parallel={tensor: 2, sequence: true}"]
+    return make_plan(load_settings(file, [*layout, *overrides]), gpu)
 
 
 def part(plan: Plan, name: str) -> int:
@@ -151,7 +153,12 @@ def test_on_a_shared_card_only_state_that_stays_counts() -> None:
 def test_fp8_fills_up_micro_batches_and_needs_its_cards() -> None:
     loaded = load_settings(
         EXAMPLES / "qwen3_8b_dapo_math_8k.yaml",
-        ["parallel={tensor: 2, sequence: true}", "training.tokens_per_microbatch=18433", "precision.fp8={}"],
+        [
+            *SEPARATE_8B,
+            "parallel={tensor: 2, sequence: true}",
+            "training.tokens_per_microbatch=18433",
+            "precision.fp8={}",
+        ],
     )
     assert plan_batch(loaded, 40_960).tokens_per_microbatch == 18_432 + 256
     for gpu, fits in (("a100-80", False), ("L40S-48", False), ("h100-80", True)):

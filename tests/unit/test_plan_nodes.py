@@ -19,6 +19,7 @@ from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, lighter, make_pl
 from rpg_megatron.commands.plan.trainer_memory import batch_bytes, broadcast_bytes
 from rpg_megatron.config import load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
+from tests.support.recipes import SEPARATE_8B, SEPARATE_30B
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN3_8B = EXAMPLES / "qwen3_8b_dapo_math_8k.yaml"
@@ -26,12 +27,12 @@ GIB = 1024**3
 
 
 def plan_of(*overrides: str, gpu: str = "h100-80") -> Plan:
-    return make_plan(load_settings(QWEN3_8B, list(overrides)), gpu)
+    return make_plan(load_settings(QWEN3_8B, [*SEPARATE_8B, *overrides]), gpu)
 
 
 def command(capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit):
-        cli.main(["plan", *arguments])
+        cli.main(["plan", arguments[0], *SEPARATE_8B, *arguments[1:]])
     return capsys.readouterr().out
 
 
@@ -48,13 +49,13 @@ def command(capsys, *arguments: str) -> str:
     ],
 )
 def test_gpus_in_all_and_by_node(overrides: list[str], total: int, nodes) -> None:
-    gpus = count_gpus(load_settings(QWEN3_8B, overrides))
+    gpus = count_gpus(load_settings(QWEN3_8B, [*SEPARATE_8B, *overrides]))
     assert (gpus.total, gpus.nodes, gpus.why) == (total, nodes, "")
     assert gpus.colocated == any("colocated" in item for item in overrides)
 
 
 def test_gpus_that_no_nodes_can_share_are_told(capsys) -> None:
-    gpus = count_gpus(load_settings(QWEN3_8B, ["bridge={transport: shared_memory}"]))
+    gpus = count_gpus(load_settings(QWEN3_8B, [*SEPARATE_8B, "bridge={transport: shared_memory}"]))
     assert (gpus.total, gpus.nodes) == (16, ())
     assert "shared_memory works within one node only" in gpus.why
     parts = (
@@ -81,7 +82,7 @@ def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
     first = plan_of("parallel={data: 8}")
     size = first.rank_total + int(0.54 * GIB)
     target = Target("cuda", str(size), size)
-    plans = sweep(load_settings(QWEN3_8B), first.shape, target, 8)
+    plans = sweep(load_settings(QWEN3_8B, SEPARATE_8B), first.shape, target, 8)
     assert plans[0].left >= ROOM
     tight = [plan for plan in plans if plan.fits and plan.left < ROOM]
     assert first.settings.parallel in [p.settings.parallel for p in tight]
@@ -211,7 +212,7 @@ def test_replayed_routes_are_in_host_memory() -> None:
 
     def plan_of_mixture(*overrides: str) -> Plan:
         file = EXAMPLES / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"
-        return make_plan(load_settings(file, list(overrides)), "h100-80")
+        return make_plan(load_settings(file, [*SEPARATE_30B, *overrides]), "h100-80")
 
     def routes(plan: Plan) -> int:
         return sum(part.nbytes for part in plan.host if part.name.startswith("routes"))

@@ -24,6 +24,7 @@ from rpg_megatron.commands.plan.step_time import (
 )
 from rpg_megatron.commands.plan.tables import waits
 from rpg_megatron.config import load_settings
+from tests.support.recipes import SEPARATE_8B, SEPARATE_30B
 
 QWEN3_8B = Path(__file__).parents[2] / "examples" / "qwen3_8b_dapo_math_8k.yaml"
 LAYERS, HEAD = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), 4096 * 151936
@@ -49,6 +50,7 @@ SMALL = (
     "training.minibatches=4",
     "parallel={tensor: 1, data: 8}",
     "engine={replicas: 8, max_sequences: 64}",
+    "bridge.transport=process_group",
     "memory.recompute=none",
     "anchor.type=old",
 )
@@ -96,6 +98,18 @@ def test_log_probs_are_one_forward_pass_attention_included() -> None:
     with_anchor = seconds("log-probs", "peak_bf16=1e15", overrides=("anchor.type=fixed",))
     assert with_anchor == pytest.approx(256 * flops / 1e15 + swapped, rel=1e-9)
     assert seconds("log-probs", "peak_bf16=1e30", overrides=("anchor.type=fixed",)) == pytest.approx(swapped)
+
+
+def test_a_teacher_that_the_ranks_hold_makes_a_pass_of_its_own() -> None:
+    """Of the student's size: as long, after its weights were copied to the GPU; if full, in each update."""
+    teacher = f"teacher.path={QWEN3_8B.parent / 'models' / 'Qwen3-8B-Base'}"
+    flops = 128 * (2 * (LAYERS + HEAD) * LENGTH + 2 * LENGTH**2 * 4096 * 36)
+    fast = "peak_bf16=1e15"
+    phases: tuple[tuple[str, Name, int], ...] = (("token", "log-probs", 1), ("full", "update", 4))
+    for form, phase, copies in phases:
+        overrides = (teacher, f"objective={{type: distil, divergence: rkl, form: {form}}}")
+        added = seconds(phase, fast, overrides=overrides) - seconds(phase, fast)
+        assert added == pytest.approx(flops / 1e15 + copies * WEIGHTS / HOST_LINK, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +282,7 @@ def test_a_colocated_run_is_compared_with_halves() -> None:
 
 def command(capsys, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as exit_info:
-        cli.main(["plan", str(QWEN3_8B), *arguments])
+        cli.main(["plan", str(QWEN3_8B), *SEPARATE_8B, *arguments])
     captured = capsys.readouterr()
     return exit_info.value.code, captured.out, captured.err  # type: ignore[return-value]
 
@@ -340,7 +354,7 @@ QWEN3_30B_A3B = Path(__file__).parents[2] / "examples" / "moe" / "qwen3_30b_a3b_
 
 def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
     """Log-probs at full speed: 8 of 128 experts and the router; at EP 8, 7 of 8 rows go to other GPUs."""
-    plan = make_plan(load_settings(QWEN3_30B_A3B, ["anchor.type=old"]), "h100-80")
+    plan = make_plan(load_settings(QWEN3_30B_A3B, [*SEPARATE_30B, "anchor.type=old"]), "h100-80")
     layer = 2048 * (2 * 4096 + 2 * 512 + 3 * 8 * 768 + 128)
     sequences, length = 8192, 8192 + 256
     flops = 2 * length * (48 * layer + 2048 * 151936) + 2 * length**2 * 4096 * 48
@@ -359,7 +373,7 @@ def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
 def test_decoding_reads_the_experts_that_a_batch_chooses() -> None:
     one, many = (
         step_times(
-            make_plan(load_settings(QWEN3_30B_A3B, [f"engine.max_sequences={n}"]), "h100-80"),
+            make_plan(load_settings(QWEN3_30B_A3B, [*SEPARATE_30B, f"engine.max_sequences={n}"]), "h100-80"),
             assume("h100-80", [*PLAIN, "memory_bandwidth=1e12", "peak_bf16=1e30"]).values,
         )[0].seconds("rollout")
         for n in (1, 64)

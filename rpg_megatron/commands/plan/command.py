@@ -8,6 +8,7 @@ from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import tables
 from rpg_megatron.commands.plan.gpus import assume
+from rpg_megatron.commands.plan.other_placements import costed, faster_placement
 from rpg_megatron.commands.plan.plan import find_target, make_plan, smallest, smallest_engine
 from rpg_megatron.commands.plan.plan import lighter as find_lighter
 from rpg_megatron.commands.plan.plan import sweep as sweep_layouts
@@ -34,11 +35,14 @@ def run_plan(
     notes = [*run_checks(subject), *not_checked(subject)]
     plan = make_plan(settings, gpu)
     timed = plan.fits and plan.on_gpu and settings.sft is None  # phases of RL only
+    run = costed(plan, assumed.values) if timed else None
     answer = tables.Answer(
         plan,
         [*plan.warnings, *notes],
         assumed,
         steps=step_times(plan, assumed.values) if timed else None,
+        run=run,
+        faster=faster_placement(run, assumed.values) if run else None,
         lighter=find_lighter(settings, plan.shape, target) if plan.fits else None,
         layout=None if plan.fits else smallest(settings, plan.shape, target),
         engine=None if plan.fits else smallest_engine(settings, plan.shape, target),

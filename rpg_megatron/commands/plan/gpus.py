@@ -87,20 +87,21 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
 Source = Literal["data sheet", "assumed", "as set"]
 
 
-def _assumed(default: float, why: str, *, most: float = math.inf) -> Any:
-    return field(default=default, metadata={"why": why, "most": most, "source": "assumed"})
+def _assumed(default: float, why: str, *, most: float = math.inf, zero: bool = False) -> Any:
+    return field(default=default, metadata={"why": why, "most": most, "zero": zero, "source": "assumed"})
 
 
 def _data_sheet(why: str) -> Any:
-    return field(metadata={"why": why, "most": math.inf, "source": "data sheet"})
+    return field(metadata={"why": why, "most": math.inf, "zero": False, "source": "data sheet"})
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Numbers from which the time of a step is computed. Speeds are for one GPU, links in one direction.
+    """Numbers from which the time of a step is computed; from ``walltime`` on, the cost of the run.
 
-    Each of them changes the step of an example in ``examples/`` by a twentieth or more if it is half or twice
-    as large (nvlink: 4%, of a mixture of experts).
+    Speeds are for one GPU, links in one direction. Each of those of a step changes the step of an example in
+    ``examples/`` by a twentieth or more if it is half or twice as large (nvlink: 4%, of a mixture of
+    experts).
     """
 
     gpu: Gpu
@@ -111,13 +112,18 @@ class Assumptions:
     train_mfu: float = _assumed(0.35, "fraction of the peak: forward and backward passes", most=1)
     score_mfu: float = _assumed(0.40, "fraction of the peak: log-prob passes and engines", most=1)
     decode_efficiency: float = _assumed(0.6, "fraction of memory_bandwidth: decoding", most=1)
-    decode_overhead: float = _assumed(0.004, "s per decoding step: scheduler, kernel launches")
+    decode_overhead: float = _assumed(0.004, "s per decoding step: scheduler, kernel launches", zero=True)
     response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
     prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
     kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
     step_overhead: float = _assumed(
-        6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync"
+        6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync", zero=True
     )
+    walltime: float = _assumed(4.0, "hours of a job, as in slurm/*.sbatch")
+    warning: float = _assumed(600.0, "s between a job's warning and its end, as in slurm/*.sbatch", zero=True)
+    start: float = _assumed(300.0, "s of a job before its first step: imports, engines, weights", zero=True)
+    requeue: float = _assumed(120.0, "s until Slurm starts a requeued job", zero=True)
+    save: float = _assumed(60.0, "s for which a checkpoint stops the run", zero=True)
 
     def peak(self, kind: Literal["bf16", "fp8", "fp32"]) -> float:
         """FLOP/s in this precision."""
@@ -181,8 +187,8 @@ def _read_option(option: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     most = _ABOUT[name]["most"]
-    least_ok = value >= 0 if name.endswith("_overhead") else value > 0
-    if not (least_ok and value <= most and value < math.inf):
+    positive = value > 0 or (value == 0 and _ABOUT[name]["zero"])
+    if not (positive and value <= most and value < math.inf):
         range_ = f"of at most {most:g}" if most < math.inf else "such as 0.5 or 3e12"
         raise UserError(f"--assume {name}: needs a positive number {range_}, has {text!r}")
     return name, value

@@ -7,7 +7,7 @@ b bytes of a parameter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.gpus import Assumptions
@@ -19,8 +19,8 @@ from rpg_megatron.commands.plan.layout import (
     rank_parameters,
 )
 from rpg_megatron.commands.plan.plan import Plan
-from rpg_megatron.commands.plan.trainer_memory import recomputation, state_bytes
-from rpg_megatron.config import ModelShape
+from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
+from rpg_megatron.config import ModelShape, read_model_shape
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -59,6 +59,8 @@ class StepTime:
     phases: tuple[Phase, ...]
     trained_tokens: float
     """Prompt and response tokens that a step trains on."""
+    under_way: float
+    """Seconds in which engines sample a mean response: about what a stop in the rollout loses."""
     drained: bool = False
     """Overlapped: a batch is finished before new weights are loaded (rollout.inflight drain)."""
 
@@ -198,13 +200,15 @@ class _Case:
 
 
 def _step(case: _Case) -> StepTime:
-    phases = [*_rollout(case), _log_probs(case), _update(case), _sync(case)]
+    rollout, under_way = _rollout(case)
+    phases = [*rollout, _log_probs(case), _update(case), _sync(case)]
     if case.placement == "colocated":
         phases.append(_handover(case))
     phases.append(Phase("other", case.assumed.step_overhead, "fixed"))
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
-    return StepTime(case.placement, case.trainer_gpus, case.engine_gpus, tuple(phases), tokens, drained)
+    gpus = case.trainer_gpus, case.engine_gpus
+    return StepTime(case.placement, *gpus, tuple(phases), tokens, under_way, drained)
 
 
 def _pass_seconds(
@@ -229,8 +233,8 @@ def _pass_seconds(
     return flops / case.peak / (settings.parallel.world / settings.parallel.data)
 
 
-def _rollout(case: _Case) -> list[Phase]:
-    """Prefill, decoding at the batch that fits, and the tail.
+def _rollout(case: _Case) -> tuple[list[Phase], float]:
+    """Prefill, decoding at the batch that fits, and the tail; and the seconds of a mean response.
 
     A decoding step of batch B takes the longer of two times, plus overheads: reading the weights and the
     batch's keys and values, and computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1). All
@@ -261,7 +265,8 @@ def _rollout(case: _Case) -> list[Phase]:
     context = case.prompt + case.response / 2
     batch = max(1.0, min(engine.max_sequences, sequences, case.plan.engine.kv_tokens / context))
     read, computed = token(batch, context)
-    seconds = sequences * case.response / batch * (max(read, computed) + fixed)
+    response = case.response * (max(read, computed) + fixed)
+    seconds = sequences / batch * response
     attention = 2 * case.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
     prefill = prompts / case.engines * (2 * (in_layers + in_head) * case.prompt + attention) / flops
     parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
@@ -269,10 +274,11 @@ def _rollout(case: _Case) -> list[Phase]:
     bound = "prefill" if prefill > seconds else f"{bound}, {batch:.0f} at once"
     left = rollout.max_response_tokens - case.response
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
-    return [
+    phases = [
         Phase("rollout", seconds + prefill, bound),
         Phase("rollout: tail", left * alone, "one response alone"),
     ]
+    return phases, response
 
 
 def _read_columns(shape: ModelShape, batch: float) -> float:
@@ -289,7 +295,7 @@ def _read_columns(shape: ModelShape, batch: float) -> float:
 
 
 def _log_probs(case: _Case) -> Phase:
-    """A forward pass for ``old``, and one for a held anchor, whose weights are swapped in and out."""
+    """A forward pass for ``old``, and one for a held anchor, swapped in and out, or for a teacher."""
     passes = 1 if case.plan.settings.anchor.type == "old" else 2
     tokens, squares = case.replica_work(case.plan.batch.sequences)
     work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
@@ -300,7 +306,24 @@ def _log_probs(case: _Case) -> Phase:
             4 * case.item * case.plan.largest.parameters / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
         )
     bound = "FLOP/s" if work >= exchange else "exchange of tokens"
+    if case.plan.settings.full_divergence is None:
+        seconds += _teacher_seconds(case, tokens, squares)
     return Phase("log-probs", seconds, f"{bound}, {passes} pass{'es' if passes > 1 else ''}")
+
+
+def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
+    """Seconds of a forward pass of a teacher that the ranks hold, whose weights are copied to the GPU first.
+
+    Its exact divergences (``form: full``) take one for each update. 0: there is none, or it is a server.
+    """
+    teacher = case.plan.settings.teacher
+    if teacher is None or teacher.path is None:
+        return 0.0
+    other = replace(case, plan=replace(case.plan, shape=read_model_shape(teacher.path)))
+    work = _pass_seconds(other, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
+    copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
+    seconds = (work + _exchange_seconds(other, tokens)) * case.bubble(tokens)
+    return seconds + copied / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
 
 
 def _exchange_seconds(case: _Case, tokens: float) -> float:
@@ -349,6 +372,8 @@ def _update(case: _Case) -> Phase:
         "gradient reduction": reduction,
         "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
     }
+    if settings.full_divergence is not None:
+        parts["teacher"] = _teacher_seconds(case, tokens, squares)
     bound = max(parts, key=lambda name: parts[name])
     if bound == "FLOP/s" and tokens <= case.longest:
         bound = "one longest sequence per replica"

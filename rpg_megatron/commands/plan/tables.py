@@ -14,6 +14,7 @@ from rich.table import Table
 from rpg_megatron.commands.plan.engine_memory import SERVER, Turn
 from rpg_megatron.commands.plan.gpus import Assumed
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
+from rpg_megatron.commands.plan.other_placements import Costed, cost_lines, faster_line
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
 from rpg_megatron.commands.plan.step_time import StepTime
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart, recomputation
@@ -30,6 +31,10 @@ class Answer:
     assumed: Assumed
     steps: Sequence[StepTime] | None
     """The time of a step, first with the placement of the settings."""
+    run: Costed | None
+    """The cost of the run."""
+    faster: Costed | None
+    """That of a faster placement on the same GPUs."""
     lighter: Plan | None
     """The same run with less recomputation, which also fits."""
     layout: Plan | None
@@ -45,6 +50,11 @@ def print_answer(answer: Answer, console: Console) -> None:
     _print_plan(answer.plan, console)
     if answer.steps:
         _print_times(answer.steps, answer.assumed, console)
+    if answer.run is not None:
+        for line in cost_lines(answer.run, answer.assumed.values):
+            console.print(line, highlight=False)
+    if answer.faster is not None:  # in one line, to be copied
+        console.print(faster_line(answer.faster), highlight=False, markup=False, soft_wrap=True)
     for line in _verdict(answer):
         console.print(line, highlight=False)
     for line in _suggestions(answer):  # in one line each, to be copied
@@ -386,6 +396,7 @@ def to_json(answer: Answer) -> str:
             "full_sequences": plan.engine.full_sequences,
         },
         "step_time": None,
+        "run_cost": None,
     }
     if (shared := plan.shared_gpu) is not None:
         turns = {turn: shared.total(turn) for turn in get_args(Turn)}
@@ -407,6 +418,9 @@ def to_json(answer: Answer) -> str:
             for step in steps
         ]
         described["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
+    if (run := answer.run) is not None:
+        faster = None if answer.faster is None else _cost(answer.faster)
+        described["run_cost"] = {**_cost(run), "faster": faster}
     if not plan.fits:
         overrides = answer.layout.overrides if answer.layout else None
         described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
@@ -430,3 +444,9 @@ def to_json(answer: Answer) -> str:
             for p in answer.swept
         ]
     return json.dumps(described, indent=2, default=vars)
+
+
+def _cost(run: Costed) -> dict[str, Any]:
+    """Placement, the settings that choose it, and its cost; no cost: the run never ends."""
+    cost = {} if run.cost is None else {**vars(run.cost), "days": run.cost.days}
+    return {"placement": run.step.placement, "settings": run.overrides, **cost}

@@ -56,6 +56,8 @@ SAVE = "checkpoint to be written"
 """Name of a part: the copy of weights and optimizer state that a save writes in the background."""
 NCCL = "NCCL buffers"
 """Name of a part: see ``nccl_memory.py``."""
+TEACHER = "teacher"
+"""Name of a part: its weights."""
 SERVED = "weights in bfloat16, for engines"
 """Name of a part: copy of parameters stored in FP8."""
 
@@ -172,7 +174,7 @@ def rank_memory(
     if settings.teacher is not None and settings.teacher.path is not None:
         other = read_model_shape(settings.teacher.path)
         nbytes = round(weights * rank_parameters(settings, other, stage).total)
-        parts.append(MemoryPart("teacher", nbytes, "exact", host=on_gpu))
+        parts.append(MemoryPart(TEACHER, nbytes, "exact", host=on_gpu))
         if on_gpu:
             parts.append(MemoryPart("teacher, to score", nbytes, "exact", "log-probs"))
         scored = StageActivations(settings, other, stage, tokens, microbatches, device)
