@@ -15,6 +15,9 @@ RENDEZVOUS_VARIABLE = "RPG_RENDEZVOUS"
 ADDRESS_VARIABLE = "RPG_NODE_ADDRESS"
 """Environment variable with the node's cluster address, set by the launcher for its child processes; unset on
 a single node."""
+JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
+"""Environment variable with the Unix time at which Slurm ends the job; the launcher sets it where Slurm does
+not."""
 
 
 class ClusterSettings(Section):

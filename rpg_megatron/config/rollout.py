@@ -363,6 +363,9 @@ class CheckpointSettings(Section):
 
     every: int | None = Field(50, ge=1)
     """Steps between checkpoints; another one is written after the last step. null: no checkpoints."""
+    minutes: float | None = Field(None, gt=0)
+    """Also write one after the first step that ends this long after the last one; null: by steps only. In a
+    Slurm job, one is also written after a step whose successor may not end before the job's warning."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     milestone: int | None = Field(None, ge=1)

@@ -15,11 +15,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 import psutil
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.base import NAME
+from rpg_megatron.config.cluster import JOB_END_VARIABLE
 
 _PORTS = range(15_000, 32_000)
 _TRIES = 200
@@ -218,6 +220,23 @@ def _partial_node(settings: Settings, count: int) -> int | None:
         if len(tensors) < parallel.tensor * parallel.pipeline or len(experts) < parts * parallel.pipeline:
             return node
     return None
+
+
+def end_of_job(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Unix time at which Slurm ends this job; None if unknown, or outside of a job."""
+    try:
+        return float(environment[JOB_END_VARIABLE])
+    except (KeyError, ValueError):
+        pass
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", done.stdout)
+    return datetime.fromisoformat(match[1]).timestamp() if match else None
 
 
 def transport_note(settings: Settings, count: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import time
@@ -13,13 +14,14 @@ from rich.console import Console
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.cluster import JOB_END_VARIABLE
 from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import ends_of_starts, record_end
 from rpg_megatron.launcher.failures import judge, own_host, request_restart
 from rpg_megatron.launcher.network import measure_network
-from rpg_megatron.launcher.nodes import assign_node, free_port, transport_note
+from rpg_megatron.launcher.nodes import assign_node, end_of_job, free_port, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
@@ -141,6 +143,8 @@ class RunLauncher:
         """
         settings, work, bridge = self._settings, self._workspace.work, self._workspace.bridge
         remote, assignment = self._remote, self._assignment
+        if (end := end_of_job()) is not None:
+            os.environ[JOB_END_VARIABLE] = str(end)  # for the ranks
         token = remote.token if remote else secrets.token_urlsafe(32)
         write_addresses(work, remote.prepare(self.folder) if remote else {})
         for line in self.notes or [f"run {display_path(self.folder)}"]:

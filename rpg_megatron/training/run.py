@@ -28,6 +28,7 @@ from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.batch_scatter import open_source
 from rpg_megatron.training.best_checkpoints import BestCheckpoints
 from rpg_megatron.training.checkpoint_saver import Saver
+from rpg_megatron.training.checkpoint_schedule import CheckpointSchedule
 from rpg_megatron.training.efficiency import Efficiency
 from rpg_megatron.training.metrics import open_metrics
 from rpg_megatron.training.mismatch import check_mismatch
@@ -81,6 +82,7 @@ class RankRun:
         self.policy = self._trainer.policy
         self._efficiency = Efficiency(settings, self._trainer.shape, device)
         self._best = BestCheckpoints(settings, run_dir)
+        self._schedule, self._step_seconds = CheckpointSchedule(settings.checkpoint, self.steps), 0.0
         self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint, self._prune)
         sampler: SamplerClient | None = None
         if mesh.rank == 0:
@@ -138,10 +140,12 @@ class RankRun:
 
     def save(self, step: int) -> None:
         """Start a checkpoint if one is due after this step; it is written while training continues."""
-        checkpoint = self.settings.checkpoint
-        due = checkpoint.every is not None and (step % checkpoint.every == 0 or step == self.steps)
-        if checkpoint.keep_best is not None and not due and self.evaluation_due(step):
-            due = broadcast_object(self._best.includes(step), bool)
+        due = self._schedule.due_by_step(step)
+        if not due:
+            best = self.settings.checkpoint.keep_best is not None and self.evaluation_due(step)
+            due = broadcast_object(
+                self._schedule.due_by_time(self._step_seconds) or (best and self._best.includes(step)), bool
+            )
         if due:
             self._save()
 
@@ -187,6 +191,7 @@ class RankRun:
                 "seconds": time.monotonic() - self._started,
             }
 
+        self._schedule.saved()
         self._finish_rollouts()
         self.events.phase("checkpoint")
         with self.time("checkpoint"), self._weight_sync.state_on_gpu(self.policy.offloader):
@@ -376,6 +381,7 @@ class RankRun:
         """Write the step's row of metrics and display it. May stop before that."""
         counts = self._weight_sync.call_with_resync(lambda sampler: sampler.counts())
         self._finish_rollouts()
+        self._step_seconds = self._times.get("time/step", 0.0)
         row, self._row = (self._row or {}) | self._times | (counts or {}) | self._report_saves(), None
         self._times.clear()
         row |= self._efficiency.metrics(row)

@@ -26,12 +26,12 @@ WATCHDOG = (
 GLOO = (
     "Traceback (most recent call last):\n"
     '  File "loop.py", line 3, in step\n'
-    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3\n"
+    "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3\n"
 )
 ECC = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be\n"
 BUG = "Traceback (most recent call last):\nKeyError: 'meta'\n"
 MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\n"
-EARLIER = "warning: Connection reset by peer, tried again\nTraceback (most recent call last):\nValueError: bad shape\n"
+EARLIER = "warning: Connection reset by peer, tried again\nTraceback (most recent):\nValueError: shape\n"
 
 
 @dataclass

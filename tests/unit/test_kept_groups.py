@@ -23,10 +23,19 @@ from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
+from tests.support.sampler_rig import FakeEngine, dynamic, engines, sampler_settings, write_rewards
 from tests.support.stand_in_engines import ByteTokenizer
-from tests.unit.test_sampler import FakeEngine, dynamic, engines, rewards, settings
 
-__all__ = ["rewards", "settings"]  # fixtures
+
+@pytest.fixture
+def settings(config_file: Path) -> Settings:
+    return sampler_settings(config_file)
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rewards(tmp_path)
+    monkeypatch.chdir(tmp_path)
 
 
 class KeepingSampler(Sampler):

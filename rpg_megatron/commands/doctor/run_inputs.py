@@ -5,14 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import runs_folder
@@ -33,7 +30,7 @@ from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.launcher.checks import CheckedRun, RunCheck
 from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
-from rpg_megatron.launcher.nodes import Nodes, find_nodes
+from rpg_megatron.launcher.nodes import Nodes, end_of_job, find_nodes
 from rpg_megatron.launcher.run_dir import METRICS, list_runs
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
@@ -163,7 +160,7 @@ def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ
     if "SLURM_JOB_ID" not in environment:
         yield not_applicable("walltime", "not in a Slurm job")
         return
-    end = _end_of_job(environment)
+    end = end_of_job(environment)
     if end is None:
         yield ok("walltime", "no limit known")
         return
@@ -198,21 +195,6 @@ def _write_speed(folder: Path, nbytes: int) -> float | None:
         file.flush()
         os.fsync(file.fileno())
         return written / (time.monotonic() - start) if written else None
-
-
-def _end_of_job(environment: Mapping[str, str]) -> float | None:
-    """Unix time at which Slurm ends the job, None if unknown."""
-    try:
-        return float(environment["SLURM_JOB_END_TIME"])
-    except (KeyError, ValueError):
-        pass
-    command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", done.stdout)
-    return datetime.fromisoformat(match[1]).timestamp() if match else None
 
 
 def _step_seconds(settings: Settings) -> float | None:
