@@ -13,25 +13,28 @@ rpg=${RPG_MEGATRON:-rpg-megatron}
 
 # A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 the tasks are one run.
 chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
+job=$SLURM_JOB_ID
 task=()
-if [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && [ -z "$chain" ]; then
-    task=(--task "$SLURM_ARRAY_TASK_ID")
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number of the last task is that of the whole array
+    [ -n "$chain" ] || task=(--task "$SLURM_ARRAY_TASK_ID")
 fi
 # After a failure of the machine the launcher writes into it how many seconds to wait, and nodes to leave out.
-export RPG_RESTART_FILE=$PWD/.restart-$SLURM_JOB_ID
+export RPG_RESTART_FILE=$PWD/.restart-$job
 rm -f "$RPG_RESTART_FILE"
 
 # Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
 trap : TERM USR1
-requeue() { # MESSAGE SECONDS [NODES]; Slurm ends this shell soon after the second line
-    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ] || return # it is being cancelled
-    echo "$1" && scontrol requeue "$SLURM_JOB_ID" || return
+requeue() { # MESSAGE SECONDS [NODES]
+    trap '' TERM # Slurm sends it when the job is requeued; what is ignored here is ignored by scontrol
+    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ] || return # it is being cancelled
+    before=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
+    echo "$1" && scontrol requeue "$job" || return
     if [ -n "${3:-}" ]; then
-        before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${before:+$before,}$3"
+        scontrol update JobId="$job" ExcNodeList="${before:+$before,}$3"
     fi
     if [ "$2" -gt 120 ]; then # Slurm holds a requeued job for two minutes anyway
-        scontrol update JobId="$SLURM_JOB_ID" StartTime="now+$2"
+        scontrol update JobId="$job" StartTime="now+$2"
     fi
 }
 # Exit code 75: saved because of a signal. Leave the rest to the next task of a chain, or requeue the job.

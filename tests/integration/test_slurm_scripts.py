@@ -72,7 +72,7 @@ def test_a_warned_job_is_requeued_with_all_its_words(slurm: Slurm, tmp_path: Pat
 
 @pytest.mark.long
 @needs_slurm
-def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
+def test_in_a_chain_the_next_task_goes_on_and_the_rest_is_dropped(
     slurm: Slurm, tmp_path: Path, echo: Path
 ) -> None:
     job = Job(
@@ -82,6 +82,7 @@ def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
         "c.yaml",
         launcher=wanting_to_save(echo),
         options=("--array=1-4%1",),
+        CHAIN="1",
     )
     slurm.wait(lambda: any("waiting" in log.read_text() for log in job.folder.glob("*.log")), 60)
     # It reaches the task that runs, and exits with 1 because of those that wait.
@@ -92,6 +93,22 @@ def test_in_an_array_the_next_task_goes_on_and_the_rest_is_dropped(
     assert "saved" in logs[0].read_text().splitlines()
     assert "requeued" not in logs[0].read_text()
     assert logs[1].read_text().endswith("done\n")
+
+
+@needs_slurm
+def test_each_task_of_an_array_is_a_run(slurm: Slurm, tmp_path: Path, echo: Path) -> None:
+    """Two tasks are two seeds; the first to finish cancels nothing. A file of yours is sourced before."""
+    setup = tmp_path / "my setup.sh"
+    setup.write_text("export MODEL_ROOT='/models here'\n")
+    echo.write_text(ECHO + 'echo "root $MODEL_ROOT"\n')
+    options, variables = ("--array=3,5%1",), {"JOB_SETUP": str(setup)}
+    job = Job(slurm, tmp_path, "train_single_node", "c.yaml", launcher=echo, options=options, **variables)
+    slurm.wait(lambda: job.number not in slurm.run("squeue", "-h", "-o", "%F").split(), 120)
+    logs = [log.read_text().splitlines() for log in job.folder.glob("*.log")]
+    tasks = sorted([word for word in log if word[0] == "<"] for log in logs)
+    assert tasks == [["<train>", "<--task>", f"<{task}>", "<c.yaml>"] for task in (3, 5)]
+    assert all(log.count("root /models here") == 1 for log in logs)
+    assert not list(job.folder.glob(".restart*"))
 
 
 @needs_slurm
@@ -221,6 +238,8 @@ def test_containers_by_one_variable(tmp_path: Path) -> None:
         "SLURM_CPUS_ON_NODE": "4",
         "CONTAINER_IMAGE": "an image.sqsh",
         "CONTAINER_MOUNTS": "/a b:/a b",
+        "HF_HOME": "/cache",
+        "SLURM_JOB_ID": "7",
     }
     for script in ("train_single_node", "train_multi_node", "train_disaggregated", "convert", "eval"):
         environment |= {"SLURM_JOB_NUM_NODES": "2"}
@@ -235,7 +254,7 @@ def test_containers_by_one_variable(tmp_path: Path) -> None:
         words = done.stdout.splitlines()
         assert {
             "<--container-image=an image.sqsh>",
-            "<--container-mounts=/a b:/a b>",
+            f"<--container-mounts={tmp_path}:{tmp_path},/cache:/cache,/a b:/a b>",
             f"<--container-workdir={tmp_path}>",
             "<--ntasks-per-node=1>",
         } <= set(words)

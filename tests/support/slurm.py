@@ -253,8 +253,9 @@ class Job:
         *words: str,
         launcher: Path | None = None,
         options: tuple[str, ...] = (),
+        **variables: str,
     ):
-        """launcher: the command, if not rpg-megatron."""
+        """launcher: the command, if not rpg-megatron. variables: of the environment."""
         self.slurm, self.folder = slurm, folder / "a job"
         self.folder.mkdir()
         (folder / "the repo").symlink_to(ROOT)
@@ -262,6 +263,7 @@ class Job:
         planted = {
             "WANDB_API_KEY": SECRET,
             "RPG_MEGATRON": str(launcher or folder / "the bin" / "rpg-megatron"),
+            **variables,
         }
         self.command_lines: set[str] = set()
         self.tokens: set[str] = set()
@@ -311,6 +313,11 @@ class Job:
             return facts["Restarts"] == "1" and facts["JobState"] in ("RUNNING", "COMPLETED")
 
         self.slurm.wait(again, 400)
+
+    def start_now(self) -> None:
+        """Do not wait for the time that Slurm, or the script, holds a requeued job."""
+        self.slurm.wait(lambda: self.slurm.job(self.number)["JobState"] == "PENDING", 200)
+        self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def wait_for_end(self, seconds: float = 900) -> dict[str, str]:
         """Wait until no process of it is left; returns Slurm's record of it."""
