@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -33,14 +34,14 @@ def run_study(
     local: bool,
     dry_run: bool,
 ) -> None:
-    """Submit the runs that are not finished, or train them here if ``local`` or if there is no ``sbatch``.
+    """Submit the runs that are not finished, or train them here: if ``local``, in a job, or without sbatch.
 
     script: job script; None: that for one node. options: of sbatch. Raises UserError; typer.Exit with 1 if
     runs failed, with another code if a signal stopped one.
     """
     study = load_study(file, overrides)
     unfinished = [run.number for run in study.runs if find_finished(run.settings) is None]
-    local = local or shutil.which("sbatch") is None
+    local = local or "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is None
     if dry_run or local:
         _show(study)
     if not unfinished:

@@ -23,6 +23,7 @@ from rpg_megatron.engine.process import (
 )
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, join
+from rpg_megatron.launcher.failures import own_host
 from rpg_megatron.launcher.network import NodeProbe
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
@@ -32,10 +33,11 @@ from rpg_megatron.launcher.nodes import (
     free_port,
     own_address,
 )
+from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import RunFailed, StopSignals, Supervisor
-from rpg_megatron.system.child import Child
+from rpg_megatron.system.child import Child, describe_end
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -167,6 +169,8 @@ class NodeAgent:
         self._endpoint, self._token = node_endpoint, token
         self._channel, self._signals = channel, signals
         self._logs = folder / LOGS
+        self._log = self._logs / f"launcher_{rank}.log"
+        append_to_log(self._log, f"node {rank} ({own_host()}) starts")
         self._ranks: dict[int, Child] = {}
         self._engines: dict[int, EngineProcess] = {}
         self._starts: dict[int, int] = {}
@@ -183,6 +187,7 @@ class NodeAgent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        append_to_log(self._log, f"the run has ended: {error}" if str(error or "") else "the run has ended")
         if error is not None and not isinstance(error, _RunEnded | _ChannelLost):
             self._channel.send("failed", message=f"its launcher failed: {error!r}")
         self._supervisor.close(GRACE)
@@ -245,6 +250,7 @@ class NodeAgent:
         if runner_v1:
             engine.use_runner_v1()
         engine.start()
+        append_to_log(self._log, f"engine {index} starts, process {engine.pid}")
         self._supervisor.adopt(engine)
         self._starts[index] = starts
 
@@ -257,11 +263,13 @@ class NodeAgent:
             code = child.exit_code()
             if code is not None and rank not in self._reported:
                 self._reported.add(rank)
+                append_to_log(self._log, f"{child.name} {describe_end(child) if code else 'has ended'}")
                 self._channel.send("rank", rank=rank, code=code)
         for index, engine in self._engines.items():
             incarnation = f"engine {index}, {self._starts[index]}"
             if incarnation not in self._reported and not engine.alive():
                 self._reported.add(incarnation)
+                append_to_log(self._log, f"engine {index} has ended")
                 self._channel.send("engine", index=index, starts=self._starts[index], alive=False)
         if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
             self._probe()

@@ -59,7 +59,7 @@ SlurmdTimeout=20
 InactiveLimit=0
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO GraceTime=60
 """
 
 
@@ -76,8 +76,8 @@ def missing() -> str:
 class Slurm:
     """The daemons, started by the constructor, and the commands that speak to them."""
 
-    def __init__(self, folder: Path, nodes: int = 2):
-        """folder: with a short path, since it has sockets; owned by this user."""
+    def __init__(self, folder: Path, nodes: int = 2, more: str = ""):
+        """folder: with a short path, since it has sockets; owned by this user. more: lines of slurm.conf."""
         self.folder, self.nodes = folder, [f"n{number}" for number in range(1, nodes + 1)]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
@@ -98,7 +98,7 @@ class Slurm:
             for node, port in zip(self.nodes, ports[1:], strict=True)
         ]
         facts = {"folder": folder, "ports": ports, "user": user, "host": host, "nodes": "\n".join(lines)}
-        (folder / "slurm.conf").write_text(CONFIG.format(**facts))
+        (folder / "slurm.conf").write_text(CONFIG.format(**facts) + more)
         for number in range(8):
             (folder / f"gpu{number}").touch()  # Slurm assigns names of devices; no process opens them
         (folder / "gres.conf").write_text(f"NodeName=n[1-{nodes}] Name=gpu File={folder}/gpu[0-7]\n")
@@ -232,9 +232,9 @@ class Slurm:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def start_slurm(nodes: int = 2) -> Iterator[Slurm]:
-    """For fixtures: a Slurm that leaves nothing behind."""
-    cluster = Slurm(Path(tempfile.mkdtemp(prefix="rpgs-", dir="/tmp")), nodes)
+def start_slurm(nodes: int = 2, more: str = "") -> Iterator[Slurm]:
+    """For fixtures: a Slurm that leaves nothing behind. more: lines of slurm.conf."""
+    cluster = Slurm(Path(tempfile.mkdtemp(prefix="rpgs-", dir="/tmp")), nodes, more)
     try:
         yield cluster
     finally:
