@@ -11,7 +11,7 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
 fi
 rpg=${RPG_MEGATRON:-rpg-megatron}
 
-# A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 the tasks are one run.
+# A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 all are one run.
 chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
 job=$SLURM_JOB_ID
 task=()
@@ -28,7 +28,9 @@ trap : TERM USR1
 requeue() { # MESSAGE SECONDS [NODES]
     trap '' TERM # Slurm sends it when the job is requeued; what is ignored here is ignored by scontrol
     [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ] || return # it is being cancelled
-    before=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
+    if [ -n "${3:-}" ]; then
+        before=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
+    fi
     echo "$1" && scontrol requeue "$job" || return
     if [ -n "${3:-}" ]; then
         scontrol update JobId="$job" ExcNodeList="${before:+$before,}$3"

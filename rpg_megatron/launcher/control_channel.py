@@ -171,10 +171,11 @@ class RendezvousServer:
                         waiting.remove(channel)
                         self.channels[message["node"]], self.joined[message["node"]] = channel, message
             if time.monotonic() > end:
-                problem = f"{names} did not join within {self._settings.cluster.join_timeout:.0f} s"
+                seconds = self._settings.cluster.join_timeout
+                problem = f"{names} did not join within {seconds:.0f} s (cluster.join_timeout)"
                 hosts = tuple(self._nodes.hosts[rank] for rank in missing) if self._nodes.hosts else ()
                 raise RunFailed(
-                    f"{problem} (cluster.join_timeout); check the output of the launcher there, and that it "
+                    f"{problem}; check the output of the launcher there, and that it "
                     f"can reach {self.address} and sees {self._file.parent}",
                     Failure(problem, machine=True, nodes=hosts),
                 )

@@ -85,6 +85,7 @@ COMMANDS = [
     ("train", "c.yaml"),
     ("sft", "c.yaml"),
     ("eval", "m"),
+    ("study", "s.yaml"),
     ("launch", "c.yaml"),
     ("audit", "r"),
     ("replay", "r", "--step=1"),

@@ -206,6 +206,9 @@ def test_nemo_run_requeues_as_the_scripts_do() -> None:
     assert file.read_text().endswith(f"\n\n{REQUEUE}\n")
 
 
+SHOW, UPDATE = "scontrol show job 77\n", "scontrol update JobId=77"
+
+
 @pytest.mark.parametrize(
     ("code", "array", "state", "expected_code", "commands"),
     [
@@ -216,27 +219,36 @@ def test_nemo_run_requeues_as_the_scripts_do() -> None:
         (75, True, "RUNNING", 0, ""),  # the next task resumes
         (0, True, "RUNNING", 0, "scancel --state=PENDING 70\n"),
         (1, True, "RUNNING", 1, ""),
+        ("60 n2", False, "RUNNING", 1, f"{SHOW}scontrol requeue 77\n{UPDATE} ExcNodeList=n9,n2\n"),
+        ("240", False, "RUNNING", 1, f"scontrol requeue 77\n{UPDATE} StartTime=now+240\n"),
+        ("60 n2", False, "COMPLETING", 1, ""),
     ],
 )
 def test_the_end_of_a_job(
-    tmp_path: Path, code: int, array: bool, state: str, expected_code: int, commands: str
+    tmp_path: Path, code: int | str, array: bool, state: str, expected_code: int, commands: str
 ) -> None:
-    """As NeMo-Run's script ends: verbosely, with the launcher's code."""
+    """As NeMo-Run's script ends: verbosely, with the launcher's code. code: or what it writes to restart."""
     for name in ("scontrol", "scancel"):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> "{tmp_path}/did"\n')
+        said = "[ $1 != show ] || echo 'ReqNodeList=(null) ExcNodeList=n9'"
+        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> "{tmp_path}/did"\n{said}\n')
     (tmp_path / "squeue").write_text(f"#!/bin/bash\necho {state}\n")
     for name in ("scontrol", "scancel", "squeue"):
         (tmp_path / name).chmod(0o755)
-    script = f"set -evx\nset +e\n{SETUP}\nkill -USR1 $$; kill -TERM $$\n(exit {code})\nexitcode=$?\nset -e\n"
+    command = f"(exit {code})"
+    if isinstance(code, str):
+        command = f"(echo {code} > $RPG_RESTART_FILE; exit 1)"
+    script = f"set -evx\nset +e\n{SETUP}\nkill -USR1 $$; kill -TERM $$\n{command}\nexitcode=$?\nset -e\n"
     script += "if [ $exitcode -ne 0 ]; then\n    exit $exitcode\nfi\n"
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    environment |= {"SLURM_CPUS_ON_NODE": "4"} | ({"SLURM_ARRAY_JOB_ID": "70"} if array else {})
+    task = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    environment |= {"SLURM_CPUS_ON_NODE": "4"} | (task if array else {})
     process = subprocess.run(
-        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert process.returncode == expected_code, process.stderr
     assert ((tmp_path / "did").read_text() if (tmp_path / "did").exists() else "") == commands
-    assert ("saved; requeued" in process.stdout) == commands.startswith("scontrol")
+    assert ("requeued\n" in process.stdout) == bool(commands and not array)
+    assert not list(tmp_path.glob(".restart*"))
 
 
 def test_a_job_gets_all_memory_of_its_nodes() -> None:

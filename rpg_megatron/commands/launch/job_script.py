@@ -25,21 +25,47 @@ from rpg_megatron.config.parsing import parse_yaml
 from rpg_megatron.launcher.checks import CheckedRun, check_start, has_torch, preparing
 from rpg_megatron.launcher.nodes import assign_node
 
-REQUEUE = """\
+REQUEUE = r"""# A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 all are one run.
+chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
+job=$SLURM_JOB_ID
+task=()
+if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number of the last task is that of the whole array
+    [ -n "$chain" ] || task=(--task "$SLURM_ARRAY_TASK_ID")
+fi
+# After a failure of the machine the launcher writes into it how many seconds to wait, and nodes to leave out.
+export RPG_RESTART_FILE=$PWD/.restart-$job
+rm -f "$RPG_RESTART_FILE"
+
 # Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
 trap : TERM USR1
-# The tasks of an array run one after another; each resumes where the last one stopped.
-chain=${SLURM_ARRAY_JOB_ID:-}
-# Exit code 75: saved because of a signal. Leave the rest to the next task of an array, or requeue the job,
-# unless it is being cancelled. Exit code 0: finished; drop the pending tasks of an array.
+requeue() { # MESSAGE SECONDS [NODES]
+    trap '' TERM # Slurm sends it when the job is requeued; what is ignored here is ignored by scontrol
+    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ] || return # it is being cancelled
+    if [ -n "${3:-}" ]; then
+        before=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
+    fi
+    echo "$1" && scontrol requeue "$job" || return
+    if [ -n "${3:-}" ]; then
+        scontrol update JobId="$job" ExcNodeList="${before:+$before,}$3"
+    fi
+    if [ "$2" -gt 120 ]; then # Slurm holds a requeued job for two minutes anyway
+        scontrol update JobId="$job" StartTime="now+$2"
+    fi
+}
+# Exit code 75: saved because of a signal. Leave the rest to the next task of a chain, or requeue the job.
+# Exit code 0: finished; drop the pending tasks of a chain.
 finish() {
     code=$?
     set +evx
-    if [ "$code" -eq 75 ] && [ -n "$chain" ]; then
+    if [ -e "$RPG_RESTART_FILE" ]; then
+        read -r seconds nodes < "$RPG_RESTART_FILE"
+        rm -f "$RPG_RESTART_FILE"
+        requeue "requeued" "$seconds" "$nodes"
+    elif [ "$code" -eq 75 ] && [ -n "$chain" ]; then
         exit 0
-    elif [ "$code" -eq 75 ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
-        echo "saved; requeued"
-        scontrol requeue "$SLURM_JOB_ID"
+    elif [ "$code" -eq 75 ]; then
+        requeue "saved; requeued" 0
     elif [ "$code" -eq 0 ] && [ -n "$chain" ]; then
         scancel --state=PENDING "$chain"
     fi
@@ -51,6 +77,7 @@ trap finish EXIT"""
 SETUP = f"""\
 # By default srun gives a task one core; one launcher per node uses all cores of the job there.
 export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}"
+CHAIN=1
 {REQUEUE}"""
 """Lines of a batch script before its ``srun``."""
 
