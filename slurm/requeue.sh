@@ -11,7 +11,7 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
 fi
 rpg=${RPG_MEGATRON:-rpg-megatron}
 
-# A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 all are one run.
+# A task of an array is a run of its own: a seed, or a study's. With CHAIN=1 all are one run.
 chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
 job=$SLURM_JOB_ID
 task=()

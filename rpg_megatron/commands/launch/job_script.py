@@ -25,7 +25,7 @@ from rpg_megatron.config.parsing import parse_yaml
 from rpg_megatron.launcher.checks import CheckedRun, check_start, has_torch, preparing
 from rpg_megatron.launcher.nodes import assign_node
 
-REQUEUE = r"""# A task of an array is a run of its own: a seed, or one of a study. With CHAIN=1 all are one run.
+REQUEUE = r"""# A task of an array is a run of its own: a seed, or a study's. With CHAIN=1 all are one run.
 chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
 job=$SLURM_JOB_ID
 task=()
