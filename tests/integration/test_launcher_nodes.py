@@ -9,6 +9,7 @@ second launcher's engine is reached over TCP. Not covered: real engines, sampler
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.engine.restarts import ask_restart
+from rpg_megatron.launcher.environment import ends_of_starts
+from rpg_megatron.launcher.failures import RESTART_FILE
 from tests.support.launcher import wait_for
 from tests.support.launcher_pair import DRIVER, WELL, Pair
 
@@ -81,19 +84,27 @@ def test_a_rank_that_dies_on_the_other_node_is_named(pair) -> None:
     assert "last words" in nodes.err(0)
     assert nodes.err(1).startswith("error: stopped by node 0: rank_1 on node 1")
     assert nodes.err(1).count("\n") == 1
+    (log,) = nodes.folder.glob("runs/*/logs/launcher_1.log")
+    assert "rank_1 was killed (SIGKILL" in log.read_text()
+    assert "the run has ended: rank_1 on node 1" in log.read_text()
 
 
-def test_a_user_error_of_a_rank_there_is_one_message_here(pair, tmp_path: Path) -> None:
+def test_a_user_error_of_a_rank_there_is_one_message_here(
+    pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))
     nodes = pair(rank_1="print('error: the tokenizer is broken; mend it', flush=True); os._exit(2)")
     nodes.begin()
     nodes.go()
     assert nodes.finish() == [2, 1], nodes.logs()
     assert nodes.err(0) == "error: the tokenizer is broken; mend it\n"
     assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "restart").exists()
 
 
 @pytest.mark.parametrize("how", ["killed", "silent"])
-def test_a_lost_node_ends_the_run(pair, how: str) -> None:
+def test_a_lost_node_ends_the_run(pair, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))  # as in a job
     nodes = pair()
     nodes.begin("cluster.silence=4")
     nodes.launchers[1].send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -101,6 +112,13 @@ def test_a_lost_node_ends_the_run(pair, how: str) -> None:
     why = "its launcher has exited" if how == "killed" else "it was silent for 4 s (cluster.silence)"
     assert nodes.err(0).startswith("error: node 1 (")
     assert f"is lost: {why}" in nodes.err(0)
+    host = socket.gethostname()
+    assert nodes.err(0).endswith(f"\nrestart 1 of 3 in 60 s, without {host}\n")
+    assert (tmp_path / "restart").read_text() == f"60 {host}\n"
+    (run,) = (tmp_path / "runs").glob("tiny-*")
+    (end,) = ends_of_starts(run)
+    assert end["reason"].startswith("node 1 (")
+    assert (end["failure"], end["nodes"], end["step"]) == (True, [host], 0)
     nodes.launchers[1].send_signal(signal.SIGCONT)
     nodes.finish()
 

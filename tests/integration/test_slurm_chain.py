@@ -87,9 +87,9 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     cost = run_cost(parts, STEPS, assumed.values, every=50, gpus=1)
     assert cost is not None
     print(
-        f"\n{STEPS} steps of {step:.1f} s (rollout {rollout:.1f}, log-probs {log_probs:.2f}), start {first:.0f} s: "
-        f"plan {cost.seconds:.0f} s in {cost.jobs} jobs, took {took:.0f} s in {1 + int(facts['Restarts'])} jobs "
-        f"({took / cost.seconds - 1:+.1%})"
+        f"\n{STEPS} steps of {step:.1f} s (rollout {rollout:.1f}, log-probs {log_probs:.2f}), start "
+        f"{first:.0f} s: plan {cost.seconds:.0f} s in {cost.jobs} jobs, took {took:.0f} s in "
+        f"{1 + int(facts['Restarts'])} jobs ({took / cost.seconds - 1:+.1%})"
     )
     assert rollout == pytest.approx(ROLLOUT, rel=0.2)
     assert took == pytest.approx(cost.seconds, rel=0.15)
