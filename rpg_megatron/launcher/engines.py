@@ -29,6 +29,7 @@ from rpg_megatron.engine.restarts import (
     set_gpu_owner,
     take_request,
 )
+from rpg_megatron.launcher.failures import Failure, judge_engine, own_host
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
 from rpg_megatron.launcher.summary import display_path
@@ -160,7 +161,7 @@ class Engines:
                 reason = failed[index] = f"{reason}: {cause}"
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}")
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", _judge(reason, engine))
             self._progress.status(
                 f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.log)}"
             )
@@ -267,7 +268,7 @@ class Engines:
 
     def _failed_start(self, engine: EngineProcess | RemoteEngine) -> str | None:
         """Why an engine ended or took too long to start; None if it is up now. Raises UserError at its first
-        start, where the settings may be wrong.
+        start, where the settings may be wrong; RunFailed if the machine is.
         """
         incarnation = self._restarts[engine.index]
         if not engine.alive() and has_answered(self._work, engine.index, incarnation):
@@ -275,15 +276,23 @@ class Engines:
         try:
             engine.wait_healthy()  # raises, with the end of the log
         except UserError as e:
+            reason = str(e).partition("; the end of")[0]
             if not incarnation:
+                if (failure := _judge(reason, engine)).machine:
+                    raise RunFailed(str(e), failure) from None
                 raise
-            return str(e).partition("; the end of")[0]
+            return reason
         return None
 
 
 def _size(log: Path) -> int:
     """Bytes of a log; 0 without one."""
     return log.stat().st_size if log.exists() else 0
+
+
+def _judge(reason: str, engine: EngineProcess | RemoteEngine) -> Failure:
+    host = engine.host if isinstance(engine, RemoteEngine) else own_host()
+    return judge_engine(reason, engine.log, engine.opened, host)
 
 
 def _end_of(engine: EngineProcess | RemoteEngine) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rpg_megatron.config.cluster import JobSettings
 from rpg_megatron.config.errors import shorten
@@ -25,7 +25,7 @@ RESTART_FILE = "RPG_RESTART_FILE"
 """Environment variable with the file that the job script reads: seconds to wait, then nodes to leave out."""
 _LONGEST_WAIT = 3600.0
 _ERROR = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?:[\w.]+(?:Error|Exception)\b|terminate called|\s+what\(\):|.*Watchdog caught).*"
+    r"^(?:\[rank\d+\]: ?|\(\w+ pid=\d+\) )?(?:[\w.]+(?:Error|Exception)\b|terminate called|\s+what\(\):|.*Watchdog caught).*"
 )
 """A line that says what a process died of."""
 _NETWORK = re.compile(
@@ -76,12 +76,23 @@ def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
     )
 
 
+def judge_engine(cause: str, log: Path, opened: IO[bytes] | None, host: str) -> Failure:
+    """The failure of an engine that cannot be used any more; host: name of its node."""
+    error = _last_error(log, opened)
+    machine = _HARDWARE.search(error) is not None
+    return Failure(f"{cause}: {error}" if error else cause, machine, (host,) if machine else ())
+
+
+def _last_error(log: Path, opened: IO[bytes] | None) -> str:
+    errors = [line for line in tail_of(log, 200, opened).splitlines() if _ERROR.match(line)]
+    return shorten(errors[-1].strip(), 300) if errors else ""
+
+
 def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
     """Kind of a process's end, and its error, if it has one. Kinds: "network"; "process", whose node is
     suspect; None: not the machine's.
     """
-    errors = [line for line in tail_of(process.log, opened=process.opened).splitlines() if _ERROR.match(line)]
-    last = shorten(errors[-1].strip(), 300) if errors else ""
+    last = _last_error(process.log, process.opened)
     if _NETWORK.search(last):
         return "network", last
     if (process.exit_code() or 0) < 0 or _HARDWARE.search(last):

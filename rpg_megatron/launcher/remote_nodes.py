@@ -111,7 +111,7 @@ class RemoteNodes:
                 name = f"rank_{rank} on {self.name(node)}"
                 log = logs / f"rank_{rank}.log"
                 self.ranks[rank] = RemoteRank(
-                    name, log, partial(channel.send, "warn", rank=rank), host=self._host(node)
+                    name, log, partial(channel.send, "warn", rank=rank), host=self.host(node)
                 )
         return {index: engine.url for index, engine in self.engines.items()}
 
@@ -137,7 +137,8 @@ class RemoteNodes:
             return f"node {node} ({self._server.joined[node]['host']})"
         return self.nodes.name(node)
 
-    def _host(self, node: int) -> str:
+    def host(self, node: int) -> str:
+        """A node's host name: Slurm's, if it is known."""
         return self.nodes.hosts[node] if self.nodes.hosts else str(self._server.joined[node]["host"])
 
     def send(self, node: int, kind: str, **facts: Any) -> None:
@@ -157,7 +158,7 @@ class RemoteNodes:
         for node, channel in self._server.channels.items():
             if channel.lost:
                 problem = f"{self.name(node)} is lost: {channel.lost}"
-                raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
+                raise RunFailed(problem, Failure(problem, machine=True, nodes=(self.host(node),)))
 
     def dismiss(self, error: BaseException | None) -> None:
         """Ask all nodes to end their processes. error: the reason; None after success."""
@@ -207,6 +208,11 @@ class RemoteEngine:
         self._runner_v1 = False
         self._alive = False
         self._started = 0.0
+
+    @property
+    def host(self) -> str:
+        """Name of its node."""
+        return self._nodes.host(self.node)
 
     def use_runner_v1(self) -> None:
         """See ``EngineProcess.use_runner_v1``."""

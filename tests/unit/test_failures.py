@@ -15,7 +15,7 @@ import pytest
 
 from rpg_megatron.config.cluster import JobSettings
 from rpg_megatron.launcher.environment import ENVIRONMENT, ends_of_starts, record_end
-from rpg_megatron.launcher.failures import RESTART_FILE, Failure, judge, request_restart
+from rpg_megatron.launcher.failures import RESTART_FILE, Failure, judge, judge_engine, request_restart
 
 WATCHDOG = (
     "[rank1]:[E1127 23:01:02.12 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught "
@@ -84,6 +84,23 @@ def test_the_first_error_is_the_programs(dead) -> None:
     failure = judge([dead("rank_0", 1, GLOO), dead("rank_1 on node 1 (n2)", 1, BUG, "n2")], "here")
     assert failure.error == "rank_1 on node 1 (n2): KeyError: 'meta'"
     assert failure.cause == "rank_1 on node 1 (n2) ended with exit code 1: KeyError: 'meta'"
+
+
+@pytest.mark.parametrize(
+    ("text", "machine"),
+    [
+        ("(EngineCore pid=77) " + ECC, True),
+        ("OSError: [Errno 116] Stale file handle\n", True),
+        (MEMORY, False),
+        ("ValueError: unsupported architecture\n", False),
+        ("", False),
+    ],
+)
+def test_an_engine_that_cannot_be_used(tmp_path: Path, text: str, machine: bool) -> None:
+    (tmp_path / "log").write_text("INFO started\n" + text)
+    failure = judge_engine("engine 3 died", tmp_path / "log", None, "n4")
+    assert (failure.machine, failure.nodes) == (machine, ("n4",) if machine else ())
+    assert failure.cause.startswith("engine 3 died")
 
 
 def ended(step: int, *nodes: str) -> dict[str, Any]:
