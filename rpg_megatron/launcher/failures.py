@@ -25,7 +25,8 @@ RESTART_FILE = "RPG_RESTART_FILE"
 """Environment variable with the file that the job script reads: seconds to wait, then nodes to leave out."""
 _LONGEST_WAIT = 3600.0
 _ERROR = re.compile(
-    r"^(?:\[rank\d+\]: ?|\(\w+ pid=\d+\) )?(?:[\w.]+(?:Error|Exception)\b|terminate called|\s+what\(\):|.*Watchdog caught).*"
+    r"^(?:\[rank\d+\]: ?|\(\w+ pid=\d+\) )?"
+    r"(?:[\w.]+(?:Error|Exception)\b|terminate called|\s+what\(\):|.*Watchdog caught).*"
 )
 """A line that says what a process died of."""
 _NETWORK = re.compile(
