@@ -11,6 +11,8 @@ from rpg_megatron.config.rollout import CheckpointSettings
 
 _ROOM = 1.5
 """Steps that must fit before the job's warning; otherwise a checkpoint is written now."""
+_LEAST = 60.0
+"""Seconds between two such checkpoints, where steps are short."""
 
 
 class CheckpointSchedule:
@@ -41,7 +43,9 @@ class CheckpointSchedule:
             return False
         if settings.minutes is not None and time.monotonic() - self._saved >= 60 * settings.minutes:
             return True
-        return self._end is not None and self._end - time.time() < settings.grace + _ROOM * step_seconds
+        if self._end is None or time.monotonic() - self._saved < _LEAST:
+            return False
+        return self._end - time.time() < settings.grace + _ROOM * step_seconds
 
     def saved(self) -> None:
         """A save has begun."""

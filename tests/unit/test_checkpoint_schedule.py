@@ -52,9 +52,15 @@ def test_by_minutes_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, 10**6, False),  # no job, or no limit
     ],
 )
-def test_with_room_before_the_end_of_the_job(left: float | None, step: float, due: bool) -> None:
-    assert schedule(left, grace=600).due_by_time(step) == due
-    assert not schedule(left, every=None).due_by_time(step)
+def test_with_room_before_the_end_of_the_job(
+    left: float | None, step: float, due: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, never = schedule(left, grace=600), schedule(left, every=None)
+    assert not checkpoints.due_by_time(step)  # a run of short steps does not save after each
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert checkpoints.due_by_time(step) == due
+    assert not never.due_by_time(step)
 
 
 def test_the_end_of_a_job() -> None:
