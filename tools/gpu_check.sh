@@ -30,19 +30,19 @@ SECONDS_ALL=${RPG_GPU_SECONDS:-570}
 # speed. Seconds: of parts that have run, what they took on an H200 with empty caches, and some more; else guesses.
 PARTS='site||25|1 what is unpacked can be imported
 smoke_te|te|40|1 Transformer Engine: BF16 and each FP8 recipe run
-cuda_ipc|te app|70|1 weights in GPU memory, read by another process
+cuda_ipc|te app deps|70|1 weights in GPU memory, read by another process
 smoke_vllm|deps vllm|90|1 vLLM: BF16 and FP8 generate, sleep frees memory
 run_06b_2k|te app deps vllm|240|3 colocated run, 0.6B shape, 2K responses
 mismatch_bf16|te app deps vllm|150|2 mismatch with the engine in BF16
 mismatch_fp8|te app deps vllm|220|2 mismatch with trainer and engine in FP8
-numbers|te app|80|2 log-probs and gradients against float32, transformers, BF16
-tests|te app|150|2 tests/gpu: names, numbers, offloading
-two_gpus|te app|100|1 two ranks: one that waits leaves its GPU idle; weights are read meanwhile
+numbers|te app deps|80|2 log-probs and gradients against float32, transformers, BF16
+tests|te app deps|150|2 tests/gpu: names, numbers, offloading
+two_gpus|te app deps|100|1 two ranks: one that waits leaves its GPU idle; weights are read meanwhile
 run_06b_8k|te app deps vllm|180|3 colocated run, 0.6B shape, 8K responses
 run_4b_2k|te app deps vllm|400|3 colocated run, 4B shape, 2K responses
-update_4b|te app|70|4 FP8 against BF16, 4B-shaped layers
-update_8b|te app|100|4 FP8 against BF16, 8B-shaped layers
-logprobs|te app|40|4 chunked log-probs against plain ones, 8K x 151,936
+update_4b|te app deps|70|4 FP8 against BF16, 4B-shaped layers
+update_8b|te app deps|100|4 FP8 against BF16, 8B-shaped layers
+logprobs|te app deps|40|4 chunked log-probs against plain ones, 8K x 151,936
 run_4b_8k|te app deps vllm|400|3 colocated run, 4B shape, 8K responses
 quickstart_bf16|te app deps vllm|115|5 the quickstart in BF16, with Transformer Engine
 quickstart|te app deps vllm|120|5 the quickstart in float32, as on a CPU

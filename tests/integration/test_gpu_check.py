@@ -180,24 +180,25 @@ def test_parts_run_in_the_order_of_their_worth(tmp_path: Path) -> None:
 
 
 def test_parts_wait_for_their_packages_and_for_time(tmp_path: Path) -> None:
-    site = site_with(tmp_path, "te", "app")
+    site = site_with(tmp_path, "te", "app", "deps")
     code, out, _ = check(tmp_path, str(site), gpu=True, RPG_GPU_SECONDS="109")  # a second too few for tests
     assert code == 1
     parts = results(out)
     waiting = NEED_ENGINE | {"smoke_vllm"}
     assert {name for name in waiting if parts[name] != "not run"} == set()
-    assert f"not in {site}: deps.tar.xz vllm.tar.xz; archives: none in {tmp_path}" in out
-    assert "== run_06b_2k waits for: deps.tar.xz vllm.tar.xz" in out
-    assert re.search("^smoke_vllm .*needs deps.tar.xz vllm.tar.xz", out, re.MULTILINE)
+    assert f"not in {site}: vllm.tar.xz; archives: none in {tmp_path}" in out
+    assert "== run_06b_2k waits for: vllm.tar.xz" in out
+    assert re.search("^smoke_vllm .*needs vllm.tar.xz", out, re.MULTILINE)
     assert (parts["smoke_te"], parts["cuda_ipc"], parts["tests"]) == ("passed", "passed", "not run")
     assert "== tests waits for another call: " in out
-    # The engine's packages without what they need: nothing is started that could only fail.
-    site_with(tmp_path, "vllm")
-    code, out, _ = check(tmp_path, str(site), gpu=True)
-    assert "== smoke_te (" not in out
-    assert {results(out)[name] for name in waiting} == {"not run"}
+    # Packages without what they need: nothing is started that could only fail.
+    (other := tmp_path / "other").mkdir()
+    without = site_with(other, "te", "app", "vllm")
+    code, out, _ = check(other, str(without), gpu=True)
+    assert {results(out)[name] for name in (*waiting, "cuda_ipc", "tests")} == {"not run"}
     assert "== smoke_vllm waits for: deps.tar.xz\n" in out
-    site_with(tmp_path, "deps")
+    assert "== cuda_ipc waits for: deps.tar.xz\n" in out
+    site_with(tmp_path, "vllm")
     (site / "check" / "smoke_vllm.py").unlink()
     _, out, _ = check(tmp_path, str(site), gpu=True)
     assert {name for name in waiting if results(out)[name] != "passed"} == {"smoke_vllm"}
