@@ -2,7 +2,7 @@
 
 Why: days and GPU-hours are what a user decides by, and what a job loses at its end (start, warning, requeue)
 is a part of them. Stand-in times: the reward answers slowly, so that a rollout takes ``ROLLOUT`` seconds and
-its groups finish one after the other; jobs have ``MINUTES``. Two hours of steps at a ninth of their duration.
+its groups finish one after the other; jobs have ``MINUTES``. Two hours of steps, at a thirteenth of that.
 Not covered: the times of a step on a GPU.
 """
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(2700),
 ]
 
-GROUPS, SAMPLES, ROLLOUT, STEPS = 20, 4, 24.0, 30
+GROUPS, SAMPLES, ROLLOUT, STEPS = 20, 4, 20.0, 26
 MINUTES, WARNING = 6, 60
 REWARD = f"""
 import time
