@@ -178,8 +178,12 @@ class Dispatcher:
             async with writing:
                 await self._worker(self._groups[ticket]).save([ticket], group_file(part, ticket))
 
-        await asyncio.gather(*(write(group.task.ticket) for group in groups if not group.rejected))
-        publish_kept(part, folder, groups)
+        try:
+            await asyncio.gather(*(write(group.task.ticket) for group in groups if not group.rejected))
+            publish_kept(part, folder, groups)
+        except BaseException:
+            remove(part, ignore_errors=True)
+            raise
 
     def reuse(self, groups: Sequence[KeptGroup], folder: Path) -> None:
         """Use the groups that ``keep`` wrote into ``folder``, when they are submitted."""

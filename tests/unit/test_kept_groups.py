@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.kept_groups import UNFINISHED, KeptGroup, read_kept
@@ -190,6 +190,18 @@ def test_other_weights_are_sampled_again(settings: Settings, tmp_path: Path) -> 
     rows, sampled = asyncio.run(resume(settings, run, state, version=1))
     assert sampled == 6 * 5
     assert rows == undisturbed(settings, tmp_path / "other")
+
+
+def test_a_full_disk_keeps_nothing_and_leaves_nothing(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, _: object) -> None:
+        raise OSError(28, "No space left on device", str(file))
+
+    monkeypatch.setattr("rpg_megatron.rollout.worker.write_rollouts", full)
+    with pytest.raises(UserError, match="No space left"):
+        asyncio.run(stop_in_rollout(settings, tmp_path / "run", answers=2))
+    assert not list((tmp_path / "run").glob("*unfinished*"))
 
 
 @pytest.mark.parametrize("damage", ["a file", "the index", "a file is missing"])
