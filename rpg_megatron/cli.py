@@ -504,7 +504,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File to write. [default: report.html in the first RUN]"),
+        typer.Option(metavar="FILE", help="[default: report.html in the first RUN, or STUDY.html]"),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Write it again at each step, until the runs have ended.")
@@ -518,6 +518,8 @@ def report(
         from rpg_megatron.launcher.run_dir import newest_run
 
     leave_to_first_node("report")
+    if out is None and runs[0].is_file():
+        out = runs[0].with_suffix(".html")
     named = [folders_of(run) if run.is_file() else [newest_run(run)] for run in runs]
     runs = [folder for folders in named for folder in folders]
     if watch:

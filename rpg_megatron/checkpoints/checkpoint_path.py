@@ -68,7 +68,9 @@ def kind_of(path: Path, name: str) -> Kind:
     try:
         if not path.is_dir():
             state = "is a file" if path.is_file() else "does not exist"
-            raise UserError(f"{name}: {path} {state}; give the folder of a checkpoint, or of a run")
+            raise UserError(
+                f"{name}: {path} {state}; give the folder of a checkpoint or run, or the name of a run"
+            )
         if (path / STATE).is_file() or (path / MODEL / MEGATRON).is_file():
             return "step"
         if is_megatron(path):

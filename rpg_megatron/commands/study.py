@@ -41,6 +41,7 @@ def run_study(
     """
     study = load_study(file, overrides)
     unfinished = [run.number for run in study.runs if find_finished(run.settings) is None]
+    queued = _queued(study.name)
     local = local or "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is None
     if dry_run or local:
         _show(study)
@@ -49,8 +50,10 @@ def run_study(
     elif local:
         if not dry_run:
             _train_here(study, unfinished)
+    elif numbers := [number for number in unfinished if number not in queued]:
+        _submit(study, file, overrides, numbers, script or _SCRIPT, options, dry_run=dry_run)
     else:
-        _submit(study, file, overrides, unfinished, script or _SCRIPT, options, dry_run=dry_run)
+        typer.echo("all runs that are not finished wait or run in a job")
     typer.echo(f"report: rpg-megatron report {shlex.quote(str(file))}")
 
 
@@ -61,6 +64,7 @@ def settings_of_task(file: Path, overrides: Sequence[str], task: int) -> Setting
     """
     if not is_study(file):
         settings = load_settings(file, [*overrides])
+        typer.echo(f"task {task} of an array: a run with seed {task} (CHAIN=1 makes all tasks one run)")
         return load_settings(file, [*overrides, f"seed={task}", f"name={settings.name}-s{task}"])
     runs = load_study(file, overrides).runs
     if not 1 <= task <= len(runs):
@@ -78,6 +82,15 @@ def folders_of(file: Path) -> list[Path]:
     if not any(folders):
         raise UserError(f"{file}: no run of this study has begun; start them with rpg-megatron study {file}")
     return [folder for found in folders for folder in found]
+
+
+def _queued(name: str) -> set[int]:
+    """Tasks of jobs of this name that wait or run; none without Slurm."""
+    if shutil.which("squeue") is None:
+        return set()
+    command = ["squeue", "--noheader", "--array", f"--name={name}", "--me", "--format=%K"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {int(word) for word in done.stdout.split() if word.isdecimal()}
 
 
 def _show(study: Study) -> None:
@@ -105,7 +118,8 @@ def _submit(
             f"--script: {script} is not there; give one of the scripts in slurm/ of the repository"
         )
     limit = f"%{study.at_once}" if study.at_once else ""
-    command = ["sbatch", f"--array={_ranges(numbers)}{limit}", f"--job-name={study.name}", *options]
+    command = ["sbatch", f"--array={_ranges(numbers)}{limit}", f"--job-name={study.name}"]
+    command += ["--output=%x-%A_%a.log", *options]
     command += [str(script), str(file), *overrides]
     typer.echo(shlex.join(command))
     if dry_run:

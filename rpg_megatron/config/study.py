@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -17,8 +18,9 @@ from pydantic import Field, ValidationError
 from rpg_megatron.config.base import NAME, Section
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.explanation import explain_errors
+from rpg_megatron.config.merging import read_merged
 from rpg_megatron.config.parsing import read_yaml
-from rpg_megatron.config.settings import Settings, load_settings
+from rpg_megatron.config.settings import Settings, make_settings
 
 _MOST = 1000
 """Largest number of runs."""
@@ -109,6 +111,7 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
         if twice is not None:
             raise UserError(f"{file}: {kind} has {twice} twice; remove one of the two")
     config = file.parent / study.config
+    base = read_merged(config, Settings)
     runs = []
     for number, (seed, (arm, changes)) in enumerate(
         itertools.product(seeds, zip(names, arms, strict=True)), 1
@@ -116,10 +119,7 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
         full = "-".join([name, *filter(None, [arm, None if seed is None else f"s{seed}"])])
         own = [f"{key}={_as_yaml(value)}" for key, value in (study.settings | changes).items()]
         own += [*overrides, *([] if seed is None else [f"seed={seed}"]), f"name={full}"]
-        try:
-            settings = load_settings(config, own)
-        except UserError as e:
-            raise UserError(f"{file}: run {number} ({full}): {e}") from None
+        settings = make_settings(copy.deepcopy(base), own, f"{file}: run {number} ({full})")
         runs.append(StudyRun(number, arm, seed, tuple(own), settings))
     return Study(name, config, tuple(runs), study.at_once)
 

@@ -90,7 +90,7 @@ def test_what_is_evaluated(run: Path, checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "nowhere does not exist; give the folder of a checkpoint, or of a run"),
+        ("nowhere", "nowhere does not exist; give the folder of a checkpoint or run, or the name"),
         ("runs/r-001/config.yaml", "is a file"),
         ("runs", "holds runs; give one of them, such as .*r-001"),
         ("runs/r-001/checkpoints", "holds the checkpoints of a run; give one of them, such as .*step_000006"),

@@ -123,9 +123,20 @@ def test_finished_runs_are_not_done_again(write, tmp_path: Path, monkeypatch: py
     result = CliRunner().invoke(app, ["study", str(file), "-o", "--partition=gpu", "training.epochs=1"])
     assert result.exit_code == 0, result.output
     said = (tmp_path / "said").read_text().splitlines()
-    assert said[:3] == ["--array=1,3-4", "--job-name=rates", "--partition=gpu"]
-    assert said[4:] == [str(file), "training.epochs=1"]
+    assert said[:2] == ["--array=1,3-4", "--job-name=rates"]
+    assert said[3] == "--partition=gpu"
+    assert said[5:] == [str(file), "training.epochs=1"]
     assert "Submitted batch job 7" in result.output
+    # What waits or runs is not submitted twice.
+    queue = fake.with_name("squeue")
+    queue.write_text("#!/bin/bash\necho 3; echo 1\n")
+    queue.chmod(0o755)
+    assert "--array=4 " in CliRunner().invoke(app, ["study", str(file), "--dry-run"]).output
+    queue.write_text("#!/bin/bash\nprintf '%s\n' 1 3 4\n")
+    (tmp_path / "said").unlink()
+    assert "wait or run in a job" in CliRunner().invoke(app, ["study", str(file)]).output
+    assert not (tmp_path / "said").exists()
+    queue.unlink()
     # Other settings train something else.
     again = CliRunner().invoke(app, ["study", str(file), "objective.beta=0.3", "--dry-run"])
     assert "--array=1-4 " in again.output
