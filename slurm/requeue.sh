@@ -2,7 +2,9 @@
 
 # JOB_SETUP: a file of yours that is sourced first: module load, export HF_HOME, NCCL_...
 if [ -n "${JOB_SETUP:-}" ]; then
+    set +u # functions of modules and conda use variables that are not set
     source "$JOB_SETUP" || exit 1
+    set -u
 fi
 step=(--ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE")
 if [ -n "${CONTAINER_IMAGE:-}" ]; then
@@ -47,7 +49,11 @@ finish() {
     if [ -e "$RPG_RESTART_FILE" ]; then
         read -r seconds nodes < "$RPG_RESTART_FILE"
         rm -f "$RPG_RESTART_FILE"
-        requeue "requeued" "$seconds" "$nodes"
+        if [ -n "$chain" ]; then # the next task goes on, without the nodes
+            [ -z "$nodes" ] || scontrol update JobId="$chain" ExcNodeList="$nodes"
+        else
+            requeue "requeued" "$seconds" "$nodes"
+        fi
     elif [ "$code" -eq 75 ] && [ -n "$chain" ]; then
         exit 0
     elif [ "$code" -eq 75 ]; then

@@ -163,7 +163,8 @@ def _train_here(study: Study, numbers: Sequence[int]) -> None:
                         process.send_signal(signals.number)
                     sent = signals.count
         if signals.number or code == REQUEUE:
-            raise typer.Exit(code if code > 0 else 128 - code)
+            stopped = REQUEUE if signals.warned else 128 + signals.number
+            raise typer.Exit(code if code > 0 else 128 - code if code else stopped)
         if code:
             failed.append(run.settings.name)
     if failed:

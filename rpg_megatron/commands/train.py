@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
-from rpg_megatron.launcher.failures import request_restart
+from rpg_megatron.launcher.failures import note_failure
 from rpg_megatron.launcher.fine_tuning import with_steps
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
@@ -46,10 +45,7 @@ def train(
         return _train(settings, signals, fresh, source, nodes)
     except RunFailed as e:
         if not e.note:  # it failed before its folder was there
-            restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-            e.note = request_restart(
-                e.failure, [{"failure": True, "step": 0}] * (1 + restarts), 0, settings.job
-            )
+            e.note = note_failure(settings, e.failure)
         raise
 
 

@@ -110,6 +110,12 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
         twice: Any = next((v for i, v in enumerate(values) if v in values[:i]), None)
         if twice is not None:
             raise UserError(f"{file}: {kind} has {twice} twice; remove one of the two")
+    compared = {"name", *(["seed"] if study.seeds else []), *(key for arm in arms for key in arm)}
+    for item in overrides:
+        key = item.partition("=")[0]
+        clash = [k for k in compared if f"{k}.".startswith(f"{key}.") or key.startswith(f"{k}.")]
+        if clash:
+            raise UserError(f"{item}: the study sets {clash[0]} itself; change it in {file}")
     config = file.parent / study.config
     base = read_merged(config, Settings)
     runs = []
@@ -138,7 +144,9 @@ def _names(study: StudySettings, arms: Sequence[Changes]) -> list[str]:
     points = _points(study.grid)
     labels = [part for part in given for _ in points]
     differing = {
-        key for key in {k for arm in arms for k in arm} if len({json.dumps(a.get(key)) for a in arms}) > 1
+        key
+        for key in {k for arm in arms for k in arm}
+        if len({json.dumps(a.get(key), default=str) for a in arms}) > 1
     }
     if isinstance(study.arms, dict):
         differing &= set(study.grid)
@@ -153,7 +161,7 @@ def _label(key: str, value: Any) -> str:
     """Such as lr1e-06: the last part of the key, and the value or, of a section, its type."""
     if isinstance(value, dict):
         value = value.get("type", "-".join(f"{k}{v}" for k, v in value.items()))
-    return key.rpartition(".")[2] + (_UNFIT.sub("-", str(value)).strip("-") or "none")
+    return key.rpartition(".")[2] + (_UNFIT.sub("-", str(value)).rstrip("-") or "none")
 
 
 def _as_yaml(value: Any) -> str:

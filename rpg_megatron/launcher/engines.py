@@ -161,7 +161,7 @@ class Engines:
                 reason = failed[index] = f"{reason}: {cause}"
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", _judge(reason, engine))
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", self._judge(reason, engine))
             self._progress.status(
                 f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.log)}"
             )
@@ -278,21 +278,20 @@ class Engines:
         except UserError as e:
             reason = str(e).partition("; the end of")[0]
             if not incarnation:
-                if (failure := _judge(reason, engine)).machine:
+                if (failure := self._judge(reason, engine)).machine:
                     raise RunFailed(str(e), failure) from None
                 raise
             return reason
         return None
 
+    def _judge(self, reason: str, engine: EngineProcess | RemoteEngine) -> Failure:
+        host = engine.host if isinstance(engine, RemoteEngine) else own_host()
+        return judge_engine(reason, engine.log, engine.opened, host, self._log_starts[engine.index])
+
 
 def _size(log: Path) -> int:
     """Bytes of a log; 0 without one."""
     return log.stat().st_size if log.exists() else 0
-
-
-def _judge(reason: str, engine: EngineProcess | RemoteEngine) -> Failure:
-    host = engine.host if isinstance(engine, RemoteEngine) else own_host()
-    return judge_engine(reason, engine.log, engine.opened, host)
 
 
 def _end_of(engine: EngineProcess | RemoteEngine) -> str:

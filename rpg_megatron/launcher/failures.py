@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rpg_megatron.checkpoints.run_folder import list_steps
+from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import JobSettings
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.launcher.environment import ends_of_starts, record_end
+from rpg_megatron.launcher.run_dir import is_finished, list_runs
 from rpg_megatron.system.child import ProcessStatus, describe_end, tail_of
 
 RESTART_FILE = "RPG_RESTART_FILE"
@@ -77,15 +81,17 @@ def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
     )
 
 
-def judge_engine(cause: str, log: Path, opened: IO[bytes] | None, host: str) -> Failure:
-    """The failure of an engine that cannot be used any more; host: name of its node."""
-    error = _last_error(log, opened)
+def judge_engine(cause: str, log: Path, opened: IO[bytes] | None, host: str, start: int = 0) -> Failure:
+    """The failure of an engine that cannot be used any more; host: name of its node. start: where in the log
+    its last start begins, in bytes.
+    """
+    error = _last_error(log, opened, start)
     machine = _HARDWARE.search(error) is not None
     return Failure(f"{cause}: {error}" if error else cause, machine, (host,) if machine else ())
 
 
-def _last_error(log: Path, opened: IO[bytes] | None) -> str:
-    errors = [line for line in tail_of(log, 200, opened).splitlines() if _ERROR.match(line)]
+def _last_error(log: Path, opened: IO[bytes] | None, start: int) -> str:
+    errors = [line for line in tail_of(log, 200, opened, start).splitlines() if _ERROR.match(line)]
     return shorten(errors[-1].strip(), 300) if errors else ""
 
 
@@ -93,7 +99,7 @@ def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
     """Kind of a process's end, and its error, if it has one. Kinds: "network"; "process", whose node is
     suspect; None: not the machine's.
     """
-    last = _last_error(process.log, process.opened)
+    last = _last_error(process.log, process.opened, process.log_start)
     if _NETWORK.search(last):
         return "network", last
     if (process.exit_code() or 0) < 0 or _HARDWARE.search(last):
@@ -106,12 +112,29 @@ def own_host(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: int, job: JobSettings) -> str:
+def note_failure(settings: Settings, failure: Failure, step: int | None = None) -> str:
     """Ask the job script to start the job again, unless that was done ``job.max_restarts`` times in vain.
 
-    ends: those of the run's starts, this one's last; each has ``failure``, ``step`` and ``nodes`` if it was
-    a failure of the machine. step: of the newest checkpoint. Returns a line for the user; empty if no job
-    script asks for it, or if the failure is not the machine's.
+    step: of the newest checkpoint of this start's run, which has recorded the failure; None: there is no such
+    run, and the newest unfinished one of this name records it. A run without a checkpoint is not resumed, so
+    the starts of all runs of this name count. Returns a line for the user; empty if no job script asks for
+    it, or if the failure is not the machine's.
+    """
+    if not failure.machine or not os.environ.get(RESTART_FILE):
+        return ""
+    runs = list_runs(settings)
+    if step is None:
+        step = 0
+        if runs and not is_finished(runs[0]):
+            step = next(iter(list_steps(runs[0])), 0)
+            record_end(runs[0], failure.cause, step, failure.nodes)
+    ends = [end for run in reversed(runs) for end in ends_of_starts(run)]
+    return request_restart(failure, ends, step, settings.job)
+
+
+def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: int, job: JobSettings) -> str:
+    """See ``note_failure``. ends: those of the starts, this one's last; each has ``failure``, ``step`` and
+    ``nodes`` if it was a failure of the machine.
     """
     place = os.environ.get(RESTART_FILE)
     if not failure.machine or not place:
@@ -123,6 +146,7 @@ def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: i
             break
         count += 1
         nodes += [node for node in end.get("nodes", ()) if isinstance(node, str)]
+    count = max(count, 1)  # nothing could be recorded
     if count > job.max_restarts:
         return (
             f"not started again: it has failed {count} times without a new checkpoint "

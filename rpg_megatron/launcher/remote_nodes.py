@@ -110,9 +110,9 @@ class RemoteNodes:
             for rank in assignment.ranks:
                 name = f"rank_{rank} on {self.name(node)}"
                 log = logs / f"rank_{rank}.log"
-                self.ranks[rank] = RemoteRank(
-                    name, log, partial(channel.send, "warn", rank=rank), host=self.host(node)
-                )
+                warn = partial(channel.send, "warn", rank=rank)
+                start = log.stat().st_size if log.exists() else 0
+                self.ranks[rank] = RemoteRank(name, log, warn, host=self.host(node), log_start=start)
         return {index: engine.url for index, engine in self.engines.items()}
 
     def start_ranks(self, spec: RankLaunchSpec) -> None:
@@ -266,6 +266,7 @@ class RemoteRank:
     opened: IO[bytes] | None = None
     host: str = ""
     """Name of its node."""
+    log_start: int = 0
 
     def exit_code(self) -> int | None:
         """None while it runs."""

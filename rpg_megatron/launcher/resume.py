@@ -44,6 +44,7 @@ from rpg_megatron.config.files import (
     rename,
 )
 from rpg_megatron.config.parsing import read_yaml
+from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.launcher.run_dir import (
     LOGS,
     METRICS,
@@ -176,12 +177,21 @@ def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> Op
 def find_finished(settings: Settings) -> Path | None:
     """The newest run of this name, if it has done all of its steps, with settings that train the same."""
     folder = next(iter(list_runs(settings)), None)
-    if folder is None or (_finished_steps(folder) or 0) < settings.training.steps or not is_ours(folder):
+    if folder is None or not is_ours(folder) or (done := _finished_steps(folder)) is None:
         return None
     try:
-        return None if _changes(settings, folder / CONFIG)[0] else folder
-    except UserError:  # settings that cannot be read
+        recorded = _read_settings(folder / CONFIG)
+    except UserError:
         return None
+    # A run records the folder of a model from the hub, and the steps that its epochs have.
+    place = {"path": recorded.model.path} if is_hub_id(settings.model.path) else {}
+    update: dict[str, Any] = {"model": settings.model.model_copy(update=place)}
+    if settings.sft is not None:
+        update["training"] = recorded.training
+    settings = settings.model_copy(update=update)
+    if done < settings.training.steps or _changes(settings, folder / CONFIG)[0]:
+        return None
+    return folder
 
 
 def _create(settings: Settings, dry: bool, origin: str | None = None) -> OpenRun:

@@ -18,8 +18,8 @@ from rpg_megatron.config.cluster import JOB_END_VARIABLE
 from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
 from rpg_megatron.launcher.engines import Engines
-from rpg_megatron.launcher.environment import ends_of_starts, record_end
-from rpg_megatron.launcher.failures import judge, own_host, request_restart
+from rpg_megatron.launcher.environment import record_end
+from rpg_megatron.launcher.failures import judge, note_failure, own_host
 from rpg_megatron.launcher.network import measure_network
 from rpg_megatron.launcher.nodes import assign_node, end_of_job, free_port, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
@@ -42,6 +42,8 @@ from rpg_megatron.training.preemption import REQUEUE
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
+_KEEP_SECONDS = 120.0
+"""How long a stopped run, whose state is saved, waits for the groups of the unfinished step to be written."""
 
 
 class RunLauncher:
@@ -117,7 +119,8 @@ class RunLauncher:
         if error is not None:
             append_to_log(self.log, f"{type(error).__name__}: {error}")
         if self._trains and not self._discard:
-            self._record_end(error)
+            with contextlib.suppress(OSError):  # a file system that fails
+                self._record_end(error)
         if self._remote:  # other nodes end their processes at the same time
             self._remote.dismiss(error)
         self._supervisor.close(GRACE)
@@ -132,7 +135,7 @@ class RunLauncher:
         step = next(iter(list_steps(self.folder)), 0)
         record_end(self.folder, text, step, failure.nodes if failure and failure.machine else None)
         if isinstance(error, RunFailed):
-            error.note = request_restart(error.failure, ends_of_starts(self.folder), step, self._settings.job)
+            error.note = note_failure(self._settings, error.failure, step)
             if error.note:
                 append_to_log(self.log, error.note)
 
@@ -325,11 +328,15 @@ class RunLauncher:
         return [child for child in self._supervisor.failed() if child is not warned]
 
     def _wait_for_sampler(self) -> None:
-        """Wait while the sampler keeps the groups of the unfinished step, within ``checkpoint.grace``."""
-        if self._sampler is None or self._sampler.exit_code() is not None:
+        """Wait while the sampler keeps the groups of the unfinished step, if there is a checkpoint for them.
+
+        The state is saved by now, and the job must end before Slurm kills it.
+        """
+        if self._sampler is None or self._sampler.exit_code() is not None or not list_steps(self.folder):
             return
         self._sampler.warn()  # again, or for the first time if only the ranks were signalled
-        end = (self._warned or time.monotonic()) + self._settings.checkpoint.grace
+        now = time.monotonic()
+        end = min((self._warned or now) + self._settings.checkpoint.grace, now + _KEEP_SECONDS)
         while self._sampler.exit_code() is None and time.monotonic() < end and self._signals.count < 2:
             self._progress.pump(0.1)
 

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.config import UserError
-from rpg_megatron.config.files import remove
+from rpg_megatron.config.files import remove, rename
 from rpg_megatron.rollout.engine_pool import EnginePool, Replica
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
-from rpg_megatron.rollout.kept_groups import KeptGroup, group_file, publish_kept
+from rpg_megatron.rollout.kept_groups import KeptGroup, group_file, part_of, publish_kept
 from rpg_megatron.rollout.remote_worker import WorkerDied
 
 logger = logging.getLogger("rpg_megatron.sampler")
@@ -43,6 +42,8 @@ class _GroupState:
         """Whether it is queued or running."""
         self.file: Path | None = None
         """File of its trajectories, if they are also on disk."""
+        self.kept: KeptGroup | None = None
+        """While it is loaded: what an earlier stop has kept."""
 
 
 class Dispatcher:
@@ -92,6 +93,7 @@ class Dispatcher:
         state = self._groups[task.ticket] = _GroupState(task, self.worker_of(task.prompt_id), on_generated)
         kept = self._kept.pop(task.ticket, None)
         if kept is not None and kept.is_for(task, older=self._backup_all):
+            state.kept = kept
             self._spawn(self._reuse(state, kept))
         else:
             self._enqueue(state)
@@ -169,9 +171,11 @@ class Dispatcher:
 
     async def keep(self, groups: Sequence[KeptGroup], folder: Path) -> None:
         """Write graded groups into ``folder``, in place of what is there. Raises OSError, UserError."""
-        part = folder.with_name(f".{folder.name}.part")
+        part = part_of(folder)
         remove(part)
         part.mkdir()
+        # What an earlier stop kept and is not used yet stays.
+        unused = [*self._kept.values(), *(s.kept for s in self._groups.values() if s.kept is not None)]
         writing = asyncio.Semaphore(_WRITES)
 
         async def write(ticket: int) -> None:
@@ -180,7 +184,9 @@ class Dispatcher:
 
         try:
             await asyncio.gather(*(write(group.task.ticket) for group in groups if not group.rejected))
-            publish_kept(part, folder, groups)
+            for ticket in [group.task.ticket for group in unused if not group.rejected]:
+                rename(group_file(folder, ticket), group_file(part, ticket))
+            publish_kept(part, folder, [*groups, *unused])
         except BaseException:
             remove(part, ignore_errors=True)
             raise
@@ -188,6 +194,13 @@ class Dispatcher:
     def reuse(self, groups: Sequence[KeptGroup], folder: Path) -> None:
         """Use the groups that ``keep`` wrote into ``folder``, when they are submitted."""
         self._kept, self._kept_folder = {group.task.ticket: group for group in groups}, folder
+
+    def drop_newer(self, version: int) -> None:
+        """Use none of these groups if one is newer than the weights that the run has: these were lost, and
+        their successors have the same numbers.
+        """
+        if any(group.task.version > version for group in self._kept.values()):
+            self._kept.clear()
 
     @property
     def reuses(self) -> bool:
@@ -273,12 +286,13 @@ class Dispatcher:
             file = group_file(self._kept_folder, ticket)
             try:
                 await self._worker(state).load([ticket], file)
-            except (WorkerDied, UserError, OSError) as e:
+            except Exception as e:  # whatever it is, the group can be sampled
                 logger.warning("group %d is sampled again: %s", ticket, e)
+                state.kept = None
                 self._enqueue(state)
                 return
             state.file = file
-        state.busy = False
+        state.busy, state.kept = False, None
         state.on_generated()
         if not state.graded.done():
             state.graded.set_result(kept.scores)

@@ -51,6 +51,11 @@ def group_file(folder: Path, ticket: int) -> Path:
     return folder / f"group_{ticket}.parquet"
 
 
+def part_of(folder: Path) -> Path:
+    """The folder while it is written."""
+    return folder.with_name(f".{folder.name}.part")
+
+
 def publish_kept(part: Path, folder: Path, groups: Sequence[KeptGroup]) -> None:
     """Make ``part``, which has the trajectories, the ``folder`` of kept groups. Raises OSError."""
     with atomic_write(part / _INDEX) as file:

@@ -43,10 +43,10 @@ from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
-from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, read_kept
+from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, part_of, read_kept
 from rpg_megatron.rollout.probes import Probes
 from rpg_megatron.rollout.producer import RolloutProducer
-from rpg_megatron.rollout.remote_worker import RemoteWorker, WorkerDied
+from rpg_megatron.rollout.remote_worker import RemoteWorker
 from rpg_megatron.rollout.sampler_client import (
     SOCKET,
     EvaluatedSets,
@@ -133,6 +133,7 @@ class Sampler:
         them. A prompt that the stream returns twice in a step has two groups.
         """
         self._pool.require_version(version)
+        self.dispatcher.drop_newer(version)
         batch: RolloutBatch | ResyncRequired = await self._start(self._rollout(step, version))
         return batch
 
@@ -173,6 +174,7 @@ class Sampler:
                 await self._producer.drain(self._pool.is_serving)
                 self._drain_seconds = time.monotonic() - began
             self._pool.begin(version)
+            self.dispatcher.drop_newer(version)
             self._producer.admit(version)
             resync = True
         return await self._pool.sync(manifest, version, resync=resync)
@@ -208,7 +210,12 @@ class Sampler:
         return self._stream.sign(self._position)
 
     async def keep_groups(self) -> None:
-        """Write the graded groups that are in no batch. Raises OSError, UserError and WorkerDied."""
+        """Write the graded groups that are in no batch. The sampler must end then. Raises OSError, and errors
+        of the workers.
+        """
+        if self._request is not None:  # a batch that is complete meanwhile would drop groups
+            self._request.cancel()
+            await asyncio.wait([self._request])
         groups = self._producer.graded() if self._kept is not None else []
         if self._kept is not None and groups:
             await self.dispatcher.keep(groups, self._kept)
@@ -223,6 +230,7 @@ class Sampler:
         self._position = self._stream.position()
         await self.dispatcher.forget(self._producer.reset())
         if self._kept is not None:
+            remove(part_of(self._kept), ignore_errors=True)
             self.dispatcher.reuse(read_kept(self._kept), self._kept)
             self._reusing = self._kept.exists()
 
@@ -340,7 +348,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     if not code:
         try:
             await sampler.keep_groups()
-        except (OSError, UserError, WorkerDied) as e:
+        except Exception as e:
             events.send(
                 {"kind": "status", "text": f"warning: groups of the unfinished step are not kept: {e}"}
             )

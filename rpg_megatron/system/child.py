@@ -30,6 +30,8 @@ class ProcessStatus(Protocol):
     name: str
     log: Path
     opened: IO[bytes] | None
+    log_start: int
+    """Bytes that the log had when the process started: those of earlier starts."""
 
     def exit_code(self) -> int | None:
         """None while it runs."""
@@ -45,6 +47,7 @@ class Child:
     log: Path
     opened: IO[bytes] | None
     """Its log file, which can be read here also after it was deleted."""
+    log_start: int = 0
 
     @property
     def pid(self) -> int:
@@ -113,9 +116,11 @@ def start_child(
     """
     with contextlib.ExitStack() as stack:
         file: IO[bytes] | int = subprocess.DEVNULL
+        start = 0
         if log is not None:
             log.parent.mkdir(exist_ok=True)
             file = stack.enter_context(open_own(log, "ab", permissions=0o600 if private else 0o666))
+            start = os.fstat(file.fileno()).st_size
         process = subprocess.Popen(
             with_parent_death_signal([*command], at_parent_death),
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
@@ -127,7 +132,7 @@ def start_child(
             process_group=0 if nested else None,
             umask=0o077 if private else -1,
         )
-    return Child(name, process, log or Path(os.devnull), open_own(log) if log else None)
+    return Child(name, process, log or Path(os.devnull), open_own(log) if log else None, start)
 
 
 def end_children(children: Sequence[Child], grace: float = 0.0) -> None:
@@ -140,14 +145,15 @@ def end_children(children: Sequence[Child], grace: float = 0.0) -> None:
 # -- logs ----------------------------------------------------------------------------------------------------
 
 
-def tail_of(log: Path, lines: int = 25, opened: IO[bytes] | None = None) -> str:
+def tail_of(log: Path, lines: int = 25, opened: IO[bytes] | None = None, start: int = 0) -> str:
     """Last lines of a log file; a note if it is missing or empty.
 
-    opened: the file as it was when its process started, to be read if it was deleted.
+    opened: the file as it was when its process started, to be read if it was deleted. start: bytes to leave
+    out at its beginning.
     """
     try:
         with open_log(log, opened) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
+            file.seek(max(start, os.fstat(file.fileno()).st_size - 64 * 1024))
             text = file.read().decode("utf-8", errors="replace")
     except OSError as e:
         return f"(no log: {e})"

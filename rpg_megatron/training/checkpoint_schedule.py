@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rpg_megatron.config.cluster import JOB_END_VARIABLE
 from rpg_megatron.config.rollout import CheckpointSettings
@@ -23,9 +24,10 @@ class CheckpointSchedule:
     ) -> None:
         self._settings, self._steps = settings, steps
         self._saved = time.monotonic()
-        end = environment.get(JOB_END_VARIABLE)
-        self._end = float(end) if end else None
-        """Unix time at which Slurm ends the job."""
+        self._end = 0.0
+        """Unix time at which Slurm ends the job; in the past: unknown, or the job got more time."""
+        with suppress(ValueError):
+            self._end = float(environment.get(JOB_END_VARIABLE, ""))
 
     def due_by_step(self, step: int) -> bool:
         """Whether one is due after this step; the same on all ranks."""
@@ -43,9 +45,10 @@ class CheckpointSchedule:
             return False
         if settings.minutes is not None and time.monotonic() - self._saved >= 60 * settings.minutes:
             return True
-        if self._end is None or time.monotonic() - self._saved < _LEAST:
+        left = self._end - time.time()
+        if left < 0 or time.monotonic() - self._saved < _LEAST:
             return False
-        return self._end - time.time() < settings.grace + _ROOM * step_seconds
+        return left < settings.grace + _ROOM * step_seconds
 
     def saved(self) -> None:
         """A save has begun."""

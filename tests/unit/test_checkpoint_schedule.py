@@ -48,7 +48,7 @@ def test_by_minutes_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         (5500, 3300, True),
         (1200, 300, False),
         (1000, 300, True),
-        (-5, 1, True),
+        (-5, 1, False),  # the job got more time
         (None, 10**6, False),  # no job, or no limit
     ],
 )

@@ -13,9 +13,18 @@ from typing import IO, Any
 
 import pytest
 
+from rpg_megatron.config import load_settings
 from rpg_megatron.config.cluster import JobSettings
 from rpg_megatron.launcher.environment import ENVIRONMENT, ends_of_starts, record_end
-from rpg_megatron.launcher.failures import RESTART_FILE, Failure, judge, judge_engine, request_restart
+from rpg_megatron.launcher.failures import (
+    RESTART_FILE,
+    Failure,
+    judge,
+    judge_engine,
+    note_failure,
+    request_restart,
+)
+from rpg_megatron.launcher.run_dir import create_run
 
 WATCHDOG = (
     "[rank1]:[E1127 23:01:02.12 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught "
@@ -43,6 +52,7 @@ class Dead:
     log: Path
     host: str = ""
     opened: IO[bytes] | None = field(default=None)
+    log_start: int = 0
 
     def exit_code(self) -> int | None:
         return self.code
@@ -78,6 +88,16 @@ def test_whose_failure(dead, ends: list, machine: bool, nodes: tuple[str, ...]) 
     failure = judge([dead(*end) for end in ends], "here")
     assert (failure.machine, failure.nodes) == (machine, nodes)
     assert "\n" not in failure.cause + failure.error
+
+
+def test_what_an_earlier_start_wrote_does_not_count(dead) -> None:
+    process = dead("rank_0", 1, ECC)
+    assert judge([process], "here").machine
+    process.log_start = process.log.stat().st_size
+    process.log.write_text(process.log.read_text() + BUG)
+    assert judge([process], "here") == Failure(
+        "rank_0 ended with exit code 1: KeyError: 'meta'", error="rank_0: KeyError: 'meta'"
+    )
 
 
 def test_the_first_error_is_the_programs(dead) -> None:
@@ -129,6 +149,29 @@ def test_restarts_are_counted_since_the_last_checkpoint(
     assert asked(ended(4), ended(4)) == "3600 \n"
     job = JobSettings(max_restarts=0)
     assert asked(ended(4)) is None
+
+
+def test_runs_without_a_checkpoint_count_together(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a run is not resumed: each start has a folder of its own."""
+    monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))
+    settings = load_settings(config_file, [f"runs={tmp_path / 'runs'}", "job.max_restarts=2"])
+    failure, notes = Failure("node 1 (n2) is lost", machine=True, nodes=("n2",)), []
+    for _ in range(3):
+        folder = create_run(settings)
+        (folder / ENVIRONMENT).write_text('[{"started": "now"}]')
+        record_end(folder, failure.cause, 0, failure.nodes)
+        notes.append(note_failure(settings, failure, 0))
+    assert notes[0] == "restart 1 of 2 in 60 s, without n2"
+    assert notes[1] == "restart 2 of 2 in 120 s, without n2"
+    assert notes[2].startswith("not started again: it has failed 3 times")
+    # Before a run's folder is open, its newest run records the failure; a preempted start is none.
+    folder = create_run(settings)
+    starts = [{"started": "a", "end": {"reason": "SIGUSR1", "step": 0}}, {"started": "b"}]
+    (folder / ENVIRONMENT).write_text(json.dumps(starts))
+    assert note_failure(settings, failure) == "restart 1 of 2 in 60 s, without n2"
+    assert ends_of_starts(folder)[1]["nodes"] == ["n2"]
 
 
 def test_only_a_machines_failure_in_a_job_is_restarted(

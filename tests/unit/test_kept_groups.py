@@ -204,6 +204,40 @@ def test_a_full_disk_keeps_nothing_and_leaves_nothing(
     assert not list((tmp_path / "run").glob("*unfinished*"))
 
 
+def test_groups_of_lost_weights_are_not_used(settings: Settings, tmp_path: Path) -> None:
+    """The weights that sampled them were not saved; when their number comes again, they are others."""
+    run = tmp_path / "run"
+    state = asyncio.run(stop_in_rollout(settings, run, answers=4, version=1))
+
+    async def resumed() -> int:
+        fakes = engines(2)
+        sampler = KeepingSampler(settings, fakes, run)
+        await sampler.restore(state)
+        await sampler.batch(1, 0)  # a step that is done again
+        before = sum(request["n"] for fake in fakes for request in fake.requests)
+        await sampler.batch(2, 1)
+        sampler.worker.close()
+        return sum(request["n"] for fake in fakes for request in fake.requests) - before
+
+    assert asyncio.run(resumed()) == 6 * 5
+
+
+def test_a_stop_keeps_what_was_not_used_yet(settings: Settings, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    state = asyncio.run(stop_in_rollout(settings, run, answers=4))
+
+    async def stop_at_once() -> None:
+        sampler = KeepingSampler(settings, engines(4), run)
+        await sampler.restore(state)
+        await sampler.dispatcher.keep([], run / UNFINISHED)
+        sampler.worker.close()
+
+    asyncio.run(stop_at_once())
+    assert len(read_kept(run / UNFINISHED)) == 4
+    rows, sampled = asyncio.run(resume(settings, run, state))
+    assert (rows, sampled) == (undisturbed(settings, tmp_path / "other"), 2 * 5)
+
+
 @pytest.mark.parametrize("damage", ["a file", "the index", "a file is missing"])
 def test_what_is_damaged_is_sampled_again(settings: Settings, tmp_path: Path, damage: str) -> None:
     run = tmp_path / "run"

@@ -18,6 +18,7 @@ from rpg_megatron.cli import app
 from rpg_megatron.commands import study as command
 from rpg_megatron.config import UserError
 from rpg_megatron.config.study import is_study, load_study
+from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import create_run, newest_run
 
 
@@ -94,6 +95,32 @@ def test_mistakes_are_one_message(write, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         load_study(write(text))
     assert "rates.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=1e-5", "optimizer={lr: 1e-5}", "seed=3", "name=x"])
+def test_what_is_compared_cannot_be_overridden(write, override: str) -> None:
+    file = write("grid: {optimizer.lr: [1e-6, 3e-6]}\nseeds: [1]\n")
+    with pytest.raises(UserError, match="the study sets"):
+        load_study(file, [override])
+    assert len(load_study(file, ["training.epochs=2"]).runs) == 2
+
+
+def test_odd_values_have_names(write) -> None:
+    names = [run.arm for run in load_study(write("grid: {data.limit: [null, 5]}\n")).runs]
+    assert names == ["limitNone", "limit5"]
+    dates = write("arms:\n- {training.epochs: 1}\n- {training.epochs: 2024-01-01}\n")
+    with pytest.raises(UserError, match=r"training\.epochs"):
+        load_study(dates)
+
+
+def test_a_finished_run_is_found_by_what_it_recorded(write, tmp_path: Path) -> None:
+    """A model from the hub is recorded as its folder in the cache."""
+    run = load_study(write("seeds: [1]\n")).runs[0]
+    finish(run)
+    model = run.settings.model.model_copy(update={"path": Path("some/model")})
+    hub = run.settings.model_copy(update={"model": model})
+    assert find_finished(hub) is not None
+    assert find_finished(hub.model_copy(update={"seed": 5})) is None
 
 
 def test_a_plain_config_is_no_study(config_file: Path, tmp_path: Path) -> None:

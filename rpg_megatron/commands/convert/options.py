@@ -71,8 +71,9 @@ def megatron_to_hf(
     """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint."""
     with exit_on_interrupt():
         from rpg_megatron.commands.convert import command as tool
+        from rpg_megatron.launcher.run_dir import newest_run
 
-    source = tool.open_megatron(megatron, tensor, pipeline, config)
+    source = tool.open_megatron(newest_run(megatron), tensor, pipeline, config)
     limit = int(max_shard_gib * 1024**3)
     work = partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit)
     _convert(source, out, dry_run, work)
@@ -88,8 +89,9 @@ def inspect(
     """List the tensors of a checkpoint, and check that it is complete."""
     with exit_on_interrupt():
         from rpg_megatron.commands.convert.inspect import inspect_checkpoint
+        from rpg_megatron.launcher.run_dir import newest_run
 
-    inspection = inspect_checkpoint(checkpoint)
+    inspection = inspect_checkpoint(newest_run(checkpoint))
     typer.echo(inspection.json() if as_json else inspection.table())
     if inspection.problems:
         raise typer.Exit(2)

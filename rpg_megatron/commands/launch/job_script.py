@@ -61,7 +61,11 @@ finish() {
     if [ -e "$RPG_RESTART_FILE" ]; then
         read -r seconds nodes < "$RPG_RESTART_FILE"
         rm -f "$RPG_RESTART_FILE"
-        requeue "requeued" "$seconds" "$nodes"
+        if [ -n "$chain" ]; then # the next task goes on, without the nodes
+            [ -z "$nodes" ] || scontrol update JobId="$chain" ExcNodeList="$nodes"
+        else
+            requeue "requeued" "$seconds" "$nodes"
+        fi
     elif [ "$code" -eq 75 ] && [ -n "$chain" ]; then
         exit 0
     elif [ "$code" -eq 75 ]; then
