@@ -514,13 +514,14 @@ def report(
     with exit_on_interrupt():
         from rpg_megatron.commands.report import watch_report, write_report
         from rpg_megatron.commands.study import folders_of
+        from rpg_megatron.config.study import is_study
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.run_dir import newest_run
 
     leave_to_first_node("report")
-    if out is None and runs[0].is_file():
+    if out is None and is_study(runs[0]):
         out = runs[0].with_suffix(".html")
-    named = [folders_of(run) if run.is_file() else [newest_run(run)] for run in runs]
+    named = [folders_of(run) if is_study(run) else [newest_run(run)] for run in runs]
     runs = [folder for folders in named for folder in folders]
     if watch:
         watch_report(runs, out, typer.echo)

@@ -101,7 +101,9 @@ def settings(config_file: Path) -> Settings:
 def node(settings: Settings, folder: Path, engines: list[EngineProcess]) -> NodeAgent:
     channel: Any = SimpleNamespace(send=lambda *_, **__: None)
     where = NodeEndpoint("127.0.0.1", {})
-    agent = NodeAgent(settings, assign_node(settings, 0, 1), where, folder, "secret", channel, StopSignals())
+    agent = NodeAgent(
+        settings, 1, assign_node(settings, 0, 1), where, folder, "secret", channel, StopSignals()
+    )
     agent._engines = {engine.index: engine for engine in engines}
     return agent
 

@@ -100,7 +100,8 @@ def test_a_measurement_that_fails_is_a_warning(
     assert re.match(rf"warning: the all-reduce between the nodes failed, .*: {says}", warning), warning
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_measurement(pair, number: signal.Signals) -> None:
     nodes = pair("pass")
     for rank in (0, 1):
