@@ -258,6 +258,7 @@ def test_pointer_zoom_legend_and_smoothing(browser: Browser, runs: list[Path], t
     moves = itertools.cycle((2, 6))
 
     def has_left() -> bool:  # of several events, a busy browser may pass on the last one alone
+        browser.mouse("mouseMoved", middle, y)  # the legend has drawn the chart again, which must see it come
         browser.mouse("mouseMoved", next(moves), 2)
         return browser.run("view.cursor") is None
 
