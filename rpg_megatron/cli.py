@@ -137,6 +137,7 @@ def train(
         from rpg_megatron.commands.train import dry_run as show_run
         from rpg_megatron.commands.train import train as lead_run
         from rpg_megatron.config import load_settings
+        from rpg_megatron.config.study import is_study
         from rpg_megatron.launcher.node_agent import run_node
         from rpg_megatron.launcher.nodes import find_nodes
         from rpg_megatron.launcher.run_dir import newest_run
@@ -146,6 +147,8 @@ def train(
     with StopSignals(resumable=True) as signals, exit_codes():
         job_nodes = find_nodes(node_rank, nodes, job)
         if task is None:
+            if is_study(config):
+                raise UserError(f"{config}: is a study; use rpg-megatron study, or --task N for one run")
             settings = load_settings(config, overrides)
         elif (found := settings_of_task(config, overrides or (), task)) is not None:
             settings = found

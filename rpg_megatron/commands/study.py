@@ -41,7 +41,6 @@ def run_study(
     """
     study = load_study(file, overrides)
     unfinished = [run.number for run in study.runs if find_finished(run.settings) is None]
-    queued = _queued(study.name)
     local = local or "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is None
     if dry_run or local:
         _show(study)
@@ -50,7 +49,7 @@ def run_study(
     elif local:
         if not dry_run:
             _train_here(study, unfinished)
-    elif numbers := [number for number in unfinished if number not in queued]:
+    elif numbers := sorted(set(unfinished) - _queued(study.name)):
         _submit(study, file, overrides, numbers, script or _SCRIPT, options, dry_run=dry_run)
     else:
         typer.echo("all runs that are not finished wait or run in a job")
@@ -85,11 +84,13 @@ def folders_of(file: Path) -> list[Path]:
 
 
 def _queued(name: str) -> set[int]:
-    """Tasks of jobs of this name that wait or run; none without Slurm."""
-    if shutil.which("squeue") is None:
-        return set()
+    """Tasks of this user's jobs of this name that wait or run. Raises UserError."""
     command = ["squeue", "--noheader", "--array", f"--name={name}", "--me", "--format=%K"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as e:
+        why = (getattr(e, "stderr", None) or str(e)).strip()
+        raise UserError(f"squeue failed, so what is queued is unknown: {why}; try again") from None
     return {int(word) for word in done.stdout.split() if word.isdecimal()}
 
 

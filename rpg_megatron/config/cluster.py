@@ -47,5 +47,6 @@ class JobSettings(Section):
     """How often the job is started again after failures of the machine without a new checkpoint between them:
     a lost node, a killed process, errors of NCCL, a GPU or the file system. Errors of settings, data and code
     end it."""
-    backoff: float = Field(60.0, ge=0)
-    """Seconds before the first such restart; doubled for each further one, up to an hour."""
+    backoff: float = Field(120.0, ge=0)
+    """Seconds before the first such restart; doubled for each further one, up to an hour. Slurm itself holds
+    a requeued job for 120."""

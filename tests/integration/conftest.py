@@ -15,6 +15,7 @@ from tests.support.commands import Command
 from tests.support.engine import Service, running_service
 from tests.support.forking import forked_starts
 from tests.support.launcher import Launch, living, wait_for
+from tests.support.launcher_pair import Pair
 from tests.support.runs import QUICKSTART, SERVED
 from tests.support.slurm import Slurm, start_slurm
 
@@ -51,6 +52,23 @@ def launch(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Launch]]
         launcher.process.kill()
         launcher.process.communicate()
         wait_for(lambda launcher=launcher: not living(launcher.stand_ins()), 20)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, config_file: Path) -> Iterator[Callable[..., Pair]]:
+    """Two launchers with stand-ins that follow the plan given; the end of the test ends them."""
+    pairs: list[Pair] = []
+
+    def make(**plan: str) -> Pair:
+        pairs.append(Pair(tmp_path, config_file, **plan))
+        return pairs[-1]
+
+    yield make
+    for nodes in pairs:
+        for launcher in nodes.launchers:
+            launcher.kill()
+            launcher.wait()
+        wait_for(lambda nodes=nodes: not nodes.living(), 20, nodes.logs)
 
 
 @pytest.fixture(name="forked_starts", scope="module")

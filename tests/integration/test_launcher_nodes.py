@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,23 +19,7 @@ from rpg_megatron.engine.restarts import ask_restart
 from rpg_megatron.launcher.environment import ends_of_starts
 from rpg_megatron.launcher.failures import RESTART_FILE
 from tests.support.launcher import wait_for
-from tests.support.launcher_pair import DRIVER, WELL, Pair
-
-
-@pytest.fixture
-def pair(tmp_path: Path, config_file: Path) -> Iterator:
-    pairs: list[Pair] = []
-
-    def make(**plan: str) -> Pair:
-        pairs.append(Pair(tmp_path, config_file, **plan))
-        return pairs[-1]
-
-    yield make
-    for nodes in pairs:
-        for launcher in nodes.launchers:
-            launcher.kill()
-            launcher.wait()
-        wait_for(lambda nodes=nodes: not nodes.living(), 20, nodes.logs)
+from tests.support.launcher_pair import DRIVER, WELL
 
 
 def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
@@ -113,8 +96,8 @@ def test_a_lost_node_ends_the_run(pair, how: str, tmp_path: Path, monkeypatch: p
     assert nodes.err(0).startswith("error: node 1 (")
     assert f"is lost: {why}" in nodes.err(0)
     host = socket.gethostname()
-    assert nodes.err(0).endswith(f"\nrestart 1 of 3 in 60 s, without {host}\n")
-    assert (tmp_path / "restart").read_text() == f"60 {host}\n"
+    assert nodes.err(0).endswith(f"\nrestart 1 of 3 in 120 s, without {host}\n")
+    assert (tmp_path / "restart").read_text() == f"120 {host}\n"
     (run,) = (tmp_path / "runs").glob("tiny-*")
     (end,) = ends_of_starts(run)
     assert end["reason"].startswith("node 1 (")

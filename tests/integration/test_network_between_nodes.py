@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,11 @@ bandwidth.probe_command = lambda rank, *_: [sys.executable, "-m", "stand_in_netw
 """
 
 
-@pytest.fixture
-def pair(tmp_path: Path, config_file: Path) -> Iterator:
-    pairs: list[Pair] = []
-
+@pytest.fixture(name="pair")
+def _pair(pair, tmp_path: Path):
     def make(network_1: str | None = None, **plan: str) -> Pair:
         """network_1: code at the start of the second node's stand-in; None: the real processes measure."""
-        pairs.append(Pair(tmp_path, config_file, **plan))
+        nodes = pair(**plan)
         if network_1 is not None:
             driver = DRIVER.replace("cli.main()", f"{STAND_IN}\ncli.main()")
             (tmp_path / "driver.py").write_text(driver)
@@ -39,14 +36,9 @@ def pair(tmp_path: Path, config_file: Path) -> Iterator:
                 f"import os, sys, stand_in\nif sys.argv[1] == '1': {network_1}\n"
                 "stand_in.act('network_' + sys.argv[1])"
             )
-        return pairs[-1]
+        return nodes
 
-    yield make
-    for nodes in pairs:
-        for launcher in nodes.launchers:
-            launcher.kill()
-            launcher.wait()
-        wait_for(lambda nodes=nodes: not nodes.living(), 20, nodes.logs)
+    return make
 
 
 def test_the_bandwidth_is_printed_and_too_low_a_one_warned_of(pair) -> None:

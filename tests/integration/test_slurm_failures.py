@@ -127,7 +127,7 @@ def test_a_node_dies(
         if "requeued" in job.output:
             assert facts["ExcNodeList"] == "n2"
             assert "error: node 1 (n2) is lost: " in job.output
-            assert "\nrestart 1 of 3 in 60 s, without n2\n" in job.output
+            assert "\nrestart 1 of 3 in 120 s, without n2\n" in job.output
             assert ends_of_starts(job.run)[0]["nodes"] == ["n2"]
         newest = max(before, default=0)
         assert f"from step {newest};" in job.output or moment is in_save, (newest, job.output)

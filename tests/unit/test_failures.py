@@ -163,14 +163,14 @@ def test_runs_without_a_checkpoint_count_together(
         (folder / ENVIRONMENT).write_text('[{"started": "now"}]')
         record_end(folder, failure.cause, 0, failure.nodes)
         notes.append(note_failure(settings, failure, 0))
-    assert notes[0] == "restart 1 of 2 in 60 s, without n2"
-    assert notes[1] == "restart 2 of 2 in 120 s, without n2"
+    assert notes[0] == "restart 1 of 2 in 120 s, without n2"
+    assert notes[1] == "restart 2 of 2 in 240 s, without n2"
     assert notes[2].startswith("not started again: it has failed 3 times")
     # Before a run's folder is open, its newest run records the failure; a preempted start is none.
     folder = create_run(settings)
     starts = [{"started": "a", "end": {"reason": "SIGUSR1", "step": 0}}, {"started": "b"}]
     (folder / ENVIRONMENT).write_text(json.dumps(starts))
-    assert note_failure(settings, failure) == "restart 1 of 2 in 60 s, without n2"
+    assert note_failure(settings, failure) == "restart 1 of 2 in 120 s, without n2"
     assert ends_of_starts(folder)[1]["nodes"] == ["n2"]
 
 

@@ -123,6 +123,11 @@ def test_a_finished_run_is_found_by_what_it_recorded(write, tmp_path: Path) -> N
     assert find_finished(hub.model_copy(update={"seed": 5})) is None
 
 
+def test_train_names_the_command_for_a_study(write) -> None:
+    result = CliRunner().invoke(app, ["train", str(write("seeds: [1]\n"))])
+    assert "is a study; use rpg-megatron study" in str(result.exception)
+
+
 def test_a_plain_config_is_no_study(config_file: Path, tmp_path: Path) -> None:
     assert not is_study(config_file)
     assert not is_study(tmp_path / "absent")
@@ -145,7 +150,10 @@ def test_finished_runs_are_not_done_again(write, tmp_path: Path, monkeypatch: py
     fake = tmp_path / "bin" / "sbatch"
     fake.parent.mkdir()
     fake.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/said\necho Submitted batch job 7\n')
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    queue = fake.with_name("squeue")
+    queue.write_text("#!/bin/bash\n")
+    for program in (fake, queue):
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
     result = CliRunner().invoke(app, ["study", str(file), "-o", "--partition=gpu", "training.epochs=1"])
     assert result.exit_code == 0, result.output
@@ -155,15 +163,17 @@ def test_finished_runs_are_not_done_again(write, tmp_path: Path, monkeypatch: py
     assert said[5:] == [str(file), "training.epochs=1"]
     assert "Submitted batch job 7" in result.output
     # What waits or runs is not submitted twice.
-    queue = fake.with_name("squeue")
     queue.write_text("#!/bin/bash\necho 3; echo 1\n")
-    queue.chmod(0o755)
     assert "--array=4 " in CliRunner().invoke(app, ["study", str(file), "--dry-run"]).output
     queue.write_text("#!/bin/bash\nprintf '%s\n' 1 3 4\n")
     (tmp_path / "said").unlink()
     assert "wait or run in a job" in CliRunner().invoke(app, ["study", str(file)]).output
+    queue.write_text("#!/bin/bash\necho no controller >&2; exit 1\n")
+    refused = CliRunner().invoke(app, ["study", str(file)])
+    assert "squeue failed" in str(refused.exception)
+    assert "no controller" in str(refused.exception)
     assert not (tmp_path / "said").exists()
-    queue.unlink()
+    queue.write_text("#!/bin/bash\n")
     # Other settings train something else.
     again = CliRunner().invoke(app, ["study", str(file), "objective.beta=0.3", "--dry-run"])
     assert "--array=1-4 " in again.output
