@@ -95,6 +95,11 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
         raise UserError(f"{file}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
     except yaml.YAMLError as e:
         raise UserError(f"{file}: not valid YAML: {shorten(' '.join(str(e).split()), 300)}") from None
+    if isinstance(raw, dict) and "config" not in raw:
+        raise UserError(
+            f"{file}: is no study: it has no key config; write a file with config: {file.name}, and seeds or "
+            "arms (docs/studies.md)"
+        )
     try:
         study = StudySettings.model_validate(raw)
     except ValidationError as e:

@@ -123,6 +123,12 @@ def test_a_finished_run_is_found_by_what_it_recorded(write, tmp_path: Path) -> N
     assert find_finished(hub.model_copy(update={"seed": 5})) is None
 
 
+def test_a_config_given_as_a_study_is_one_line(config_file: Path) -> None:
+    with pytest.raises(UserError, match="is no study: it has no key config") as error:
+        load_study(config_file)
+    assert "\n" not in str(error.value)
+
+
 def test_train_names_the_command_for_a_study(write) -> None:
     result = CliRunner().invoke(app, ["train", str(write("seeds: [1]\n"))])
     assert "is a study; use rpg-megatron study" in str(result.exception)
