@@ -111,6 +111,8 @@ class Manifest:
     version: int
     shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
+    scale: float = 0.0
+    """Scale of B A x of the adapters among the tensors; 0: there are none."""
 
     @cached_property
     def totals(self) -> tuple[list[str], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
@@ -156,6 +158,7 @@ class Manifest:
         whole = {
             "transport": self.transport,
             "version": self.version,
+            "scale": self.scale,
             "shards": shards,
             "tensors": tensors,
         }
@@ -180,7 +183,8 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
             name: PublishedTensor(str(t["dtype"]), tuple(t["shape"]), tuple(map(_box, t["boxes"])))
             for name, t in raw["tensors"].items()
         }
-        return Manifest(str(raw["transport"]), place, int(raw["version"]), shards, tensors)
+        scale = float(raw["scale"])
+        return Manifest(str(raw["transport"]), place, int(raw["version"]), shards, tensors, scale)
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise ValueError(f"not a manifest of published weights ({type(e).__name__}: {e})") from None
 

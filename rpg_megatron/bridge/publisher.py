@@ -8,9 +8,9 @@ which slice of which Hugging Face tensor. Each ``publish`` then computes the che
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from rpg_megatron.bridge.checksum import checksums
 from rpg_megatron.bridge.manifest import MANIFEST, Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.models.boxes import Piece
+from rpg_megatron.models.lora import AdaptedMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import (
     RankCoordinates,
@@ -38,8 +39,11 @@ SliceSums = dict[tuple[str, int], int]
 class Publisher(Protocol):
     """Trainer side of a transport, one on each rank. Every rank calls every method in the same order."""
 
-    def publish(self, version: int) -> Manifest | None:
-        """Let engines read the current weights as ``version``; returns the manifest on rank 0, else None."""
+    def publish(self, version: int, only: Collection[str] | None = None) -> Manifest | None:
+        """Let engines read the current weights as ``version``; returns the manifest on rank 0, else None.
+
+        only: names of HF tensors; None: all.
+        """
         ...
 
     def retract(self) -> None:
@@ -52,9 +56,11 @@ class Publisher(Protocol):
 
 
 @contextmanager
-def published(publisher: Publisher, version: int) -> Iterator[Manifest | None]:
+def published(
+    publisher: Publisher, version: int, only: Collection[str] | None = None
+) -> Iterator[Manifest | None]:
     """Publish within the block, in which the weights must not change; yields the manifest on rank 0."""
-    manifest = publisher.publish(version)
+    manifest = publisher.publish(version, only)
     try:
         yield manifest
     finally:
@@ -83,6 +89,16 @@ class PublishPlan:
     def ranks(self) -> list[int]:
         """The ranks that send at least one slice, ascending."""
         return sorted({s.rank for owners in self.owners.values() for s in owners})
+
+    def restricted(self, only: Collection[str] | None) -> PublishPlan:
+        """The plan of some HF tensors; None: of all."""
+        if only is None:
+            return self
+        return replace(
+            self,
+            owners={name: slices for name, slices in self.owners.items() if name in only},
+            shared={key: slices for key, slices in self.shared.items() if key[0] in only},
+        )
 
     def slices_of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
         """What a rank sends: (HF tensor name, index in ``owners`` of that tensor, Megatron name, slice)."""
@@ -198,8 +214,10 @@ def build_manifest(
             ),
         )
         for name, shape in mapping.hf_tensors().items()
+        if name in plan.owners
     }
-    return Manifest(shards=shards, tensors=tensors, **header)
+    scale = mapping.adapters.lora.scale if isinstance(mapping, AdaptedMapping) else 0.0
+    return Manifest(shards=shards, tensors=tensors, scale=scale, **header)
 
 
 def write_manifest(

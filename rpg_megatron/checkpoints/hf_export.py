@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rpg_megatron.checkpoints.hf_files import CONFIG, INDEX, SINGLE, open_copied
+from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import copy_file, open_own, parse_json, remove, rename
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import control_group, gather_objects, run_together
@@ -86,12 +88,49 @@ def export_hf(
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled
         run_together(
-            lambda: (
-                _finish(out_dir, part, source_dir, root, plan, sizes, dtype, replace) if rank == 0 else None
-            )
+            lambda: _finish(out_dir, part, source_dir, root, plan, sizes, dtype) if rank == 0 else None
         )
     except (UserError, OSError):
         if rank == 0:  # the disk may be full
+            remove(part, ignore_errors=True)
+        raise
+
+
+@torch.no_grad()
+def export_adapter(
+    out_dir: Path,
+    params: Mapping[str, torch.Tensor],
+    mapping: AdapterMapping,
+    coordinates: RankCoordinates,
+    base: Path,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write the adapters in PEFT's format, in place of an ``out_dir`` that exists. Collective.
+
+    params: this rank's adapters by Megatron name. base: folder of the model. Raises as ``export_hf``.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    part = out_dir.parent / f".{os.path.basename(out_dir)}.incomplete"
+    shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
+    shapes = mapping.hf_tensors()
+    plan = _Plan([list(shapes)], assign_owners(mapping, gather_objects(shards, RankShards)), shapes)
+    tensors = _assemble_round(plan, 0, world, rank, params, dtype)
+
+    def write() -> None:
+        if rank != 0:
+            return
+        out_dir.parent.mkdir(exist_ok=True)
+        _prepare(out_dir, part, replace=True)
+        _save(tensors, part / ADAPTER_WEIGHTS)
+        with open_own(part / ADAPTER_CONFIG, "x", encoding="utf-8") as f:
+            f.write(json.dumps(peft_config(mapping.lora, base), indent=2) + "\n")
+        _publish(part, out_dir, [ADAPTER_WEIGHTS])
+
+    try:
+        run_together(write)
+    except (UserError, OSError):
+        if rank == 0:
             remove(part, ignore_errors=True)
         raise
 
@@ -170,7 +209,6 @@ def _finish(
     plan: _Plan,
     sizes: Mapping[str, int],
     dtype: torch.dtype,
-    replace: bool,
 ) -> None:
     """Write index, configuration and tokenizer, then rename the folder to its final name."""
     names = _file_names(len(plan.shards))
@@ -184,13 +222,18 @@ def _finish(
     for name, file in open_copied(source_dir, root):
         content = _with_dtype(file.read(), dtype) if name == CONFIG else None
         copy_file(file, part, name, content)
+    _publish(part, out_dir, names)
+
+
+def _publish(part: Path, out_dir: Path, names: Sequence[str]) -> None:
+    """Make the files durable and readable, and rename the folder. names: the files of weights."""
     mode = part.stat().st_mode & 0o666  # by the user's umask; safetensors writes 0600
     for name in os.listdir(part):
         with open_own(part / name) as f:
             if name in names:
                 os.fchmod(f.fileno(), mode)
             os.fsync(f.fileno())
-    if replace and out_dir.exists():
+    if out_dir.exists():
         old = out_dir.parent / f".{os.path.basename(out_dir)}.replaced"
         remove(old, ignore_errors=True)
         rename(out_dir, old)

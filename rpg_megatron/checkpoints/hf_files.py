@@ -10,7 +10,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -180,6 +180,23 @@ def verify_hf_checkpoint(
     stored = list_checkpoint(model_dir)
     if mapping.shape.tied_embeddings:
         stored.pop("lm_head.weight", None)
+    described = f"config.json ({mapping.shape.family}, {mapping.shape.num_layers} layers)"
+    check_stored(model_dir, stored, mapping, described, one_dtype=one_dtype)
+    return stored
+
+
+def check_stored(
+    folder: Path,
+    stored: Mapping[str, StoredTensor],
+    mapping: ModelMapping,
+    described: str,
+    *,
+    one_dtype: bool = False,
+) -> None:
+    """Check that the stored tensors are those of the mapping, as ``verify_hf_checkpoint``.
+
+    described: what says which tensors there should be, for the message.
+    """
     expected = mapping.hf_tensors()
     problems = []
     if missing := [n for n in expected if n not in stored]:
@@ -204,11 +221,7 @@ def verify_hf_checkpoint(
         others = [f"{n} is {t.dtype}" for n, t in stored.items() if t.dtype != usual]
         problems.append(f"not {usual}, as {count} tensors are; save it with one dtype: {_some(others)}")
     if problems:
-        raise UserError(
-            f"{model_dir}: the weights do not match its config.json ({mapping.shape.family}, "
-            f"{mapping.shape.num_layers} layers)\n  " + "\n  ".join(problems)
-        )
-    return stored
+        raise UserError(f"{folder}: the weights do not match its {described}\n  " + "\n  ".join(problems))
 
 
 def _corrupt(file: Path, why: str) -> UserError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,19 @@ def load_hf_weights(
     tensor_rank: int,
     vocab_multiple: int,
     experts: ExpertShard = ALL_EXPERTS,
+    stored: Mapping[str, StoredTensor] | None = None,
 ) -> int:
     """Fill parameters in place from a checkpoint; returns the bytes read from its files.
 
     params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
     dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. experts: the experts of the
-    rank. Vocabulary padding rows become zero. Not collective. Extra memory is one slice at a time.
+    rank. stored: the files' tensors, if they have been verified.
+    Vocabulary padding rows become zero. Not collective. Extra memory is one slice at a time.
     Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
     read, MappingError if a parameter's name is unknown or its shape is wrong.
     """
-    stored = verify_hf_checkpoint(model_dir, mapping)
+    if stored is None:
+        stored = verify_hf_checkpoint(model_dir, mapping)
     bytes_read = 0
     for name, param in params:
         # Files are memory-mapped, and pages count as this process's memory until the file is closed, so files

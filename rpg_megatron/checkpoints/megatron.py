@@ -46,6 +46,7 @@ from rpg_megatron.checkpoints.megatron_folder import MEGATRON, Contents, read_co
 from rpg_megatron.checkpoints.plain_loading import drop_pickled_states, plain_loading
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_own, open_regular, places_of
+from rpg_megatron.models.lora import is_adapter
 from rpg_megatron.system.collectives import barrier, default_group_on_host, gather_objects, gather_on_first
 
 CONTENT = {
@@ -296,7 +297,14 @@ def stored_dtype(contents: Contents) -> str:
 
 def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:
     names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
-    return {n: m.sharded_state_dict(metadata=_metadata(content)) for n, m in zip(names, models, strict=True)}
+    state = {n: m.sharded_state_dict(metadata=_metadata(content)) for n, m in zip(names, models, strict=True)}
+    if any(is_adapter(key) for part in state.values() for key in part):
+        # Of a model with adapters only they are trained. States of layers are no weights.
+        state = {
+            n: {k: v for k, v in part.items() if is_adapter(k) or isinstance(v, ShardedObject)}
+            for n, part in state.items()
+        }
+    return state
 
 
 def _metadata(content: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,8 @@ from rpg_megatron.config.files import (
 CHECKPOINTS = "checkpoints"
 LATEST = "latest.json"
 MODEL, ANCHOR = "model", "anchor"
+ADAPTERS = "adapters"
+"""Folder of a run with exported adapters, in PEFT's format."""
 STATE, RNG, CONFIG = "state.json", "rng.pt", "config.yaml"
 FORMAT = 1
 """Format version of ``state.json`` and of the folder."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import HubOrInputPath, Section
+from rpg_megatron.config.base import HubOrInputPath, InputPath, Section
 from rpg_megatron.config.schedules import AnyScheduleSettings, ConstantSettings
 
 
@@ -23,6 +23,9 @@ class ModelSettings(Section):
     path: HubOrInputPath
     """Folder of a Hugging Face checkpoint (config.json, safetensors files, tokenizer), or the id of a model
     on the Hugging Face hub, such as Qwen/Qwen3-4B-Base: downloaded into the hub's cache."""
+    adapter: InputPath | None = None
+    """Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) to start from;
+    needs lora, with its rank, alpha and targets. null: new adapters."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub; null: its main branch."""
     vocab_multiple: int = Field(1, ge=1)

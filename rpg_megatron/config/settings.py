@@ -16,6 +16,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.explanation import explain_errors
+from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.losses import DistilSettings, ObjectiveSettings, RPGSettings
 from rpg_megatron.config.merging import apply_override, read_merged
 from rpg_megatron.config.objective import (
@@ -88,6 +89,8 @@ class Settings(Section):
     private file is used instead."""
     model: ModelSettings
     """The checkpoint that training starts from."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters (LoRA) instead of all weights; null: train all."""
     parallel: ParallelSettings = ParallelSettings()
     """Parallel layout of the policy."""
     precision: PrecisionSettings = PrecisionSettings()
@@ -187,6 +190,7 @@ class Settings(Section):
         """Settings that would have no effect, or conflict with others; none in settings that were loaded."""
         yield from self._sft_problems()
         yield from self._teacher_problems()
+        yield from self._lora_problems()
         if self.parallel.sequence and self.parallel.tensor == 1:
             yield "parallel.sequence needs parallel.tensor of 2 or more"
         kind = self.objective.type
@@ -294,6 +298,18 @@ class Settings(Section):
             yield "objective.form top_k and teacher.top_k need each other; set both, or none"
         if self.reward.kl is not None:
             yield "reward.kl and teacher exclude each other; use objective.type distil with objective.reward"
+
+    def _lora_problems(self) -> Iterator[str]:
+        if self.lora is None:
+            if self.model.adapter is not None:
+                yield "model.adapter needs lora, with the rank, alpha and targets of that adapter; add it"
+            return
+        if self.lora.publish == "merged" and self.precision.dtype != "float32":
+            yield (
+                f"lora.publish merged needs precision.dtype float32: W + scale B A rounded to "
+                f"{self.precision.dtype} loses most of a small update, so engines would not sample from the "
+                "policy; use adapters"
+            )
 
     def _tool_problems(self) -> Iterator[str]:
         if self.rollout.episode is None or self.rollout.episode.type != USE_TOOLS:

@@ -30,6 +30,16 @@ _PLUGIN = "rpg_megatron.bridge.vllm.plugin"
 _TRANSFER = '{"backend": "rpg_pull"}'
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _GIB = 1024**3
+_ENGINE_MODULES = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "o_proj": "o_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
+"""Target of an adapter -> vLLM's module, which may have several projections."""
 _KEPT_BYTES = 4 << 30
 """Maximum freed memory that an engine on a CPU keeps for its next sync."""
 
@@ -90,6 +100,10 @@ def engine_command(
     command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]
     command += ["--weight-transfer-config", _TRANSFER]
     command += ["--disable-uvicorn-access-log"]
+    lora = settings.lora
+    if lora is not None and lora.publish == "adapters" and weights == "dummy":
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(lora.engine_rank)]
+        command += ["--lora-target-modules", *dict.fromkeys(_ENGINE_MODULES[name] for name in lora.names)]
     if settings.training.router_replay == "rollout":
         command += ["--enable-return-routed-experts"]
     if settings.device == "cpu":

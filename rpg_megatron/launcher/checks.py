@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
@@ -40,6 +41,7 @@ from rpg_megatron.launcher.preflight import (
     check_gpus,
     check_head_dim,
     check_kv_cache,
+    check_lora,
     check_model,
     check_packages,
     check_parallel,
@@ -50,6 +52,7 @@ from rpg_megatron.launcher.preflight import (
 )
 from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.launcher.teacher_checks import check_teacher, check_teacher_server
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.system.limits import check_address_space, check_files
 
 Need = Literal["trainer", "engines", "model", "weights", "data", "code", "machine"]
@@ -139,6 +142,12 @@ def _check_weights(settings: Settings) -> None:
     check_model(with_local_model(settings).model.path)
 
 
+def _check_adapter(run: CheckedRun) -> None:
+    folder, lora = run.settings.model.adapter, run.settings.lora
+    if folder is not None and lora is not None:
+        check_adapter(folder, AdapterMapping(run.shape, lora))
+
+
 def _check_teacher(run: CheckedRun) -> None:
     settings = with_local_model(run.settings) if "weights" in run.has else run.settings
     check_teacher(settings, run.shape, weights="weights" in run.has)
@@ -171,6 +180,8 @@ CHECKS = (
     RunCheck("placement", ("trainer", "engines"), _check_placement),
     RunCheck("model", ("weights",), _settings_check(_check_weights)),
     RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
+    RunCheck("adapters", ("model", "trainer"), _shape_check(check_lora)),
+    RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),
     RunCheck("teacher", ("model", "trainer"), _check_teacher),
     RunCheck("engine layout", ("model", "engines"), _shape_check(check_engine_layout)),
     RunCheck("routers", ("model", "trainer"), _shape_check(check_routers)),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.lora import ATTENTION_TARGETS
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
@@ -92,6 +93,33 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
         check_experts(shape, parallel, device=settings.device)
     except UserError as e:
         raise UserError(f"parallel: {e}") from None
+
+
+def check_lora(settings: Settings, shape: ModelShape) -> None:
+    """Check that the model has the layers that adapters are added to, and that they can be cut."""
+    lora = settings.lora
+    if lora is None:
+        return
+    problems: list[str] = []
+    if shape.experts is not None and lora.targets == "all-linear":
+        attention = ", ".join(ATTENTION_TARGETS)
+        problems.append(
+            f"lora.targets all-linear includes experts, which get no adapters; name the projections: "
+            f"[{attention}]"
+            + (" and, for the dense layers, gate_proj, up_proj, down_proj" if shape.has_dense_layers else "")
+        )
+    elif not shape.has_dense_layers and (others := set(lora.names) - set(ATTENTION_TARGETS)):
+        problems.append(
+            f"lora.targets: {', '.join(sorted(others))} are in experts, which get no adapters: every layer "
+            f"of this model has experts; use [{', '.join(ATTENTION_TARGETS)}]"
+        )
+    if shape.num_kv_heads % settings.parallel.tensor:
+        problems.append(
+            f"lora needs parallel.tensor to divide the model's {shape.num_kv_heads} key/value heads, it is "
+            f"{settings.parallel.tensor}; lower it"
+        )
+    if problems:
+        raise UserError("; ".join(problems))
 
 
 def check_engine_layout(settings: Settings, shape: ModelShape) -> None:

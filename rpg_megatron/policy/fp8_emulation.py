@@ -118,7 +118,7 @@ class _Product(torch.autograd.Function):
         x, w = ctx.saved_tensors
         for_x, for_w = ctx.recipe.for_gradients(g, x, w, ctx.scales)
         dx = (for_x[0] @ for_x[1]).to(x.dtype)
-        dw = (for_w[0].t() @ for_w[1]).to(w.dtype)
+        dw = (for_w[0].t() @ for_w[1]).to(w.dtype) if ctx.needs_input_grad[1] else None
         return dx, dw, g.sum(0) if ctx.bias else None, None, None
 
 

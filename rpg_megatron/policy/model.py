@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -297,16 +298,22 @@ def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torc
 
 
 def build_model(
-    shape: ModelShape, config: TransformerConfig, model: ModelSettings, mesh: Mesh
+    shape: ModelShape,
+    config: TransformerConfig,
+    model: ModelSettings,
+    mesh: Mesh,
+    *,
+    separate_norms: bool = False,
 ) -> list[GPTModel]:
     """This rank's part of the policy, weights not yet loaded: one chunk for each of its virtual stages.
 
     Chunk v of pipeline rank p is virtual stage v x pipeline + p; without virtual stages there is one chunk.
+    separate_norms: keep Transformer Engine's norms out of its linear layers, whose input adapters read.
     """
     # Megatron warns that GPTModel is deprecated; its successor does not support our layer specs yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
-    make_layer = _fused_layer if fused else _local_layer
+    make_layer = partial(_fused_layer, separate_norms=separate_norms) if fused else _local_layer
     kinds = {shape.has_experts(layer) for layer in range(shape.num_layers)}
     layers = {experts: make_layer(shape, experts) for experts in kinds}
     if mixture := layers.get(True):
@@ -364,13 +371,22 @@ def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
     return layer
 
 
-def _fused_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
+def _fused_layer(shape: ModelShape, experts: bool, *, separate_norms: bool = False) -> ModuleSpec:
     """Spec of Megatron's Transformer Engine layer, which supports packed sequences; experts are grouped."""
-    return get_gpt_layer_with_transformer_engine_spec(
+    layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         moe_grouped_gemm=experts,
         qk_layernorm=shape.qk_norm,
     )
+    if separate_norms:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not experts:
+            parts.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
+    return layer
 
 
 def _norm(fused: bool) -> type:

@@ -6,7 +6,7 @@ Methods are collective unless they say otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
 from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.models.lora import split_parameters
 from rpg_megatron.objectives import LossOutput, ResponseTokens, takes_maximum
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
+from rpg_megatron.policy.lora import LoraModel, MergedWeights
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh, build_model, transformer_config
 from rpg_megatron.policy.offload import StateOffloader
@@ -90,10 +92,14 @@ class Policy(ScoringModel):
         config = transformer_config(
             shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
         )
-        chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
+        built = build_model(shape, config, settings.model, mesh, separate_norms=settings.lora is not None)
+        chunks = [chunk.to(device) for chunk in built]
         super().__init__(settings, mesh, device, chunks, shape.vocab_size)
         if settings.precision.fp8 is not None and device.type == "cpu":
             emulate_fp8(self.chunks, settings.precision.fp8)
+        self.adapters = (
+            None if settings.lora is None else LoraModel(self.chunks, shape, settings.lora, settings.seed)
+        )
         self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
         if self.replayed is not None:
             install_replay(self.chunks, self.replayed)
@@ -105,6 +111,7 @@ class Policy(ScoringModel):
         )
         load(self)
         quantise(self.named_parameters())
+        self._trained = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
         self._models = wrap_data_parallel(
             self.chunks, settings.optimizer, settings.precision, mesh.data * mesh.context
         )
@@ -115,12 +122,30 @@ class Policy(ScoringModel):
         self._head = replace(self._head, entropy_gradient=settings.objective.entropy_bonus > 0)
         use_training_point(self._optimizer, False)
         self.offloader = StateOffloader(self._models, self._optimizer)
-        self.served = ExportedWeights(self.named_parameters())
+        self.served = self._served()
         self._metrics: list[str] = []  # names of the loss's metrics, the same on all ranks
 
     def loadable_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """The same names, each with the tensor to load its values into."""
         return loadable(self.named_parameters())
+
+    def trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Those that updates change: all of them, or those of adapters."""
+        return self._trained
+
+    def _served(self) -> ExportedWeights:
+        lora = self.settings.lora
+        if self.adapters is None or lora is None or lora.publish == "adapters":
+            return ExportedWeights(self.named_parameters())
+        model, _ = split_parameters(dict(self.named_parameters()))
+        return ExportedWeights(model.items(), self.adapters)
+
+    def complete_weights(self) -> Mapping[str, Tensor]:
+        """This rank's weights for an export, by name; those with adapters are merged when they are read."""
+        if self.adapters is None or self.served.merges:
+            return self.served.tensors
+        model, _ = split_parameters(self.served.tensors)
+        return MergedWeights(model, self.adapters)
 
     def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
         """Plan a save of weights and optimizer state; ``folder`` is empty. Not inside ``updating``.
@@ -164,7 +189,7 @@ class Policy(ScoringModel):
         grad_norm = float(self._optimizer.get_grad_norm())
         # The gradient norm excludes duplicates on tensor-parallel ranks, so each rank checks all of its
         # gradients.
-        sums = torch.stack([_gradient(p).sum() for _, p in self.named_parameters()])
+        sums = torch.stack([_gradient(p).sum() for _, p in self._trained])
         finite = torch.isfinite(sums).all().view(1)
         nonfinite = torch.ones_like(sums[:1]) if not math.isfinite(grad_norm) else (~finite).to(sums.dtype)
         # Ranks without the loss, such as early pipeline stages, learn the names of metrics from the others.
@@ -181,7 +206,7 @@ class Policy(ScoringModel):
 
     def nonfinite_gradients(self) -> list[str]:
         """This rank's parameters whose gradient was not finite in the last update. Not collective."""
-        return [name for name, p in self.named_parameters() if not torch.isfinite(_gradient(p)).all()]
+        return [name for name, p in self._trained if not torch.isfinite(_gradient(p)).all()]
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.policy import FP8Settings
+from rpg_megatron.policy.lora import LoraModel
 
 HOPPER = (9, 0)
 """Lowest compute capability that supports all FP8 recipes."""
@@ -95,17 +96,30 @@ def _initial_value(p: Any) -> Tensor:
 class ExportedWeights:
     """A rank's weights by name, in precision.dtype, for engines and exports.
 
-    These are the parameters themselves; for FP8 parameters, dequantised copies as of the last ``refresh``.
+    These are the parameters themselves; for FP8 parameters, dequantised copies, and for weights that are
+    merged with adapters, the sums, as of the last ``refresh``.
     """
 
-    def __init__(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self, params: Iterable[tuple[str, torch.nn.Parameter]], adapters: LoraModel | None = None
+    ) -> None:
+        """adapters: to be merged."""
         self.tensors: dict[str, Tensor] = dict(params)
-        self._quantised = {name: p for name, p in self.tensors.items() if is_float8tensor(p)}
-        for name, p in self._quantised.items():  # whose ``dtype`` is the unquantised one
+        self._adapters = adapters
+        adapted = () if adapters is None else adapters.adapted
+        self._derived = {n: p for n, p in self.tensors.items() if is_float8tensor(p) or n in adapted}
+        for name, p in self._derived.items():  # whose ``dtype`` is the unquantised one
             self.tensors[name] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+
+    @property
+    def merges(self) -> bool:
+        """Whether adapters are merged."""
+        return self._adapters is not None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the copies of FP8 parameters."""
-        for name, p in self._quantised.items():
-            self.tensors[name].copy_(p.dequantize())
+        """Update the copies and sums."""
+        for name, p in self._derived.items():
+            weight: Tensor = p.dequantize() if is_float8tensor(p) else p
+            merged = None if self._adapters is None else self._adapters.merged(name, weight)
+            self.tensors[name].copy_(weight if merged is None else merged)

@@ -166,8 +166,33 @@ class Sampler:
         result: RolloutBatch | EvaluatedSets = task.result()
         return result
 
-    async def sync(self, manifest: Manifest, version: int, resync: bool) -> SyncResult:
+    async def probe(self, version: int) -> RolloutBatch | ResyncRequired:
+        """Answers of all engines to probes, sampled with the weights ``version``; no groups."""
+        self._pool.require_version(version)
+        batch: RolloutBatch | ResyncRequired = await self._start(self._probe(version))
+        return batch
+
+    async def _probe(self, version: int) -> RolloutBatch:
+        await self.release()
+        probes = self._probes or Probes(self._settings, self.dispatcher, self._stream.prompts)
+        if self._probes is None:
+            self._pool.on_synced = probes.begin  # of an engine that restarts meanwhile
+            for replica in self._pool.replicas:
+                if replica.serving.is_set():
+                    probes.begin(replica, version)
+        try:
+            groups, index = await probes.collect()
+        finally:
+            if self._probes is None:
+                self._pool.on_synced = lambda replica, version: None
+        self._used = [group.task.ticket for group in groups]
+        return RolloutBatch(index_of_groups([], self.dispatcher.worker_of), {}, 0.0, {}, index)
+
+    async def sync(self, manifest: Manifest, version: int, resync: bool, trial: bool = False) -> SyncResult:
         """Load the published weights into the engines; see ``EnginePool.sync``."""
+        if trial and not resync:
+            self._pool.begin(version)
+            resync = True
         if self._settings.rollout.ahead and not resync:
             if self._settings.rollout.inflight == "drain":
                 began = time.monotonic()

@@ -85,8 +85,14 @@ class SamplerRequests:
     def held_out(self) -> RolloutBatch:
         """All held-out conversations of a fine-tuning run."""
 
-    def sync(self, manifest: Manifest, version: int, resync: bool = False) -> SyncResult:
-        """Load the published weights into the engines. resync: only into those that do not serve them."""
+    def sync(self, manifest: Manifest, version: int, resync: bool = False, trial: bool = False) -> SyncResult:
+        """Load the published weights into the engines. resync: only into those that do not serve them.
+
+        trial: no rollouts are sampled with them.
+        """
+
+    def probe(self, version: int) -> RolloutBatch | ResyncRequired:
+        """Let all engines answer probes with the weights ``version``, for the guard on mismatch."""
 
     def sleep(self, level: int) -> None:
         """Put the engines to sleep. Level 1: until ``wake``. Level 2: until ``sync``; drops the weights."""

@@ -51,6 +51,7 @@ def until_stopped[R: RankRun](run: R, steps: Callable[[R], None]) -> bool:
 def run_steps(run: RankRun) -> None:
     """Run the remaining steps. Raises Stopped, on all ranks at the same call, after a stop signal."""
     done = run.resume()  # steps completed by the checkpoint; 0 for a new run
+    run.check_adapters(version=done)  # lora: engines must apply them, which B = 0 would not show
     run.sync_engines(version=done)  # weight version n: the weights after step n
     if run.has_unlogged_row:  # step 0 of a new run, or a step that a stop signal interrupted
         evaluate_and_log(run, done)

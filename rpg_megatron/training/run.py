@@ -217,8 +217,29 @@ class RankRun:
 
     # -- a step ----------------------------------------------------------------------------------------------
 
-    def sync_engines(self, version: int) -> None:
-        """Publish the weights as ``version``; every engine loads and verifies them. May stop."""
+    def check_adapters(self, version: int) -> None:
+        """With ``lora``: compare engines and trainer on probes, with known adapters. May stop.
+
+        The next sync replaces them. Raises UserError as ``check_mismatch`` does.
+        """
+        adapters = self.policy.adapters
+        if adapters is None or self.settings.guards.mismatch == "off":
+            return
+        batch = Batch([], [], None)
+        with adapters.probe():
+            self.sync_engines(version, trial=True)
+            probed = self._weight_sync.call_with_resync(lambda sampler: sampler.probe(version))
+            with self._fetching():
+                self._trainer.add_probes(batch, probed.probes if probed else None, self._source)
+            self.offload_engines()
+            self._trainer.score_probes(batch)
+        self.check_mismatch(batch, "with known adapters (lora), before training: ")
+
+    def sync_engines(self, version: int, *, trial: bool = False) -> None:
+        """Publish the weights as ``version``; every engine loads and verifies them. May stop.
+
+        trial: no rollouts are sampled with them.
+        """
         self._weight_sync.check_stop()
         self._version = version
         if self.settings.engine.colocated:
@@ -229,7 +250,7 @@ class RankRun:
         )
         start = time.monotonic()
         self.policy.served.refresh()
-        reports = self._weight_sync.sync(version)
+        reports = self._weight_sync.sync(version, trial=trial)
         self._engines_up = True
         if self._row is not None:
             self._row |= {
@@ -247,19 +268,25 @@ class RankRun:
 
     def _fetch(self, rollouts: RolloutBatch | None) -> Batch:
         """This rank's part of what the sampler has. rollouts: on rank 0. May stop."""
-        try:
+        with self._fetching():
             batch = self._trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
             if self.settings.rollout.probed:
                 self._trainer.add_probes(batch, rollouts.probes if rollouts else None, self._source)
+        if rollouts:
+            batch.metrics, batch.sampler, batch.failures = rollouts.metrics, rollouts.state, rollouts.failures
+        return batch
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        """Within the block the leaders fetch. Raises Stopped if a stop signal explains an error."""
+        try:
+            yield
         except (RuntimeError, UserError, OSError):
             # All ranks raise if a leader cannot fetch: the sampler may have exited on the same stop signal.
             if any(gather_objects(self._stop.explains_failure(), bool)):
                 raise Stopped from None
             raise
-        if rollouts:
-            batch.metrics, batch.sampler, batch.failures = rollouts.metrics, rollouts.state, rollouts.failures
         self._weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched
-        return batch
 
     def offload_engines(self) -> None:
         """Put colocated engines to sleep and reload the optimizer state; no effect with separate GPUs.
@@ -268,7 +295,8 @@ class RankRun:
         """
         if self.settings.engine.colocated:
             with self.time("handover"):
-                self._weight_sync.sleep(2)
+                # Adapters alone are published again, so that the engines must keep the model's weights.
+                self._weight_sync.sleep(2 if self._trainer.published[1] is None else 1)
                 self.policy.offloader.reload()
 
     def compute_log_probs(self, batch: Batch) -> None:
@@ -288,9 +316,10 @@ class RankRun:
         for failure in self._rollouts.finish():
             self.events.warn_unwritten(failure)
 
-    def check_mismatch(self, batch: Batch) -> None:
+    def check_mismatch(self, batch: Batch, when: str = "") -> None:
         """Compare the engine's log-probs with the trainer's on tokens sampled with the current weights.
 
+        when: beginning of the message.
         Raises UserError if they differ too much and ``guards.mismatch`` is ``stop`` (on rank 0), or if there
         are no probes to compare.
         """
@@ -308,6 +337,7 @@ class RankRun:
         self._warnings.check_probes(self._version + 1, batch.metrics)
         if message is None:
             return
+        message = when + message
         if self.settings.guards.mismatch != "stop":
             self.events.warn(message)
             return

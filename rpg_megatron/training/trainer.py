@@ -6,7 +6,7 @@ Methods are collective unless they say otherwise: every rank calls them in the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
+from rpg_megatron.checkpoints.hf_files import StoredTensor
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.run_folder import MODEL, step_folder
+from rpg_megatron.checkpoints.peft import check_adapter
+from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, split_parameters
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import metric_key, takes_maximum
@@ -93,10 +96,11 @@ class Trainer:
         self.settings, self.mesh, self._device = settings, mesh, device
         self.shape = read_model_shape(settings.model.path)
         self.layout = mapping_for(self.shape)
+        self.adapters = None if settings.lora is None else AdapterMapping(self.shape, settings.lora)
         self.policy = Policy(settings, self.shape, mesh, device, self._load_weights)
         held = settings.anchor.type != "old"
         self.anchor = (
-            HeldAnchor([p for _, p in self.policy.named_parameters()], settings.anchor) if held else None
+            HeldAnchor([p for _, p in self.policy.trained_parameters()], settings.anchor) if held else None
         )
         self.teacher = self._held_teacher()
         self._scatter = BatchScatter(mesh)
@@ -107,7 +111,18 @@ class Trainer:
         """Consecutive skipped updates, up to the last update."""
 
     def _load_weights(self, policy: Policy) -> None:
-        self._load(self.settings.model.path, policy.loadable_parameters(), self.layout)
+        model, adapters = split_parameters(dict(policy.loadable_parameters()))
+        self._load(self.settings.model.path, model.items(), self.layout)
+        if self.adapters is not None and (folder := self.settings.model.adapter) is not None:
+            self._load(folder, adapters.items(), self.adapters, check_adapter(folder, self.adapters))
+
+    @property
+    def published(self) -> tuple[ModelMapping, Collection[str] | None]:
+        """What engines get: the mapping of ``policy.served``, and the tensors that change (None: all)."""
+        lora = self.settings.lora
+        if self.adapters is None or lora is None or lora.publish == "merged":
+            return self.layout, None
+        return AdaptedMapping(self.layout, self.adapters), self.adapters.hf_tensors().keys()
 
     def _held_teacher(self) -> HeldTeacher | None:
         """The teacher, if the ranks hold one."""
@@ -121,7 +136,13 @@ class Trainer:
 
         return HeldTeacher(self.settings, shape, self.mesh, self._device, load)
 
-    def _load(self, path: Path, parameters: Iterable[tuple[str, torch.Tensor]], layout: ModelMapping) -> None:
+    def _load(
+        self,
+        path: Path,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        layout: ModelMapping,
+        stored: Mapping[str, StoredTensor] | None = None,
+    ) -> None:
         load_hf_weights(
             path,
             parameters,
@@ -130,6 +151,7 @@ class Trainer:
             tensor_rank=self.mesh.tensor_rank,
             vocab_multiple=self.settings.model.vocab_multiple,
             experts=self.mesh.experts,
+            stored=stored,
         )
         barrier()  # faster ranks wait here, not in the first NCCL collective, which would occupy their GPU
 
@@ -145,6 +167,8 @@ class Trainer:
     def export(self, run_dir: Path, step: int, *, saved: bool = False) -> Path:
         """Write the weights of a step to ``hf/step_NNNNNN``, as ``export`` says; returns the folder.
 
+        Those of adapters are written twice: merged there, and in PEFT's format to ``adapters/step_NNNNNN``.
+
         saved: load that step's checkpoint first; training cannot continue after that.
         """
         if saved:
@@ -153,16 +177,28 @@ class Trainer:
         settings, out = self.settings.export, run_dir / "hf" / f"step_{step:06d}"
         out.parent.mkdir(exist_ok=True)
         self.write_checkpoint(out, settings.dtype, int(settings.max_shard_gib * 1024**3))
+        if self.adapters is not None:
+            export_adapter(
+                run_dir / ADAPTERS / out.name,
+                split_parameters(dict(self.policy.named_parameters()))[1],
+                self.adapters,
+                self.mesh.coordinates(self.settings.model.vocab_multiple),
+                self.settings.model.path,
+                dtype=torch_dtype(settings.dtype or self.settings.precision.dtype),
+            )
         return out
 
     def write_checkpoint(
         self, out: Path, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
     ) -> None:
-        """Write the weights as a Hugging Face checkpoint. dtype: float32 or bfloat16; None: the policy's."""
+        """Write the weights, merged, as a Hugging Face checkpoint.
+
+        dtype: float32 or bfloat16; None: the policy's.
+        """
         export_hf(
             out,
             self.settings.model.path,
-            self.policy.served.tensors,
+            self.policy.complete_weights(),
             self.layout,
             self.mesh.coordinates(self.settings.model.vocab_multiple),
             dtype=torch_dtype(dtype or self.settings.precision.dtype),
@@ -252,9 +288,7 @@ class Trainer:
             if self.mesh.reports:
                 entropies = values[1].index_select(0, micro.loss_positions)
                 entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
-        for micro, row in zip(probes, _logps_to_host(of_probes) if probes else [], strict=True):
-            for t, logp in micro.split(row):
-                t.old = logp.numpy()
+        _set_old(probes, of_probes)
         dist.all_reduce(entropy)
         batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
         if self.settings.reward.kl is not None:
@@ -262,6 +296,11 @@ class Trainer:
         if self.policy.replayed is not None:
             batch.metrics |= count_changes(micro_batches, self.policy.replayed, self.mesh)
             batch.metrics |= self._compare_routes((probes or micro_batches)[:1])
+
+    def score_probes(self, batch: Batch) -> None:
+        """Set ``old`` of this rank's probes alone."""
+        probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
+        _set_old(probes, self.policy.logprobs(probes))
 
     def mean_loss(self, batch: Batch) -> tuple[float, int]:
         """Mean of -log p over the trained tokens of a batch, in nats, and their number."""
@@ -429,6 +468,13 @@ def _mean_kl(updates: Sequence[UpdateStats], settings: Settings) -> float:
         )
     tokens = sum(u.tokens for u in updates)
     return sum(u.metrics.get("kl", 0.0) * u.tokens for u in updates) / max(tokens, 1)
+
+
+def _set_old(micro_batches: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> None:
+    """Set ``old`` of the trajectories in these micro-batches, scored by ``Policy.logprobs``."""
+    for micro, row in zip(micro_batches, _logps_to_host(outputs) if outputs else [], strict=True):
+        for t, logp in micro.split(row):
+            t.old = logp.numpy()
 
 
 def _logps_to_host(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -6,7 +6,7 @@ All ranks publish weights together. Rank 0 alone is connected to the sampler, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,20 +36,31 @@ class WeightSync:
     Methods are collective, and raise Stopped on all ranks if rank 0 got a stop signal while it waited.
     """
 
-    def __init__(self, publisher: Publisher | None, sampler: SamplerClient | None, stop: StopRequest):
-        """publisher: None in a run without engines, which has nothing to publish."""
+    def __init__(
+        self,
+        publisher: Publisher | None,
+        sampler: SamplerClient | None,
+        stop: StopRequest,
+        adapters: Collection[str] | None = None,
+    ):
+        """publisher: None in a run without engines, which has nothing to publish. adapters: HF names of the
+        only tensors that change; the others are published until all engines have them.
+        """
         self._publisher, self._sampler, self._stop = publisher, sampler, stop
+        self._adapters, self._complete = adapters, False
         self._version = -1
         self._manifest: Manifest | None = None
 
-    def sync(self, version: int) -> list[SyncReport]:
+    def sync(self, version: int, *, trial: bool = False) -> list[SyncReport]:
         """Publish the current weights as ``version`` and load them into all engines that are running.
+
+        trial: no rollouts are sampled with them.
 
         Returns one report per engine, on rank 0. Engines that are restarting get the weights afterwards.
         Raises UserError (rank 0) if an engine rejects them twice; the message names tensor, rank and file.
         """
         self._version, self._manifest = version, None
-        return self._publish(again=False)
+        return self._publish(again=False, trial=trial)
 
     def call_with_resync[T](self, call: Callable[[SamplerClient], T | ResyncRequired]) -> T | None:
         """Call the sampler from rank 0; returns the result there, None elsewhere.
@@ -100,16 +111,18 @@ class WeightSync:
         if self._sampler is not None:
             self._sampler.close()
 
-    def _publish(self, *, again: bool) -> list[SyncReport]:
+    def _publish(self, *, again: bool, trial: bool = False) -> list[SyncReport]:
         reports: list[SyncReport] = []
         refused: list[str] = []
         assert self._publisher is not None
         for attempt in (1, 2):
-            with published(self._publisher, self._version) as manifest:
+            # An engine that was restarted has none of the weights.
+            only = self._adapters if self._complete and not again and attempt == 1 else None
+            with published(self._publisher, self._version, only) as manifest:
                 stopped = False
                 if manifest is not None:
                     self._check_unchanged(manifest, refused)
-                    result = self._call(partial(_sync, manifest, self._version, again or attempt == 2))
+                    result = self._call(partial(_sync, manifest, self._version, again or attempt == 2, trial))
                     if isinstance(result, SyncResult):
                         reports, refused = reports + result.reports, result.refused
                     stopped = isinstance(result, Stopped)
@@ -117,6 +130,7 @@ class WeightSync:
                         print("warning: publishing again: " + "; ".join(refused), flush=True)
                 # The published weights must not change until every engine has loaded them.
                 if not _broadcast(bool(refused), stopped):
+                    self._complete = True
                     return reports
         if self._sampler is None:
             raise RuntimeError("engines refused the weights twice; see the error of rank 0")
@@ -146,6 +160,7 @@ class WeightSync:
         changed = [
             f"{name} (in {manifest.shards[new.shard]})"
             for name, tensor in manifest.tensors.items()
+            if name in before.tensors
             for old, new in zip(before.tensors[name].boxes, tensor.boxes, strict=True)
             if old.checksum != new.checksum
         ]
@@ -167,17 +182,18 @@ def open_weight_sync(
     """
     if not settings.engine.replicas:
         return WeightSync(None, sampler, stop)
+    mapping, adapters = trainer.published
     publisher = open_publisher(
         settings.bridge,
         folder,
         trainer.mesh.coordinates(settings.model.vocab_multiple),
         trainer.policy.served.tensors,
-        trainer.layout,
+        mapping,
         torch_dtype(settings.precision.dtype),
         adopt=not settings.optimizer.distributed,  # the distributed one keeps views of the parameters
         colocated=settings.engine.colocated,
     )
-    return WeightSync(publisher, sampler, stop)
+    return WeightSync(publisher, sampler, stop, adapters)
 
 
 def open_publisher(
@@ -221,9 +237,9 @@ def open_publisher(
     return SharedMemoryPublisher(folder, coordinates, params, mapping, dtype, adopt=adopt)
 
 
-def _sync(manifest: Manifest, version: int, again: bool, sampler: SamplerClient) -> SyncResult:
+def _sync(manifest: Manifest, version: int, again: bool, trial: bool, sampler: SamplerClient) -> SyncResult:
     """Calls ``EnginePool.sync`` in the sampler process, over its socket."""
-    return sampler.sync(manifest, version, resync=again)
+    return sampler.sync(manifest, version, again, trial)
 
 
 def _broadcast(publish: bool, stopped: bool) -> bool:

@@ -12,14 +12,20 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
-from rpg_megatron.bridge.publisher import SliceSums, make_publish_plan, node_name, write_manifest
+from rpg_megatron.bridge.publisher import (
+    PublishPlan,
+    SliceSums,
+    make_publish_plan,
+    node_name,
+    write_manifest,
+)
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import remove
@@ -68,16 +74,17 @@ class CudaIpcPublisher:
         run_together(self._check_types)
 
     @torch.no_grad()
-    def publish(self, version: int) -> Manifest | None:
+    def publish(self, version: int, only: Collection[str] | None = None) -> Manifest | None:
         """Let engines read the current weights; returns the manifest (of the first node) on rank 0.
 
         Engines may read any replica. Checksums are those of the node's first replica, so reading another one
         also verifies that both are equal.
         """
+        plan = self._plan.restricted(only)
 
         def own() -> tuple[SliceSums, _Memory]:
             torch.cuda.synchronize()
-            return self._plan.sum_boxes(self._params, self.dtype), self._memory()
+            return plan.sum_boxes(self._params, self.dtype), self._memory(plan)
 
         sums, memory = run_together(own)
         # Addresses rarely change, so they are sent only when they did.
@@ -89,13 +96,13 @@ class CudaIpcPublisher:
         self._known |= {rank: memory for rank, _, memory in gathered if memory is not None}
         shards: list[Shard] = []
         where: dict[tuple[int, str], tuple[int, int]] = {}
-        for rank in self._plan.ranks:
+        for rank in plan.ranks:
             for param, (index, offset) in self._known[rank].places.items():
                 where[rank, param] = len(shards) + index, offset
             shards += self._shards(rank)
         sums_by_rank = {rank: sums_of_rank for rank, sums_of_rank, _ in gathered}
         return write_manifest(
-            *(self.folder, self._plan, self.mapping, self.dtype, tuple(shards), where, sums_by_rank),
+            *(self.folder, plan, self.mapping, self.dtype, tuple(shards), where, sums_by_rank),
             transport="cuda_ipc",
             version=version,
         )
@@ -117,11 +124,11 @@ class CudaIpcPublisher:
                 "use another transport"
             )
 
-    def _memory(self) -> _Memory:
+    def _memory(self, plan: PublishPlan) -> _Memory:
         """Where this rank holds the published parameters."""
         memory = _Memory([], [], {})
         index: dict[int, int] = {}
-        for _, _, name, _ in self._plan.slices_of(self._owner):
+        for _, _, name, _ in plan.slices_of(self._owner):
             param = self._params[name]
             storage = param.untyped_storage()
             address = storage.data_ptr()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from rpg_megatron.bridge.manifest import Manifest, Shard
-from rpg_megatron.bridge.publisher import SliceSums, build_manifest, make_publish_plan, node_name
+from rpg_megatron.bridge.publisher import (
+    PublishPlan,
+    SliceSums,
+    build_manifest,
+    make_publish_plan,
+    node_name,
+)
 from rpg_megatron.bridge.transports.buckets import BucketPart, largest, message_bytes
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece
@@ -103,7 +109,7 @@ class GroupPublisher:
         self._threads: list[threading.Thread] = []
 
     @torch.no_grad()
-    def publish(self, version: int) -> Manifest | None:
+    def publish(self, version: int, only: Collection[str] | None = None) -> Manifest | None:
         """Serve the current weights; returns the manifest on rank 0, else None.
 
         The weights must not change before ``retract``. A failure on one rank is raised on all.
@@ -113,19 +119,20 @@ class GroupPublisher:
         self.retract()
         while self._rendezvous.poll_request(inbox(version, self.coordinates.rank)):
             pass  # drop requests of an aborted sync of the same version
-        sums = run_together(lambda: self._plan.sum_boxes(self._params, self.dtype, shared=True))
+        plan = self._plan.restricted(only)
+        sums = run_together(lambda: plan.sum_boxes(self._params, self.dtype, shared=True))
         gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums])
         manifest = None
         if self.coordinates.rank == 0:
             by_rank = dict(gathered)
             manifest = build_manifest(
-                self._plan,
+                plan,
                 self.mapping,
                 self.dtype,
                 self._shards,
                 self._where,
                 by_rank,
-                self._shared(by_rank),
+                self._shared(by_rank, plan),
                 transport="process_group",
                 place=self._rendezvous.place,
                 version=version,
@@ -202,15 +209,17 @@ class GroupPublisher:
             if (broken := self._links.pop(name, None)) is not None:
                 broken.link.close()
 
-    def _shared(self, sums: Mapping[int, SliceSums]) -> dict[tuple[str, int], tuple[int, ...]]:
+    def _shared(
+        self, sums: Mapping[int, SliceSums], plan: PublishPlan
+    ) -> dict[tuple[str, int], tuple[int, ...]]:
         """For the manifest: the other shards that hold a slice with the same bits, and so may send it."""
         return {
             key: tuple(
                 self._index[s.rank]
                 for s in slices
-                if sums[s.rank][key] == sums[self._plan.owners[key[0]][key[1]].rank][key]
+                if sums[s.rank][key] == sums[plan.owners[key[0]][key[1]].rank][key]
             )
-            for key, slices in self._plan.shared.items()
+            for key, slices in plan.shared.items()
         }
 
     def _find(self, buckets: list[list[Any]]) -> list[list[tuple[BucketPart, str, Box]]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +22,13 @@ import torch
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
-from rpg_megatron.bridge.publisher import SliceSums, make_publish_plan, node_name, write_manifest
+from rpg_megatron.bridge.publisher import (
+    PublishPlan,
+    SliceSums,
+    make_publish_plan,
+    node_name,
+    write_manifest,
+)
 from rpg_megatron.config.errors import UserError, gib
 from rpg_megatron.config.files import open_own, open_private, remove
 from rpg_megatron.models.mapping import ModelMapping
@@ -92,7 +98,7 @@ class SharedMemoryPublisher:
         return next((f.size for f in self._files if f.rank == self.coordinates.rank), 0)
 
     @torch.no_grad()
-    def publish(self, version: int) -> Manifest | None:
+    def publish(self, version: int, only: Collection[str] | None = None) -> Manifest | None:
         """Let engines read the current weights as ``version``; returns the manifest (of the first node) on
         rank 0.
 
@@ -101,17 +107,18 @@ class SharedMemoryPublisher:
         """
         if version < 0:
             raise ValueError(f"version {version}: must not be negative")
-        sums = run_together(lambda: self._fill(version))
+        plan = self._plan.restricted(only)
+        sums = run_together(lambda: self._fill(version, plan))
         gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums])
-        return run_together(lambda: self._write_manifest(version, dict(gathered)))
+        return run_together(lambda: self._write_manifest(version, plan, dict(gathered)))
 
-    def _write_manifest(self, version: int, sums: dict[int, SliceSums]) -> Manifest | None:
-        if self.coordinates.rank != self._plan.lead:
+    def _write_manifest(self, version: int, plan: PublishPlan, sums: dict[int, SliceSums]) -> Manifest | None:
+        if self.coordinates.rank != plan.lead:
             return None
         index = {f.rank: i for i, f in enumerate(self._files)}
         where = {key: (index[key[0]], offset) for key, offset in self._offsets.items()}
         return write_manifest(
-            *(self.folder, self._plan, self.mapping, self.dtype, self._files, where, sums),
+            *(self.folder, plan, self.mapping, self.dtype, self._files, where, sums),
             transport="shared_memory",
             version=version,
         )
@@ -172,12 +179,14 @@ class SharedMemoryPublisher:
                     param.data = shard
                     self._adopted.add(name)
 
-    def _fill(self, version: int) -> SliceSums:
+    def _fill(self, version: int, plan: PublishPlan) -> SliceSums:
         """Update this rank's file and write its version word; returns the checksums of its slices."""
         if not self._shards:
             return {}
         self._word.fill_(WRITING)
-        for name, shard in self._shards.items():
+        slices = plan.slices_of(self.coordinates.rank)
+        for name in {param for _, _, param, _ in slices}:
+            shard = self._shards[name]
             if name not in self._adopted:
                 shard.copy_(self._params[name].detach())
             elif self._params[name].data_ptr() != shard.data_ptr():
@@ -187,7 +196,7 @@ class SharedMemoryPublisher:
                 )
         sums = {
             (hf_name, i): checksum(self._shards[param][piece.local.slices()], piece.hf.start)
-            for hf_name, i, param, piece in self._plan.slices_of(self.coordinates.rank)
+            for hf_name, i, param, piece in slices
         }
         self._word.fill_(version)
         return sums

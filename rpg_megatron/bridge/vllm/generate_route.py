@@ -59,8 +59,18 @@ def add_route(app: Any, gate: RequestGate) -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
+    from vllm.lora.request import LoRARequest
+
+    from rpg_megatron.bridge.vllm.adapter_slots import ADAPTER_ID, ADAPTER_NAME
 
     class ServingBytes(ServingTokens):
+        def _maybe_get_adapters(self, request: Any, *_: Any, **__: Any) -> Any:
+            # The policy's adapter, whatever the request's ``model``: without it vLLM would sample from the
+            # base model.
+            if self.engine_client.vllm_config.lora_config is None:
+                return None
+            return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "published over the bridge")
+
         async def serve_tokens_full_generator(
             self, request: Any, result_generator: Any, request_id: str, *_: Any, **__: Any
         ) -> Any:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -45,14 +46,23 @@ from rpg_megatron.bridge.transports.cuda_ipc import gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm import generate_route, peak_use, sync_route
+from rpg_megatron.bridge.vllm.adapter_slots import (
+    check_slots,
+    load_adapters,
+    split_names,
+    without_wrappers,
+)
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.route_capture import accept_routes_on_cpu, return_routes_on_cpu
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan, load_published, record_plan, restore_layers
 from rpg_megatron.config.cluster import BRIDGE_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.collectives import share_gloo_devices
 
 BACKEND = "rpg_pull"
+_NO_WEIGHTS = ModelPlan((), [])
+"""Plan of an update of adapters only."""
 
 _GOLDEN_RATIO = 0.618
 """Its multiples modulo 1 are spread evenly, for any number of engines."""
@@ -108,6 +118,12 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         """Whether an *apply* began and its update was not finished: the weights may be a mixture."""
         self.ack: dict[str, Any] = {}
         self._plan: ModelPlan | None = None
+        self._loaded: ModelPlan | None = None
+        """The plan by which the model's weights were loaded."""
+        self._adapters: list[tuple[str, Box]] = []
+        """Published tensors of adapters, which are read whole."""
+        self._read_adapters: tuple[dict[str, torch.Tensor], float] | None = None
+        """Adapters that were read, by their names in PEFT's file, and their scale."""
         self._checked: tuple[str, int] | None = None
 
     def init_transfer_engine(self, init_info: PullInit) -> None:
@@ -142,7 +158,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             self._checked = None
             reader = self._reader(update_info.transport)
             plan = self._current_plan(reader.open(update_info.place, update_info.version))
-            ack["sums"] = reader.check(plan.boxes())
+            ack["sums"] = reader.check(plan.boxes() + self._adapters)
             ack["bytes"] = sum(n for _, n in ack["sums"].values())
             self._checked = session
         elif update_info.phase == "apply":
@@ -156,9 +172,16 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             reader.begin()
             # From here on a failure leaves a mixture of versions.
             self.version, self.unsettled = None, True
-            load_published(self.model, self.model_config, self.device, plan, reader)
+            assert reader.manifest is not None
+            scale = reader.manifest.scale
+            if plan is not _NO_WEIGHTS:
+                with without_wrappers(self.model):
+                    load_published(self.model, self.model_config, self.device, plan, reader)
+                self._loaded = plan
+            tensors = {name: reader.whole(name) for name, _ in self._adapters}
             ack["sums"] = reader.end()
-            ack["bytes"] = plan.nbytes
+            ack["bytes"] = plan.nbytes + sum(tensor.nbytes for tensor in tensors.values())
+            self._read_adapters = (tensors, scale) if tensors else None
             self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
@@ -176,6 +199,17 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         except Exception:
             logger.exception("Cannot determine which trainer ranks were read")
             return {}
+
+    def bind_adapters(self) -> None:
+        """Load the adapters of the last update into vLLM's slots, and check these. Raises ShardError.
+
+        Called when vLLM has finished the update: it then drops all adapters, which belong to old weights.
+        """
+        (tensors, scale), self._read_adapters = self._read_adapters or ({}, 0.0), None
+        if not tensors or self._loaded is None:
+            raise ShardError("the engine has LoRA enabled, but no adapters are published")
+        load_adapters(self.model, tensors, scale)
+        check_slots(self.model, self._loaded, tensors, scale)
 
     def finish_weight_update(self) -> None:
         """The new weights may be served."""
@@ -227,9 +261,21 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         return self._readers[transport]
 
     def _current_plan(self, manifest: Manifest) -> ModelPlan:
-        signature = tuple((n, t.dtype, t.shape) for n, t in manifest.tensors.items())
+        of_model, of_adapters = split_names(manifest.tensors)
+        self._adapters = [(name, Box.whole(manifest.tensors[name].shape)) for name in of_adapters]
+        if not of_model:
+            if self._loaded is None:
+                raise ShardError(
+                    "only adapters are published, and the engine has not loaded the model's weights"
+                )
+            self._plan = _NO_WEIGHTS
+            return self._plan
+        signature = tuple((n, manifest.tensors[n].dtype, manifest.tensors[n].shape) for n in of_model)
+        if self._loaded is not None and self._loaded.signature == signature:
+            self._plan = self._loaded
         if self._plan is None or self._plan.signature != signature:
-            self._plan = record_plan(self.model, self.device, signature)
+            with without_wrappers(self.model):
+                self._plan = record_plan(self.model, self.device, signature)
             self._plan.rotate_layers(_GOLDEN_RATIO * self._engine % 1)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
@@ -260,6 +306,16 @@ class WorkerExtension:
         if sources and engine.ack.get("ok"):
             return {**engine.ack, "ranks_read": engine.ranks_read()}
         return engine.ack
+
+    def rpg_bind(self) -> dict[str, Any]:
+        """``PullEngine.bind_adapters``. The result holds ``error``, empty if there was none."""
+        engine, error = self.weight_transfer_engine, ""
+        try:
+            engine.bind_adapters()
+        except BaseException as e:
+            engine.version, error = None, f"{type(e).__name__}: {e}"
+            logger.exception("Could not load the adapters")
+        return {"rank": engine.parallel_config.rank, "error": error}
 
     def rpg_version(self) -> dict[str, Any]:
         """Version of the served weights; None before the first sync and after a failed *apply*."""

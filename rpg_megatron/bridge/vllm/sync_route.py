@@ -90,6 +90,8 @@ async def run_steps(
                 done.totals = sum_acks(await engine.collective_rpc("rpg_ack", args=(False,)))
             elif step == "finish":
                 await engine.finish_weight_update(weight_version=str(info["version"]))
+                if engine.vllm_config.lora_config is not None:
+                    await _bind_adapters(engine)
             elif step == "wake KV cache":
                 await engine.wake_up(["kv_cache"])
             elif step == "reset":
@@ -104,6 +106,12 @@ async def run_steps(
             raise StepFailed(f"{step}: {type(e).__name__}: {e}") from e
         done.seconds[step] = time.perf_counter() - began
     return done
+
+
+async def _bind_adapters(engine: Any) -> None:
+    results = await engine.collective_rpc("rpg_bind")
+    if failed := [f"worker rank {r['rank']}: {r['error']}" for r in results if r["error"]]:
+        raise RuntimeError("; ".join(failed))
 
 
 async def _interrupt(engine: Any, gate: RequestGate) -> None:

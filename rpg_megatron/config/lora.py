@@ -1,0 +1,65 @@
+"""Settings of low-rank adapters (LoRA, arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+from pydantic import Field, field_validator
+
+from rpg_megatron.config.base import Section
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+ATTENTION_TARGETS = TARGETS[:4]
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's --max-lora-rank."""
+
+
+class LoraSettings(Section):
+    """Train adapters beside frozen weights: each target's W x becomes W x + scale B A x.
+
+    The names are PEFT's. Each of q_proj, k_proj, v_proj, gate_proj and up_proj has an A of its own.
+    """
+
+    rank: int = Field(16, ge=1, le=ENGINE_RANKS[-1])
+    """Rows of A and columns of B (PEFT's r)."""
+    alpha: float = Field(32.0, gt=0)
+    """The scale is alpha / rank (PEFT's lora_alpha)."""
+    dropout: Literal[0] = 0
+    """Only 0: with dropout the loss's ratio to the old policy would not be 1 at the first update."""
+    targets: Literal["all-linear"] | tuple[Target, ...] = "all-linear"
+    """Projections with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
+    o_proj, gate_proj, up_proj, down_proj. In a mixture of experts name them: those of the attention, and the
+    others in its dense layers."""
+    rslora: bool = False
+    """The scale is alpha / sqrt(rank) (PEFT's use_rslora)."""
+    publish: Literal["adapters", "merged"] = "adapters"
+    """What engines get after each update. adapters: A and B, for vLLM's own adapters. merged: the sums
+    W + scale B A, with precision.dtype float32 only: rounded to bfloat16, a sum loses most of a small update.
+    """
+
+    @field_validator("targets")
+    @classmethod
+    def _check_targets(cls, value: str | tuple[Target, ...]) -> str | tuple[Target, ...]:
+        if isinstance(value, tuple):
+            if not value:
+                raise ValueError("the list is empty; name a projection, or use all-linear")
+            if twice := next((name for name in value if value.count(name) > 1), None):
+                raise ValueError(f"names {twice} twice; remove one")
+        return value
+
+    @property
+    def names(self) -> tuple[Target, ...]:
+        """The targets, in the order of a layer."""
+        return TARGETS if self.targets == "all-linear" else tuple(t for t in TARGETS if t in self.targets)
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def engine_rank(self) -> int:
+        """The smallest rank of vLLM's adapters that holds this one."""
+        return next(rank for rank in ENGINE_RANKS if rank >= self.rank)

@@ -1,0 +1,268 @@
+"""Low-rank adapters beside Megatron's column- and row-parallel layers, whose weights are frozen.
+
+A forward hook adds scale B A x to the output of a layer, so the layer and the names of its parameters stay
+as they are. A and B are cut as ``models/lora.py`` says. The ranks exchange the products A x, which have
+``rank`` columns: of a column-parallel layer in front of B, of a row-parallel one behind A, where they are
+partial sums.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.models.lora import ROW_PARALLEL, AdapterMapping, peft_name, projection_shape
+
+_LAYERS = {
+    "self_attention": {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)},
+    "mlp": {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)},
+}
+"""Megatron's block and layer -> the projections in it, in the order of its rows within a query group."""
+_PROBE_SIZE = 0.3
+"""Size of scale B A x relative to x for the probe, if x has independent elements."""
+
+
+class Adapter(torch.nn.Module):
+    """A and B of one projection: this rank's part. A as PEFT's (Kaiming), B zero."""
+
+    def __init__(self, target: str, shape: ModelShape, rank: int, config: Any, key: str) -> None:
+        """key: the initial values depend on it alone, so that all layouts start from the same ones."""
+        super().__init__()
+        self.outputs, inputs = projection_shape(shape, target)
+        self.row_parallel = target in ROW_PARALLEL
+        self.key = key
+        a, b = _uniform((rank, inputs), 1 / math.sqrt(inputs), key), torch.zeros(self.outputs, rank)
+        a, b = (self.own(a, 1), b) if self.row_parallel else (a, self.own(b, 0))
+        self.A, self.B = (torch.nn.Parameter(x.to(config.params_dtype).contiguous()) for x in (a, b))
+        cut, whole, dim = (self.A, self.B, 1) if self.row_parallel else (self.B, self.A, 0)
+        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, dim, 1)
+        # With sequence parallelism a rank has the gradient of its tokens; Megatron then sums them.
+        whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    @property
+    def cut(self) -> dict[str, int]:
+        """Name of the parameter that is cut over the tensor-parallel ranks, and the dimension."""
+        return {"A": 1} if self.row_parallel else {"B": 0}
+
+    @staticmethod
+    def own(whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor."""
+        parts = whole.chunk(mpu.get_tensor_model_parallel_world_size(), dim)
+        part: Tensor = parts[mpu.get_tensor_model_parallel_rank()]
+        return part
+
+
+class Adapters(torch.nn.Module):
+    """The adapters of an attention or MLP block, by projection; a child ``lora`` of that block."""
+
+    def __init__(self, adapters: Mapping[str, Adapter]) -> None:
+        super().__init__()
+        for name, adapter in adapters.items():
+            self.add_module(name, adapter)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A and B for Megatron's checkpoints."""
+        state: dict[str, Any] = {}
+        for name, adapter in self.named_children():
+            assert isinstance(adapter, Adapter)
+            state |= make_sharded_tensors_for_checkpoint(
+                adapter.state_dict(prefix="", keep_vars=True),
+                f"{prefix}{name}.",
+                adapter.cut,
+                sharded_offsets,
+                tp_group=mpu.get_tensor_model_parallel_group(),
+                dp_cp_group=(metadata or {}).get("dp_cp_group"),
+            )
+        return state
+
+
+class _Added:
+    """Adds the adapters of one layer to its output; a forward hook."""
+
+    def __init__(
+        self, parts: Sequence[tuple[Adapter | None, int]], groups: int, scale: float, config: Any
+    ) -> None:
+        """parts: the projections of the layer, each with its number of columns on this rank. groups: the
+        layer's columns are those of ``groups`` query groups, each with its share of every projection.
+        """
+        self.adapters = [adapter for adapter, _ in parts if adapter is not None]
+        self._parts, self._groups, self._scale = parts, groups, scale
+        self._sequence = config.sequence_parallel
+        self._group = mpu.get_tensor_model_parallel_group()
+
+    def __call__(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        layer_output, bias = output
+        return layer_output + self.delta(inputs[0]), bias
+
+    def delta(self, x: Tensor) -> Tensor:
+        """Scale B A x, [tokens, 1, columns of this rank], for the layer's input."""
+        if self.adapters[0].row_parallel:
+            (adapter,) = self.adapters
+            return F.linear(self._sum(F.linear(x, adapter.A)) * self._scale, adapter.B)
+        narrow = self._whole(F.linear(x, torch.cat([adapter.A for adapter in self.adapters]))) * self._scale
+        narrow_parts = iter(narrow.split([adapter.A.size(0) for adapter in self.adapters], -1))
+        columns = [
+            narrow.new_zeros(*narrow.shape[:-1], self._groups, width // self._groups)
+            if adapter is None
+            else F.linear(next(narrow_parts), adapter.B).unflatten(-1, (self._groups, -1))
+            for adapter, width in self._parts
+        ]
+        return torch.cat(columns, -1).flatten(-2)
+
+    def _whole(self, narrow: Tensor) -> Tensor:
+        """A x of all tokens. Backward: the sum of the ranks' gradients, each from its rows of B."""
+        if self._sequence:
+            whole: Tensor = tensor_parallel.gather_from_sequence_parallel_region(
+                narrow, tensor_parallel_output_grad=True, group=self._group
+            )
+        else:
+            whole = tensor_parallel.copy_to_tensor_model_parallel_region(narrow, group=self._group)
+        return whole
+
+    def _sum(self, narrow: Tensor) -> Tensor:
+        """The sum of the ranks' A x; with sequence parallelism of this rank's tokens."""
+        reduce = (
+            tensor_parallel.reduce_scatter_to_sequence_parallel_region
+            if self._sequence
+            else tensor_parallel.reduce_from_tensor_model_parallel_region
+        )
+        total: Tensor = reduce(narrow, group=self._group)
+        return total
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """The layer's weight plus scale B A, computed in float32, in the weight's dtype."""
+        a, b = ([getattr(x, name).float() for x in self.adapters] for name in "AB")
+        deltas = iter([self._scale * bb @ aa for aa, bb in zip(a, b, strict=True)])
+        rows = [
+            weight.new_zeros(self._groups, width // self._groups, weight.size(1), dtype=torch.float32)
+            if adapter is None
+            else next(deltas).unflatten(0, (self._groups, -1))
+            for adapter, width in self._parts
+        ]
+        return (weight.float() + torch.cat(rows, 1).flatten(0, 1)).to(weight.dtype)
+
+
+class LoraModel:
+    """The adapters in this rank's chunks of a model, and what is done with all of them."""
+
+    def __init__(
+        self, chunks: Iterable[GPTModel], shape: ModelShape, settings: LoraSettings, seed: int
+    ) -> None:
+        """Add the adapters, and freeze all other parameters. seed: of the initial values."""
+        self._added: dict[str, _Added] = {}
+        mapping = AdapterMapping(shape, settings)
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            for layer in chunk.decoder.layers:
+                self._add(layer, shape, mapping, seed)
+            if chunk.pre_process and chunk.config.recompute_granularity is not None:
+                # Recomputation drops the gradients inside if no input of the block has one.
+                chunk.embedding.register_forward_hook(_with_gradient)
+
+    def _add(self, layer: Any, shape: ModelShape, mapping: AdapterMapping, seed: int) -> None:
+        number = layer.layer_number - 1
+        targets, lora, config = mapping.targets(number), mapping.lora, layer.config
+        tensor = mpu.get_tensor_model_parallel_world_size()
+        for block_name, layers in _LAYERS.items():
+            block = getattr(layer, block_name)
+            adapters = {
+                target: Adapter(target, shape, lora.rank, config, f"{seed}/{peft_name(number, target, 'A')}")
+                for names in layers.values()
+                for target in names
+                if target in targets
+            }
+            if not adapters:
+                continue
+            block.add_module("lora", Adapters(adapters).to(next(layer.parameters()).device))
+            for name, projections in layers.items():
+                parts = [
+                    (adapters.get(t), projection_shape(shape, t)[0] // (1 if t in ROW_PARALLEL else tensor))
+                    for t in projections
+                ]
+                if any(adapter is not None for adapter, _ in parts):
+                    groups = shape.num_kv_heads // tensor if name == "linear_qkv" else 1
+                    added = _Added(parts, groups, lora.scale, config)
+                    getattr(block, name).register_forward_hook(added)
+                    self._added[f"decoder.layers.{number}.{block_name}.{name}.weight"] = added
+
+    def merged(self, name: str, weight: Tensor) -> Tensor | None:
+        """The weight of this (global) name with its adapters; None if it has none. float32 sum, rounded."""
+        added = self._added.get(name)
+        return None if added is None else added.merge(weight)
+
+    @property
+    def adapted(self) -> list[str]:
+        """Names of the weights that have adapters."""
+        return list(self._added)
+
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """Within the block every B has known values, large enough to be seen in log-probs.
+
+        The same in all layouts. A fresh adapter's B is zero, so that one which engines do not apply, or apply
+        in the wrong place, would not be seen.
+        """
+        adapters = [adapter for added in self._added.values() for adapter in added.adapters]
+        kept = [adapter.B.detach().clone() for adapter in adapters]
+        scale = next((added._scale for added in self._added.values()), 1.0)
+        with torch.no_grad():
+            for adapter in adapters:
+                rank = adapter.B.size(1)
+                b = _uniform(
+                    (adapter.outputs, rank), 3 * _PROBE_SIZE / scale / math.sqrt(rank), adapter.key + "/probe"
+                )
+                adapter.B.copy_(b if adapter.row_parallel else adapter.own(b, 0))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for adapter, b in zip(adapters, kept, strict=True):
+                    adapter.B.copy_(b)
+
+
+class MergedWeights(dict[str, Tensor]):
+    """A model's weights by name, of which ``[name]`` is merged with its adapters.
+
+    The merged weight that was read last is kept: a weight is read slice by slice. ``items`` and ``values``
+    give the weights without adapters, for their shapes.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], adapters: LoraModel) -> None:
+        super().__init__(weights)
+        self._adapters = adapters
+        self._last: tuple[str, Tensor] | None = None
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            weight = super().__getitem__(name)
+            merged = self._adapters.merged(name, weight)
+            if merged is None:
+                return weight
+            self._last = name, merged
+        return self._last[1]
+
+
+def _uniform(shape: tuple[int, int], bound: float, key: str) -> Tensor:
+    """Uniform numbers between -bound and bound, float32, which depend on the key alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _with_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
