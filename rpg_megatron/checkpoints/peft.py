@@ -8,7 +8,7 @@ from typing import Any
 from rpg_megatron.checkpoints.hf_files import StoredTensor, check_stored, read_header
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import read_json
-from rpg_megatron.config.lora import TARGETS, LoraSettings
+from rpg_megatron.config.lora import TARGETS
 from rpg_megatron.models.lora import AdapterMapping
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -27,8 +27,9 @@ _UNSUPPORTED: dict[str, Any] = {
 """Keys of adapter_config.json, each with the value that an adapter of ours has."""
 
 
-def peft_config(lora: LoraSettings, base: Path) -> dict[str, Any]:
+def peft_config(mapping: AdapterMapping, base: Path) -> dict[str, Any]:
     """Content of adapter_config.json. base: the model's folder."""
+    lora = mapping.lora
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
@@ -76,9 +77,10 @@ def check_adapter(folder: Path, mapping: AdapterMapping) -> dict[str, StoredTens
     ):
         if theirs != ours:
             problems.append(f"set lora.{key} to {shorten(str(theirs), 50)}, it is {ours}")
-    named = config.get("target_modules")
-    if isinstance(named, list) and set(named) != set(lora.names) and set(named) <= set(TARGETS):
-        problems.append(f"set lora.targets to [{', '.join(sorted(named))}]")
+    modules = config.get("target_modules")
+    named = {str(name).rpartition(".")[2] for name in modules} if isinstance(modules, list) else set()
+    if named != set(lora.names) and named <= set(TARGETS):
+        problems.append(f"set lora.targets to [{', '.join(name for name in TARGETS if name in named)}]")
     if problems:
         raise UserError(f"model.adapter: {file}: {'; '.join(problems)}")
     stored = read_header(folder / ADAPTER_WEIGHTS)

@@ -30,8 +30,8 @@ class LoraSettings(Section):
     """Only 0: with dropout the loss's ratio to the old policy would not be 1 at the first update."""
     targets: Literal["all-linear"] | tuple[Target, ...] = "all-linear"
     """Projections with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
-    o_proj, gate_proj, up_proj, down_proj. In a mixture of experts name them: those of the attention, and the
-    others in its dense layers."""
+    o_proj, gate_proj, up_proj, down_proj. For a mixture of experts name those of the attention, the first
+    four: experts get no adapters."""
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (PEFT's use_rslora)."""
     publish: Literal["adapters", "merged"] = "adapters"

@@ -101,17 +101,10 @@ def check_lora(settings: Settings, shape: ModelShape) -> None:
     if lora is None:
         return
     problems: list[str] = []
-    if shape.experts is not None and lora.targets == "all-linear":
-        attention = ", ".join(ATTENTION_TARGETS)
+    if shape.experts is not None and (others := set(lora.names) - set(ATTENTION_TARGETS)):
         problems.append(
-            f"lora.targets all-linear includes experts, which get no adapters; name the projections: "
-            f"[{attention}]"
-            + (" and, for the dense layers, gate_proj, up_proj, down_proj" if shape.has_dense_layers else "")
-        )
-    elif not shape.has_dense_layers and (others := set(lora.names) - set(ATTENTION_TARGETS)):
-        problems.append(
-            f"lora.targets: {', '.join(sorted(others))} are in experts, which get no adapters: every layer "
-            f"of this model has experts; use [{', '.join(ATTENTION_TARGETS)}]"
+            f"lora.targets: {', '.join(sorted(others))} are in experts, which get no adapters (PEFT's format "
+            f"cannot name the dense layers alone); set it to [{', '.join(ATTENTION_TARGETS)}]"
         )
     if shape.num_kv_heads % settings.parallel.tensor:
         problems.append(

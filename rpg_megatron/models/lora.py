@@ -57,11 +57,6 @@ class AdapterMapping:
     shape: ModelShape
     lora: LoraSettings
 
-    def targets(self, layer: int) -> tuple[str, ...]:
-        """The projections of a layer that have adapters; of one with experts, those of its attention."""
-        names = self.lora.names
-        return tuple(n for n in names if n in ATTENTION_TARGETS or not self.shape.has_experts(layer))
-
     def hf_tensors(self) -> dict[str, Shape]:
         """Name in PEFT's file and full shape of every tensor, layer by layer."""
         return dict(self._hf_tensors)
@@ -70,7 +65,7 @@ class AdapterMapping:
     def _hf_tensors(self) -> dict[str, Shape]:
         out: dict[str, Shape] = {}
         for layer in range(self.shape.num_layers):
-            for target in self.targets(layer):
+            for target in self.lora.names:
                 for matrix in "AB":
                     out[peft_name(layer, target, matrix)] = self._whole(target, matrix)
         return out
@@ -90,7 +85,7 @@ class AdapterMapping:
             f"decoder.layers.{layer}.{block}.lora.{target}.{matrix}": self._cut(target, matrix, tensor)
             for layer in layers
             for block in _BLOCKS
-            for target in self.targets(layer)
+            for target in self.lora.names
             if (target in ATTENTION_TARGETS) == (block == "self_attention")
             for matrix in "AB"
         }
@@ -132,7 +127,7 @@ class AdapterMapping:
     def _part(self, param_name: str) -> tuple[int, str, str]:
         """Layer, projection, and A or B."""
         match = _PARAMETER.fullmatch(param_name)
-        if not match or match[3] not in self.targets(int(match[1])):
+        if not match or match[3] not in self.lora.names:
             raise MappingError(f"{param_name}: not a parameter of an adapter by the settings (lora)")
         return int(match[1]), match[3], match[4]
 

@@ -176,7 +176,7 @@ class LoraModel:
 
     def _add(self, layer: Any, shape: ModelShape, mapping: AdapterMapping, seed: int) -> None:
         number = layer.layer_number - 1
-        targets, lora, config = mapping.targets(number), mapping.lora, layer.config
+        lora, config = mapping.lora, layer.config
         tensor = mpu.get_tensor_model_parallel_world_size()
         for block_name, layers in _LAYERS.items():
             block = getattr(layer, block_name)
@@ -184,7 +184,7 @@ class LoraModel:
                 target: Adapter(target, shape, lora.rank, config, f"{seed}/{peft_name(number, target, 'A')}")
                 for names in layers.values()
                 for target in names
-                if target in targets
+                if target in lora.names
             }
             if not adapters:
                 continue

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
@@ -64,7 +65,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     step = policy._optimizer.step
 
     def watched() -> object:
-        gradients.update({n: p.main_grad.clone() for n, p in policy.named_parameters()})
+        gradients.update({n: p.main_grad.clone() for n, p in policy.trained_parameters()})
         return step()
 
     policy._optimizer.step = watched
@@ -73,7 +74,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
             scored.setdefault(trajectory.prompt_id, []).append(("teacher", part.tolist()))
     if teacher and settings.full_divergence is not None:
         packs = teacher.with_rows(packs, settings.full_divergence)
-    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
+    anchor = HeldAnchor([p for _, p in policy.trained_parameters()], settings.anchor)
     before = [packs[: case["before"]]] if "before" in case else []
     for update_packs in [*before, *[packs] * case["updates"]]:
         with policy.updating():
@@ -94,8 +95,17 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     for (parameter, p), before in zip(policy.named_parameters(), weights, strict=True):
         assert torch.equal(p, before), f"{parameter} is not what it was before the anchor took its turn"
     placement = mesh.coordinates(settings.model.vocab_multiple)
-    for kind, params in (("weights", dict(policy.named_parameters())), ("gradients", gradients)):
-        export_hf(folder / kind / name, settings.model.path, params, layout, placement, dtype=torch.float32)
+    source = settings.model.path
+    export_hf(
+        folder / "weights" / name, source, policy.complete_weights(), layout, placement, dtype=torch.float32
+    )
+    if settings.lora is None:
+        export_hf(folder / "gradients" / name, source, gradients, layout, placement, dtype=torch.float32)
+    else:
+        mapping = AdapterMapping(shape, settings.lora)
+        trained = dict(policy.trained_parameters())
+        for kind, params in (("adapters", trained), ("gradients", gradients)):
+            export_adapter(folder / kind / name, params, mapping, placement, source, dtype=torch.float32)
     everyone: list = [None] * mesh.world
     dist.all_gather_object(everyone, scored if mesh.reports else {})
     cuts: list = [None] * mesh.world

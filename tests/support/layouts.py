@@ -256,7 +256,8 @@ def reference_update(model: PreTrainedModel, batch: list[Trajectory], kind: str)
     loss = torch.stack(per_sequence).mean() if by_sequence else torch.cat(per_token).mean()
     flat = torch.cat(whole)
     loss.backward()
-    gradients = split_experts({name: p.grad for name, p in model.named_parameters()})
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    gradients = split_experts({name.replace(".default.", "."): g for name, g in trained.items()})
     norm = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
     mean = flat.detach().abs().mean().item()
     return {"loss": loss.item(), "abs": mean, "norm": norm.item(), "gradients": gradients}
@@ -343,9 +344,16 @@ def run_layouts(
 
 
 def check(
-    folder: Path, name: str, result: dict, batch: list[Trajectory], rows: list, expected: dict[str, Any]
+    folder: Path,
+    name: str,
+    result: dict,
+    batch: list[Trajectory],
+    rows: list,
+    expected: dict[str, Any],
+    *,
+    file: str = "model.safetensors",
 ) -> None:
-    """One layout's results against the reference."""
+    """One layout's results against the reference. file: of the gradients."""
     assert len(result["scored"]) == len(batch), name
     for key, parts in result["scored"].items():
         actual = dict(parts)
@@ -357,7 +365,7 @@ def check(
     assert update["grad_norm"] == pytest.approx(expected["norm"], rel=1e-5), name
     assert abs(update["loss"] - expected["loss"]) <= 1e-5 * expected["abs"], name
     assert update["abs_loss"] == pytest.approx(expected["abs"], rel=1e-5), name
-    gradients = load_file(folder / "gradients" / name / "model.safetensors")
+    gradients = load_file(folder / "gradients" / name / file)
     assert set(gradients) == set(expected["gradients"]), name
     error, key = gradient_error(gradients, expected["gradients"])
     assert error <= 1e-5, f"{name}: gradient of {key} off by {error:.1e} of its largest element"

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.models.lora import AdapterMapping, split_parameters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
@@ -23,9 +25,27 @@ def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> P
     path = settings.model.path
 
     def load(policy: Policy) -> None:
-        load_checkpoint(path, policy.loadable_parameters(), settings, mesh)
+        model, adapters = split_parameters(dict(policy.loadable_parameters()))
+        load_checkpoint(path, model.items(), settings, mesh)
+        if settings.model.adapter is not None:
+            load_peft(settings, adapters, mesh)
 
     return Policy(settings, read_model_shape(path), mesh, device, load)
+
+
+def load_peft(settings: Settings, adapters: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    folder, lora = settings.model.adapter, settings.lora
+    assert folder is not None and lora is not None
+    mapping = AdapterMapping(read_model_shape(settings.model.path), lora)
+    load_hf_weights(
+        folder,
+        adapters.items(),
+        mapping,
+        tensor=mesh.tensor,
+        tensor_rank=mesh.tensor_rank,
+        vocab_multiple=1,
+        stored=check_adapter(folder, mapping),
+    )
 
 
 def checkpoint_teacher(settings: Settings, mesh: Mesh, device: torch.device) -> HeldTeacher | None:
