@@ -22,6 +22,7 @@ from rpg_megatron.bridge.publisher import published
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.models.lora import AdaptedMapping, with_adapters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
@@ -76,8 +77,8 @@ class Engines:
 
 
 def perturb(policy: Policy, seed: int, tied: bool, noise_scale: float) -> None:
-    """Add noise to every weight: the same to copies of one, whichever ranks hold them."""
-    for name, p in policy.named_parameters():
+    """Add noise to every trained weight: the same to copies of one, whichever ranks hold them."""
+    for name, p in policy.trained_parameters():
         shared = tied and name in ("embedding.word_embeddings.weight", "output_layer.weight")
         cut: Any = policy.mesh.tensor_rank if getattr(p, "tensor_model_parallel", False) else 0
         if ".experts." in name:
@@ -130,14 +131,16 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     layout = mapping_for(shape)
     policy = checkpoint_policy(settings, mesh, device)
     placement = mesh.coordinates(settings.model.vocab_multiple)
-    params = dict(policy.named_parameters())
+    params = policy.served.tensors
+    mapping = with_adapters(layout, settings.lora)
+    adapters = mapping.adapters.hf_tensors().keys() if isinstance(mapping, AdaptedMapping) else None
     publishers = {
         kind: open_publisher(
             settings.bridge.model_copy(update={"transport": kind, "timeout": 60.0, "bucket_mib": 1}),
             Path(case["bridge"]),
             placement,
             params,
-            layout,
+            mapping,
             torch.float32,
             adopt=True,
         )
@@ -151,7 +154,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     def bring(kind: str, responses: Any = None) -> None:
         nonlocal version
         version += 1
-        with published(publishers[kind], version) as manifest:
+        with published(publishers[kind], version, adapters if out["bytes"] else None) as manifest:
             reports = engines.start(engines.sync(manifest, version)).result() if manifest else []
             dist.barrier()
         if manifest and kind == "process_group":
@@ -174,7 +177,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         under_way = engines.start(engines.generate(99, case["long_response"])) if engines else None
         time.sleep(case["head_start"])
         dist.barrier()
-        old = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
+        old = HeldAnchor([p for _, p in policy.trained_parameters()], settings.anchor)
         perturb(policy, 1000, shape.tied_embeddings, case["noise"])
         bring(kind)
         samples = from_rank_0(under_way.result() if engines else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from transformers import (
 )
 
 from rpg_megatron.bridge.manifest import Manifest
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.models.lora import AdapterMapping
 from tests.support.bridge_trainers import PublishingRanks, start_trainers, state_dict
 from tests.support.engine import Engine, running_engines
 from tests.support.ranks import run_ranks
@@ -55,6 +58,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)),
+    "qwen3, as many key heads": lambda: Qwen3ForCausalLM(
+        Qwen3Config(
+            **COMMON | {"num_key_value_heads": 6},
+            head_dim=32,
+            tie_word_embeddings=False,
+            attention_bias=False,
+        )
+    ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             **COMMON,
@@ -150,11 +161,16 @@ class Rig:
 
 @contextmanager
 def bridge_engines(
-    folder: Path, name: str, tensors: Sequence[int], plugins: Sequence[str] = ()
+    folder: Path, name: str, tensors: Sequence[int], plugins: Sequence[str] = (), **changes: Any
 ) -> Iterator[list[Engine]]:
-    """Engines with random weights, one for each number of workers; the model is in ``model``."""
+    """Engines with random weights, one for each number of workers; the model is in ``model``.
+
+    changes: sections of the settings.
+    """
     make_model(name, folder / "model")
-    settings = [Settings.model_validate(settings_for(folder / "model", tensor)) for tensor in tensors]
+    settings = [
+        Settings.model_validate(settings_for(folder / "model", tensor) | changes) for tensor in tensors
+    ]
     with running_engines(folder, settings, plugins=plugins) as engines:
         for engine in engines:
             assert engine.versions() == [None] * engine.tensor
@@ -179,6 +195,7 @@ def check_matrix(
     perturbations: int,
     capsys: pytest.CaptureFixture[str],
     tolerance: float = 1e-3,
+    lora: dict[str, Any] | None = None,
 ) -> None:
     """Real Megatron ranks in each layout bring their weights into engines of one and of two workers by every
     transport, with each number of ranks; then both compute the same.
@@ -188,6 +205,12 @@ def check_matrix(
     total = sum(4 * weights[n].numel() for n in names)
     norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith("mlp.gate.weight"))
     sizes = [total + (engine.tensor - 1) * norms for engine in engines]
+    later = sizes
+    if lora is not None:  # each worker reads all adapters, and the model only once
+        mapping = AdapterMapping(read_model_shape(folder / "model"), LoraSettings.model_validate(lora))
+        of_adapters = sum(4 * math.prod(shape) for shape in mapping.hf_tensors().values())
+        later = [engine.tensor * of_adapters for engine in engines]
+        sizes = [size + more for size, more in zip(sizes, later, strict=True)]
     switched = 0
     for world, layouts in worlds.items():
         case = {
@@ -195,7 +218,7 @@ def check_matrix(
             "bridge": str(engines[0].bridge),
             "engines": [engine.tensor for engine in engines],
             "sockets": [str(engine.process.socket) for engine in engines],
-            "settings": settings_for(folder / "model", 1),
+            "settings": settings_for(folder / "model", 1) | ({} if lora is None else {"lora": lora}),
             "layouts": layouts,
             "perturbations": perturbations,
             # The noise adds up, and rounding grows with the weights.
@@ -210,10 +233,11 @@ def check_matrix(
             assert len(result["mismatch"]) == 2 * perturbations
             assert max(result["mismatch"]) < tolerance, layout
             # Each worker gets its weights once: norms and routers are on every worker, all others on one.
-            assert result["bytes"] == [sizes] * (2 * perturbations + 2), layout
+            assert result["bytes"] == [sizes] + [later] * (2 * perturbations + 1), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
-            assert read == {"shared_memory": sizes, "process_group": [0] * len(sizes)}, layout
-            assert result["ranks_read"] == list(range(world)), "all replicas send"
+            assert read["process_group"] == [0] * len(sizes), layout
+            assert result["checked"][0] == sizes, layout
+            assert lora or result["ranks_read"] == list(range(world)), "all replicas send"
             for switch, length, before in result["switched"]:
                 # Tokens from the switch on are of the new weights; all before must be of the old ones.
                 assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights: {result['odd']}"

@@ -35,7 +35,8 @@ def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> P
 
 def load_peft(settings: Settings, adapters: dict[str, torch.Tensor], mesh: Mesh) -> None:
     folder, lora = settings.model.adapter, settings.lora
-    assert folder is not None and lora is not None
+    assert folder is not None
+    assert lora is not None
     mapping = AdapterMapping(read_model_shape(settings.model.path), lora)
     load_hf_weights(
         folder,
