@@ -24,7 +24,7 @@ def run(case: dict, folder: Path, device: torch.device) -> list[dict]:
     settings = Settings.model_validate(case["settings"])
     mesh = start_mesh(settings.parallel)
     policy = checkpoint_policy(settings, mesh, device)
-    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor)
+    anchor = HeldAnchor([p for _, p in policy.trained_parameters()], settings.anchor)
     batch = pickle.loads((folder / "batch.pkl").read_bytes())
     packs = [policy.pack(micro) for micro in cut_unevenly(batch, 5, mesh)]
     if case["load"]:

@@ -16,8 +16,8 @@ token and the guard's numbers. Kills are aimed at rollout, update and sync; Ctrl
 the run saves and resumes, are among them. ``interrupted`` counts responses of several versions so far.
 
 In a fourth layout a response has two turns, sampled by an episode: environment workers are killed as reward
-workers are, being forks of fork servers too. In a fifth one, episodes of verifiers call a tool: the servers
-that run them are killed as well.
+workers are, being forks of fork servers too. In a fifth one only adapters (LoRA) are trained. In a sixth one,
+episodes of verifiers call a tool: the servers that run them are killed as well.
 
 Four of five runs fork vLLM's processes (``tests/support/engine``): the same processes die, but an engine's
 start, in which kills hit too, is shorter. Not covered: GPUs, several nodes, a machine that loses power.
@@ -38,6 +38,7 @@ from tests.support.ahead_runs import compare_ahead, count_mixed
 from tests.support.engine import install_plugin
 from tests.support.kills import KilledRun, draw
 from tests.support.watched_runs import (
+    ADAPTERS,
     AHEAD,
     EPISODES,
     LAYOUTS,
@@ -66,7 +67,7 @@ def register():
 RUNS = [
     (seed, layout)
     for layout in LAYOUTS
-    for seed in range(6 if layout in (AHEAD, EPISODES, VERIFIERS) else 12)
+    for seed in range(6 if layout in (AHEAD, EPISODES, ADAPTERS, VERIFIERS) else 12)
 ]
 
 

@@ -19,7 +19,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "distributed": {"distributed": True},
     "plain": {"distributed": False},
     "schedule-free": {"type": "schedule_free_adamw", "distributed": False},
+    "adapters": {"distributed": True},
 }
+WEIGHTS = {"adapters": 4 * 7 * 2}
+"""Number of weights in a checkpoint, if it is not the model's."""
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -81,6 +84,8 @@ def make_resume_case(
     # A large epsilon: where gradients are tiny, Adam would otherwise blow rounding errors up.
     optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
     settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
+    if kind == "adapters":
+        settings |= {"lora": {"rank": 4, "alpha": 8}}
     return {
         "settings": make_case(folder / "model", parallel, 5, settings)["settings"],
         "load": load and str(step_folder(folder / kind / load, 1)),

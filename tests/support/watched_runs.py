@@ -46,6 +46,7 @@ AHEAD = "ahead 2, two engines"
 EPISODES = "two turns, two engines"
 VERIFIERS = "a tool by verifiers, two engines"
 """Needs ``make .venv-verifiers``."""
+ADAPTERS = "adapters, tensor 2, two engines"
 _VENV = ROOT / ".venv-verifiers"
 
 
@@ -70,6 +71,10 @@ LAYOUTS = {
     EPISODES: [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
         "rollout.episode={type: tests.support.kill_reward:two_turns, workers: 4}",
+    ],
+    ADAPTERS: [
+        *("parallel.tensor=2", "engine.replicas=2", WORKERS),
+        *("lora={rank: 8, alpha: 16}", "optimizer.lr=1e-3"),
     ],
     VERIFIERS: [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),

@@ -69,7 +69,7 @@ def add_route(app: Any, gate: RequestGate) -> None:
             # base model.
             if self.engine_client.vllm_config.lora_config is None:
                 return None
-            return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "published over the bridge")
+            return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/adapters-come-over-the-bridge")
 
         async def serve_tokens_full_generator(
             self, request: Any, result_generator: Any, request_id: str, *_: Any, **__: Any

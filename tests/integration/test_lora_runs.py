@@ -1,0 +1,93 @@
+"""Runs with adapters: faults of the engine are found by the guard, and responses continue over updates.
+
+Whole runs by the command line. A plug-in makes vLLM bind or apply the adapters wrongly, and switches off the
+check of the slots, which would name each fault itself (test_lora_engine). Then the guard stops the run: before
+the first step, by its probes with known adapters, although the run's own B is zero; or in the step after the
+update from which on the engine keeps older adapters. A run that samples two updates ahead trains, with
+responses of several versions, and the guard compares the tokens of each version.
+Kills and resumes: test_kills (layout ``adapters``), test_resume_layouts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
+from tests.integration.test_lora_engine import FAULTS
+from tests.support.engine import install_plugin
+from tests.support.runs import TrainCommand
+from tests.support.tiny_models import write_byte_model
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+SMALL = [
+    "training.steps=3",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "training.minibatches=2",
+    "engine.max_sequences=16",
+    "engine.kv_cache_gib=0.25",
+    "engine.restarts=0",
+    "evaluation=null",
+    "lora={rank: 8, alpha: 16}",
+    "optimizer.lr=1e-2",
+]
+
+
+class Run(TrainCommand):
+    def __init__(self, folder: Path, *overrides: str):
+        super().__init__(folder, folder / "lora-001", *SMALL, f"runs={folder}", "name=lora", *overrides)
+
+    def rows(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("fault", ["base", "stale name", "alpha", "swapped", "half", "late older"])
+def test_the_guard_finds_faults_that_the_engine_serves(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = install_plugin(tmp_path / "plugin", "faults", FAULTS)
+    monkeypatch.setenv("PYTHONPATH", str(plugin), prepend=":")
+    monkeypatch.setenv("RPG_TEST_FAULT", f"unchecked {fault}")
+    model = ["parallel.tensor=1"]
+    if fault == "swapped":  # needs as many keys as queries
+        write_byte_model(tmp_path / "model", num_key_value_heads=4)
+        model.append(f"model.path={tmp_path / 'model'}")
+    run = Run(tmp_path, *model)
+    code, err = run.finish(600)
+    output = run.out.read_text() + err
+    assert code == (1 if fault == "stale name" else 2), output
+    if fault == "stale name":  # vLLM has no adapter of the name that requests have, and dies
+        assert "adapters-come-over-the-bridge" in output, output
+    else:
+        assert "engine and trainer disagree" in output, output
+        early = "with known adapters (lora), before training: step 1" in output
+        assert early == (fault != "late older"), output
+        assert early or "step 2: engine and trainer disagree" in output, output
+    run.assert_nothing_left()
+
+
+def test_responses_continue_over_updates_of_adapters(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        "parallel.tensor=1",
+        "training.steps=6",
+        "rollout.ahead=2",
+        "correction.type=truncate",
+        "engine.max_sequences=2",
+        "optimizer.lr=1e-3",
+    )
+    code, err = run.finish(900)
+    assert code == 0, run.out.read_text() + err
+    mixed = 0
+    for row in run.rows()[1:]:
+        assert row["async/probe_tokens"] > 0
+        assert row["mismatch/logp_max"] <= 1e-4, row
+        for t in read_rollouts(rollouts_file(run.run, int(row["step"]))):
+            assert t.versions.max() < row["step"]
+            mixed += len(set(t.versions.tolist())) > 1
+    assert mixed > 0
+    run.assert_nothing_left()
