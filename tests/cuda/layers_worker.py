@@ -1,6 +1,6 @@
 """The process of test_fused_layers: one rank's model of Transformer Engine's layers, on fake CUDA tensors.
 
-``python layers_worker.py FOLDER CASE``: CASE is JSON with ``parallel``, ``rank``, ``experts``, ``precision``.
+``python layers_worker.py FOLDER CASE``: CASE is JSON with ``parallel``, ``rank``, ``experts``, ``precision``, ``lora``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import transformer_engine.pytorch  # noqa: F401, before the fake: it looks at th
 from benchmarks.policies import SHAPES
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.models.lora import is_adapter, with_adapters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.lora import LoraModel
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import build_optimizer, wrap_data_parallel
@@ -31,6 +33,7 @@ EXPERTS = ExpertShape(count=8, per_token=2, ffn_hidden_size=64, normalised=True,
 def look(case: dict[str, Any]) -> dict[str, Any]:
     base = {"model": {"path": "-"}, "data": {"path": "-"}, "device": "cuda", "training": {"minibatches": 1}}
     changes = {"precision": {"dtype": "bfloat16"} | case["precision"], "parallel": case["parallel"]}
+    changes["lora"] = case["lora"]
     settings = Settings.model_validate(base | changes)
     device = start_device("cuda")
     start_process_group(device)
@@ -41,8 +44,12 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     config = transformer_config(
         *(shape, settings.parallel, settings.precision, "selective"), device=device, fused=True
     )
-    chunks = [chunk.to(device) for chunk in build_model(shape, config, settings.model, mesh)]
-    layout, problems = mapping_for(shape), []
+    lora = settings.lora
+    built = build_model(shape, config, settings.model, mesh, separate_norms=lora is not None)
+    chunks = [chunk.to(device) for chunk in built]
+    layout, problems = with_adapters(mapping_for(shape), lora), []
+    if lora is not None:
+        LoraModel(chunks, shape, lora, 0)
     for name, p in named_parameters(chunks):
         expected_shape = layout.local_shape(name, tensor=mesh.tensor, vocab_multiple=1, experts=mesh.experts)
         if expected_shape != tuple(p.shape):
@@ -58,11 +65,15 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     parts = [layer.self_attention.linear_qkv, layer.self_attention.core_attention, layer.mlp]
     parts += [layer.mlp.experts] if case["experts"] else [layer.mlp.linear_fc1]
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    trained = [name for name, p in named_parameters(chunks) if p.requires_grad]
+    if lora is not None and (wrong := [name for name in trained if not is_adapter(name)]):
+        problems.append(f"not frozen: {wrong}")
     return {
         "problems": problems,
         "parts": [type(part).__name__ for part in parts],
         "optimizers": sorted({f"{type(o.optimizer).__module__}.{type(o.optimizer).__name__}" for o in inner}),
         "parameters": len(list(named_parameters(chunks))),
+        "trained": len(trained),
     }
 
 

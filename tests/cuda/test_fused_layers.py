@@ -28,6 +28,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         for recipe in ("blockwise", "tensorwise", "delayed")
     },
     "experts, blockwise": {"precision": {"fp8": {"recipe": "blockwise"}}, "experts": True},
+    "adapters, TP2+SP": {"parallel": SP, "rank": 1, "lora": {"rank": 4}},
+    "adapters, blockwise": {"precision": {"fp8": {"recipe": "blockwise"}}, "lora": {"rank": 4}},
+    "adapters, experts": {"experts": True, "lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}},
 }
 PARTS = {
     False: [
@@ -42,10 +45,14 @@ PARTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_model_of_fused_layers(name: str, tmp_path: Path) -> None:
-    case = {"parallel": {}, "rank": 0, "experts": False, "precision": {}} | LAYOUTS[name]
+    case = {"parallel": {}, "rank": 0, "experts": False, "precision": {}, "lora": None} | LAYOUTS[name]
     result = run_ranks("tests.cuda.layers_worker", 1, tmp_path, json.dumps(case), fresh=True)
     assert "error" not in result, result["error"]
     assert result["problems"] == result["faults"] == []
-    assert result["parts"] == PARTS[case["experts"]]
+    norms = "ColumnParallelLinear" if case["lora"] else "LayerNormColumnParallelLinear"
+    parts = [part.replace("LayerNormColumnParallelLinear", norms) for part in PARTS[case["experts"]]]
+    assert result["parts"] == parts  # adapters read what comes out of the norms
+    targets = len((case["lora"] or {}).get("targets", range(7)))
+    assert result["trained"] == (result["parameters"] if not case["lora"] else 2 * 2 * targets)
     assert result["optimizers"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
     assert result["parameters"] >= 10

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rpg_megatron.bridge.controller import ApplyFailed
+from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import read_model_shape
@@ -103,14 +103,6 @@ def engines(folder: Path) -> Iterator[list[Engine]]:
         yield engines
 
 
-@pytest.mark.long
-def test_engines_compute_with_the_adapters_of_each_sync(
-    folder: Path, engines: list[Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
-    layouts = {2: {"TP2": {"tensor": 2}}}
-    check_matrix(folder, engines, MODEL, layouts, 2, capsys, tolerance=1e-4, lora=LORA)
-
-
 class Publisher:
     """One trainer rank in this process, with random adapters."""
 
@@ -158,6 +150,8 @@ def test_the_slots_are_checked_in_each_sync(folder: Path, engines: list[Engine],
     engine = engines[number]
     publisher = Publisher(folder / "model", engine.bridge)
     try:
+        with pytest.raises(CheckFailed, match="only adapters are published, and the engine has no weights"):
+            publisher.sync(engine, complete=False)
         for complete in (True, False):
             for fault, message in SEEN.items():
                 with planted(engine, fault), pytest.raises(ApplyFailed, match=message):
@@ -167,3 +161,11 @@ def test_the_slots_are_checked_in_each_sync(folder: Path, engines: list[Engine],
                 assert engine.versions() == [publisher.version] * engine.tensor, fault
     finally:
         publisher.inner.close()
+
+
+@pytest.mark.long
+def test_engines_compute_with_the_adapters_of_each_sync(
+    folder: Path, engines: list[Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    layouts = {2: {"TP2": {"tensor": 2}}}
+    check_matrix(folder, engines, MODEL, layouts, 2, capsys, tolerance=1e-4, lora=LORA)

@@ -1,0 +1,167 @@
+"""Settings of adapters, their mapping, and what engines are started with.
+
+Why: a rank, a target or a cut that is wrong trains something else than the user asked for. The numbers are
+proved by tests/distributed/test_lora_layouts and tests/integration/test_lora_engine.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpg_megatron.bridge.publisher import make_publish_plan
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.lora import ENGINE_RANKS, LoraSettings
+from rpg_megatron.config.settings import make_settings
+from rpg_megatron.engine.command import engine_command
+from rpg_megatron.launcher.preflight import check_lora
+from rpg_megatron.models.boxes import MappingError
+from rpg_megatron.models.lora import AdapterMapping, split_parameters, with_adapters
+from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_owners
+from rpg_megatron.models.registry import mapping_for
+from tests.support.tiny_models import TINY, TINY_MOE, config_of, write_checkpoint
+
+BASE: dict[str, Any] = {
+    "model": {"path": "model"},
+    "data": {"path": "unused"},
+    "device": "cpu",
+    "precision": {"dtype": "float32"},
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def settings_with(lora: dict[str, Any] | None, **more: Any) -> Settings:
+    return make_settings(BASE | {"lora": lora} | more, None, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("lora", "more", "message"),
+    [
+        ({"rank": 0}, {}, "lora.rank"),
+        ({"rank": 513}, {}, "lora.rank"),
+        ({"alpha": 0}, {}, "lora.alpha"),
+        ({"dropout": 0.05}, {}, "lora.dropout"),
+        ({"targets": []}, {}, "the list is empty"),
+        ({"targets": ["q_proj", "q_proj"]}, {}, "names q_proj twice"),
+        ({"targets": ["query"]}, {}, "lora.targets"),
+        ({"target_modules": ["q_proj"]}, {}, "did you mean"),
+        ({"publish": "merged"}, {"precision": {"dtype": "bfloat16"}}, "needs precision.dtype float32"),
+        (None, {"model": {"path": "model", "adapter": "adapter"}}, "model.adapter needs lora"),
+    ],
+)
+def test_impossible_settings_are_named(lora: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        settings_with(lora, **more)
+
+
+def test_the_scale_is_that_of_peft() -> None:
+    assert LoraSettings(rank=16, alpha=32).scale == 2
+    assert LoraSettings(rank=16, alpha=32, rslora=True).scale == 8
+    assert LoraSettings(targets=("o_proj", "q_proj")).names == ("q_proj", "o_proj")
+    assert [LoraSettings(rank=r).engine_rank for r in (1, 2, 8, 9, 200, 512)] == [1, 8, 8, 16, 256, 512]
+    assert tuple(sorted(ENGINE_RANKS)) == ENGINE_RANKS
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("targets", ["all-linear", ("k_proj", "down_proj")])
+def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any) -> None:
+    mapping = AdapterMapping(TINY, LoraSettings(rank=3, targets=targets))
+    ranks = []
+    for stage in range(pipeline):
+        layers = range(stage * TINY.num_layers // pipeline, (stage + 1) * TINY.num_layers // pipeline)
+        for cut in range(tensor):
+            shapes = mapping.stage_params(
+                layers=layers, first=stage == 0, last=True, tensor=tensor, vocab_multiple=1
+            )
+            place = RankCoordinates(
+                rank=len(ranks),
+                tensor=tensor,
+                tensor_rank=cut,
+                pipeline_rank=stage,
+                data_rank=0,
+                context_rank=0,
+                vocab_multiple=1,
+            )
+            ranks.append(RankShards(place, tuple(shapes.items())))
+    owners = assign_owners(mapping, ranks)  # checks that the slices cover each tensor once
+    names = list(owners)
+    assert len(names) == TINY.num_layers * 2 * len(mapping.lora.names)
+    prefix = "base_model.model.model.layers."
+    assert all(
+        name.startswith(prefix) and name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names
+    )
+    cut_names = {name.split(".")[-3] for name, slices in owners.items() if len(slices) == tensor > 1}
+    assert cut_names == (set(mapping.lora.names) if tensor > 1 else set())
+    elements = sum(math.prod(shape) for shape in mapping.hf_tensors().values())
+    held = sum(s.piece.hf.numel for slices in owners.values() for s in slices)
+    assert held == elements
+
+
+def test_names_of_no_adapter_are_refused() -> None:
+    mapping = AdapterMapping(TINY, LoraSettings(targets=("q_proj",)))
+    name = "decoder.layers.0.self_attention.lora.{}.A"
+    assert mapping.local_shape(name.format("q_proj"), tensor=1, vocab_multiple=1) == (16, TINY.hidden_size)
+    for other in (name.format("k_proj"), "decoder.layers.0.self_attention.linear_qkv.weight"):
+        with pytest.raises(MappingError, match="not a parameter of an adapter"):
+            mapping.local_shape(other, tensor=1, vocab_multiple=1)
+
+
+def test_some_tensors_are_published_alone() -> None:
+    import torch
+
+    lora = LoraSettings(rank=2)
+    mapping = with_adapters(mapping_for(TINY), lora)
+    cut: dict[str, Any] = {"tensor": 1, "vocab_multiple": 1}
+    shapes = mapping.stage_params(layers=range(TINY.num_layers), first=True, last=True, **cut)
+    params = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    model, adapters = split_parameters(params)
+    assert set(model) == set(
+        mapping_for(TINY).stage_params(layers=range(TINY.num_layers), first=True, last=True, **cut)
+    )
+    assert len(adapters) == TINY.num_layers * 7 * 2
+    place = RankCoordinates(
+        rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+    )
+    plan = make_publish_plan(place, params, mapping)
+    names = AdapterMapping(TINY, lora).hf_tensors().keys()
+    assert plan.restricted(None) is plan
+    assert plan.restricted(names).owners.keys() == names
+    assert {param for _, _, param, _ in plan.restricted(names).slices_of(0)} == adapters.keys()
+
+
+@pytest.mark.parametrize(
+    ("shape", "lora", "tensor", "message"),
+    [
+        (TINY, {}, 8, "needs parallel.tensor to divide the model's 4 key/value heads"),
+        (TINY_MOE, {}, 1, "gate_proj, up_proj are in experts, which get no adapters"),
+        (TINY_MOE, {"targets": [*ATTENTION, "up_proj"]}, 1, "lora.targets: up_proj are in experts"),
+    ],
+)
+def test_models_that_cannot_have_the_adapters(shape: Any, lora: Any, tensor: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_lora(settings_with(lora, parallel={"tensor": tensor}), shape)
+    check_lora(settings_with({"targets": ATTENTION}, parallel={"tensor": 4}), shape)
+
+
+def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", config_of(TINY), {})
+
+    def options(lora: dict[str, Any] | None, weights: Any = "dummy") -> list[str]:
+        settings = settings_with(
+            lora,
+            model={"path": str(tmp_path / "model")},
+            data={"path": "unused", "max_prompt_tokens": 32},
+        )
+        command = engine_command(settings, 0, tmp_path / "socket", weights=weights)
+        return command[command.index("--enable-lora") :] if "--enable-lora" in command else []
+
+    found = options({"rank": 9, "targets": ["k_proj", "q_proj", "down_proj"]})
+    assert found[:7] == [
+        *("--enable-lora", "--max-loras", "1", "--max-lora-rank", "16"),
+        *("--lora-target-modules", "qkv_proj"),
+    ]
+    assert found[7] == "down_proj"
+    assert options(None) == options({"publish": "merged"}) == options({"rank": 4}, "checkpoint") == []
