@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from rpg_megatron.checkpoints import hf_files
 from rpg_megatron.checkpoints.megatron_folder import MEGATRON, CheckpointMetadata, is_megatron
+from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG
 from rpg_megatron.checkpoints.run_folder import (
     ANCHOR,
     CHECKPOINTS,
@@ -29,7 +30,6 @@ from rpg_megatron.checkpoints.run_folder import (
     list_steps,
     read_step,
 )
-from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import real_path
