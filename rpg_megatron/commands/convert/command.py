@@ -203,9 +203,7 @@ def open_megatron(
         else:
             verify_hf_checkpoint(source, layout)
     elif adapter:
-        raise UserError(
-            f"--adapter: {megatron} is not a LoRA run or a checkpoint of one; leave out --adapter"
-        )
+        raise UserError(f"--adapter: {megatron} is not a LoRA run or its checkpoint; leave out --adapter")
     return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, tensor, pipeline, lora)
 
 
