@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import ValidationError
 
 from rpg_megatron.checkpoints import hf_files
 from rpg_megatron.checkpoints.megatron_folder import MEGATRON, CheckpointMetadata, is_megatron
+from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG
 from rpg_megatron.checkpoints.run_folder import (
     ANCHOR,
     CHECKPOINTS,
@@ -31,6 +33,7 @@ from rpg_megatron.checkpoints.run_folder import (
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import real_path
+from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.parsing import read_yaml
 
 Kind = Literal["hf", "megatron", "step", "run"]
@@ -39,6 +42,7 @@ EXPORTS = "hf"
 _GIVE_CONFIG = (
     "give the model's config.json and tokenizer with rpg-megatron convert megatron-to-hf --config DIR"
 )
+_GIVE_BASE = "give the model that it was trained on with rpg-megatron convert megatron-to-hf --config DIR"
 
 
 @dataclass(frozen=True)
@@ -115,24 +119,42 @@ def open_step(path: Path, name: str) -> Step:
     return Step(folder, folder / weights, root, metadata, files)
 
 
-def find_model_files(step: Step) -> tuple[Path, Path]:
+def find_lora(step: Step) -> LoraSettings | None:
+    """The settings of a step's adapters, if it is one of a LoRA run; it then has no other weights.
+
+    Only this section of the step's settings is read and checked. Raises UserError if it is not valid.
+    """
+    try:
+        section = read_yaml(step.folder / CONFIG, real_path(step.root)).get("lora")
+        return None if section is None else LoraSettings.model_validate(section)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        key = ".".join(["lora", *map(str, first["loc"])])
+        raise UserError(
+            f"{step.folder / CONFIG}: {shorten(key, 100)}: {shorten(first['msg'], 200)}"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return None  # with --config, whole weights are converted without the settings
+
+
+def find_model_files(step: Step, *, base: bool = False) -> tuple[Path, Path]:
     """Folder with config.json and tokenizer of a step's model, and the folder that they must lie in.
 
     That is ``model.path`` of the step's settings or, if it is not on this machine, an export of the run.
+    base: only the former, for its weights: adapters are merged in an export.
     Raises UserError if there is neither. The settings are not checked: only this key is read.
     """
-    file = step.folder / CONFIG
+    file, give = step.folder / CONFIG, _GIVE_BASE if base else _GIVE_CONFIG
     try:
         model = Path(read_yaml(file, real_path(step.root))["model"]["path"])
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as e:
-        raise UserError(f"{file}: has no model.path ({shorten(str(e), 200)}); {_GIVE_CONFIG}") from None
+        raise UserError(f"{file}: has no model.path ({shorten(str(e), 200)}); {give}") from None
     if model.is_absolute() and (model / hf_files.CONFIG).is_file():
         return model, model
-    if exports := list_exports(step.run):
+    if not base and (exports := list_exports(step.run)):
         return exports[-1], step.run
     raise UserError(
-        f"{file}: model.path is {shorten(str(model), 200)}, which has no {hf_files.CONFIG} here; "
-        f"{_GIVE_CONFIG}"
+        f"{file}: model.path is {shorten(str(model), 200)}, which has no {hf_files.CONFIG} here; {give}"
     )
 
 
@@ -154,6 +176,8 @@ def _is_part(path: Path) -> bool:
 
 def _describe(path: Path) -> str:
     """What a folder without a checkpoint holds, and what to give instead."""
+    if (path / ADAPTER_CONFIG).is_file():
+        return "is an adapter without its model; give a merged checkpoint, such as hf/step_NNNNNN of its run"
     inside = sorted(p for p in path.iterdir() if p.is_dir())
     if steps := [p for p in inside if (p / STATE).is_file()]:
         return f"holds the checkpoints of a run; give one of them, such as {steps[-1]}"

@@ -322,6 +322,16 @@ def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], voca
     everyone = gather_objects(own_tensors, dict[str, tuple[tuple[int, ...], bool]])
     expected = {key: value for rank in everyone for key, value in rank.items()}
     stored = contents.weights
+    adapters = any(map(is_adapter, stored))
+    if adapters != any(map(is_adapter, expected)):
+        raise UserError(
+            f"{folder}: holds "
+            + (
+                "the adapters of a LoRA run, without its model; give the run's checkpoint, with its settings"
+                if adapters
+                else "a whole model, and the settings train adapters (lora); set lora to null"
+            )
+        )
     problems = [f"missing: {n}" for n in expected if n not in stored]
     problems += [f"unexpected: {n}" for n in stored if n not in expected]
     problems += [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rpg_megatron.config.lora import TARGETS
 from rpg_megatron.models.lora import AdapterMapping
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 _UNSUPPORTED: dict[str, Any] = {
     "bias": "none",
     "use_dora": False,
@@ -25,6 +28,18 @@ _UNSUPPORTED: dict[str, Any] = {
     "alpha_pattern": {},
 }
 """Keys of adapter_config.json, each with the value that an adapter of ours has."""
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Keys of newer versions of PEFT, which change what an adapter does if they are set."""
+_KEEP_BASE = ("gaussian", "eva", "orthogonal", "mica")
+"""The values of init_lora_weights with which PEFT leaves the model's weights as they are."""
 
 
 def peft_config(mapping: AdapterMapping, base: Path) -> dict[str, Any]:
@@ -61,28 +76,50 @@ def check_adapter(folder: Path, mapping: AdapterMapping) -> dict[str, StoredTens
             f"model.adapter: {file} cannot be read ({reason}); give a folder that PEFT has saved"
         ) from None
     if (kind := config.get("peft_type")) != "LORA":
-        raise UserError(
-            f"model.adapter: {file} has peft_type {shorten(str(kind), 50)}; only LORA can be trained"
-        )
-    problems = [
-        f"{key} is {shorten(str(config[key]), 100)}, and only {value!r} is supported"
-        for key, value in _UNSUPPORTED.items()
-        if config.get(key) and config[key] != value
-    ]
-    lora = mapping.lora
-    for key, theirs, ours in (
-        ("rank", config.get("r", 8), lora.rank),
-        ("alpha", config.get("lora_alpha", 8), lora.alpha),
-        ("rslora", bool(config.get("use_rslora")), lora.rslora),
-    ):
-        if theirs != ours:
-            problems.append(f"set lora.{key} to {shorten(str(theirs), 50)}, it is {ours}")
-    modules = config.get("target_modules")
-    named = {str(name).rpartition(".")[2] for name in modules} if isinstance(modules, list) else set()
-    if named != set(lora.names) and named <= set(TARGETS):
-        problems.append(f"set lora.targets to [{', '.join(name for name in TARGETS if name in named)}]")
-    if problems:
+        raise UserError(f"model.adapter: {file} has peft_type {_shown(kind)}; only LORA can be trained")
+    if problems := [*_unsupported(config), *_differences(config, mapping.lora)]:
         raise UserError(f"model.adapter: {file}: {'; '.join(problems)}")
-    stored = read_header(folder / ADAPTER_WEIGHTS)
+    weights = folder / ADAPTER_WEIGHTS
+    if not weights.exists() and (folder / _PICKLE).exists():
+        raise UserError(
+            f"model.adapter: {folder} has its weights in {_PICKLE}, a pickle, which is not loaded; save them "
+            f"as {ADAPTER_WEIGHTS}, with PEFT's save_pretrained"
+        )
+    stored = read_header(weights)
     check_stored(folder, stored, mapping, "settings (lora)")
     return stored
+
+
+def _unsupported(config: dict[str, Any]) -> Iterator[str]:
+    for key, value in (_UNSUPPORTED | dict.fromkeys(_VARIANTS)).items():
+        if config.get(key) and config[key] != value:
+            yield f"{key} is {_shown(config[key])}, and only {value!r} is supported"
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start not in _KEEP_BASE:
+        yield (
+            f"init_lora_weights is {_shown(start)}, with which PEFT changes the model's weights too; save it "
+            "with path_initial_model_for_weight_conversion"
+        )
+
+
+def _differences(config: dict[str, Any], lora: LoraSettings) -> Iterator[str]:
+    """What differs from the settings, or cannot be compared with them."""
+    for key, name, ours in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
+        theirs = config.get(key, 8)
+        if type(theirs) not in (int, float) or not 0 < theirs < math.inf:
+            yield f"{key} is {_shown(theirs)}, not a number above 0"
+        elif theirs != ours:
+            yield f"set lora.{name} to {_shown(theirs)}, it is {ours}"
+    if (theirs := bool(config.get("use_rslora"))) != lora.rslora:
+        yield f"set lora.rslora to {str(theirs).lower()}"
+    named = config.get("target_modules")
+    if isinstance(named, list) and all(isinstance(name, str) for name in named):
+        if set(named) != set(lora.names) and set(named) <= set(TARGETS):
+            yield f"set lora.targets to [{', '.join(sorted(set(named)))}]"
+    elif not isinstance(named, str):  # a pattern, which the tensors' names show
+        yield f"target_modules is {_shown(named)}, not a list of names"
+
+
+def _shown(value: Any) -> str:
+    """A value of a file, for a message."""
+    return shorten(ascii(value), 100)

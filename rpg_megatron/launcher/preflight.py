@@ -19,6 +19,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.lora import ATTENTION_TARGETS
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
+from rpg_megatron.models.lora import check_heads
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -106,13 +107,9 @@ def check_lora(settings: Settings, shape: ModelShape) -> None:
             f"lora.targets: {', '.join(sorted(others))} are in experts, which get no adapters (PEFT's format "
             f"cannot name the dense layers alone); set it to [{', '.join(ATTENTION_TARGETS)}]"
         )
-    if shape.num_kv_heads % settings.parallel.tensor:
-        problems.append(
-            f"lora needs parallel.tensor to divide the model's {shape.num_kv_heads} key/value heads, it is "
-            f"{settings.parallel.tensor}; lower it"
-        )
     if problems:
         raise UserError("; ".join(problems))
+    check_heads(shape, settings.parallel.tensor, "parallel.tensor")
 
 
 def check_engine_layout(settings: Settings, shape: ModelShape) -> None:

@@ -20,6 +20,7 @@ import yaml
 
 from rpg_megatron.checkpoints.checkpoint_path import kind_of, whole_step
 from rpg_megatron.checkpoints.run_folder import (
+    ADAPTERS,
     CONFIG,
     RunState,
     find_problems,
@@ -378,7 +379,7 @@ def _check_length(settings: Settings, checkpoint: Path, step: int) -> None:
 def _rewind(folder: Path, state: dict[str, Any], notes: list[str]) -> None:
     """Remove the files of steps after the checkpoint, which will be repeated. Keeps damaged checkpoints."""
     _cut_metrics(folder / METRICS, state, notes)
-    for part in ("rollouts", "evaluation", "hf"):
+    for part in ("rollouts", "evaluation", "hf", ADAPTERS):
         for file in (folder / part).glob("step_*"):
             match = _STEP.match(file.name)
             if match and int(match[1]) > state["step"]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.lora import ATTENTION_TARGETS, LoraSettings
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, MappingError, Piece
@@ -204,6 +205,15 @@ class AdaptedMapping:
 def with_adapters(mapping: ModelMapping, lora: LoraSettings | None) -> ModelMapping:
     """The mapping of a model and its adapters, if there are any."""
     return mapping if lora is None else AdaptedMapping(mapping, AdapterMapping(mapping.shape, lora))
+
+
+def check_heads(shape: ModelShape, tensor: int, key: str) -> None:
+    """Check that adapters can be cut. key: of the tensor-parallel size. Raises UserError."""
+    if shape.num_kv_heads % tensor:
+        raise UserError(
+            f"lora needs {key} to divide the model's {shape.num_kv_heads} key/value heads, it is {tensor}; "
+            "lower it"
+        )
 
 
 def split_parameters[T](params: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

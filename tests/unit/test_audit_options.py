@@ -44,6 +44,19 @@ def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: 
         plan_audit(tmp_path, None)
 
 
+def test_a_run_of_adapters_gives_them_apart_from_its_model(config_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny-001"
+    (run / "hf" / "step_000002").mkdir(parents=True)
+    shutil.copyfile(config_file, run / "config.yaml")
+    shutil.copyfile(config_file.parent / "train.jsonl", run / "train.jsonl")
+    overrides = ["lora.rank=8", "model.adapter=start"]
+    merged = plan_audit(run, overrides)[0].model
+    assert (merged.path, merged.adapter) == (run / "hf" / "step_000002", None)
+    (run / "adapters" / "step_000002").mkdir(parents=True)
+    model = plan_audit(run, overrides)[0].model
+    assert (model.path.name, model.adapter) == ("model", run / "adapters" / "step_000002")
+
+
 def test_what_cannot_be_audited_is_said_before_anything_starts(
     config_file: Path, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:

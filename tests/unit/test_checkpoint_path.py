@@ -100,6 +100,7 @@ def test_what_is_evaluated(run: Path, checkpoint: Path) -> None:
         ),
         ("above", "holds Hugging Face checkpoints; give one of them, such as .*above/model"),
         ("empty", "has no config.json, and is not a Megatron checkpoint, a run or a checkpoint of a run"),
+        ("adapter", "is an adapter without its model; give a merged checkpoint"),
         ("new", r"the run .*new has no complete checkpoint in checkpoints/ yet"),
     ],
 )
@@ -109,6 +110,8 @@ def test_each_other_folder_is_one_message_with_what_to_give(
     (tmp_path / "above").mkdir()
     (tmp_path / "above" / "model").symlink_to(checkpoint)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     for option, command in (
         ("--megatron", open_megatron),

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.checkpoints.run_folder import ADAPTERS
 from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
@@ -66,7 +67,8 @@ def audit(
         request["sync"] = False
         loads = engine.model_copy(update={"arguments": (*engine.arguments, "--load-format", "safetensors")})
         model = settings.model.model_copy(update={"path": engine_model.absolute()})
-        engine_settings = settings.model_copy(update={"engine": loads, "model": model})
+        update = {"engine": loads, "model": model, "lora": None}  # the weights that it loads are whole
+        engine_settings = settings.model_copy(update=update)
     signals.raising = False  # from here on, resources must be cleaned up
     synced = engine_model is None
     with RunLauncher(
@@ -112,8 +114,11 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
             old = {f"model.path ({display_path(settings.model.path)})": str(settings.model.path)}
             old |= {display_path(path): str(path.absolute()) for path in exports[:-1]}
             request["others"] = old
-            model = settings.model.model_copy(update={"path": exports[-1].absolute()})
-            settings = settings.model_copy(update={"model": model})
+            place = {"path": exports[-1].absolute(), "adapter": None}
+            adapter = target.absolute() / ADAPTERS / exports[-1].name
+            if settings.lora is not None and adapter.is_dir():
+                place = {"adapter": adapter}  # instead of the sums: engines are to add them
+            settings = settings.model_copy(update={"model": settings.model.model_copy(update=place)})
         if saved := list_rollouts(target):
             request["rollouts"] = str(saved[-1].absolute())
         settings = settings.model_copy(update={"runs": target.absolute().parent})

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.checkpoint_path import find_model_files, kind_of, open_step
+from rpg_megatron.checkpoints.checkpoint_path import find_lora, find_model_files, kind_of, open_step
 from rpg_megatron.checkpoints.hf_files import list_copied, open_copied, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
@@ -28,9 +28,11 @@ from rpg_megatron.checkpoints.megatron_folder import (
 from rpg_megatron.commands.convert.processes import ConvertProcesses, Job, StagingDir
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
+from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.launcher.supervisor import RunFailed, StopSignals
 from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.lora import AdapterMapping, check_heads, with_adapters
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import check_layout, mapping_for
@@ -90,10 +92,11 @@ class Source:
 
     shape: ModelShape
     layout: ModelMapping
+    """Of the result."""
     dtype: str
     """Dtype of the weights; empty if only Megatron's index has it."""
     config: Path
-    """Folder with config.json and tokenizer."""
+    """Folder with config.json and tokenizer and, for adapters, the weights that they are added to."""
     root: Path
     """The folder that the user has named for them: no link of theirs may leave it."""
     folder: Path
@@ -104,6 +107,8 @@ class Source:
     """Files to compare with the manifest: name -> bytes, sha256. Empty without a manifest."""
     tensor: int
     pipeline: int
+    lora: LoraSettings | None = None
+    """Of a LoRA run's checkpoint, which has adapters and no other weights."""
 
     @property
     def parameters(self) -> int:
@@ -113,10 +118,12 @@ class Source:
     def __str__(self) -> str:
         """One line: model and layout, and where the model's configuration is if that is another folder."""
         elsewhere = not self.config.absolute().is_relative_to(self.whole.absolute())
+        read = "weights, config.json" if self.lora is not None else "config.json"
         return (
             f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
             f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
-            f"{f'; config.json and tokenizer of {self.config}' if elsewhere else ''}"
+            f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
+            f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"
         )
 
 
@@ -146,13 +153,14 @@ def open_megatron(
     pipeline: int | None = None,
     config: Path | None = None,
     *,
+    adapter: bool = False,
     name: str = "--megatron",
 ) -> Source:
     """Find a Megatron checkpoint and check the layout for reading it, by default its own.
 
     megatron: its folder; a checkpoint of a run; or a run, for its newest one. config: HF folder with
     config.json and tokenizer, for a checkpoint written by Megatron-LM, or instead of that which a run's
-    settings name. name: option or argument, for messages.
+    settings name. adapter: convert a LoRA run's adapters alone. name: option or argument, for messages.
     """
     kind = kind_of(megatron, name)
     if kind == "hf":
@@ -161,6 +169,7 @@ def open_megatron(
         )
     metadata = CheckpointMetadata("", "", 1, 1)
     files: dict[str, dict[str, Any]] = {}
+    lora: LoraSettings | None = None
     if kind == "megatron":
         folder = whole = find_checkpoint(megatron)
         if (manifest := read_manifest(folder, *places_of(folder))) is not None:
@@ -176,7 +185,8 @@ def open_megatron(
         step = open_step(megatron, name)
         folder, whole, metadata = step.weights, step.folder, step.metadata
         files = {name: f for name, f in step.files.items() if name.startswith(f"{folder.name}/")}
-        source, root = (config, config) if config else find_model_files(step)
+        lora = find_lora(step)
+        source, root = (config, config) if config else find_model_files(step, base=lora is not None)
     try:
         shape = _read_shape(source, root)
     except UserError:
@@ -185,8 +195,16 @@ def open_megatron(
         raise
     tensor, pipeline = tensor or metadata.tensor, pipeline or metadata.pipeline
     check_layout(shape, tensor, pipeline)
-    layout = mapping_for(shape)
-    return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, tensor, pipeline)
+    layout: ModelMapping = mapping_for(shape)
+    if lora is not None:
+        check_heads(shape, tensor, "--tensor")
+        if adapter:
+            layout = AdapterMapping(shape, lora)
+        else:
+            verify_hf_checkpoint(source, layout)
+    elif adapter:
+        raise UserError(f"--adapter: {megatron} is not a LoRA run or its checkpoint; leave out --adapter")
+    return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, tensor, pipeline, lora)
 
 
 def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, verify: bool = False) -> Report:
@@ -222,7 +240,7 @@ def convert_to_hf(
     verify: bool = False,
     max_shard_bytes: int = 5 * 1024**3,
 ) -> Report:
-    """Write ``out`` as an HF checkpoint, in files of at most ``max_shard_bytes``.
+    """Write ``out`` as an HF checkpoint, in files of at most ``max_shard_bytes``, or as an adapter for PEFT.
 
     Raises as ``convert_to_megatron`` does. Checks every file against the manifest first, if there is one.
     """
@@ -232,7 +250,8 @@ def convert_to_hf(
         if source.files:
             processes.phase("checking", sum(f["bytes"] for f in source.files.values()))
             _refuse_damage(source.whole, source.files, processes.count)
-        job = _job(source, "megatron_to_hf", place.result, place.work, verify=verify, bound=max_shard_bytes)
+        direction = "megatron_to_peft" if isinstance(source.layout, AdapterMapping) else "megatron_to_hf"
+        job = _job(source, direction, place.result, place.work, verify=verify, bound=max_shard_bytes)
         memory = _run_ranks(job, processes)
         verification = _compare(job, place.result, processes) if verify else None
         place.keep()
@@ -242,6 +261,8 @@ def convert_to_hf(
 def mapping(source: Source) -> Iterator[str]:
     """The mapping, line by line: every parameter of every rank, and its slices of HF tensors."""
     layout, first = source.layout, 0
+    if not isinstance(layout, AdapterMapping):
+        layout = with_adapters(layout, source.lora)
     yield "rank, Megatron parameter [local shape]; below it: HF tensor [its part] -> [part of the parameter]"
     for stage, count in enumerate(source.shape.stage_layers(source.pipeline)):
         for tensor_rank in range(source.tensor):
@@ -310,6 +331,7 @@ def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool,
         dtype=source.dtype,
         max_shard_bytes=bound,
         sequences=_sequences(source.shape) if verify else [],
+        lora=None if source.lora is None else source.lora.model_dump(mode="json"),
     )
 
 

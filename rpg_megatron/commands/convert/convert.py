@@ -20,21 +20,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rpg_megatron.checkpoints.hf_export import export_hf
+from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.megatron import load_weights, save_weights, stored_dtype
 from rpg_megatron.checkpoints.megatron_folder import find_short_files, read_contents
 from rpg_megatron.commands.convert.processes import LOGITS, Job
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import folder_size
+from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.models.lora import AdapterMapping, split_parameters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it allows its classes in checkpoints
+from rpg_megatron.policy.lora import LoraModel, MergedWeights
 from rpg_megatron.policy.microbatch import pack_lengths
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
-from rpg_megatron.system.dtypes import WEIGHT_DTYPES, torch_dtype
+from rpg_megatron.system.dtypes import SAFETENSORS, WEIGHT_DTYPES, torch_dtype
 
 _REPORT_SECONDS = 0.5
 
@@ -46,6 +50,7 @@ class Conversion:
         self._job, self._report = job, report
         self._shape = read_model_shape(Path(job.config))
         self._layout = mapping_for(self._shape)
+        self._lora = None if job.lora is None else LoraSettings(**job.lora)
         expert_tensor = job.tensor if self._shape.experts is not None else 1
         self._parallel = ParallelSettings(
             tensor=job.tensor,
@@ -75,7 +80,7 @@ class Conversion:
 
     def _import(self, out: Path) -> None:
         job = self._job
-        model = self._build(torch_dtype(job.dtype))
+        model, _ = self._build(torch_dtype(job.dtype))
         parameters = list(named_parameters([model]))
         self._phase("reading", _bytes(parameters), lambda: self._read)
         load_hf_weights(
@@ -92,45 +97,79 @@ class Conversion:
         self._report_memory(parameters)
 
     def _export(self, checkpoint: Path) -> None:
-        job = self._job
+        job, coordinates = self._job, self._mesh.coordinates(vocab_multiple=1)
         dtype = run_together(lambda: _check_files(checkpoint))
-        model = self._build(dtype)
+        model, adapters = self._build(self._merge_dtype(dtype))
         parameters = list(named_parameters([model]))
         before = _bytes_read()
         self._phase("reading", _bytes(parameters), lambda: _bytes_read() - before)
-        load_weights(checkpoint, [model], self._shape.vocab_size)
-        self._begin_writing(dtype)
-        export_hf(
-            Path(job.out),
-            Path(job.config),
-            dict(parameters),
-            self._layout,
-            self._mesh.coordinates(vocab_multiple=1),
-            dtype=dtype,
-            max_shard_bytes=job.max_shard_bytes,
-            root=Path(job.root),
-        )
+        self._load(checkpoint, model)
+        weights, trained = split_parameters(dict(parameters))
+        if job.direction == "megatron_to_peft":
+            assert self._lora is not None
+            layout = AdapterMapping(self._shape, self._lora)
+            self._phase("writing")
+            export_adapter(Path(job.out), trained, layout, coordinates, Path(job.config), dtype=dtype)
+        else:
+            self._begin_writing(dtype)
+            export_hf(
+                Path(job.out),
+                Path(job.config),
+                weights if adapters is None else MergedWeights(weights, adapters),
+                self._layout,
+                coordinates,
+                dtype=dtype,
+                max_shard_bytes=job.max_shard_bytes,
+                root=Path(job.root),
+            )
         self._report_memory(parameters)
+
+    def _merge_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The model's, for a result in ``dtype``: sums with adapters, which have it too, are rounded once."""
+        if self._lora is None or self._job.direction == "megatron_to_peft":
+            return dtype
+        stored = verify_hf_checkpoint(Path(self._job.config), self._layout)
+        same = {torch_dtype(SAFETENSORS[t.dtype]) for t in stored.values()} == {dtype}
+        return dtype if same else torch.float32
+
+    def _load(self, checkpoint: Path, model: GPTModel) -> None:
+        """Load the weights; with adapters, theirs, and the model's unless only adapters are written."""
+        job = self._job
+        if self._lora is not None and job.direction != "megatron_to_peft":
+            load_hf_weights(
+                Path(job.config),
+                split_parameters(dict(named_parameters([model])))[0].items(),
+                self._layout,
+                tensor=job.tensor,
+                tensor_rank=self._mesh.tensor_rank,
+                vocab_multiple=1,
+                experts=self._mesh.experts,
+            )
+        load_weights(checkpoint, [model], self._shape.vocab_size)
 
     def _save_logits(self, checkpoint: Path) -> None:
         """Save the logits of the checkpoint on disk, in float32 regardless of its dtype.
 
         bfloat16 rounds logits by 1% and more, which could hide a wrong frequency or norm.
         """
-        model = self._build(torch.float32)
-        load_weights(checkpoint, [model], self._shape.vocab_size)
+        model, adapters = self._build(torch.float32)
+        self._load(checkpoint, model)
+        if adapters is not None and (dtype := _check_files(checkpoint)) != torch.float32:
+            _merge(model, adapters, dtype)
         logits = _raw_logits(model, self._job.sequences, self._shape.vocab_size)
         if self._mesh.reports:
             save_file({str(i): x for i, x in enumerate(logits)}, Path(self._job.work) / LOGITS)
 
-    def _build(self, dtype: torch.dtype) -> GPTModel:
+    def _build(self, dtype: torch.dtype) -> tuple[GPTModel, LoraModel | None]:
         config = transformer_config(self._shape, self._parallel, PrecisionSettings(dtype="float32"))
         # Initial values are not needed. The dtype is set here, because training does not support float16.
         config.perform_initialization = False
         config.params_dtype = config.pipeline_dtype = dtype
         settings = ModelSettings(path=Path(self._job.config))
         (model,) = build_model(self._shape, config, settings, self._mesh)
-        return model
+        if self._lora is None:
+            return model, None
+        return model, LoraModel([model], self._shape, self._lora, seed=0)
 
     # -- reports -------------------------------------------------------------------------------------------
 
@@ -164,6 +203,17 @@ class Conversion:
 
     def _report_memory(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._report(shard=_bytes(parameters), peak=_memory("VmHWM") - self._baseline)
+
+
+@torch.no_grad()
+def _merge(model: GPTModel, adapters: LoraModel, dtype: torch.dtype) -> None:
+    """Replace the weights by their sums with the adapters, rounded to ``dtype`` as in an export."""
+    weights, trained = split_parameters(dict(named_parameters([model])))
+    merged = MergedWeights(weights, adapters)
+    for name, weight in weights.items():
+        weight.copy_(merged[name].to(dtype))
+    for parameter in trained.values():
+        parameter.zero_()
 
 
 def _bytes(parameters: Iterable[tuple[str, Tensor]]) -> int:

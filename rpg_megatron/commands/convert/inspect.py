@@ -24,6 +24,7 @@ from rpg_megatron.checkpoints.megatron_folder import (
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import places_of, real_path
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+from rpg_megatron.models.lora import is_adapter
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 from rpg_megatron.system.terminal import one_line
@@ -54,6 +55,8 @@ class Inspection:
     """Model sizes from config.json."""
     facts: dict[str, Any] = field(default_factory=dict)
     """From a Megatron checkpoint's manifest: version, dtype, layout."""
+    adapters: bool = False
+    """Whether it is of a LoRA run: it then has no other weights."""
     checked: str = ""
     """Which checks were made."""
     tensors: list[Row] = field(default_factory=list)
@@ -86,6 +89,8 @@ class Inspection:
         lines += ["", f"{self.folder}: {self.kind} checkpoint"]
         if self.model:
             lines.append(f"model: {_describe(self.model)}")
+        if self.adapters:
+            lines.append("LoRA: adapters of this model, without its weights")
         if self.facts:
             lines.append(one_line("written: " + ", ".join(f"{k}={v}" for k, v in self.facts.items())))
         lines.append(f"tensors: {len(self.tensors)}, {self.parameters:,} numbers, {self.size / 1e6:,.1f} MB")
@@ -157,6 +162,7 @@ def _add_contents(inspection: Inspection, folder: Path) -> None:
     """List the tensors according to Megatron's index, and check that files are long enough for it."""
     contents = _attempt(inspection, lambda: read_contents(folder))
     if contents:
+        inspection.adapters = any(map(is_adapter, contents.weights))
         inspection.tensors = [
             Row(n, t.dtype, list(t.shape), f"{t.parts} part{'s' if t.parts > 1 else ''}")
             for n, t in contents.tensors.items()

@@ -62,18 +62,26 @@ def megatron_to_hf(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="HF config and tokenizer, for a checkpoint that names none."),
+        typer.Option(metavar="DIR", help="HF config and tokenizer, or a LoRA run's model, if not found."),
     ] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file size, GiB.")] = 5.0,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a LoRA run: write the adapter alone, in PEFT's format.")
+    ] = False,
     verify: Verify = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint."""
+    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint.
+
+    The adapters of a LoRA run are merged with its model.
+    """
     with exit_on_interrupt():
         from rpg_megatron.commands.convert import command as tool
         from rpg_megatron.launcher.run_dir import newest_run
 
-    source = tool.open_megatron(newest_run(megatron), tensor, pipeline, config)
+    if adapter and verify:
+        raise UserError("--verify compares whole models; leave out --adapter")
+    source = tool.open_megatron(newest_run(megatron), tensor, pipeline, config, adapter=adapter)
     limit = int(max_shard_gib * 1024**3)
     work = partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit)
     _convert(source, out, dry_run, work)

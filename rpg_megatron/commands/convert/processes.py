@@ -39,11 +39,11 @@ class Job:
     """The work of the ranks. Paths are absolute."""
 
     direction: str
-    """hf_to_megatron or megatron_to_hf."""
+    """hf_to_megatron, megatron_to_hf or megatron_to_peft."""
     source: str
     """HF folder, or Megatron's checkpoint folder (release, iter_...)."""
     config: str
-    """Folder with config.json and, for megatron_to_hf, the other files to copy."""
+    """Folder with config.json and, for megatron_to_hf, the other files to copy and adapters' base weights."""
     root: str
     """The folder that these files must lie in."""
     out: str
@@ -58,6 +58,8 @@ class Job:
     """Largest size of an HF file."""
     sequences: list[list[int]]
     """Token ids whose logits to save in ``work`` for comparison; empty: none."""
+    lora: dict[str, Any] | None = None
+    """Settings of the adapters that the Megatron checkpoint has instead of whole weights."""
 
 
 class StagingDir:
