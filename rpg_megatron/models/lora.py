@@ -19,6 +19,8 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape, same
 
 ROW_PARALLEL = ("o_proj", "down_proj")
+PACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Projections that are one layer in Megatron and one module in vLLM."""
 _PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention|mlp)\.lora\.(\w+)\.([AB])")
 _BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 
@@ -61,6 +63,16 @@ class AdapterMapping:
         """The projections of a layer that have adapters; of one with experts, those of its attention."""
         names = self.lora.names
         return tuple(n for n in names if n in ATTENTION_TARGETS or not self.shape.has_experts(layer))
+
+    def packed(self, layer: int) -> list[tuple[str, ...]]:
+        """Of ``PACKED`` those with an adapter in a layer."""
+        targets = self.targets(layer)
+        return [names for names in PACKED if any(name in targets for name in names)]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of all adapters."""
+        return sum(rows * columns for rows, columns in self._hf_tensors.values())
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name in PEFT's file and full shape of every tensor, layer by layer."""
