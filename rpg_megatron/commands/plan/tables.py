@@ -129,11 +129,12 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         + (", tied" if shape.tied_embeddings else ""),
     )
-    if settings.lora is not None:
+    if (lora := settings.lora) is not None:
+        where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names)
         yield (
             "adapters",
-            f"rank {settings.lora.rank}, on {', '.join(settings.lora.names)}: {count(plan.trained)} of "
-            f"{count(plan.parameters)} parameters are trained ({plan.trained / plan.parameters:.2%})",
+            f"rank {lora.rank}, {where}: {count(plan.trained)} of {count(plan.parameters)} parameters are "
+            f"trained ({plan.trained / plan.parameters:.2%})",
         )
     if (e := shape.experts) is not None:
         yield (
@@ -267,7 +268,7 @@ def _print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) 
     _print_table(console, title, ("phase", ">seconds", ">share", "bound by"), phases, [total])
     rows = []
     for step in steps:
-        gpus, idle = f"{step.trainer_gpus:.0f} + {step.engine_gpus:.0f}", f"{step.engine_idle:.0%}"
+        gpus, idle = f"{step.trainer_gpus:g} + {step.engine_gpus:g}", f"{step.engine_idle:.0%}"
         if step.placement == "colocated":
             gpus, idle = f"{step.gpus:.0f}", "the same"
         speed = f"{step.trained_tokens / step.step:,.0f}"
