@@ -77,6 +77,11 @@ def test_qwen3_8b_takes_a_quarter_of_the_memory_and_a_hundredth_of_the_disk() ->
     assert adapters.fits
     assert adapters.rank_total <= full.rank_total / 4
     assert saved_disk(adapters) <= saved_disk(full) / 100
+    sizes = f"{adapters.rank_total / GIB:.0f} GiB of a trainer rank instead of {full.rank_total / GIB:.0f}"
+    disk = f"a checkpoint is {saved_disk(adapters) / saved_disk(full):.2%} of the size"
+    page = " ".join((EXAMPLES.parent / "docs" / "plan.md").read_text().split())
+    assert sizes in page
+    assert disk in page
 
 
 def test_only_adapters_have_gradients_and_state() -> None:

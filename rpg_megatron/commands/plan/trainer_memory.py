@@ -33,6 +33,9 @@ RUNTIME = 50_000_000
 """On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
 FREED = 0.12
 """On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
+FREED_OF_BATCH = 0.5
+"""With frozen weights in addition, per byte of a batch's tensors, which are most of what is freed; measured:
+with FREED 40% to 70%."""
 
 _TRAJECTORY = 1500
 """Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
@@ -235,7 +238,10 @@ def rank_memory(
             # process still holds the memory of the backward pass then.
             parts.append(MemoryPart("copy of the gradients", 4 * held.trained, "estimated", "update"))
         tensors = RankMemory(stage, publishes, held.total, held.trained, tuple(parts)).peak
-        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(FREED * tensors), "estimated"))
+        freed = FREED * tensors
+        if lora is not None:
+            freed += FREED_OF_BATCH * sum(part.nbytes for part in parts if part.phase == "update")
+        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(freed), "estimated"))
     return RankMemory(stage, publishes, held.total, held.trained, tuple(parts))
 
 
