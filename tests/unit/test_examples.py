@@ -335,7 +335,7 @@ def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     rows = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(
-            r"\| `(\S+a\d+b\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
+            r"\| `(\S+a\d+b_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
         ):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
             rows.append((match[1], match[2], overrides, list(match.groups()[3:])))
