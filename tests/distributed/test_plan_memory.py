@@ -301,7 +301,7 @@ def test_activations_of_two_ranks_are_those_that_autograd_saves(
         "qwen3 TP2+SP": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], **BFLOAT16),
         "llama TP2": settings_for(tiny["llama"], **LAYOUTS["TP2"], **BFLOAT16),
         "llama PP2": settings_for(tiny["llama"], **LAYOUTS["PP2"]),
-        "qwen3 TP2+SP LoRA": settings_for(tiny["qwen3"], **ADAPTERS["LoRA TP2+SP"]),
-        "qwen3 TP2 LoRA": settings_for(tiny["qwen3"], **LAYOUTS["TP2"], **BFLOAT16, **ADAPTERS["LoRA"]),
+        "qwen3 TP2+SP LoRA": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], lora={"rank": 8}),
+        "qwen3 TP2 LoRA": settings_for(tiny["qwen3"], **LAYOUTS["TP2"], **BFLOAT16, lora={"rank": 8}),
     }
     check_activations(cases, tmp_path)
