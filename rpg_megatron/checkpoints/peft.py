@@ -10,7 +10,7 @@ from typing import Any
 from rpg_megatron.checkpoints.hf_files import StoredTensor, check_stored, read_header
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import read_json
-from rpg_megatron.config.lora import TARGETS
+from rpg_megatron.config.lora import TARGETS, LoraSettings
 from rpg_megatron.models.lora import AdapterMapping
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -42,9 +42,8 @@ _KEEP_BASE = ("gaussian", "eva", "orthogonal", "mica")
 """The values of init_lora_weights with which PEFT leaves the model's weights as they are."""
 
 
-def peft_config(mapping: AdapterMapping, base: Path) -> dict[str, Any]:
+def peft_config(lora: LoraSettings, base: Path) -> dict[str, Any]:
     """Content of adapter_config.json. base: the model's folder."""
-    lora = mapping.lora
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",

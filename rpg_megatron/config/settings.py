@@ -299,6 +299,11 @@ class Settings(Section):
         if self.reward.kl is not None:
             yield "reward.kl and teacher exclude each other; use objective.type distil with objective.reward"
 
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether engines apply adapters themselves, beside weights that they get once."""
+        return self.lora is not None and self.lora.publish == "adapters"
+
     def _lora_problems(self) -> Iterator[str]:
         if self.lora is None:
             if self.model.adapter is not None:

@@ -34,6 +34,7 @@ from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
 from rpg_megatron.launcher.preflight import has_tokenizer
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.system.custom_code import CustomCode
@@ -262,11 +263,13 @@ def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = 
     written.
     """
     numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
+    adapters = 0 if settings.lora is None else AdapterMapping(shape, settings.lora).parameters
     item = ITEM_BYTES[settings.precision.dtype]
-    checkpoint = numbers * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
+    trained = numbers if settings.lora is None else adapters
+    checkpoint = trained * (item + 8 + (4 if item < 4 else 0))  # weights, moments, float32 copy
     if settings.checkpoint.every is None:
         checkpoint = 0
-    export = numbers * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
+    export = (numbers + adapters) * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
     best = settings.checkpoint.keep_best
     kept = settings.checkpoint.keep + 1 + (best.k if best is not None else 0)
     exports = 2 if best is not None and best.export else 1

@@ -19,7 +19,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.lora import ATTENTION_TARGETS
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
-from rpg_megatron.models.lora import check_heads
+from rpg_megatron.models.lora import AdapterMapping, check_heads
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -246,6 +246,8 @@ def check_shared_memory(
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{folder} is missing or not writable; weights are transferred to engines through it")
     numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
+    if settings.lora is not None and settings.serves_adapters:
+        numbers += AdapterMapping(shape, settings.lora).parameters
     needed = numbers * ITEM_BYTES[settings.precision.dtype] + _SPARE
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -20,6 +20,8 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape, same
 
 ROW_PARALLEL = ("o_proj", "down_proj")
+PACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Projections that are one layer in Megatron and one module in vLLM."""
 _PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention|mlp)\.lora\.(\w+)\.([AB])")
 _BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 
@@ -57,6 +59,16 @@ class AdapterMapping:
 
     shape: ModelShape
     lora: LoraSettings
+
+    @property
+    def packed(self) -> list[tuple[str, ...]]:
+        """Of ``PACKED`` those with an adapter."""
+        return [names for names in PACKED if any(name in self.lora.names for name in names)]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of all adapters."""
+        return sum(rows * columns for rows, columns in self._hf_tensors.values())
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name in PEFT's file and full shape of every tensor, layer by layer."""

@@ -1,6 +1,7 @@
 """The process of test_fused_layers: one rank's model of Transformer Engine's layers, on fake CUDA tensors.
 
-``python layers_worker.py FOLDER CASE``: CASE is JSON with ``parallel``, ``rank``, ``experts``, ``precision``, ``lora``.
+``python layers_worker.py FOLDER CASE``: CASE is JSON with ``parallel``, ``rank``, ``experts``,
+``precision``, ``lora``.
 """
 
 from __future__ import annotations

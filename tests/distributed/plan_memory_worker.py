@@ -14,6 +14,7 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.megatron import plan_save
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.lora import split_parameters, with_adapters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
@@ -81,7 +82,7 @@ def main() -> None:
         phase("model")
         load_hf_weights(
             settings.model.path,
-            policy.named_parameters(),
+            split_parameters(dict(policy.named_parameters()))[0].items(),
             layout,
             tensor=mesh.tensor,
             tensor_rank=mesh.tensor_rank,
@@ -97,14 +98,14 @@ def main() -> None:
         settings.bridge,
         Path(case["bridge"]),
         placement,
-        dict(policy.named_parameters()),
-        layout,
+        policy.served.tensors,
+        with_adapters(layout, settings.lora if settings.serves_adapters else None),
         torch_dtype(settings.precision.dtype),
         adopt=not settings.optimizer.distributed,
     )
     phase("publisher")
     has_anchor = settings.anchor.type != "old"
-    anchor = HeldAnchor([p for _, p in policy.named_parameters()], settings.anchor) if has_anchor else None
+    anchor = HeldAnchor([p for _, p in policy.trained_parameters()], settings.anchor) if has_anchor else None
     phase("anchor")
     teacher = checkpoint_teacher(settings, mesh, device)
     phase("teacher")
@@ -132,6 +133,7 @@ def main() -> None:
         with policy.updating():
             policy.update(packs, build_loss(settings), build_aggregator(settings), lr=1e-6)
         phase(f"update {step}")
+        policy.served.refresh()
         with published(publisher, step):
             pass
         phase(f"publish {step}")

@@ -8,7 +8,8 @@ wrote, makes the next update with the same loss and gradient norm, and ends with
 held anchor; for the distributed, the plain and the Schedule-Free optimizer, and for adapters (LoRA), whose
 checkpoints hold no other weights (in the default tier, the last three at DP4 only), with a vocabulary that
 the layouts pad differently. At the layout that saved, every number is the same bit for bit. Long: also at
-TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2 from each of these.
+TP2xDP2, PP2xDP2 and CP2xTP2, and at TP1, TP2, DP2 and PP2 on as few ranks as they need, and back at TP2xPP2
+from each of these.
 A trainer that is killed with SIGKILL while it saves in the background leaves whole checkpoints only, and the
 newest one loads; only kills that fell within a save count.
 Not covered: GPUs, bfloat16, what else a run's checkpoint holds (tests/integration), disks

@@ -3,8 +3,8 @@
 Whole runs by the command line. A plug-in makes vLLM bind or apply the adapters wrongly, and switches off
 the check of the slots, which would name each fault itself (test_lora_engine). Then the guard stops the run:
 before the first step, by its probes with known adapters, although the run's own B is zero; or in the step
-after the update from which on the engine keeps older adapters. A run that samples two updates ahead trains, with
-responses of several versions, and the guard compares the tokens of each version.
+after the update from which on the engine keeps older adapters. A run that samples two updates ahead trains,
+with responses of several versions, and the guard compares the tokens of each version.
 Kills and resumes: test_kills (layout ``adapters``), test_resume_layouts.
 """
 

@@ -23,7 +23,17 @@ from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check_model
-from tests.support.recipes import AHEAD, EXAMPLES, H100, MIXTURES, PAPER, REHEARSED, ROWS, shrunk
+from tests.support.recipes import (
+    ADAPTERS,
+    AHEAD,
+    EXAMPLES,
+    H100,
+    MIXTURES,
+    PAPER,
+    REHEARSED,
+    ROWS,
+    shrunk,
+)
 
 GIB = 1024**3
 
@@ -157,7 +167,7 @@ def test_sizes_are_those_of_the_published_models(name: str) -> None:
     assert make_plan(settings).parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD, *MIXTURES], ids=label)
+@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD, *MIXTURES, *ADAPTERS], ids=label)
 def test_each_fits_its_cards(file: Path) -> None:
     plan = make_plan(load_settings(file))
     assert plan.problems == ()
@@ -243,8 +253,8 @@ def test_lengths_beyond_the_math_models_positions_are_refused() -> None:
 
 
 def test_names_of_runs_differ() -> None:
-    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES]]
-    assert len(set(names)) == len(names) == 54
+    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES, *ADAPTERS]]
+    assert len(set(names)) == len(names) == 57
 
 
 def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
@@ -297,7 +307,7 @@ def costs() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "file", [*ROWS, *H100, *AHEAD, *MIXTURES, EXAMPLES / "qwen3_4b_distil.yaml"], ids=label
+    "file", [*ROWS, *H100, *AHEAD, *MIXTURES, *ADAPTERS, EXAMPLES / "qwen3_4b_distil.yaml"], ids=label
 )
 def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
     """And no other placement of the same GPUs that trains on responses of the current weights is faster."""
@@ -325,7 +335,7 @@ def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     rows = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(
-            r"\| `(\S+a\d+b\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
+            r"\| `(\S+a\d+b_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|", line
         ):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])
             rows.append((match[1], match[2], overrides, list(match.groups()[3:])))
@@ -358,6 +368,43 @@ def test_every_mixture_is_documented() -> None:
         ("qwen3_235b_a22b_dapo_math_8k", "64 + 64"),
     }
     assert {file.stem for file in MIXTURES} == {name for name, *_ in mixtures()}
+
+
+def test_adapters_are_documented_with_plans_estimates() -> None:
+    rows = re.findall(
+        r"\| `(\S+_lora)` \| (.+) \| (\d+) \| (\S+M) \| (\d+) \| (\d+) \| (\d+) \|",
+        (EXAMPLES / "README.md").read_text(),
+    )
+    assert [row[0] for row in rows] == [file.stem for file in sorted(ADAPTERS, key=lambda f: cards(f))]
+    for name, gpus, rank, trained, *estimates in rows:
+        plan, base = plan_of(EXAMPLES / f"{name}.yaml"), load_settings(EXAMPLES / "dapo_math" / "base.yaml")
+        lora = plan.settings.lora
+        assert lora is not None
+        assert (lora.publish, int(rank)) == ("adapters", lora.rank)
+        assert plan.settings.optimizer.lr == pytest.approx(10 * base.optimizer.lr)
+        assert gpus == (
+            f"{plan.gpus.total} shared"
+            if plan.gpus.colocated
+            else f"{plan.gpus.trainer} + {plan.gpus.engines}"
+        )
+        assert trained == f"{plan.trained / 1e6:.0f}M"
+        nbytes = plan.rank_total, plan.engine.total, sum(part.nbytes for part in plan.host)
+        assert [f"{n / GIB:.0f}" for n in nbytes] == estimates
+
+
+def cards(file: Path) -> int:
+    return plan_of(file).gpus.total
+
+
+def test_the_largest_mixture_fits_no_fewer_cards_with_adapters() -> None:
+    """Its rank holds an eighth of the experts: with four ranks, or engines of four GPUs, it does not fit."""
+    settings = load_settings(EXAMPLES / "qwen3_235b_a22b_lora.yaml")
+    plan = make_plan(settings)
+    weights = 2 * plan.parameters
+    assert plan.gpus.total == 16
+    assert weights / 4 > plan.target.nbytes
+    # On the same eight, or fewer than 16: a GPU holds a share of both.
+    assert weights / 8 + plan.engine.weights > plan.target.nbytes
 
 
 def test_with_small_sizes_each_file_is_a_rehearsed_run() -> None:

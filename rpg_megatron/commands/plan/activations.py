@@ -5,6 +5,11 @@ counted from the layers that ``policy/model.py`` specifies; a test compares the 
 Fused: counted from the sources of Transformer Engine 2.20.2 and Megatron-Core 0.19.2, as passed to
 ``save_for_backward``; memory that two tensors share counts once. Not measured on a GPU. Not counted: tensors
 with one number per sequence, and the rotary angles, 4 bytes x head size x longest sequence for all layers.
+
+With adapters all other weights are frozen: a linear layer then saves its input only if an adapter reads it,
+in bfloat16 also with FP8, and norms save nothing for the gradient of their weight. Transformer Engine's norms
+are layers of their own. Not counted: the copies of A that are read as one matrix. Counted too much: the first
+layer of all saves less, since its input needs no gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.layout import in_fp8, layers_of
 from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.config.lora import ATTENTION_TARGETS, LoraSettings
 from rpg_megatron.config.policy import FP8Settings, ParallelSettings
+from rpg_megatron.models.lora import PACKED
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Device = Literal["cpu", "cuda"]
@@ -66,6 +73,7 @@ def saved_tensors(
     fp8: FP8Settings | None = None,
     experts: bool = False,
     routes: Routes = "even",
+    lora: LoraSettings | None = None,
 ) -> dict[str, float]:
     """Bytes per token of a context rank of each tensor that a layer saves, in the order of the forward pass.
 
@@ -85,7 +93,22 @@ def saved_tensors(
     low = item if fp8 is None else 1 + (_WIDE / _BLOCK if fp8.recipe == "blockwise" else 0)
     # With delayed scaling, the projection saves its own FP8 input, because the scale has changed by the
     # backward pass. Otherwise it reads the memory of attention's output.
-    projected = low * queries if fp8 is not None and fp8.recipe == "delayed" else 0
+    projected = low * queries if fp8 is not None and fp8.recipe == "delayed" and lora is None else 0
+    frozen, names = lora is not None, () if lora is None else lora.names
+    if experts:
+        names = tuple(name for name in names if name in ATTENTION_TARGETS)
+
+    def read(*projections: str, width: float = low) -> float:
+        """Bytes per column of the input of these projections, which the gradient of a weight needs."""
+        return (item if any(name in names for name in projections) else 0) if frozen else width
+
+    def narrow(*projections: str, ranks: float = 1) -> float:
+        """A x of adapters, of the tokens of one of ``ranks`` ranks."""
+        rows = 0 if lora is None else lora.rank * sum(name in names for name in projections)
+        return item * rows / ranks
+
+    qkv_names, _, inner_names, _ = PACKED
+    cut = tensor if parallel.sequence else 1
     # Local norms in bfloat16 save a float32 copy of their input. In float32 it is the input itself; that of
     # the keys' norm is a view of QKV.
     key_copy = _WIDE * keys if item != _WIDE else 0
@@ -99,8 +122,13 @@ def saved_tensors(
     attention = [
         ("layer's input, which the first norm reads", _WIDE * stream, item * stream),
         ("1/rms", rms, rms),
-        ("normalised", item * stream, 0),
-        ("first norm's output, read by QKV", item * stream, low * stream),
+        ("normalised", 0 if frozen else item * stream, 0),
+        (
+            "first norm's output, read by QKV",
+            read(*qkv_names, width=item) * stream,
+            read(*qkv_names) * stream,
+        ),
+        ("adapters of QKV: A x", *(narrow(*qkv_names),) * 2),
         ("QKV, of which values are a view", qkv, 0),
     ]
     if shape.qk_norm:
@@ -108,7 +136,7 @@ def saved_tensors(
             ("queries before their norm", _WIDE * queries, item * queries),
             ("keys before their norm", key_copy, item * keys),
             ("1/rms of query and key heads", head_rms, head_rms),
-            ("queries and keys, normalised", item * (queries + keys), 0),
+            ("queries and keys, normalised", 0 if frozen else item * (queries + keys), 0),
         ]
     attention += [
         ("queries, rotated", item * queries, item * queries),
@@ -117,20 +145,31 @@ def saved_tensors(
         ("keys and values of all context ranks", gathered, 0),
         ("attention's output", one_rank * item * queries, item * queries),
         ("log-sum-exp of each head", one_rank * _WIDE * heads, _WIDE * heads),
-        ("outputs of all sequences, read by the projection", item * queries, 0),
+        ("outputs of all sequences, read by the projection", read("o_proj", width=item) * queries, 0),
         ("attention's output in FP8, read by the projection", 0, projected),
+        ("adapter of the projection: A x", *(narrow("o_proj", ranks=cut),) * 2),
         ("attention's sum with the stream, which the second norm reads", _WIDE * stream, item * stream),
     ]
+    # A router reads it, and the recomputed part of a layer begins with it.
+    wide, thin = read(*inner_names, width=item), read(*inner_names)
+    if frozen and (experts or recompute == "selective"):
+        wide = thin = item
     second_norm = [
         ("1/rms, second", rms, rms),
-        ("normalised, second", item * stream, 0),
-        ("second norm's output", item * stream, low * stream),
+        ("normalised, second", 0 if frozen else item * stream, 0),
+        ("second norm's output", wide * stream, thin * stream),
     ]
-    columns = item * shape.ffn_hidden_size / tensor
+    columns = shape.ffn_hidden_size / tensor
     mlp = [
-        ("gate|up", 2 * columns, 2 * columns),
-        ("silu(gate), up + offset", 2 * columns, 0),
-        ("silu(gate) x up, read by the second linear layer", columns, columns * low / item),
+        ("adapters of gate and up: A x", *(narrow(*inner_names),) * 2),
+        ("gate|up", 2 * item * columns, 2 * item * columns),
+        ("silu(gate), up + offset", 2 * item * columns, 0),
+        (
+            "silu(gate) x up, read by the second linear layer",
+            read("down_proj", width=item) * columns,
+            read("down_proj") * columns,
+        ),
+        ("adapter of the second linear layer: A x", *(narrow("down_proj", ranks=cut),) * 2),
     ]
     if experts and (e := shape.experts) is not None:
         rows = expert_rows(shape, parallel, routes)
@@ -138,30 +177,35 @@ def saved_tensors(
         # Indices of all (expert, token) pairs, of which Megatron keeps a view; of each choice two indices and
         # a weight.
         router = (_INDEX * e.count + e.per_token * (2 * _INDEX + _WIDE)) / tensor
+        trained = not frozen
         mlp = [
-            ("rows in the order of the experts", rows * item * hidden, rows * item * hidden),
+            ("rows in the order of the experts", *(trained * rows * item * hidden,) * 2),
             ("gate|up", 2 * columns, 2 * columns),
             ("silu(gate), up + offset, product before it is weighted", 3 * columns, 0),
-            ("weighted product, read by the second linear layer", columns, columns),
+            ("weighted product, read by the second linear layer", *(trained * columns,) * 2),
             ("weights of the rows", rows * _WIDE, rows * _WIDE),
             ("router's indices and weights", router, router),
         ]
-    # Selective recomputation keeps all up to the MLP. The second norm is a part of a dense fused MLP.
-    kept = attention + (second_norm if recompute == "none" or experts or not fused else [])
+    # Selective recomputation keeps all up to the MLP. The second norm is a part of a dense fused MLP, if that
+    # is trained.
+    kept = attention + (second_norm if recompute == "none" or experts or not fused or frozen else [])
     table = kept + (mlp if recompute == "none" else [])
     column = {name: of_fused if fused else of_local for name, of_local, of_fused in table}
     return {name: nbytes for name, nbytes in column.items() if nbytes}
 
 
 def head_tensors(
-    shape: ModelShape, parallel: ParallelSettings, dtype: str, *, fused: bool
+    shape: ModelShape, parallel: ParallelSettings, dtype: str, *, fused: bool, frozen: bool = False
 ) -> dict[str, float]:
-    """Bytes per token of what the last stage saves after the layers: final norm and log-prob head."""
+    """Bytes per token of what the last stage saves after the layers: final norm and log-prob head.
+
+    frozen: the weights of both are.
+    """
     item, stream = ITEM_BYTES[dtype], shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
     return {
         "final norm's input": (item if fused else _WIDE) * stream,
         "1/rms": _WIDE * stream / shape.hidden_size,
-        "normalised": 0 if fused else item * stream,
+        "normalised": 0 if fused or frozen else item * stream,
         "head's input, of all tokens": item * shape.hidden_size,
         "targets, two normalisers, entropy": 20,
     }
@@ -203,7 +247,8 @@ class StageActivations:
         )
         total = in_flight(self.stage, parallel, self.microbatches) * of_layers / parallel.virtual
         if self.stage == parallel.pipeline - 1:
-            head = sum(head_tensors(*self._sizes, fused=self.fused).values())
+            frozen = self.settings.lora is not None
+            head = sum(head_tensors(*self._sizes, fused=self.fused, frozen=frozen).values())
             total += self.tokens / parallel.context * head
         return round(total)
 
@@ -212,7 +257,13 @@ class StageActivations:
     ) -> float:
         """Bytes that a layer saves for one micro-batch."""
         saved = saved_tensors(
-            *self._sizes, fused=self.fused, recompute=recompute, fp8=fp8, experts=experts, routes=routes
+            *self._sizes,
+            fused=self.fused,
+            recompute=recompute,
+            fp8=fp8,
+            experts=experts,
+            routes=routes,
+            lora=self.settings.lora,
         )
         return self.tokens / self.settings.parallel.context * sum(saved.values())
 
@@ -230,19 +281,20 @@ class StageActivations:
     def _gradients(self, routes: Routes, *, experts: bool) -> float:
         """Bytes of the gradients that a layer's backward pass holds at once.
 
-        Fused layers compute all experts of a rank at once, local layers one after the other.
+        Fused layers compute all experts of a rank at once, local layers one after the other. Frozen weights
+        have no gradient, but adding adapters to gate|up takes three tensors of its size.
         """
         shape, parallel, dtype = self._sizes
         hidden, tokens = shape.hidden_size, -(-self.tokens // parallel.context)
-        columns = shape.ffn_hidden_size / parallel.tensor
-        inner, weight = 5 * columns, 2 * columns * hidden
+        columns, frozen = shape.ffn_hidden_size / parallel.tensor, self.settings.lora is not None
+        inner, weight = (6 if frozen else 5) * columns, 2 * columns * hidden
         if experts and (e := shape.experts) is not None:
             held, columns = e.count // parallel.expert, e.ffn_hidden_size / parallel.expert_tensor
             # The rows in the order of the tokens and of the experts, and the inner tensors.
             of_row = 2 * hidden + (3 * columns if self.fused else 5 * columns / held)
             inner = expert_rows(shape, parallel, routes) * of_row
             weight = (held if self.fused else 1) * 2 * columns * hidden
-        return ITEM_BYTES[dtype] * (tokens * (inner + 3 * hidden) + weight)
+        return ITEM_BYTES[dtype] * (tokens * (inner + 3 * hidden) + (0 if frozen else weight))
 
     def worst_routes(self, recompute: Recompute) -> int:
         """Additional bytes in an update if all tokens choose this rank's experts; 0 for a dense model."""

@@ -11,9 +11,17 @@ from typing import Literal, get_args
 from rpg_megatron.commands.plan.activations import Device
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
 from rpg_megatron.commands.plan.nccl_memory import engine_nccl
-from rpg_megatron.commands.plan.trainer_memory import NCCL, RESERVE, SERVED, MemoryPart, RankMemory
+from rpg_megatron.commands.plan.trainer_memory import (
+    MERGED,
+    NCCL,
+    RESERVE,
+    SERVED,
+    MemoryPart,
+    RankMemory,
+)
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.engine.command import kv_bytes_per_token
+from rpg_megatron.models.lora import ROW_PARALLEL, AdapterMapping, projection_shape
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -40,6 +48,8 @@ class EngineMemory:
 
     weights: int
     """Exact, except for weights that kernels re-pack."""
+    adapters: int
+    """Slots of adapters, and the adapters as they were read; 0 without."""
     running: int
     """Estimated: the largest batch's activations and logits, context, graphs, NCCL."""
     kv_cache: int
@@ -56,7 +66,12 @@ class EngineMemory:
     @property
     def total(self) -> int:
         """Peak bytes."""
-        return self.weights + self.running + max(0, self.kv_cache) + self.buckets
+        return self.weights + self.adapters + self.running + max(0, self.kv_cache) + self.buckets
+
+    @property
+    def asleep(self) -> int:
+        """Bytes in host memory while it sleeps: with adapters its weights, which are published only once."""
+        return self.weights + self.adapters if self.adapters else 0
 
     @property
     def kv_tokens(self) -> int:
@@ -80,12 +95,14 @@ def engine_memory(
     engine, item = settings.engine, ITEM_BYTES[settings.precision.dtype]
     kv_bytes = kv_bytes_per_token(settings, shape)
     weights = item * worker_parameters(shape, engine.tensor)
+    adapters = item * adapter_parameters(settings, shape)
     buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
     if device == "cuda" and engine.colocated:
         buckets = 0  # they are in host memory
     if device == "cpu":
         # The server's processes are counted with the machine: ``SERVER``.
-        return EngineMemory(weights, 0, int(engine.kv_cache_gib * _GIB), buckets, kv_bytes, longest, None)
+        kv_cache = int(engine.kv_cache_gib * _GIB)
+        return EngineMemory(weights, adapters, 0, kv_cache, buckets, kv_bytes, longest, None)
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
     buckets += links
     running = GRAPHS + engine_nccl(engine.tensor) + batched * item * _activations(shape, engine.tensor)
@@ -93,10 +110,10 @@ def engine_memory(
     running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
     if engine.colocated:
         kv_cache = int(engine.kv_cache_gib * _GIB)
-        return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, None)
+        return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, None)
     utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
-    kv_cache = int(utilisation * gpu_bytes) - weights - running
-    return EngineMemory(weights, running, kv_cache, buckets, kv_bytes, longest, utilisation)
+    kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
+    return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 
 
 def _activations(shape: ModelShape, tensor: int) -> int:
@@ -128,6 +145,28 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
             size //= tensor
         total += size
     return total
+
+
+def adapter_parameters(settings: Settings, shape: ModelShape) -> int:
+    """Number of parameters of adapters on one worker: in vLLM's slots, and as they were read.
+
+    A module has a slot for each of its projections, also for those without an adapter, with the engine's
+    rank. Of A a worker has all columns, of a row-parallel projection its share; B is the other way round.
+    What it read is not cut.
+    """
+    if settings.lora is None or not settings.serves_adapters:
+        return 0
+    mapping, tensor = AdapterMapping(shape, settings.lora), settings.engine.tensor
+    kv_workers = min(tensor, shape.num_kv_heads)  # with more workers, heads are replicated
+    slots = 0
+    for name in (name for packed in mapping.packed for name in packed):
+        outputs, inputs = projection_shape(shape, name)
+        if name in ROW_PARALLEL:
+            inputs //= tensor
+        else:
+            outputs //= kv_workers if name in ("k_proj", "v_proj") else tensor
+        slots += shape.num_layers * settings.lora.engine_rank * (outputs + inputs)
+    return slots + mapping.parameters
 
 
 def _argument(arguments: Sequence[str], name: str, default: float) -> float:
@@ -172,7 +211,7 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     memory. While the rank computes (log-probs, updates, checkpoints), the engine keeps only its context and
     graphs. Starting needs no more: the engines start alone, and the ranks when the engines sleep.
     """
-    weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED))
+    weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED, MERGED))
     nccl = sum(part.nbytes for part in rank.parts if part.name == NCCL)
     asleep = GRAPHS + engine_nccl(settings.engine.tensor)
     # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to, on the same node.
@@ -181,6 +220,7 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
     parts = [
         MemoryPart("engine: weights", engine.weights, "exact", "rollout"),
+        *([MemoryPart("engine: adapters", engine.adapters, "exact", "rollout")] if engine.adapters else []),
         MemoryPart("engine: KV cache", engine.kv_cache, "exact", "rollout"),
         MemoryPart("engine: batch, context, graphs, NCCL", engine.running, "estimated", "rollout"),
         MemoryPart("rank: parameters", weights, "exact", "rollout"),

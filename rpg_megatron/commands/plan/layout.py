@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.data.packing import padded_length, sequence_multiple
 from rpg_megatron.launcher.nodes import assign_node
+from rpg_megatron.models.lora import AdapterMapping, projection_shape
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.models.registry import mapping_for
 
@@ -52,6 +54,13 @@ def model_parameters(shape: ModelShape) -> int:
     return sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
 
 
+def trained_parameters(settings: Settings, shape: ModelShape) -> int:
+    """Number of parameters of the whole model that updates change."""
+    return (
+        model_parameters(shape) if settings.lora is None else AdapterMapping(shape, settings.lora).parameters
+    )
+
+
 @dataclass(frozen=True)
 class RankParameters:
     """Number of parameters of a pipeline rank, over all of its virtual stages."""
@@ -61,17 +70,22 @@ class RankParameters:
     """Of ``total``, those of experts; routers are not among them."""
     in_fp8: int
     """Of ``total``, those of matrices in layers that compute in FP8."""
+    trained: int
+    """Of ``total``, those that updates change: all, or those of adapters."""
+    adapted: int = 0
+    """Of ``total``, those of matrices with adapters."""
 
     def replicated(self, parallel: ParallelSettings, data: float | None = None) -> list[tuple[int, float]]:
-        """Parameters outside and inside experts, each with the number of ranks that hold the same ones.
+        """Trained parameters outside and inside experts, with the number of ranks that hold the same ones.
 
         data: overrides ``parallel.data``.
         """
         share = 1 if data is None else data / parallel.data
         outside = parallel.data * parallel.context * share
+        in_experts = self.in_experts if self.trained == self.total else 0
         return [
-            (self.total - self.in_experts, max(1.0, outside)),
-            (self.in_experts, max(1.0, expert_replicas(parallel) * share)),
+            (self.trained - in_experts, max(1.0, outside)),
+            (in_experts, max(1.0, expert_replicas(parallel) * share)),
         ]
 
     def owned(self, settings: Settings, data: float | None = None) -> float:
@@ -90,7 +104,7 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     shard = ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0) if shape.experts else ALL_EXPERTS
     how = parallel.tensor, settings.model.vocab_multiple, shard
     total, in_experts, _ = _count(shape, None, stage == 0, stage == parallel.pipeline - 1, *how)
-    quantised = 0
+    quantised = adapters = adapted = 0
     layers = [n for part in layers_of(shape, parallel, stage) for n in part]
     kinds = Counter((shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)) for n in layers)
     for (experts, on), number in kinds.items():
@@ -99,7 +113,22 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
         total += number * of_layer
         in_experts += number * of_experts
         quantised += number * of_matrices * on
-    return RankParameters(total, in_experts, quantised)
+        if settings.lora is not None:
+            of_adapters, of_adapted = _count_adapters(shape, settings.lora, example, parallel.tensor)
+            adapters += number * of_adapters
+            adapted += number * of_adapted
+    trained = total if settings.lora is None else adapters
+    return RankParameters(total + adapters, in_experts, quantised, trained, adapted)
+
+
+@lru_cache(maxsize=512)
+def _count_adapters(shape: ModelShape, lora: LoraSettings, layer: int, tensor: int) -> tuple[int, int]:
+    """Parameters of one layer's adapters on a rank, and of the matrices that have them."""
+    mapping = AdapterMapping(shape, lora)
+    shapes = mapping.stage_params(layers=[layer], first=False, last=False, tensor=tensor, vocab_multiple=1)
+    names = [name for packed in mapping.packed for name in packed]
+    matrices = sum(math.prod(projection_shape(shape, name)) for name in names)
+    return sum(map(math.prod, shapes.values())), matrices // tensor
 
 
 @lru_cache(maxsize=512)

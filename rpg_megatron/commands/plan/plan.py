@@ -21,6 +21,7 @@ from rpg_megatron.commands.plan.layout import (
     count_gpus,
     model_parameters,
     plan_batch,
+    trained_parameters,
 )
 from rpg_megatron.commands.plan.nccl_memory import link_nccl, trainer_nccl
 from rpg_megatron.commands.plan.trainer_memory import (
@@ -62,7 +63,9 @@ class Plan:
     settings: Settings
     shape: ModelShape
     parameters: int
-    """Number of parameters of the whole model."""
+    """Number of parameters of the whole model, without adapters."""
+    trained: int
+    """Number of those that updates change: all, or those of adapters."""
     target: Target
     batch: BatchPlan
     ranks: tuple[RankMemory, ...]
@@ -210,12 +213,21 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         settings=settings,
         shape=shape,
         parameters=model_parameters(shape),
+        trained=trained_parameters(settings, shape),
         target=target,
         batch=batch,
         ranks=ranks,
         engine=engine,
         gpus=gpus,
-        host=host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu),
+        host=host_memory(
+            settings,
+            shape,
+            batch,
+            ranks,
+            gpus,
+            on_gpu=on_gpu,
+            asleep=engine.asleep if settings.engine.colocated else 0,
+        ),
         shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpu else None,
         activations={kind: activations.saved(kind) for kind in _RECOMPUTE},
         routed_to_one=activations.worst_routes(recomputation(settings)),
@@ -259,7 +271,7 @@ def _problems(plan: Plan) -> Iterator[str]:
             return
         if engine.kv_cache < 0:
             yield (
-                f"an engine worker needs {gib(engine.weights + engine.running)} without a KV cache, and "
+                f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and "
                 f"vLLM uses {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
             )
         elif engine.total > target.nbytes:

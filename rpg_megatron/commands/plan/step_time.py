@@ -189,6 +189,11 @@ class _Case:
         """Parameters whose optimizer state is on the largest rank."""
         return self.parameters.owned(self.plan.settings, self.data)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the model's weights are frozen, beside adapters."""
+        return self.plan.settings.lora is not None
+
     def microbatches(self, tokens: float) -> int:
         """Micro-batches of a replica with this number of tokens."""
         return max(1, math.ceil(tokens / self.plan.settings.training.tokens_per_microbatch))
@@ -212,24 +217,34 @@ def _step(case: _Case) -> StepTime:
 
 
 def _pass_seconds(
-    case: _Case, tokens: float, squares: float, *, layers: float, mlp: float, head: float
+    case: _Case,
+    tokens: float,
+    squares: float,
+    *,
+    layers: float,
+    mlp: float,
+    head: float,
+    weight_gradients: bool = False,
 ) -> float:
     """Seconds of a replica's GPUs at their peak for passes over sequences with these sums of n and n^2.
 
     A forward pass takes 2 P n for products with weights (Kaplan et al. 2020, arXiv 2001.08361, 2.1) and
     2 n^2 heads head_dim L for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv 2104.04473,
     appendix). A backward pass takes twice that. layers, mlp, head: number of passes, a backward pass as two;
-    mlp: additional ones of the MLPs alone.
+    mlp: additional ones of the MLPs alone. weight_gradients: the passes include one for the gradients of
+    weights, which frozen ones do not need.
     """
     shape, settings = case.plan.shape, case.plan.settings
+    adapters = case.plan.trained if case.frozen else 0
+    saved = weight_gradients and case.frozen
     in_layers, in_head = shape.matmul_parameters
     in_mlp = 3 * shape.hidden_size * shape.active_ffn_columns
     fp8_layers = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
     share = fp8_layers / shape.num_layers
-    linear = 2 * tokens * (layers * in_layers + mlp * in_mlp)
+    linear = 2 * tokens * ((layers - saved) * in_layers + mlp * in_mlp)
     attention = 2 * squares * layers * shape.num_heads * shape.head_dim * shape.num_layers
-    output = 2 * tokens * head * in_head
-    flops = linear * (share * case.peak / case.assumed.peak("fp8") + 1 - share) + attention + output
+    other = 2 * tokens * ((head - saved) * in_head + layers * adapters)
+    flops = linear * (share * case.peak / case.assumed.peak("fp8") + 1 - share) + attention + other
     return flops / case.peak / (settings.parallel.world / settings.parallel.data)
 
 
@@ -259,7 +274,7 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
         """Seconds to read and to compute in one decoding step."""
         idle = 3 * shape.hidden_size * (_read_columns(shape, batch) - shape.active_ffn_columns)
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
-        read = weights + batch * context * case.plan.engine.kv_bytes_per_token
+        read = weights + case.plan.engine.adapters + batch * context * case.plan.engine.kv_bytes_per_token
         return read / bandwidth, 2 * (in_layers + in_head) * batch / flops
 
     context = case.prompt + case.response / 2
@@ -302,9 +317,7 @@ def _log_probs(case: _Case) -> Phase:
     exchange = _exchange_seconds(case, tokens)
     seconds = passes * (work + exchange) * case.bubble(tokens)
     if passes == 2:  # twice, in both directions
-        seconds += (
-            4 * case.item * case.plan.largest.parameters / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
-        )
+        seconds += 4 * case.item * case.plan.largest.trained / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
     bound = "FLOP/s" if work >= exchange else "exchange of tokens"
     if case.plan.settings.full_divergence is None:
         seconds += _teacher_seconds(case, tokens, squares)
@@ -319,7 +332,9 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
     teacher = case.plan.settings.teacher
     if teacher is None or teacher.path is None:
         return 0.0
-    other = replace(case, plan=replace(case.plan, shape=read_model_shape(teacher.path)))
+    settings = case.plan.settings.model_copy(update={"lora": None})
+    plan = replace(case.plan, shape=read_model_shape(teacher.path), settings=settings)
+    other = replace(case, plan=plan)
     work = _pass_seconds(other, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
     copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
     seconds = (work + _exchange_seconds(other, tokens)) * case.bubble(tokens)
@@ -355,7 +370,8 @@ def _update(case: _Case) -> Phase:
     tokens, squares = case.replica_work(case.plan.batch.sequences_per_update)
     again = recomputation(settings)
     layers, mlp = 3 + (again == "full"), again == "selective"
-    work = _pass_seconds(case, tokens, squares, layers=layers, mlp=mlp, head=4) / assumed.train_mfu
+    passes = _pass_seconds(case, tokens, squares, layers=layers, mlp=mlp, head=4, weight_gradients=True)
+    work = passes / assumed.train_mfu
     exchange = (2 + (again != "none")) * _exchange_seconds(case, tokens)
     link = (
         assumed.nvlink if parallel.tensor * case.data * parallel.context <= GPUS_PER_NODE else assumed.network
@@ -383,10 +399,15 @@ def _update(case: _Case) -> Phase:
 def _sync(case: _Case) -> Phase:
     """Bytes over bandwidth: of the busiest sender or of a worker, whichever transfers more.
 
+    Of adapters that engines apply, each worker reads all; the first sync, with the weights, does not count.
+
     Workers read from the memory of GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there
     and back), or over the network (``process_group``; gloo to colocated engines).
     """
     settings, worker, shared = case.plan.settings, case.plan.engine.weights, case.placement == "colocated"
+    sender = case.plan.largest.parameters
+    if settings.serves_adapters:
+        worker, sender = case.item * case.plan.trained, case.plan.largest.trained
     transport = settings.bridge.transport
     if shared != settings.engine.colocated:  # another placement than the settings': a transport for it
         transport = "cuda_ipc" if shared else "process_group"
@@ -400,14 +421,14 @@ def _sync(case: _Case) -> Phase:
         return Phase("sync", max(sent, worker) / link, f"{kind}, {who}")
     if transport == "cuda_ipc":
         return Phase("sync", worker / (case.assumed.nvlink * LINK_EFFICIENCY), "NVLink")
-    moved = case.item * case.plan.largest.parameters + worker
+    moved = case.item * sender + worker
     return Phase("sync", moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY), "host link")
 
 
 def _handover(case: _Case) -> Phase:
-    """Optimizer state is moved to host memory and back; engines sleep and wake."""
+    """Optimizer state is moved to host memory and back; engines sleep and wake, some with their weights."""
     settings = case.plan.settings
     state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned
-    moved = 2 * state * (1 - settings.memory.offload_optimizer)
+    moved = 2 * state * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
     seconds = 2 * HANDOVER + moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
     return Phase("handover", seconds, "host link, overheads")

@@ -100,6 +100,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
     rank, stages = plan.largest, plan.settings.parallel.pipeline
     where = "" if stages == 1 else f", pipeline stage {rank.stage}, the largest"
     title = f"trainer rank{where}: {count(rank.parameters)} parameters"
+    if rank.trained < rank.parameters:
+        title += f", {count(rank.trained)} of them trained"
     _print_table(console, title, _MEMORY, *_rank_rows(plan))
     if plan.settings.engine.replicas:
         _print_table(console, "engine worker", _MEMORY, *_engine_rows(plan))
@@ -127,6 +129,13 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         + (", tied" if shape.tied_embeddings else ""),
     )
+    if (lora := settings.lora) is not None:
+        where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names)
+        yield (
+            "adapters",
+            f"rank {lora.rank}, {where}: {count(plan.trained)} of {count(plan.parameters)} parameters are "
+            f"trained ({plan.trained / plan.parameters:.2%})",
+        )
     if (e := shape.experts) is not None:
         yield (
             "experts",
@@ -216,6 +225,8 @@ def _engine_rows(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     """The parts of an engine worker; its sum and KV cache; on a CPU, the other processes and all together."""
     engine = plan.engine
     parts: list[Row] = [("weights", gib(engine.weights), "exact", "always")]
+    if engine.adapters:
+        parts.append(("adapters", gib(engine.adapters), "exact", "always"))
     kv_basis = "engine.kv_cache_gib"
     if plan.on_gpu:
         parts.append(("batch, context, graphs, NCCL", gib(engine.running), "estimated", "rollout"))
@@ -257,7 +268,7 @@ def _print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) 
     _print_table(console, title, ("phase", ">seconds", ">share", "bound by"), phases, [total])
     rows = []
     for step in steps:
-        gpus, idle = f"{step.trainer_gpus:.0f} + {step.engine_gpus:.0f}", f"{step.engine_idle:.0%}"
+        gpus, idle = f"{step.trainer_gpus:g} + {step.engine_gpus:g}", f"{step.engine_idle:.0%}"
         if step.placement == "colocated":
             gpus, idle = f"{step.gpus:.0f}", "the same"
         speed = f"{step.trained_tokens / step.step:,.0f}"
@@ -375,6 +386,7 @@ def to_json(answer: Answer) -> str:
         "warnings": answer.warnings,
         "target": plan.target,
         "parameters": plan.parameters,
+        "trained_parameters": plan.trained,
         "parallel": plan.settings.parallel.model_dump(),
         "gpus": {**vars(plan.gpus), "total": plan.gpus.total},
         "implementation": plan.implementation,

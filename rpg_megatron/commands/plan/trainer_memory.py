@@ -33,6 +33,9 @@ RUNTIME = 50_000_000
 """On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
 FREED = 0.12
 """On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
+FREED_OF_BATCH = 0.5
+"""With frozen weights in addition, per byte of a batch's tensors, which are most of what is freed; measured:
+with FREED 40% to 70%."""
 
 _TRAJECTORY = 1500
 """Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
@@ -60,6 +63,8 @@ TEACHER = "teacher"
 """Name of a part: its weights."""
 SERVED = "weights in bfloat16, for engines"
 """Name of a part: copy of parameters stored in FP8."""
+MERGED = "weights merged with adapters"
+"""Name of a part: for engines that do not apply adapters themselves."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class RankMemory:
     """Whether it publishes weights to the engines: data and context rank 0."""
     parameters: int
     """Number of parameters on this rank."""
+    trained: int
+    """Of these, those that updates change."""
     parts: tuple[MemoryPart, ...]
 
     @property
@@ -140,12 +147,18 @@ def rank_memory(
     """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update; nccl:
     bytes of NCCL's buffers.
     """
-    parallel, on_gpu = settings.parallel, device == "cuda"
+    parallel, lora, on_gpu = settings.parallel, settings.lora, device == "cuda"
     activations = StageActivations(settings, shape, stage, tokens, microbatches, device)
     held = rank_parameters(settings, shape, stage)
     # One replica publishes the rest; the first ranks that hold an expert publish it.
     split = parallel.expert * parallel.expert_tensor > 1
-    published = held.total if publishes else held.in_experts if split else 0
+    experts = held.in_experts if split else 0
+    published = held.total if publishes else experts
+    saved = published
+    if lora is not None:
+        saved = held.trained if publishes else 0
+        if publishes and not settings.serves_adapters:
+            published -= held.trained
     weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
     state = each * held.owned(settings)
     offloaded, fp8 = settings.memory.offload_optimizer, settings.precision.fp8
@@ -156,7 +169,7 @@ def rank_memory(
         # GPUs recipes with one scale per tensor need one byte less.
         parts.append(MemoryPart(SERVED if fp8.parameters else FP8_WEIGHTS, 2 * held.in_fp8, "estimated"))
     parts += [
-        MemoryPart("gradients", round(gradients * held.total), "exact"),
+        MemoryPart("gradients", round(gradients * held.trained), "exact"),
         MemoryPart("optimizer", round(state * (1 - offloaded)), "exact"),
     ]
     if offloaded:
@@ -167,17 +180,19 @@ def rank_memory(
         slept = round(state * (1 - offloaded))
         parts.append(MemoryPart("optimizer while engines sample", slept, "exact", host=on_gpu))
     if settings.engine.replicas:
+        if lora is not None and not settings.serves_adapters:
+            parts.append(MemoryPart(MERGED, round(weights * held.adapted), "exact"))
         parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
     if settings.anchor.type != "old":
-        parts.append(MemoryPart("held anchor", round(weights * held.total), "exact", host=on_gpu))
+        parts.append(MemoryPart("held anchor", round(weights * held.trained), "exact", host=on_gpu))
     teacher_work = kept_rows = 0
     if settings.teacher is not None and settings.teacher.path is not None:
-        other = read_model_shape(settings.teacher.path)
-        nbytes = round(weights * rank_parameters(settings, other, stage).total)
+        other, plain = read_model_shape(settings.teacher.path), settings.model_copy(update={"lora": None})
+        nbytes = round(weights * rank_parameters(plain, other, stage).total)
         parts.append(MemoryPart(TEACHER, nbytes, "exact", host=on_gpu))
         if on_gpu:
             parts.append(MemoryPart("teacher, to score", nbytes, "exact", "log-probs"))
-        scored = StageActivations(settings, other, stage, tokens, microbatches, device)
+        scored = StageActivations(plain, other, stage, tokens, microbatches, device)
         teacher_work = scored.working("none")
         if settings.full_divergence is not None and stage == parallel.pipeline - 1:
             # Its last hidden states, of all micro-batches of an update, and its output layer.
@@ -187,7 +202,7 @@ def rank_memory(
                 head_bytes = round(weights * rows * other.hidden_size)
                 parts.append(MemoryPart("teacher's output layer", head_bytes, "exact", "update"))
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
-        kept, most = _saved(settings, held, published)
+        kept, most = _saved(settings, held, saved)
         parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
         if on_gpu and most > kept:
             parts.append(MemoryPart("checkpoint gathered or read", most - kept, "estimated", host=True))
@@ -204,7 +219,9 @@ def rank_memory(
         logits = 2 * 4 * min(settings.training.logprob_chunk, here) * rows
         if settings.full_divergence is not None:
             logits = logits * 3 // 2
-        head = logits + round(rows * shape.hidden_size * (4 + (weights if weights < 4 else 0)))
+        head = logits
+        if lora is None:
+            head += round(rows * shape.hidden_size * (4 + (weights if weights < 4 else 0)))
     working = activations.working(recompute)
     parts += [
         MemoryPart("activations", activations.saved(recompute), "estimated", "update"),
@@ -219,30 +236,33 @@ def rank_memory(
         if parallel.data * parallel.context > 1 and settings.optimizer.distributed:
             # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
             # process still holds the memory of the backward pass then.
-            parts.append(MemoryPart("copy of the gradients", 4 * held.total, "estimated", "update"))
-        tensors = RankMemory(stage, publishes, held.total, tuple(parts)).peak
-        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(FREED * tensors), "estimated"))
-    return RankMemory(stage, publishes, held.total, tuple(parts))
+            parts.append(MemoryPart("copy of the gradients", 4 * held.trained, "estimated", "update"))
+        tensors = RankMemory(stage, publishes, held.total, held.trained, tuple(parts)).peak
+        freed = FREED * tensors
+        if lora is not None:
+            freed += FREED_OF_BATCH * sum(part.nbytes for part in parts if part.phase == "update")
+        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(freed), "estimated"))
+    return RankMemory(stage, publishes, held.total, held.trained, tuple(parts))
 
 
-def _saved(settings: Settings, held: RankParameters, published: int) -> tuple[int, int]:
+def _saved(settings: Settings, held: RankParameters, written: int) -> tuple[int, int]:
     """Bytes in host memory of the copy that a save writes, and of the most that save or resume has at once.
 
-    published: parameters of which this rank has the first replica, which alone is written. Their optimizer
+    written: trained parameters of which this rank has the first replica, which alone is. Their optimizer
     state, moments and float32 weights, is gathered there if it is distributed (Megatron's format
     ``fully_reshardable``). If it is not, float32 weights are the model's.
     """
     item, distributed = ITEM_BYTES[settings.precision.dtype], settings.optimizer.distributed
     state = 12 if item < 4 or distributed else 8
-    kept = (item * (1 if settings.anchor.type == "old" else 2) + state) * published
+    kept = (item * (1 if settings.anchor.type == "old" else 2) + state) * written
     if not distributed:
         return kept, kept
     # Gathering: three buffers of 4 bytes, and of one of DDP's buckets every rank's share, what was received
     # and both together. Then the buffers are copied, one after another. To resume, each rank reads all three.
-    bucket = min(BUCKET, held.total) if settings.optimizer.overlap else held.total
-    share = round(12 * bucket * held.owned(settings) / held.total)
-    most = max(12 * published + (8 * bucket if published else 0) + share, 16 * published)
-    return kept, max(kept, most, 12 * held.total)
+    bucket = min(BUCKET, held.trained) if settings.optimizer.overlap else held.trained
+    share = round(12 * bucket * held.owned(settings) / held.trained) if held.trained else 0
+    most = max(12 * written + (8 * bucket if written else 0) + share, 16 * written)
+    return kept, max(kept, most, 12 * held.trained)
 
 
 def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[MemoryPart]:
@@ -295,12 +315,14 @@ def host_memory(
     gpus: Gpus,
     *,
     on_gpu: bool,
+    asleep: int = 0,
 ) -> tuple[MemoryPart, ...]:
     """Host memory of rank 0's node: what its ranks keep there, if they are on GPUs, and the step.
 
     ranks: one of each kind. The sampler's workers are on this node too, and hold the whole step until the
     leaders have fetched their parts, with ``rollout.ahead`` also the steps sampled ahead. All sequences count
-    at their maximum length. Does not include libraries, engine processes and page cache.
+    at their maximum length. asleep: bytes that a sleeping engine worker keeps there. Does not
+    include libraries, engine processes and page cache.
     """
     parallel = settings.parallel
     here = parallel.world
@@ -315,6 +337,11 @@ def host_memory(
             for part in kinds[stage, publishes].parts:
                 if part.host:
                     nbytes[part.name + of_ranks] += part.nbytes
+        if asleep:
+            workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
+            nbytes[f"weights of sleeping engines, {workers} worker{'s' if workers > 1 else ''}"] = (
+                workers * asleep
+            )
     sequences, steps = batch.sequences, 1 + settings.rollout.ahead
     response = batch.longest
     if settings.sft is None:
