@@ -180,7 +180,7 @@ class LoraModel:
         tensor = mpu.get_tensor_model_parallel_world_size()
         for block_name, layers in _LAYERS.items():
             block = getattr(layer, block_name)
-            adapters = {
+            adapters: dict[str, Adapter] = {
                 target: Adapter(target, shape, lora.rank, config, f"{seed}/{peft_name(number, target, 'A')}")
                 for names in layers.values()
                 for target in names

@@ -26,6 +26,7 @@ from tests.support.layouts import (
     FULL,
     OBJECTIVES,
     SELECTIVE,
+    SMOOTH,
     SP,
     check,
     make_batch,
@@ -84,9 +85,24 @@ def add_adapter(model: PreTrainedModel, lora: dict[str, Any], folder: Path) -> P
     return adapted.double().eval()
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_numbers_of_peft_in_every_layout(tmp_path: Path, case: str) -> None:
+NEEDED = {
+    "all-linear": ("TP2+SP, full recompute", "PP2xVPP2, MLPs recomputed", "CP2"),
+    "experts": ("TP2+SP, EP2",),
+}
+"""Layouts of the default tier."""
+
+
+@pytest.mark.parametrize(
+    ("case", "needed"),
+    [
+        *((case, True) for case in NEEDED),
+        *(pytest.param(case, False, marks=pytest.mark.long) for case in CASES),
+    ],
+)
+def test_numbers_of_peft_in_every_layout(tmp_path: Path, case: str, needed: bool) -> None:
     layouts, lora = CASES[case]
+    if needed:
+        layouts = {name: layouts[name] for name in NEEDED[case]}
     if case == "experts":
         sizes = {"vocab_size": 251, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 4}
         sizes |= {"num_attention_heads": 6, "moe_intermediate_size": 32, "head_dim": 16, "num_experts": 4}
@@ -157,3 +173,23 @@ def test_fresh_adapters_change_no_bit(tmp_path: Path) -> None:
         assert results[name]["scored"] == results[f"{name}, adapters"]["scored"]
         a = load_file(tmp_path / "gradients" / f"{name}, adapters" / ADAPTER_WEIGHTS)
         assert all(bool(value.any()) == (".lora_B." in key) for key, value in a.items()), name  # B = 0
+
+
+def test_in_emulated_fp8_the_gradients_are_near_those_of_bfloat16(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 251}
+    model = make_model(tmp_path / "model", noise=0.04, **sizes)
+    batch = make_batch()
+    score_batch(model, batch)
+    fp8 = {"dtype": "bfloat16", "fp8": {"recipe": "blockwise"}}
+    layouts: Layouts = {
+        name: (1, {}, 3, {"precision": precision, **FULL})
+        for name, precision in {"bfloat16": {"dtype": "bfloat16"}, "fp8": fp8}.items()
+    }
+    run_layouts(tmp_path, layouts, batch, SMOOTH | {"lora": {"rank": 8}}, after=False)
+    plain, rounded = (load_file(tmp_path / "gradients" / name / ADAPTER_WEIGHTS) for name in layouts)
+    for name in plain:
+        a, b = plain[name].double().flatten(), rounded[name].double().flatten()
+        assert bool(a.any()) == bool(b.any()) == (".lora_B." in name), name
+        if ".lora_B." in name:
+            assert not torch.equal(a, b), name
+            assert float(a @ b / a.norm() / b.norm()) > 0.9, name

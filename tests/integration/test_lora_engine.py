@@ -18,78 +18,31 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.checkpoints.hf_export import export_adapter
+from rpg_megatron.config import Settings
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import read_model_shape
-from rpg_megatron.models.lora import AdaptedMapping, with_adapters
+from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, with_adapters
 from rpg_megatron.models.registry import mapping_for
-from tests.support.bridge_rig import bridge_engines, check_matrix
+from tests.support.bridge_rig import (
+    PROMPT,
+    bridge_engines,
+    check_matrix,
+    make_model,
+    prompt_logprobs,
+    settings_for,
+)
 from tests.support.bridge_trainers import ALONE, alone_params
-from tests.support.engine import Engine
+from tests.support.engine import Engine, running_engines
+from tests.support.lora_faults import FAULTS
 
 MODEL = "qwen3, as many key heads"
 LORA = {"rank": 6, "alpha": 9}
-FAULTS = """
-import os
-from pathlib import Path
-
-import rpg_megatron.bridge.vllm.plugin as plugin
-from rpg_megatron.bridge.vllm import adapter_slots
-
-load, check = plugin.load_adapters, plugin.check_slots
-
-loads = []
-
-def fault():
-    file = Path(os.environ["RPG_BRIDGE_DIR"]) / "fault"
-    kind = file.read_text() if file.exists() else os.environ.get("RPG_TEST_FAULT", "")
-    return "" if "late" in kind and len(loads) < 3 else kind  # known ones, fresh ones, then the first update
-
-def faulty(model, tensors, scale):
-    loads.append(tensors)
-    kind = fault()
-    if "older" in kind:
-        tensors = loads[-2]
-    if "not loaded" in kind:
-        return
-    if "stale name" in kind:
-        adapter_slots.ADAPTER_ID = 2
-    if "alpha" in kind:
-        scale = 1.0
-    if "swapped" in kind:
-        other = {"q_proj": "k_proj", "k_proj": "q_proj"}
-        tensors = {
-            name.replace(p, other[p]) if (p := name.split(".")[6]) in other else name: values
-            for name, values in tensors.items()
-        }
-    if "half" in kind:
-        tensors = {name: values for i, (name, values) in enumerate(tensors.items()) if i // 2 % 2}
-    load(model, tensors, scale)
-    adapter_slots.ADAPTER_ID = 1
-
-def checked(*arguments):
-    if "unchecked" not in fault():
-        check(*arguments)
-
-def serve_the_base():
-    from vllm.lora.model_manager import LoRAModelManager as Manager
-
-    plain = Manager.set_adapter_mapping
-
-    def without(self, mapping):
-        if "base" in fault():
-            zeros = [(0,) * len(part) for part in (mapping.index_mapping, mapping.prompt_mapping)]
-            mapping = type(mapping)(*zeros, is_prefill=mapping.is_prefill)
-        plain(self, mapping)
-
-    Manager.set_adapter_mapping = without
-
-def register():
-    plugin.load_adapters, plugin.check_slots = faulty, checked
-    serve_the_base()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +103,7 @@ def test_the_slots_are_checked_in_each_sync(folder: Path, engines: list[Engine],
     engine = engines[number]
     publisher = Publisher(folder / "model", engine.bridge)
     try:
-        with pytest.raises(CheckFailed, match="only adapters are published, and the engine has no weights"):
+        with pytest.raises(CheckFailed, match="only adapters are published, and the engine has not loaded"):
             publisher.sync(engine, complete=False)
         for complete in (True, False):
             for fault, message in SEEN.items():
@@ -169,3 +122,37 @@ def test_engines_compute_with_the_adapters_of_each_sync(
 ) -> None:
     layouts = {2: {"TP2": {"tensor": 2}}}
     check_matrix(folder, engines, MODEL, layouts, 2, capsys, tolerance=1e-4, lora=LORA)
+
+
+@pytest.mark.long
+def test_a_stock_server_serves_the_exported_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's own route loads what ``export_adapter`` wrote, also in place of another; peft agrees to 1e-4."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    make_model(MODEL, tmp_path / "model")
+    plain = settings_for(tmp_path / "model", 1)
+    plain["engine"]["arguments"] += ["--enable-lora", "--max-lora-rank", "8"]
+    shape = read_model_shape(tmp_path / "model")
+    mapping = AdapterMapping(shape, LoraSettings.model_validate(LORA))
+    cut: dict[str, Any] = {"tensor": 1, "vocab_multiple": 1}
+    shapes = mapping.stage_params(layers=range(shape.num_layers), first=True, last=True, **cut)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        generator = torch.Generator().manual_seed(seed)
+        params = {n: 0.2 * torch.randn(s, generator=generator) for n, s in shapes.items()}
+        export_adapter(folder, params, mapping, ALONE, tmp_path / "model", dtype=torch.float32)
+    settings = Settings.model_validate(plain)
+    with running_engines(tmp_path, [settings], weights="checkpoint") as (engine,):
+        for folder in folders:
+            body = {"lora_name": "mine", "lora_path": str(folder), "load_inplace": folder is folders[1]}
+            status, text = engine.call("POST", "/v1/load_lora_adapter", body)
+            assert status == 200, text
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+            adapted = PeftModel.from_pretrained(model, str(folder)).eval()
+            with torch.no_grad():
+                logits = adapted(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+            expected = logits[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
+            error = (prompt_logprobs(engine, "mine") - expected).abs().max().item()
+            assert error < 1e-4, (folder.name, error)
+            assert (prompt_logprobs(engine, "policy") - expected).abs().max() > 0.1, (
+                "the base is another model"
+            )

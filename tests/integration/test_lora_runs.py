@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
-from tests.integration.test_lora_engine import FAULTS
 from tests.support.engine import install_plugin
+from tests.support.lora_faults import FAULTS
 from tests.support.runs import TrainCommand
 from tests.support.tiny_models import write_byte_model
 

@@ -127,6 +127,23 @@ def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
 
 
+def prompt_logprobs(engine: Engine, model: str) -> torch.Tensor:
+    """An engine's log-probs of the fixed prompt. model: name of the model or of an adapter."""
+    request = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+        "detokenize": False,
+        "return_tokens_as_token_ids": True,
+    }
+    status, text = engine.call("POST", "/v1/completions", request)
+    assert status == 200, text + engine.process.log.read_text()[-6000:]
+    entries = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
+    return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], entries, strict=True)])
+
+
 @dataclass
 class Rig:
     """An engine, and two processes that publish shards for it, of weights that follow from a seed."""
@@ -140,19 +157,7 @@ class Rig:
 
     def logprobs(self) -> torch.Tensor:
         """The engine's log-probs of the fixed prompt."""
-        request = {
-            "model": "policy",
-            "prompt": PROMPT,
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-            "detokenize": False,
-            "return_tokens_as_token_ids": True,
-        }
-        status, text = self.engine.call("POST", "/v1/completions", request)
-        assert status == 200, text + self.engine.process.log.read_text()[-6000:]
-        entries = json.loads(text)["choices"][0]["prompt_logprobs"][1:]
-        return torch.tensor([x[str(t)]["logprob"] for t, x in zip(PROMPT[1:], entries, strict=True)])
+        return prompt_logprobs(self.engine, "policy")
 
     def error(self, seed: int) -> float:
         """Largest difference of the engine's log-probs to transformers' with the weights of a seed."""
