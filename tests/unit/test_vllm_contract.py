@@ -355,6 +355,48 @@ RELIED_ON = [
         "fd77ff7eb190",
         "route_capture makes the connector after it",
     ),
+    (
+        "lora/model_manager.py::LoRAModelManager.activate_adapter",
+        "self lora_id",
+        "4e1724f3f8b7",
+        "load_adapters: A and B go into the first free slot of each module",
+    ),
+    (
+        "lora/model_manager.py::LoRAModelManager.remove_adapter",
+        "self adapter_id",
+        "8d8b4fb68970",
+        "load_adapters frees the slot first",
+    ),
+    (
+        "lora/model_manager.py::LoRAModelManager._create_merged_loras_inplace",
+        "self lora_model",
+        "f3b36fa407d6",
+        "load_adapters gives each projection its name in PEFT's file",
+    ),
+    (
+        "lora/lora_weights.py::LoRALayerWeights.optimize",
+        "self",
+        "3dcb4ed5b18c",
+        "load_adapters: it multiplies B by the scale, which check_slots expects in the slot",
+    ),
+    (
+        "lora/worker_manager.py::LRUCacheWorkerLoRAManager.add_adapter",
+        "self lora_request",
+        "7dd01f47c6a8",
+        "an adapter that is loaded is not read from the path of a request",
+    ),
+    (
+        "v1/worker/lora_model_runner_mixin.py::LoRAModelRunnerMixin.reset_lora_state",
+        "self",
+        "fec07dc40489",
+        "PullEngine.bind_adapters comes after it, since it drops all adapters",
+    ),
+    (
+        "entrypoints/serve/engine/serving.py::BaseServing._maybe_get_adapters",
+        "self request supports_default_mm_loras",
+        "9349c105bc4d",
+        "ServingBytes replaces it",
+    ),
 ]
 """File and function, arguments, digest of the code, what of ours follows it (in bridge/, rollout/)."""
 
@@ -375,6 +417,11 @@ ATTRIBUTES = {
     "model_executor/layers/fused_moe/unquantized_fused_moe_method.py::UnquantizedFusedMoEMethod": (
         "unquantized_backend"
     ),
+    "lora/model_manager.py::LoRAModelManager": "modules lora_index_to_id",
+    "lora/layers/column_parallel_linear.py::MergedColumnParallelLinearWithLoRA": (
+        "lora_a_stacked lora_b_stacked"
+    ),
+    "lora/layers/base_linear.py::BaseLinearLayerWithLoRA": "base_layer",
     "v1/engine/async_llm.py::AsyncLLM": "logger_manager",
     "v1/metrics/loggers.py::StatLoggerManager": "stat_loggers",
     "v1/metrics/stats.py::SchedulerStats": "kv_cache_usage",
