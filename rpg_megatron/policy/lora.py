@@ -31,7 +31,7 @@ _LAYERS = {
     "mlp": {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)},
 }
 """Megatron's block and layer -> the projections in it, in the order of its rows within a query group."""
-_PROBE_SIZE = 0.3
+_PROBE_SIZE = 0.1
 """Size of scale B A x relative to x for the probe, if x has independent elements."""
 
 
@@ -144,8 +144,8 @@ class _Added:
         total: Tensor = reduce(narrow, group=self._group)
         return total
 
-    def merge(self, weight: Tensor) -> Tensor:
-        """The layer's weight plus scale B A, computed in float32, in the weight's dtype."""
+    def merge(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The layer's weight plus scale B A, computed in float32 and rounded once."""
         a, b = ([getattr(x, name).float() for x in self.adapters] for name in "AB")
         deltas = iter([self._scale * bb @ aa for aa, bb in zip(a, b, strict=True)])
         rows = [
@@ -154,7 +154,7 @@ class _Added:
             else next(deltas).unflatten(0, (self._groups, -1))
             for adapter, width in self._parts
         ]
-        return (weight.float() + torch.cat(rows, 1).flatten(0, 1)).to(weight.dtype)
+        return (weight.float() + torch.cat(rows, 1).flatten(0, 1)).to(dtype)
 
 
 class LoraModel:
@@ -200,10 +200,13 @@ class LoraModel:
                     getattr(block, name).register_forward_hook(added)
                     self._added[f"decoder.layers.{number}.{block_name}.{name}.weight"] = added
 
-    def merged(self, name: str, weight: Tensor) -> Tensor | None:
-        """The weight of this (global) name with its adapters; None if it has none. float32 sum, rounded."""
+    def merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The weight of this (global) name with its adapters; None if it has none.
+
+        dtype: to round the float32 sum to; None: the weight's.
+        """
         added = self._added.get(name)
-        return None if added is None else added.merge(weight)
+        return None if added is None else added.merge(weight, dtype or weight.dtype)
 
     @property
     def adapted(self) -> list[str]:
@@ -242,16 +245,16 @@ class MergedWeights(dict[str, Tensor]):
     give the weights without adapters, for their shapes.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], adapters: LoraModel) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], adapters: LoraModel, dtype: torch.dtype) -> None:
         super().__init__(weights)
-        self._adapters = adapters
+        self._adapters, self._dtype = adapters, dtype
         self._last: tuple[str, Tensor] | None = None
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
             weight = super().__getitem__(name)
-            merged = self._adapters.merged(name, weight)
+            merged = self._adapters.merged(name, weight, self._dtype)
             if merged is None:
                 return weight
             self._last = name, merged

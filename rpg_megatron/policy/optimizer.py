@@ -140,11 +140,13 @@ def wrap_data_parallel(
     layer, or by ``gather_weights``.
     """
     overlap = settings.overlap and replicas > 1
+    frozen = any(not p.requires_grad for chunk in chunks for p in chunk.parameters())
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=settings.distributed,
         overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and settings.distributed,
+        # Megatron gathers a parameter when its module is called, and those of adapters are not.
+        overlap_param_gather=overlap and settings.distributed and not frozen,
         fp8_param_gather=precision.fp8 is not None and precision.fp8.parameters,
     )
     models = [

@@ -140,12 +140,15 @@ class Policy(ScoringModel):
         model, _ = split_parameters(dict(self.named_parameters()))
         return ExportedWeights(model.items(), self.adapters)
 
-    def complete_weights(self) -> Mapping[str, Tensor]:
-        """This rank's weights for an export, by name; those with adapters are merged when they are read."""
+    def complete_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """This rank's weights for an export, by name; those with adapters are merged when they are read.
+
+        dtype: of the sums.
+        """
         if self.adapters is None or self.served.merges:
             return self.served.tensors
         model, _ = split_parameters(self.served.tensors)
-        return MergedWeights(model, self.adapters)
+        return MergedWeights(model, self.adapters, dtype)
 
     def plan_save(self, folder: Path, step: int, *, stage: bool) -> PlannedSave:
         """Plan a save of weights and optimizer state; ``folder`` is empty. Not inside ``updating``.

@@ -85,6 +85,8 @@ def quantise(params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
     for _, p in params:
         if is_float8tensor(p):
             p.copy_(_initial_value(p))
+            if not p.requires_grad:  # else the optimizer starts from it, and frees it
+                p.clear_high_precision_init_val()  # type: ignore[attr-defined]  # its own class has it
 
 
 def _initial_value(p: Any) -> Tensor:

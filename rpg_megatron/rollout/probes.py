@@ -46,11 +46,16 @@ class Probes:
     def begin(self, replica: Replica, version: int) -> None:
         """Probe an engine that has just loaded the weights ``version``."""
         if version != self._version:
-            for task in self._running.values():  # of an engine that restarted after the batch
-                self._dropping.add(asyncio.create_task(self._drop(task)))
-            self._version, self._running = version, {}
+            self.drop()  # of an engine that restarted after the batch
+            self._version = version
         self._running[replica.index] = asyncio.create_task(self._probe(replica, version))
         self._started.set()
+
+    def drop(self) -> None:
+        """Forget the answers that ``collect`` has not returned, when they come."""
+        for task in self._running.values():
+            self._dropping.add(asyncio.create_task(self._drop(task)))
+        self._running = {}
 
     async def finished(self) -> None:
         """Wait until no probe is running; ``collect`` raises their errors."""

@@ -185,6 +185,7 @@ class Sampler:
         finally:
             if self._probes is None:
                 self._pool.on_synced = lambda replica, version: None
+                probes.drop()
         self._used = [group.task.ticket for group in groups]
         return RolloutBatch(index_of_groups([], self.dispatcher.worker_of), {}, 0.0, {}, index)
 

@@ -173,7 +173,6 @@ class Trainer:
         """
         if saved:
             self.policy.load(step_folder(run_dir, step) / MODEL, trusted=True)
-            self.policy.served.refresh()
         settings, out = self.settings.export, run_dir / "hf" / f"step_{step:06d}"
         out.parent.mkdir(exist_ok=True)
         self.write_checkpoint(out, settings.dtype, int(settings.max_shard_gib * 1024**3))
@@ -195,13 +194,15 @@ class Trainer:
 
         dtype: float32 or bfloat16; None: the policy's.
         """
+        self.policy.served.refresh()  # a run without engines has not done it
+        written = torch_dtype(dtype or self.settings.precision.dtype)
         export_hf(
             out,
             self.settings.model.path,
-            self.policy.complete_weights(),
+            self.policy.complete_weights(written),
             self.layout,
             self.mesh.coordinates(self.settings.model.vocab_multiple),
-            dtype=torch_dtype(dtype or self.settings.precision.dtype),
+            dtype=written,
             max_shard_bytes=max_shard_bytes,
             replace=True,  # a run that was killed right after its export exports again when resumed
         )

@@ -115,14 +115,17 @@ class WeightSync:
         reports: list[SyncReport] = []
         refused: list[str] = []
         assert self._publisher is not None
-        for attempt in (1, 2):
-            # An engine that was restarted has none of the weights.
-            only = self._adapters if self._complete and not again and attempt == 1 else None
+        # Adapters alone are tried once more than all weights: an engine that was restarted has none.
+        only = self._adapters if self._complete and not again else None
+        for attempt in (1, 2) if only is None else (0, 1, 2):
+            only = only if attempt == 0 else None
             with published(self._publisher, self._version, only) as manifest:
                 stopped = False
                 if manifest is not None:
                     self._check_unchanged(manifest, refused)
-                    result = self._call(partial(_sync, manifest, self._version, again or attempt == 2, trial))
+                    result = self._call(
+                        partial(_sync, manifest, self._version, again or bool(refused), trial)
+                    )
                     if isinstance(result, SyncResult):
                         reports, refused = reports + result.reports, result.refused
                     stopped = isinstance(result, Stopped)

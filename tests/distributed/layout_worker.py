@@ -76,11 +76,14 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         packs = teacher.with_rows(packs, settings.full_divergence)
     anchor = HeldAnchor([p for _, p in policy.trained_parameters()], settings.anchor)
     before = [packs[: case["before"]]] if "before" in case else []
-    for update_packs in [*before, *[packs] * case["updates"]]:
+    updates = [*before, *[packs] * case["updates"]]
+    # One step of several mini-batches, or several steps.
+    for in_step in [updates] if case["one_step"] else [[packs] for packs in updates]:
         with policy.updating():
-            update = policy.update(
-                update_packs, build_loss(settings), build_aggregator(settings), lr=case["lr"]
-            )
+            for update_packs in in_step:
+                update = policy.update(
+                    update_packs, build_loss(settings), build_aggregator(settings), lr=case["lr"]
+                )
 
     def logprobs() -> list[list[float]]:
         """Every rank scores every trajectory, so that one rank's result suffices."""
@@ -97,7 +100,12 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
     placement = mesh.coordinates(settings.model.vocab_multiple)
     source = settings.model.path
     export_hf(
-        folder / "weights" / name, source, policy.complete_weights(), layout, placement, dtype=torch.float32
+        folder / "weights" / name,
+        source,
+        policy.complete_weights(torch.float32),
+        layout,
+        placement,
+        dtype=torch.float32,
     )
     if settings.lora is None:
         export_hf(folder / "gradients" / name, source, gradients, layout, placement, dtype=torch.float32)

@@ -150,7 +150,7 @@ def test_the_distributed_optimizer_ends_at_the_same_adapters(tmp_path: Path) -> 
     }
     model_section = {"path": str(tmp_path / "model"), "vocab_multiple": 4}
     adapter = {"model": model_section | {"adapter": str(tmp_path / "adapter")}, "lora": lora}
-    run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"] | adapter, updates=3)
+    run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"] | adapter, updates=3, one_step=True)
     plain, sharded = (load_file(tmp_path / "adapters" / name / ADAPTER_WEIGHTS) for name in layouts)
     before = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     assert all((plain[name] - before[name]).abs().max() > 1e-3 for name in before)

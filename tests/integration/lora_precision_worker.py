@@ -40,10 +40,10 @@ def set_size(policy: Policy, size: float) -> float:
         generator = torch.Generator().manual_seed(number)
         for adapter in added.adapters:
             adapter.B.copy_(torch.randn(adapter.B.shape, generator=generator))
-        delta = added.merge(torch.zeros_like(weight))
+        delta = added.merge(torch.zeros_like(weight), torch.float32)
         for adapter in added.adapters:
             adapter.B.mul_(size * weight.norm() / delta.norm())
-        sizes.append(float(added.merge(torch.zeros_like(weight)).norm() / weight.norm()))
+        sizes.append(float(added.merge(torch.zeros_like(weight), torch.float32).norm() / weight.norm()))
     return max(sizes)
 
 

@@ -288,9 +288,14 @@ def make_case(
     updates: int = 1,
     lr: float = 1e-3,
     after: bool = True,
+    one_step: bool = False,
 ) -> dict[str, Any]:
-    """One layout for ``layout_worker``; ``settings`` replaces whole sections. ``after``: score again then."""
+    """One layout for ``layout_worker``; ``settings`` replaces whole sections. ``after``: score again then.
+
+    one_step: all updates are mini-batches of one step.
+    """
     return {
+        "one_step": one_step,
         "microbatches": microbatches,
         "after": after,
         "updates": updates,

@@ -81,8 +81,7 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
             f"the engine's LoRA slots hold {manager.lora_index_to_id}, expected [{ADAPTER_ID}]: it does not "
             "serve the adapter"
         )
-    if plan.layers is None:
-        raise ShardError(f"the slots of adapters cannot be checked: {plan.reason}")
+    assert plan.layers is not None
     cuts = {
         layer.layer: sorted(
             (copy for name, copy in layer.copies if name == "weight"), key=lambda copy: copy.target.offset
@@ -138,7 +137,4 @@ def _holds(stacked: Tensor, expected: Tensor | None) -> bool:
 
 
 def _manager(model: Any) -> Any:
-    manager = getattr(model, "lora_manager", None)
-    if manager is None:
-        raise ShardError("adapters are published, but the engine was started without --enable-lora")
-    return manager
+    return model.lora_manager

@@ -206,15 +206,15 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
         Called when vLLM has finished the update: it then drops all adapters, which belong to old weights.
         """
         (tensors, scale), self._read_adapters = self._read_adapters or ({}, 0.0), None
-        if not tensors or self._loaded is None:
-            raise ShardError("the engine has LoRA enabled, but no adapters are published")
+        assert self._loaded is not None
         load_adapters(self.model, tensors, scale)
         check_slots(self.model, self._loaded, tensors, scale)
+        self.unsettled = False
 
     def finish_weight_update(self) -> None:
         """The new weights may be served."""
         self._checked = None
-        self.unsettled = False
+        self.unsettled = self._read_adapters is not None
 
     def abort(self) -> None:
         """Restore every module's own tensors, wherever an update was interrupted. Never raises."""
@@ -262,6 +262,12 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
 
     def _current_plan(self, manifest: Manifest) -> ModelPlan:
         of_model, of_adapters = split_names(manifest.tensors)
+        if bool(of_adapters) != (self.vllm_config.lora_config is not None):
+            raise ShardError(
+                "adapters are published, but the engine was started without --enable-lora"
+                if of_adapters
+                else "the engine was started with --enable-lora, but no adapters are published"
+            )
         self._adapters = [(name, Box.whole(manifest.tensors[name].shape)) for name in of_adapters]
         if not of_model:
             if self._loaded is None:
@@ -279,6 +285,8 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             self._plan.rotate_layers(_GOLDEN_RATIO * self._engine % 1)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
+        if of_adapters and self._plan.layers is None:
+            raise ShardError(f"the slots of adapters cannot be checked: {self._plan.reason}")
         return self._plan
 
 

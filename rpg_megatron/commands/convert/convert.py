@@ -115,7 +115,7 @@ class Conversion:
             export_hf(
                 Path(job.out),
                 Path(job.config),
-                weights if adapters is None else MergedWeights(weights, adapters),
+                weights if adapters is None else MergedWeights(weights, adapters, dtype),
                 self._layout,
                 coordinates,
                 dtype=dtype,
@@ -209,9 +209,9 @@ class Conversion:
 def _merge(model: GPTModel, adapters: LoraModel, dtype: torch.dtype) -> None:
     """Replace the weights by their sums with the adapters, rounded to ``dtype`` as in an export."""
     weights, trained = split_parameters(dict(named_parameters([model])))
-    merged = MergedWeights(weights, adapters)
+    merged = MergedWeights(weights, adapters, dtype)
     for name, weight in weights.items():
-        weight.copy_(merged[name].to(dtype))
+        weight.copy_(merged[name])
     for parameter in trained.values():
         parameter.zero_()
 
