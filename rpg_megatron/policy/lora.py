@@ -31,8 +31,6 @@ _LAYERS = {
     "mlp": {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)},
 }
 """Megatron's block and layer -> the projections in it, in the order of its rows within a query group."""
-_PROBE_SIZE = 0.1
-"""Size of scale B A x relative to x for the probe, if x has independent elements."""
 
 
 class Adapter(torch.nn.Module):
@@ -214,11 +212,11 @@ class LoraModel:
         return list(self._added)
 
     @contextmanager
-    def probe(self) -> Iterator[None]:
-        """Within the block every B has known values, large enough to be seen in log-probs.
+    def probe(self, size: float) -> Iterator[None]:
+        """Within the block every B has known values, the same in all layouts.
 
-        The same in all layouts. A fresh adapter's B is zero, so that one which engines do not apply, or apply
-        in the wrong place, would not be seen.
+        size: of scale B A x relative to x, if x has independent elements. A fresh adapter's B is zero, so that
+        one which engines do not apply, or apply in the wrong place, would not be seen.
         """
         adapters = [adapter for added in self._added.values() for adapter in added.adapters]
         kept = [adapter.B.detach().clone() for adapter in adapters]
@@ -227,7 +225,7 @@ class LoraModel:
             for adapter in adapters:
                 rank = adapter.B.size(1)
                 b = _uniform(
-                    (adapter.outputs, rank), 3 * _PROBE_SIZE / scale / math.sqrt(rank), adapter.key + "/probe"
+                    (adapter.outputs, rank), 3 * size / scale / math.sqrt(rank), adapter.key + "/probe"
                 )
                 adapter.B.copy_(b if adapter.row_parallel else adapter.own(b, 0))
         try:

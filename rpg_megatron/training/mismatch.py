@@ -27,6 +27,14 @@ _CHUNK = 2**20
 """Number of gaps counted at once: counting needs 8 bytes for each."""
 
 
+KNOWN_SIZES = (0.3, 1.0)
+"""Sizes of the known adapters (``LoraModel.probe``): the second one turns most models' answers into noise."""
+_SEEN = 0.3
+"""Engines apply known adapters if their log-probs differ from the trainer's by at most this part of what the
+adapters change. Measured in bfloat16 on the quickstart's model: 0.12 (0.003 with the second size), and 0.46
+to 1 if the engine ignores the adapters or their scale."""
+
+
 @dataclass(frozen=True, order=True)
 class WorstToken:
     """The token with the largest gap. Instances compare by gap, so the maximum is that of all leaders."""
@@ -106,6 +114,45 @@ def compare_probes(
     if others.size and counts[engine] >= ENOUGH_PROBE_TOKENS:
         row["mismatch/logp_engine_ratio"] = float(means[engine] / max(np.median(others), 1e-12))
     return row, engine
+
+
+def check_known_adapters(
+    probes: Sequence[Trajectory],
+    known: Sequence[Floats],
+    own: Sequence[Floats],
+    version: int,
+    engines: int,
+) -> str | None:
+    """A message if an engine does not compute with known adapters as the trainer does. Collective.
+
+    probes: this leader's, sampled with the known adapters, with the engine as ``group``. known, own: the
+    trainer's log-probs of each with these adapters, and with the run's own. Raises UserError, on all ranks,
+    if no engine sampled a probe.
+    """
+    sums = np.zeros((3, engines))
+    for t, with_known, with_own in zip(probes, known, own, strict=True):
+        fresh = _comparable(t, version)
+        gap, change = np.abs(with_known - t.behaviour), np.abs(with_known - with_own)
+        sums[:, t.group] += fresh.sum(), gap[fresh].sum(dtype=np.float64), change[fresh].sum(dtype=np.float64)
+    counts, gaps, changes = sum_arrays(sums)
+    if not counts.any():
+        raise UserError(
+            "no engine answered a probe with known adapters (lora); see logs/sampler.log and "
+            "logs/engine_*.log, or set guards.mismatch=off to train without the guard"
+        )
+    # An engine without answers was restarted; its slots were checked when it got the adapters.
+    seen = [engine for engine in range(engines) if counts[engine]]
+    if all(gaps[engine] <= _SEEN * changes[engine] for engine in seen):  # a NaN is no answer
+        return None
+    worst = max(
+        seen, key=lambda engine: np.nan_to_num(gaps[engine] / max(changes[engine], 1e-12), nan=np.inf)
+    )
+    return (
+        f"before step {version + 1}: known adapters (lora) change the trainer's log-probs by "
+        f"{changes[worst] / counts[worst]:.2e} nats on average, and engine {worst} differs from the trainer by "
+        f"{gaps[worst] / counts[worst]:.2e}: it does not compute with the adapters that it was given. "
+        "See docs/lora.md, or set guards.mismatch=warn to continue"
+    )
 
 
 def compare_gaps(*results: tuple[Floats, int], leaders: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from rpg_megatron.training.checkpoint_saver import Saver
 from rpg_megatron.training.checkpoint_schedule import CheckpointSchedule
 from rpg_megatron.training.efficiency import Efficiency
 from rpg_megatron.training.metrics import open_metrics
-from rpg_megatron.training.mismatch import check_mismatch
+from rpg_megatron.training.mismatch import KNOWN_SIZES, check_known_adapters, check_mismatch
 from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.profiling import Profiler
 from rpg_megatron.training.reporter import Reporter
@@ -220,20 +220,28 @@ class RankRun:
     def check_adapters(self, version: int) -> None:
         """With ``lora``: compare engines and trainer on probes, with known adapters. May stop.
 
-        The next sync replaces them. Raises UserError as ``check_mismatch`` does.
+        The next sync replaces them. Larger ones are tried if the first cannot be told from rounding. Raises
+        UserError as ``check_mismatch`` does.
         """
         adapters = self.policy.adapters
         if adapters is None or self.settings.guards.mismatch == "off":
             return
-        batch = Batch([], [], None)
-        with adapters.probe():
-            self.sync_engines(version, trial=True)
-            probed = self._weight_sync.call_with_resync(lambda sampler: sampler.probe(version))
-            with self._fetching():
-                self._trainer.add_probes(batch, probed.probes if probed else None, self._source)
-            self.offload_engines()
-            self._trainer.score_probes(batch)
-        self.check_mismatch(batch, "with known adapters (lora), before training: ")
+        message: str | None = None
+        for size in KNOWN_SIZES:
+            batch = Batch([], [], None)
+            with adapters.probe(size):
+                self.sync_engines(version, trial=True)
+                probed = self._weight_sync.call_with_resync(lambda sampler: sampler.probe(version))
+                with self._fetching():
+                    self._trainer.add_probes(batch, probed.probes if probed else None, self._source)
+                self.offload_engines()
+                known = self._trainer.score_probes(batch)
+            own = self._trainer.score_probes(batch)
+            engines = self.settings.engine.replicas
+            message = check_known_adapters(batch.my_probes or (), known, own, version, engines)
+            if message is None:
+                return
+        self._report_mismatch(message or "", {"step": version + 1})
 
     def sync_engines(self, version: int, *, trial: bool = False) -> None:
         """Publish the weights as ``version``; every engine loads and verifies them. May stop.
@@ -316,10 +324,9 @@ class RankRun:
         for failure in self._rollouts.finish():
             self.events.warn_unwritten(failure)
 
-    def check_mismatch(self, batch: Batch, when: str = "") -> None:
+    def check_mismatch(self, batch: Batch) -> None:
         """Compare the engine's log-probs with the trainer's on tokens sampled with the current weights.
 
-        when: beginning of the message.
         Raises UserError if they differ too much and ``guards.mismatch`` is ``stop`` (on rank 0), or if there
         are no probes to compare.
         """
@@ -335,13 +342,14 @@ class RankRun:
         )
         batch.metrics |= row
         self._warnings.check_probes(self._version + 1, batch.metrics)
-        if message is None:
-            return
-        message = when + message
+        if message is not None:
+            self._report_mismatch(message, {"step": self._version + 1, **batch.metrics})
+
+    def _report_mismatch(self, message: str, row: dict[str, Any]) -> None:
         if self.settings.guards.mismatch != "stop":
             self.events.warn(message)
             return
-        self._stop_run(message, {"step": self._version + 1, **batch.metrics})
+        self._stop_run(message, row)
 
     def check_rewards(self, step: int, batch: Batch) -> None:
         """Warn if the reward failed on responses of the step, or if they teach nothing.

@@ -26,7 +26,7 @@ from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, split_parameters
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
@@ -298,10 +298,11 @@ class Trainer:
             batch.metrics |= count_changes(micro_batches, self.policy.replayed, self.mesh)
             batch.metrics |= self._compare_routes((probes or micro_batches)[:1])
 
-    def score_probes(self, batch: Batch) -> None:
-        """Set ``old`` of this rank's probes alone."""
+    def score_probes(self, batch: Batch) -> list[Floats]:
+        """Set ``old`` of this rank's probes alone; returns that of ``my_probes``."""
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
         _set_old(probes, self.policy.logprobs(probes))
+        return [t.old for t in batch.my_probes or ()]
 
     def mean_loss(self, batch: Batch) -> tuple[float, int]:
         """Mean of -log p over the trained tokens of a batch, in nats, and their number."""

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rpg_megatron.bridge.publisher import make_publish_plan
@@ -22,6 +23,8 @@ from rpg_megatron.models.boxes import MappingError
 from rpg_megatron.models.lora import AdapterMapping, split_parameters, with_adapters
 from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_owners
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.training.mismatch import check_known_adapters
+from tests.support.layouts import make_batch
 from tests.support.tiny_models import TINY, TINY_MOE, config_of, write_checkpoint
 
 BASE: dict[str, Any] = {
@@ -165,3 +168,25 @@ def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
     ]
     assert found[7] == "down_proj"
     assert options(None) == options({"publish": "merged"}) == options({"rank": 4}, "checkpoint") == []
+
+
+def test_known_adapters_must_be_what_each_engine_computes_with() -> None:
+    def judge(*engines: tuple[float, float]) -> str | None:
+        """Each engine's gap to the trainer and what the adapters change, in nats."""
+        probes, known, own = [], [], []
+        for number, (gap, change) in enumerate(engines):
+            probe = make_batch()[3]
+            probe.group, probe.behaviour = number, np.full(len(probe.response), -2.0 - gap, np.float32)
+            probes.append(probe)
+            known.append(np.full(len(probe.response), -2.0, np.float32))
+            own.append(np.full(len(probe.response), -2.0 - change, np.float32))
+        return check_known_adapters(probes, known, own, 0, 3)
+
+    assert judge((0.001, 0.01), (0.0, 4.0)) is None  # the third one has restarted
+    wrong = judge((0.001, 0.01), (0.5, 1.0))
+    assert wrong is not None
+    assert "engine 1 differs from the trainer by 5.00e-01" in wrong
+    assert judge((float("nan"), 1.0)) is not None
+    assert judge((0.0, 0.0)) is None
+    with pytest.raises(UserError, match="no engine answered a probe with known adapters"):
+        judge()
