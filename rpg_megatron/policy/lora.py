@@ -215,8 +215,8 @@ class LoraModel:
     def probe(self, size: float) -> Iterator[None]:
         """Within the block every B has known values, the same in all layouts.
 
-        size: of scale B A x relative to x, if x has independent elements. A fresh adapter's B is zero, so that
-        one which engines do not apply, or apply in the wrong place, would not be seen.
+        size: of scale B A x relative to x, if x has independent elements. A fresh adapter's B is zero, so one
+        that engines do not apply, or apply in the wrong place, would not be seen.
         """
         adapters = [adapter for added in self._added.values() for adapter in added.adapters]
         kept = [adapter.B.detach().clone() for adapter in adapters]

@@ -149,8 +149,8 @@ def check_known_adapters(
     )
     return (
         f"before step {version + 1}: known adapters (lora) change the trainer's log-probs by "
-        f"{changes[worst] / counts[worst]:.2e} nats on average, and engine {worst} differs from the trainer by "
-        f"{gaps[worst] / counts[worst]:.2e}: it does not compute with the adapters that it was given. "
+        f"{changes[worst] / counts[worst]:.2e} nats on average, and engine {worst} differs from the trainer "
+        f"by {gaps[worst] / counts[worst]:.2e}: it does not compute with the adapters that it was given. "
         "See docs/lora.md, or set guards.mismatch=warn to continue"
     )
 

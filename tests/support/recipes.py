@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.config import ModelShape, Settings, load_settings
+from rpg_megatron.config.policy import ParallelSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAPER = EXAMPLES / "paper"
@@ -25,6 +26,26 @@ SEPARATE_30B = [
     *("memory.offload_optimizer=0.5", "cluster={trainer_nodes: 1, engine_nodes: 1}"),
 ]
 """Those of ``moe/qwen3_30b_a3b_dapo_math_8k``."""
+
+SMALL = ModelShape(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=128,
+    ffn_hidden_size=192,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=100,
+    tied_embeddings=False,
+    qk_norm=True,
+    qkv_bias=False,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=100,
+    dtype="bfloat16",
+)
+HALF = SMALL, ParallelSettings(tensor=2, sequence=True), "bfloat16"
+"""A rank of two with sequence parallelism: it holds half of the stream, of the heads and of the MLP."""
 
 SIZES = [
     f"model.path={EXAMPLES}/quickstart/model",

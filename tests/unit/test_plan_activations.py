@@ -19,34 +19,15 @@ from rpg_megatron.commands.plan.activations import head_tensors, saved_tensors, 
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import plan_batch
 from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
-from rpg_megatron.config import ModelShape, Settings, load_settings, read_model_shape
-from rpg_megatron.config.policy import FP8Settings, ParallelSettings
+from rpg_megatron.config import Settings, load_settings, read_model_shape
+from rpg_megatron.config.policy import FP8Settings
 from rpg_megatron.policy.precision import uses_transformer_engine
-from tests.support.recipes import SEPARATE_8B
+from tests.support.recipes import HALF, SEPARATE_8B, SMALL
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN3_8B = EXAMPLES / "models" / "Qwen3-8B-Base"
 TOKENS = 18_432
 
-SMALL = ModelShape(
-    family="qwen3",
-    num_layers=2,
-    hidden_size=128,
-    ffn_hidden_size=192,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=100,
-    tied_embeddings=False,
-    qk_norm=True,
-    qkv_bias=False,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    max_positions=100,
-    dtype="bfloat16",
-)
-HALF = SMALL, ParallelSettings(tensor=2, sequence=True), "bfloat16"
-"""A rank of two with sequence parallelism: it holds half of the stream, of the heads and of the MLP."""
 NORMS = [128, 64, 12]
 """Queries, keys, and 1/rms of three heads."""
 ATTENTION = [128, 64, 64, 128, 8]

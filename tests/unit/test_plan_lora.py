@@ -25,8 +25,7 @@ from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.policy import FP8Settings
 from rpg_megatron.launcher.input_checks import disk_bytes
 from rpg_megatron.launcher.preflight import check_shared_memory
-from tests.support.recipes import EXAMPLES
-from tests.unit.test_plan_activations import HALF
+from tests.support.recipes import EXAMPLES, HALF
 
 GIB = 1024**3
 ONE_LAYER = {

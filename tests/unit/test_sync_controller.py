@@ -7,6 +7,7 @@ can be made at will. Not covered: vLLM itself (tests/integration).
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -42,6 +43,7 @@ class StandInEngine:
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
         self.calls, self.acks, self.posts = [], {}, 0
         self.gate = RequestGate()
+        self.vllm_config = SimpleNamespace(lora_config=None)
 
     async def post(self, path, body, timeout):
         self.posts += 1
@@ -64,6 +66,8 @@ class StandInEngine:
         self.called(method)
         if method == "rpg_abort":
             return [{"rank": r, "version": 3, "unsettled": self.unsettled} for r in range(2)]
+        if method == "rpg_bind":
+            return [{"rank": r, "error": self.status.get("bind", "")} for r in range(2)]
         assert method == "rpg_ack"
         return list(self.acks.values())
 
@@ -160,6 +164,20 @@ def test_a_sync_makes_these_calls_in_this_order(published):
     assert report.version == 4
     assert report.mode == "slices"
     assert list(report.seconds) == ["pause", "start", "check", "apply", "finish", "resume"]
+
+
+def test_adapters_are_bound_before_anything_is_served(published):
+    _, manifest = published
+    for problem in ("", "slots hold [None]"):
+        engine = StandInEngine(Path(manifest.place["manifest"]).parent, status={"bind": problem})
+        engine.vllm_config.lora_config = object()
+        if problem:
+            with pytest.raises(ApplyFailed, match=r"worker rank 0: slots hold \[None\]; worker rank 1"):
+                sync(engine, manifest)
+            assert engine.calls[-2:] == ["finish", "rpg_bind"]
+        else:
+            sync(engine, manifest)
+            assert engine.calls[-4:] == ["finish", "rpg_bind", "reset the prefix cache", "resume"]
 
 
 def test_a_sleeping_engine_has_weights_before_it_has_a_kv_cache(published):
