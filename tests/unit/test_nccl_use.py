@@ -79,7 +79,7 @@ class Stopping(Recorder):
 
 def test_a_stop_within_a_sync_stops_all_ranks_and_retracts(alone):
     publisher = Recorder()
-    publisher.publish = lambda version: publisher.order.append("publish") or SimpleNamespace(tensors={})
+    publisher.publish = lambda version, only: publisher.order.append("publish") or SimpleNamespace(tensors={})
     with pytest.raises(Stopped):
         WeightSync(publisher, Stopping(), StopRequest()).sync(1)
     assert publisher.order == ["publish", "retract"]

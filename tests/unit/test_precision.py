@@ -99,7 +99,7 @@ def test_recipe_reaches_model_gradients_and_optimizer(
         "get_megatron_optimizer",
         lambda config, *_, **__: captured.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
-    chunk: Any = SimpleNamespace(config=config)
+    chunk: Any = SimpleNamespace(config=config, parameters=lambda: [])
     optimizer.wrap_data_parallel([chunk], OptimizerSettings(), settings, 1)
     optimizer.build_optimizer([], OptimizerSettings(), settings, MemorySettings())
     assert captured["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)

@@ -211,7 +211,7 @@ def _merge(model: GPTModel, adapters: LoraModel, dtype: torch.dtype) -> None:
     weights, trained = split_parameters(dict(named_parameters([model])))
     merged = MergedWeights(weights, adapters, dtype)
     for name, weight in weights.items():
-        weight.copy_(merged[name])
+        weight.copy_(merged[name].to(dtype))
     for parameter in trained.values():
         parameter.zero_()
 
