@@ -134,8 +134,7 @@ class Policy(ScoringModel):
         return self._trained
 
     def _served(self) -> ExportedWeights:
-        lora = self.settings.lora
-        if self.adapters is None or lora is None or lora.publish == "adapters":
+        if self.adapters is None or self.settings.serves_adapters:
             return ExportedWeights(self.named_parameters())
         model, _ = split_parameters(dict(self.named_parameters()))
         return ExportedWeights(model.items(), self.adapters)

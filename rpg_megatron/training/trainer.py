@@ -119,8 +119,7 @@ class Trainer:
     @property
     def published(self) -> tuple[ModelMapping, Collection[str] | None]:
         """What engines get: the mapping of ``policy.served``, and the tensors that change (None: all)."""
-        lora = self.settings.lora
-        if self.adapters is None or lora is None or lora.publish == "merged":
+        if self.adapters is None or not self.settings.serves_adapters:
             return self.layout, None
         return AdaptedMapping(self.layout, self.adapters), self.adapters.hf_tensors().keys()
 
