@@ -312,6 +312,11 @@ class RankRun:
         self.events.phase("logprobs")
         self._trainer.compute_log_probs(batch)
 
+    def start_update(self, batch: Batch) -> None:
+        """Compute the gradients of the first update, unless ``training.old`` is pass; no weight changes."""
+        self.events.phase("update", 0, self.settings.training.minibatches * self.settings.training.epochs)
+        self._trainer.start_update(batch)
+
     def save_rollouts(self, step: int, batch: Batch) -> None:
         """Start writing the step's rollouts, on each leader its own; metrics and checkpoint wait for them."""
         self._finish_rollouts()
@@ -331,7 +336,7 @@ class RankRun:
         are no probes to compare.
         """
         row, message = check_mismatch(
-            batch.mine,
+            batch.mine if batch.compared is None else batch.compared,
             self._version,
             self.settings.guards,
             self.settings.precision.dtype,

@@ -140,7 +140,10 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
             device="cpu",
         )
         (save,) = (part.nbytes for part in plan.parts if part.name == SAVE)
-        assert rank["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        # Half of an adapter is on all tensor ranks, and the first of them saves it.
+        if settings.lora is None or rank is ranks[0]:
+            assert rank["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        assert rank["staged"] <= 1.01 * save + 1_000_000
         print(
             f"a save: {save / 1e6:.1f} MB planned, {rank['staged'] / 1e6:.1f} copied, "
             f"the process grew by {rank['grown'] / 1e6:.1f}"
