@@ -72,7 +72,11 @@ class Efficiency:
     def __init__(self, settings: Settings, shape: ModelShape, device: torch.device):
         self._shape, self._device = shape, device
         self._world = settings.parallel.world
-        self._passes = 1 if settings.anchor.type == "old" else 2  # a teacher's own passes do not count
+        # Of the policy, and of a held anchor; a teacher's own passes do not count.
+        own = {"pass": 1.0, "update": 1 - 1 / settings.training.minibatches, "engine": 0.0}
+        self._passes = own[settings.old_from] + (settings.anchor.type != "old")
+        if settings.sft is not None:
+            self._passes = 0.0
         self._epochs = settings.training.epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # The table has peaks of bfloat16 only.
@@ -119,7 +123,7 @@ class Efficiency:
         return {
             key: work[phase] / row[f"time/{phase}"]
             for phase, key in keys.items()
-            if row.get(f"time/{phase}", 0) > 0
+            if work[phase] and row.get(f"time/{phase}", 0) > 0
         }
 
     def close(self) -> None:
