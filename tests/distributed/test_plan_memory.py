@@ -244,7 +244,7 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
                 # The first layer's input has a gradient only where it is recomputed.
                 if n or settings.lora is None or kind != "none" or name not in FIRST_NORM
             )
-            of_head = last * sum(head_tensors(*sizes, fused=False, frozen=settings.lora is not None).values())
+            of_head = last * sum(head_tensors(*sizes).values())
             planned = (of_layers + of_head) * TOKENS / settings.parallel.context
             # Besides what layers save there are tokens and rotary tables; with full recompute, little else.
             assert saved[name] == pytest.approx(planned, rel=0.01, abs=100_000), (name, rank)
