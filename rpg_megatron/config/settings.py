@@ -311,6 +311,8 @@ class Settings(Section):
             if self.model.adapter is not None:
                 yield "model.adapter needs lora, with the rank, alpha and targets of that adapter; add it"
             return
+        if self.lora.publish == "merged" and not self.engine.replicas:
+            yield "lora.publish merged has no effect without engines (engine.replicas 0); remove it"
         if self.lora.publish == "merged" and self.precision.dtype != "float32":
             yield (
                 f"lora.publish merged needs precision.dtype float32: W + scale B A rounded to "
