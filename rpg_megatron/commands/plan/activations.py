@@ -157,7 +157,6 @@ def saved_tensors(
     mlp = [
         ("adapters of gate and up: A x", *(narrow(*inner_names),) * 2),
         ("gate|up", 2 * item * columns, 2 * item * columns),
-        ("silu(gate), up + offset", 2 * item * columns, 0),
         (
             "silu(gate) x up, read by the second linear layer",
             read("down_proj", width=item) * columns,
@@ -175,7 +174,7 @@ def saved_tensors(
         mlp = [
             ("rows in the order of the experts", *(trained * rows * item * hidden,) * 2),
             ("gate|up", 2 * columns, 2 * columns),
-            ("silu(gate), up + offset, product before it is weighted", 3 * columns, 0),
+            ("product before it is weighted", columns, 0),
             ("weighted product, read by the second linear layer", *(trained * columns,) * 2),
             ("weights of the rows", rows * _WIDE, rows * _WIDE),
             ("router's indices and weights", router, router),
