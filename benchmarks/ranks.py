@@ -45,33 +45,42 @@ FAR = (512, 5120)
 
 
 @benchmark(ranks=(4, 8), calls=2)
-def groups(report: Report, ranks: tuple[int, ...] = (16, 32, 64, 128, 256), calls: int = 10) -> None:
+def groups(
+    report: Report, ranks: tuple[int, ...] = (16, 32, 64, 128, 256), at_once: int = 128, calls: int = 10
+) -> None:
     """The process groups of a start, connected at once and lazily, and what an exchange in them costs.
 
     The groups of a run on CPUs: the default one, the control group, that of checkpoints, and those of
-    replicas of 8 ranks; on GPUs the first is NCCL's. Descriptors: what a rank has open more than before.
-    fit: CPU seconds of a + bN + cN^2, none of them negative; descriptors grow as between the last two rows.
+    replicas of 8 ranks; on GPUs the first is NCCL's. Descriptors: what a rank has open more than before; a node
+    has 8 ranks, rank 0 among them, which the others send to. at_once: the most ranks that are all connected,
+    and that exchange something. fit: by the power of N through the last three rows; the node without rank 0.
     """
-    ways = {"connected at once": AT_ONCE, "lazy above 32": collectives._LARGEST_MESH}
-    measured = {way: [_fork(n, mesh, calls) for n in ranks] for way, mesh in ways.items()}
+    few = [n for n in ranks if n <= at_once]
+    measured = {}
+    for way, mesh, counts in (
+        ("connected at once", AT_ONCE, few),
+        ("lazy above 32", collectives._LARGEST_MESH, ranks),
+    ):
+        measured[way] = [(n, _fork(n, mesh, calls if n <= at_once else 0)) for n in counts]
     columns = ("ranks|,", "CPU s of rank 0|.3f", "of all ranks|,.1f", "descriptors|,.0f", "of a node|,.0f")
     for way, results in measured.items():
         table = report.table(*columns, title=f"groups {way}")
-        for n, everyone in zip(ranks, results, strict=True):
+        for n, everyone in results:
             spent, files = [r["start"] for r in everyone], [r["descriptors"] for r in everyone]
             table.row(n, spent[0], sum(spent), statistics.median(files), sum(sorted(files)[-NODE:]))
-        if len(ranks) < 4:
+        if len(results) < 4:
             continue
-        first = _fit(ranks, [r[0]["start"] for r in results])
-        total = _fit(ranks, [sum(x["start"] for x in r) for r in results])
+        first = _fit([(n, everyone[0]["start"]) for n, everyone in results])
+        total = _fit([(n, sum(rank["start"] for rank in everyone)) for n, everyone in results])
+        files = _fit([(n, statistics.median(r["descriptors"] for r in everyone)) for n, everyone in results])
         for n in FAR:
-            files = [statistics.median(x["descriptors"] for x in r) for r in results]
-            last = files[-1] + (files[-1] - files[-2]) * (n - ranks[-1]) / (ranks[-1] - ranks[-2])
-            table.row(f"{n:,} (fit)", first(n), total(n), last, NODE * last)
+            table.row(f"{n:,} (fit)", first(n), total(n), files(n), NODE * files(n))
     table = report.table(
         "ranks|,", *(f"{name}|.2f" for name in EXCHANGES), title="ms of CPU of a rank, one exchange"
     )
-    for n, everyone in zip(ranks, measured["lazy above 32"], strict=True):
+    for n, everyone in measured["lazy above 32"]:
+        if n > at_once:
+            break
         table.row(n, *(1e3 * statistics.median(r[name] for r in everyone) for name in EXCHANGES))
 
 
@@ -99,7 +108,7 @@ def _be_rank(calls: int) -> dict[str, Any]:
     new_host_subgroup([list(range(first, first + size)) for first in range(0, world, size)])
     gather_on_first(rank, int)
     result: dict[str, Any] = {"start": time.process_time() - start, "descriptors": _descriptors() - before}
-    for name, exchange in EXCHANGES.items():
+    for name, exchange in EXCHANGES.items() if calls else ():
         start = time.process_time()
         for _ in range(calls):
             exchange()
@@ -143,6 +152,7 @@ def _run_forked(folder: Path, rank: int, mesh: int, calls: int) -> NoReturn:
     code = 1
     try:
         os.environ["RANK"] = str(rank)
+        os.nice(19)  # hundreds of processes leave the machine usable
         torch.set_num_threads(1)
         collectives._LARGEST_MESH = mesh
         result = _be_rank(calls)
@@ -153,14 +163,11 @@ def _run_forked(folder: Path, rank: int, mesh: int, calls: int) -> NoReturn:
         os._exit(code)
 
 
-def _fit(counts: Sequence[int], values: Sequence[float]) -> Callable[[int], float]:
-    """The best a + bn + cn^2 without a negative factor, by relative errors."""
-    from scipy.optimize import nnls
-
-    n, y = np.array(counts, float), np.array(values, float)
-    terms = np.stack([np.ones_like(n), n, n**2], 1)
-    factors, _ = nnls(terms / y[:, None], np.ones_like(y))
-    return lambda at: float(factors @ [1, at, at**2])
+def _fit(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """The power of n through the last three points, by least squares of the logarithms."""
+    n, y = np.log(np.array(points[-3:], float)).T
+    power, factor = np.polyfit(n, y, 1)
+    return lambda at: float(np.exp(factor) * at**power)
 
 
 # -- imports -------------------------------------------------------------------------------------------------
