@@ -50,8 +50,8 @@ def groups(
 ) -> None:
     """The process groups of a start, connected at once and lazily, and what an exchange in them costs.
 
-    The groups of a run on CPUs: the default one, the control group, that of checkpoints, and those of
-    replicas of 8 ranks; on GPUs the first is NCCL's. Descriptors: what a rank has open more than before; a node
+    The groups of a run on CPUs: the default one, the control group, that of checkpoints and those of
+    replicas of 8 ranks; on GPUs the first is NCCL's. Descriptors: what a rank opened since it began; a node
     has 8 ranks, rank 0 among them, which the others send to. at_once: the most ranks that are all connected,
     and that exchange something. fit: by the power of N through the last three rows; the node without rank 0.
     """
@@ -172,16 +172,19 @@ def _fit(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
 
 # -- imports -------------------------------------------------------------------------------------------------
 
+_RANK = "import rpg_megatron.training.rank as rank{device}; import rpg_megatron.training.run"
+_ENGINE = "import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_worker"
 STARTS = {
-    "rank": "megatron.core, rpg_megatron.training.rank, rpg_megatron.training.run",
-    "sampler": "rpg_megatron.rollout.sampler",
-    "engine": "vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_worker",
+    "rank on a GPU": _RANK.format(device="; import megatron.core"),
+    "rank on a CPU": _RANK.format(device="; rank.start_device('cpu')"),
+    "sampler": "import rpg_megatron.rollout.sampler",
+    "engine": _ENGINE,
 }
 COUNT = """
 import json, sys, time
 opened = []
 sys.addaudithook(lambda event, arguments: event == "open" and opened.append(arguments[0]))
-import {modules}
+{start}
 libraries = {{line.split()[-1] for line in open("/proc/self/maps") if ".so" in line}}
 print(json.dumps([len(sys.modules), len(opened), len(libraries), time.process_time()]), file=sys.stderr)
 """
@@ -191,11 +194,11 @@ print(json.dumps([len(sys.modules), len(opened), len(libraries), time.process_ti
 def imports(report: Report, repeat: int = 3) -> None:
     """Files that a process opens before it does anything, and CPU seconds of that."""
     table = report.table("process", "modules|,", "files opened by Python|,", "libraries|,", "CPU seconds|.1f")
-    for name, modules in STARTS.items():
+    for name, start in STARTS.items():
         rows = []
         for _ in range(repeat):
             done = subprocess.run(
-                [sys.executable, "-c", COUNT.format(modules=modules)],
+                [sys.executable, "-c", COUNT.format(start=start)],
                 env=os.environ | python_path() | {"OMP_NUM_THREADS": "1"},
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,

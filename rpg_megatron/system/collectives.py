@@ -100,8 +100,8 @@ def new_host_group() -> dist.ProcessGroup:
 
 def new_host_subgroup(parts: list[list[int]]) -> dist.ProcessGroup:
     """This rank's group of those over ``parts`` of the ranks, in which each rank is once. Collective."""
+    group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(parts, timeout=TIMEOUT, backend="gloo")
-    assert group is not None
     return group
 
 
