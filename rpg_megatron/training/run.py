@@ -22,7 +22,7 @@ from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rewards.failures import FailureCount, guard_failures
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient
-from rpg_megatron.system.collectives import barrier, broadcast_object, gather_objects
+from rpg_megatron.system.collectives import any_rank, barrier, broadcast_object
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.batch_scatter import open_source
@@ -291,7 +291,7 @@ class RankRun:
             yield
         except (RuntimeError, UserError, OSError):
             # All ranks raise if a leader cannot fetch: the sampler may have exited on the same stop signal.
-            if any(gather_objects(self._stop.explains_failure(), bool)):
+            if any_rank(self._stop.explains_failure()):
                 raise Stopped from None
             raise
         self._weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched

@@ -48,6 +48,7 @@ from rpg_megatron.system.collectives import (
     control_group,
     gather_objects,
     gather_on_first,
+    max_over_ranks,
     sum_arrays,
 )
 from rpg_megatron.system.dtypes import torch_dtype
@@ -465,9 +466,7 @@ class Trainer:
             [trajectories[i] for i in row]
             for row in pack_rows([t.length for t in trajectories], budget, context)
         ]
-        most = torch.tensor(len(rows))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control_group())
-        return rows + [[] for _ in range(int(most) - len(rows))]
+        return rows + [[] for _ in range(max_over_ranks(len(rows)) - len(rows))]
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
         """One update for each mini-batch, ``training.epochs`` times, then a refresh of the anchor if due.
