@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,15 +84,26 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
     return min(limits)
 
 
-Source = Literal["data sheet", "assumed", "as set"]
+CPU_SHARE = Gpu(0, 32e9, 32e9, 32e9, 20e9, 5e9, 5e9, trains_fp8=False)
+"""A core of a CPU, for a plan with the times of a run (``--from``): nominal, since the run's times replace it."""
+CPU_DECODE_OVERHEAD = 0.008
+"""Seconds of a decoding step on a CPU beside its sequences: the quickstart's engine, half as many at once
+(docs/performance.md)."""
+
+Source = Literal["data sheet", "assumed", "as set", "run"]
 
 
-def _assumed(default: float, why: str, *, most: float = math.inf, zero: bool = False) -> Any:
-    return field(default=default, metadata={"why": why, "most": most, "zero": zero, "source": "assumed"})
+def _assumed(
+    default: float, why: str, *, most: float = math.inf, zero: bool = False, quiet: bool = False
+) -> Any:
+    """quiet: printed only if it is not the default."""
+    about = {"why": why, "most": most, "zero": zero, "source": "assumed", "quiet": quiet}
+    return field(default=default, metadata=about)
 
 
 def _data_sheet(why: str) -> Any:
-    return field(metadata={"why": why, "most": math.inf, "zero": False, "source": "data sheet"})
+    about = {"why": why, "most": math.inf, "zero": False, "source": "data sheet", "quiet": False}
+    return field(metadata=about)
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,13 @@ class Assumptions:
     response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
     prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
     kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
+    response_longest: float = _assumed(
+        1.0, "longest response / rollout.max_response_tokens", most=1, quiet=True
+    )
+    update_overhead: float = _assumed(0.0, "s per update beside its tokens", zero=True, quiet=True)
+    rollout_factor: float = _assumed(1.0, "seconds of a rollout / those of the formula", quiet=True)
+    sync_factor: float = _assumed(1.0, "seconds of a sync / those of the formula", quiet=True)
+    handover_factor: float = _assumed(1.0, "seconds of handovers / those of the formula", quiet=True)
     step_overhead: float = _assumed(
         6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync", zero=True
     )
@@ -144,20 +162,26 @@ class Assumed:
         return [
             (name, getattr(self.values, name), self.sources[name], about["why"])
             for name, about in _ABOUT.items()
+            if not about["quiet"] or self.sources[name] != "assumed"
         ]
+
+    def replaced(self, values: Mapping[str, float]) -> Assumed:
+        """These assumptions with values of a run; those that the user has set stay."""
+        mine = {name: value for name, value in values.items() if self.sources[name] != "as set"}
+        return Assumed(replace(self.values, **mine), {**self.sources, **dict.fromkeys(mine, "run")})  # type: ignore[arg-type]
 
 
 _ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}
 """Assumption -> why, most, source."""
 
 
-def assume(name: str, options: Sequence[str] = ()) -> Assumed:
-    """The assumptions for a GPU or a memory size, with those set by the user.
+def assume(name: str, options: Sequence[str] = (), *, cpu: bool = False) -> Assumed:
+    """The assumptions for a GPU or a memory size, with those set by the user; cpu: for a CPU's cores instead.
 
     options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
     """
     gpu = find_gpu(name)
-    sheet = gpu or GPUS[DEFAULT]
+    sheet = CPU_SHARE if cpu else gpu or GPUS[DEFAULT]
     sources: dict[str, Source] = {assumption: about["source"] for assumption, about in _ABOUT.items()}
     speeds = {
         assumption: getattr(sheet, assumption)
@@ -167,6 +191,8 @@ def assume(name: str, options: Sequence[str] = ()) -> Assumed:
     if gpu is None:
         sources |= dict.fromkeys(speeds, "assumed")
     assumed = dict(_read_option(option) for option in options)
+    if cpu:
+        speeds["decode_overhead"] = CPU_DECODE_OVERHEAD
     return Assumed(
         Assumptions(sheet, **{**speeds, **assumed}), {**sources, **dict.fromkeys(assumed, "as set")}
     )

@@ -170,9 +170,14 @@ class _Case:
         return self.assumed.response_mean * self.plan.settings.rollout.max_response_tokens
 
     @property
+    def longest_response(self) -> float:
+        """Tokens of a step's longest response."""
+        return self.assumed.response_longest * self.plan.settings.rollout.max_response_tokens
+
+    @property
     def longest(self) -> float:
-        """Tokens of a mean prompt with a response of maximum length."""
-        return self.prompt + self.plan.settings.rollout.max_response_tokens
+        """Tokens of a mean prompt with the longest response."""
+        return self.prompt + self.longest_response
 
     def replica_work(self, sequences: float) -> tuple[float, float]:
         """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence."""
@@ -206,14 +211,18 @@ class _Case:
 
 def _step(case: _Case) -> StepTime:
     rollout, under_way = _rollout(case)
-    phases = [*rollout, _log_probs(case), _update(case), _sync(case)]
+    phases = [*rollout, _log_probs(case), _update(case), _scaled(_sync(case), case.assumed.sync_factor)]
     if case.placement == "colocated":
-        phases.append(_handover(case))
+        phases.append(_scaled(_handover(case), case.assumed.handover_factor))
     phases.append(Phase("other", case.assumed.step_overhead, "fixed"))
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
     gpus = case.trainer_gpus, case.engine_gpus
     return StepTime(case.placement, *gpus, tuple(phases), tokens, under_way, drained)
+
+
+def _scaled(phase: Phase, factor: float) -> Phase:
+    return replace(phase, seconds=factor * phase.seconds)
 
 
 def _pass_seconds(
@@ -287,13 +296,14 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = max(parts, key=lambda name: parts[name])
     bound = "prefill" if prefill > seconds else f"{bound}, {batch:.0f} at once"
-    left = rollout.max_response_tokens - case.response
+    left = max(0.0, case.longest_response - case.response)
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
+    factor = assumed.rollout_factor
     phases = [
-        Phase("rollout", seconds + prefill, bound),
-        Phase("rollout: tail", left * alone, "one response alone"),
+        Phase("rollout", factor * (seconds + prefill), bound),
+        Phase("rollout: tail", factor * left * alone, "one response alone"),
     ]
-    return phases, response
+    return phases, factor * response
 
 
 def _read_columns(shape: ModelShape, batch: float) -> float:
@@ -387,6 +397,7 @@ def _update(case: _Case) -> Phase:
         "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
         "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
+        "overheads": assumed.update_overhead,
     }
     if settings.full_divergence is not None:
         parts["teacher"] = _teacher_seconds(case, tokens, squares)
