@@ -7,6 +7,7 @@ formulas say of another batch, length or layout is then scaled by what the run m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from rpg_megatron.commands.plan.plan import Plan, Target, plan_for
 from rpg_megatron.commands.plan.step_time import Name, StepTime, step_times
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 
+_MOST = 1e6
+"""A fraction of the peak with which FLOPs take no time."""
 _FEW = 5
 """Steps below which a median is called one of few."""
 
@@ -118,19 +121,19 @@ def _solve(
         return step_times(plan, replace(current, **changed))[0].seconds(*phases)
 
     def solve_mfu(name: str, phase: Name) -> None:
-        """The fraction of the peak; the seconds of a phase that do not depend on it, such as links, stay."""
+        """The fraction of the peak; a phase also has seconds that do not depend on it, such as links."""
         nonlocal current
-        value = getattr(current, name)
-        fixed = computed(phase, **{name: 1e9})
-        work, measured = computed(phase) - fixed, run.seconds.get(phase, 0.0)
-        if measured <= 0:
-            notes.append(f"{phase}: the run has no time for it; {name} remains {value:g}, assumed")
+        measured = run.seconds.get(phase, 0.0)
+        if measured <= computed(phase, **{name: _MOST}):
+            why = "has no time for it" if measured <= 0 else "took less than the formula without its FLOPs"
+            notes.append(f"{phase}: the run {why}; {name} remains {getattr(current, name):g}, assumed")
             return
-        if measured <= fixed:
-            notes.append(f"{phase}: the run took less than the links that are assumed; {name} counts for all of it")
-            fixed, work = 0.0, work + fixed
-        values[name] = value * work / (measured - fixed)
-        current = replace(current, **{name: values[name]})
+        low, high = 1 / _MOST, _MOST  # seconds fall as it grows
+        while high / low > 1 + 1e-9:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if computed(phase, **{name: middle}) > measured else (low, middle)
+        values[name] = low
+        current = replace(current, **{name: low})
 
     def solve_factor(name: str, *phases: Name) -> None:
         nonlocal current

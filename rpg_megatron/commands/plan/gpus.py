@@ -116,14 +116,18 @@ class Assumptions:
     """
 
     gpu: Gpu
-    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in FP8 and float32 in proportion")
+    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in float32 in proportion")
     memory_bandwidth: float = _data_sheet("bytes/s of the GPU's memory")
     nvlink: float = _data_sheet("bytes/s to a GPU of the same node")
     network: float = _assumed(50e9, "bytes/s to other nodes: 400 Gb/s for each GPU")
-    train_mfu: float = _assumed(0.35, "fraction of the peak: forward and backward passes", most=1)
-    score_mfu: float = _assumed(0.40, "fraction of the peak: log-prob passes and engines", most=1)
-    decode_efficiency: float = _assumed(0.6, "fraction of memory_bandwidth: decoding", most=1)
-    decode_overhead: float = _assumed(0.004, "s per decoding step: scheduler, kernel launches", zero=True)
+    train_mfu: float = _assumed(0.43, "fraction of the peak: forward and backward passes", most=1)
+    score_mfu: float = _assumed(0.43, "fraction of the peak: log-prob passes and engines", most=1)
+    fp8_gain: float = _assumed(1.29, "speed of a layer's products in FP8 / in bfloat16 (docs/performance.md)")
+    expert_overhead: float = _assumed(
+        1e-6, "s per token, layer with experts and pass on a GPU, beside products", zero=True
+    )
+    decode_efficiency: float = _assumed(0.34, "fraction of memory_bandwidth: decoding", most=1)
+    decode_overhead: float = _assumed(0.0017, "s per decoding step: scheduler, kernel launches", zero=True)
     response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
     prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
     kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
@@ -143,7 +147,12 @@ class Assumptions:
     requeue: float = _assumed(120.0, "s until Slurm starts a requeued job", zero=True)
     save: float = _assumed(60.0, "s for which a checkpoint stops the run", zero=True)
 
-    def peak(self, kind: Literal["bf16", "fp8", "fp32"]) -> float:
+    @property
+    def speedup_in_fp8(self) -> float:
+        """``fp8_gain`` on a GPU that multiplies in FP8."""
+        return self.fp8_gain if self.gpu.peak_fp8 > self.gpu.peak_bf16 else 1.0
+
+    def peak(self, kind: Literal["bf16", "fp32"]) -> float:
         """FLOP/s in this precision."""
         in_precision: float = getattr(self.gpu, f"peak_{kind}")
         return self.peak_bf16 * in_precision / self.gpu.peak_bf16
