@@ -126,7 +126,7 @@ class Assumptions:
     expert_overhead: float = _assumed(
         1e-6, "s per token, layer with experts and pass on a GPU, beside products", zero=True
     )
-    decode_efficiency: float = _assumed(0.34, "fraction of memory_bandwidth: decoding", most=1)
+    decode_efficiency: float = _assumed(0.33, "fraction of memory_bandwidth: decoding", most=1)
     decode_overhead: float = _assumed(0.0017, "s per decoding step: scheduler, kernel launches", zero=True)
     response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
     prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)

@@ -35,8 +35,8 @@ LINK_EFFICIENCY = 0.7
 """Fraction of the speed of NVLink, network and host link that transfers reach; assumed."""
 ALLREDUCE = 15e-6
 """Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1; assumed."""
-ALLREDUCE_BETWEEN_NODES = 80e-6
-"""The same if the workers of an engine are on more than one node; assumed."""
+ALLREDUCE_BETWEEN_NODES = 75e-6
+"""The same if the workers of an engine are on more than one node: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
 
