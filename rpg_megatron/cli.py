@@ -367,8 +367,7 @@ def plan(
         from rpg_megatron.config import load_settings
 
     settings = load_settings(config, overrides)
-    options = {"sweep": sweep, "as_json": json, "assumptions": assume or (), "from_run": from_run}
-    if not run_plan(settings, gpu, **options):
+    if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or (), from_run=from_run):
         raise typer.Exit(1)
 
 

@@ -1,9 +1,8 @@
-"""NeMo-RL's published H100 steps as settings of ours, what ``plan`` says of them, and the fit of its one free
-assumption.
+"""NeMo-RL's published H100 steps as settings of ours, what ``plan`` says of them, and the one fit.
 
 Rows: NVIDIA-NeMo/RL, docs/about/performance-summary.md of 0.5 (GRPO, 32 responses a prompt). Recipes:
-examples/configs/recipes/llm/performance and grpo_math_1B.yaml of the same repository. ``docs/plan.md`` lists what
-the page does not say.
+examples/configs/recipes/llm/performance and grpo_math_1B.yaml of the same repository. ``docs/plan.md`` lists
+what the page does not say.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+
+import yaml
 
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, find_target, plan_for
@@ -49,22 +50,21 @@ class Published:
     fp8: bool = False
 
 
-_32B = "{tensor: 4, sequence: true, pipeline: 4, data: 2}"
+_8B, _32B = "{data: 8}", "{tensor: 4, sequence: true, pipeline: 4, data: 2}"
+_30B = "{data: 32, expert: 8}", "{pipeline: 2, data: 8, expert: 8}"
+_235B = "{tensor: 2, sequence: true, context: 2, pipeline: 8, data: 4, expert: 16}"
 ROWS = (
-    Published("Llama-3.1-8B", "llama", 16, 1019, 4096, 2048, "{pipeline: 2, data: 8}", 16, 1, 92.8, recompute="full"),
-    Published("Llama-3.1-8B, 1 off", "llama", 16, 1123, 4096, 2048, "{data: 8}", 8, 1, 64.8, True, "full"),
-    Published("the same in FP8", "llama", 16, 1128, 4096, 2048, "{data: 8}", 8, 1, 53.0, True, "full", True),
+    Published(
+        "Llama-3.1-8B", "llama", 16, 1019, 4096, 2048, "{pipeline: 2, data: 8}", 16, 1, 92.8, False, "full"
+    ),
+    Published("Llama-3.1-8B, 1 off", "llama", 16, 1123, 4096, 2048, _8B, 8, 1, 64.8, True, "full"),
+    Published("the same in FP8", "llama", 16, 1128, 4096, 2048, _8B, 8, 1, 53.0, True, "full", True),
     Published("Qwen3-32B", "Qwen3-32B", 32, 3251, 4096, 2048, _32B, 8, 4, 376),
     Published("Qwen3-32B, 1 off", "Qwen3-32B", 64, 3252, 4096, 2048, _32B, 8, 4, 200, True),
-    Published("Qwen3-30B-A3B", "Qwen3-30B-A3B", 32, 3196, 4096, 2048, "{data: 32, expert: 8}", 16, 2, 198),
-    Published(
-        "Qwen3-30B-A3B, 1 off", "Qwen3-30B-A3B", 32, 3201, 4096, 2048, "{pipeline: 2, data: 8, expert: 8}", 8, 2, 154, True
-    ),
-    Published(
-        "Qwen3-235B-A22B", "Qwen3-235B-A22B", 128, 5700, 8192, 512,
-        "{tensor: 2, sequence: true, context: 2, pipeline: 8, data: 4, expert: 16}", 8, 16, 431, recompute="full",
-    ),
-)  # fmt: skip
+    Published("Qwen3-30B-A3B", "Qwen3-30B-A3B", 32, 3196, 4096, 2048, _30B[0], 16, 2, 198),
+    Published("Qwen3-30B-A3B, 1 off", "Qwen3-30B-A3B", 32, 3201, 4096, 2048, _30B[1], 8, 2, 154, True),
+    Published("Qwen3-235B-A22B", "Qwen3-235B-A22B", 128, 5700, 8192, 512, _235B, 8, 16, 431, False, "full"),
+)
 
 
 def shape_of(model: str) -> ModelShape:
@@ -78,7 +78,10 @@ def shape_of(model: str) -> ModelShape:
 @cache
 def planned(row: Published) -> Plan:
     """The plan of a row."""
-    shape, target = shape_of(row.model), find_target(make_settings(_values(row, 1), None, row.name), "h100-80")
+    shape, target = (
+        shape_of(row.model),
+        find_target(make_settings(_values(row, 1), None, row.name), "h100-80"),
+    )
     first = plan_for(make_settings(_values(row, 1), None, row.name), shape, target)
     # What is left for keys and values, beside weights and 2 GiB of everything else.
     left = int(SHARE[0] * target.nbytes - first.engine.weights) // 1024**3 - 2
@@ -86,8 +89,6 @@ def planned(row: Published) -> Plan:
 
 
 def _values(row: Published, kv_cache_gib: int) -> dict[str, object]:
-    import yaml
-
     engine: dict[str, object] = {"replicas": row.engines, "tensor": row.tensor, "max_sequences": 1024}
     shared = {**engine, "colocated": True, "kv_cache_gib": kv_cache_gib}
     apart = {**engine, "arguments": [f"--gpu-memory-utilization={SHARE[1]}"]}

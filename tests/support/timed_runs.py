@@ -1,9 +1,15 @@
-"""Folders of runs whose steps take given times, written by training's own writers."""
+"""Folders of runs whose steps take given times, by training's own writers, and what ``plan`` makes of one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from rpg_megatron.commands.plan.from_run import take_from
+from rpg_megatron.commands.plan.gpus import assume
+from rpg_megatron.commands.plan.plan import make_plan
+from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.run_dir import create_run
@@ -39,3 +45,13 @@ def make_timed_run(
         writer.write({"step": step, **lengths, **seconds, "time/unix": clock, **(more or {})})
     writer.close()
     return folder
+
+
+def check_plan_from(run: Path, settings: Settings, seconds: float) -> None:
+    """``plan --from`` reads a run of two steps; for its settings it predicts the second, of ``seconds``."""
+    plan = make_plan(settings)
+    assumed = assume(plan.target.name, cpu=True)
+    taken = take_from(run, plan, assumed)
+    step = step_times(plan, assumed.replaced(taken.values).values)[0]
+    assert (taken.run.steps, taken.run.step) == (1, seconds)
+    assert step.step == pytest.approx(seconds, rel=0.02)

@@ -1,7 +1,8 @@
-"""``plan --from RUN`` gives a run's own times for its own settings, scales them, and says what it could not use.
+"""``plan --from RUN`` gives a run's own times for its settings, scales them, and says what it could not use.
 
-Why: figures of a run that stand under settings they do not fit mislead more than a guess that says so. Runs are
-made with given times. Not covered: whether the next run takes as long (docs/plan.md has one that was measured).
+Why: figures of a run that stand under settings they do not fit mislead more than a guess that says so. Runs
+are made with given times. Not covered: whether the next run takes as long (docs/plan.md has one that was
+measured).
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ def test_what_a_run_cannot_tell_is_refused(refused: Callable[..., str], tmp_path
 def test_the_table_says_what_came_from_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = make_timed_run(settings_of(QUICKSTART, tmp_path), TIMES, steps=2)
     with pytest.raises(SystemExit):
-        cli.main(["plan", str(QUICKSTART), "--from", str(run), "engine.arguments=['--max-num-batched-tokens=512']"])
+        cli.main(
+            ["plan", str(QUICKSTART), "--from", str(run), "engine.arguments=['--max-num-batched-tokens=512']"]
+        )
     out = " ".join(capsys.readouterr().out.split())
     assert "time of a step, by turns: computed from the times of run-001" in out
     assert "in that run" in out

@@ -1,7 +1,7 @@
 """What ``plan`` says of NeMo-RL's published steps is what docs/plan.md says.
 
-Why: a change to a formula or to a default must show what it does to the only steps of this size that anybody has
-published with lengths, layout and seconds. Not covered: phases, which the page does not have, and memory.
+Why: a change to a formula or to a default must show what it does to the only steps of this size that anybody
+has published with lengths, layout and seconds. Not covered: phases, which the page does not have, and memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from tests.support.recipes import EXAMPLES
 def documented() -> dict[str, list[str]]:
     """Row -> its last five cells: published, predicted, ratio, fitted on the others, ratio with that."""
     page = (EXAMPLES.parent / "docs" / "plan.md").read_text()
-    lines = re.findall(r"^\| (.+?) \|.*?\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    lines = re.findall(
+        r"^\| (.+?) \|.*?\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M
+    )
     return {name: cells for name, *cells in lines}
 
 

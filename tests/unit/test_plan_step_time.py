@@ -166,7 +166,9 @@ def test_an_update_takes_at_least_one_longest_response() -> None:
 def test_tensor_parallel_ranks_exchange_the_stream() -> None:
     """Forward: two gathers and two scatters of 2 bytes x 4,096 a token and layer, of which a half is sent."""
     layout = ("parallel={tensor: 2, sequence: true, data: 8}",)
-    flat, fast = (seconds("log-probs", "peak_bf16=1e30", f"nvlink={n}", overrides=layout) for n in (1e9, 1e30))
+    flat, fast = (
+        seconds("log-probs", "peak_bf16=1e30", f"nvlink={n}", overrides=layout) for n in (1e9, 1e30)
+    )
     tokens = 1024 * LENGTH / 8
     assert flat - fast == pytest.approx(4 / 2 * 2 * 4096 * 36 * tokens / 1e9 / LINK_EFFICIENCY, rel=1e-6)
 
@@ -371,7 +373,8 @@ QWEN3_30B_A3B = Path(__file__).parents[2] / "examples" / "moe" / "qwen3_30b_a3b_
 
 def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
     """Log-probs at full speed: 8 of 128 experts and the router; at EP 8, 7 of 8 rows go to other GPUs. What a
-    token costs beside products is at least as long as the exchange of its rows."""
+    token costs beside products is at least as long as the exchange of its rows.
+    """
     plan = make_plan(load_settings(QWEN3_30B_A3B, [*SEPARATE_30B, "anchor.type=old"]), "h100-80")
     layer = 2048 * (2 * 4096 + 2 * 512 + 3 * 8 * 768 + 128)
     sequences, length = 8192, 8192 + 256

@@ -30,16 +30,17 @@ def run_plan(
 ) -> bool:
     """Print the plan of a run; returns whether it fits.
 
-    gpu: see ``gpu_bytes``; None: the settings' device. assumptions: see ``assume``. from_run: folder of a run
-    whose figures replace assumptions.
-    Raises UserError as ``assume`` and ``take_from`` do, and if a check fails: all but those of the machine are
-    run.
+    gpu: see ``gpu_bytes``; None: the settings' device. assumptions: see ``assume``. from_run: folder of a
+    run whose figures replace assumptions.
+    Raises UserError as ``assume`` and ``take_from`` do, and if a check fails: all but those of the machine
+    are run.
     """
     target = find_target(settings, gpu)
     assumed = assume(target.name, assumptions, cpu=target.device == "cpu")
     if assumptions and target.device == "cpu" and from_run is None:
         raise UserError(
-            "--assume: without a run (--from) time is estimated for GPUs only; choose one, such as --gpu h100-80"
+            "--assume: without a run (--from) time is estimated for GPUs only; choose one, such as "
+            "--gpu h100-80"
         )
     if from_run is not None and settings.sft is not None:
         raise UserError("--from: fine-tuning (sft) has no estimate of time")

@@ -1,4 +1,4 @@
-"""``plan --from RUN``: assumptions such that the formulas give a run's own times, then applied to other settings.
+"""``plan --from RUN``: assumptions such that the formulas give a run's own times, for other settings.
 
 Each phase has one unknown: the fraction of the peak for log-probs and for updates, a factor for rollout, sync
 and handover, seconds for the rest. It is solved with the run's own settings, layout and lengths. What the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ def _refuse_on_cpu(run: MeasuredRun, settings: Settings, *, same_model: bool) ->
     """Times of CPU processes carry over only to the same ones."""
     if not same_model:
         raise UserError(
-            f"--from {run.folder}: a run of another model ({run.settings.model.path}); on a CPU its times tell "
-            "nothing about this one, whose products have other sizes"
+            f"--from {run.folder}: a run of another model ({run.settings.model.path}); on a CPU its times "
+            "tell nothing about this one, whose products have other sizes"
         )
     for name in ("parallel", "engine"):
         for size in ("tensor", "pipeline", "context", "data", "expert", "replicas"):
@@ -118,7 +118,7 @@ def _solve(
     current = assumed.values
 
     def computed(*phases: Name, **changed: float) -> float:
-        return step_times(plan, replace(current, **changed))[0].seconds(*phases)
+        return step_times(plan, current.replaced(changed))[0].seconds(*phases)
 
     def solve_mfu(name: str, phase: Name) -> None:
         """The fraction of the peak; a phase also has seconds that do not depend on it, such as links."""
@@ -133,14 +133,14 @@ def _solve(
             middle = math.sqrt(low * high)
             low, high = (middle, high) if computed(phase, **{name: middle}) > measured else (low, middle)
         values[name] = low
-        current = replace(current, **{name: low})
+        current = current.replaced({name: low})
 
     def solve_factor(name: str, *phases: Name) -> None:
         nonlocal current
         measured, formula = run.seconds.get(phases[0], 0.0), computed(*phases)
         if measured > 0 and formula > 0:
             values[name] = measured / formula
-            current = replace(current, **{name: values[name]})
+            current = current.replaced({name: values[name]})
 
     solve_mfu("score_mfu", "log-probs")
     if plan.target.device == "cpu" and "score_mfu" in values:
@@ -148,7 +148,7 @@ def _solve(
         fixed = run.seconds["update"] - computed("update", train_mfu=current.score_mfu)
         if fixed > 0:
             values |= {"train_mfu": current.score_mfu, "update_overhead": fixed / plan.batch.updates}
-            current = replace(current, **{name: values[name] for name in ("train_mfu", "update_overhead")})
+            current = current.replaced(values)
     if "train_mfu" not in values:
         solve_mfu("train_mfu", "update")
     overlapped = run.settings.rollout.ahead and run.settings.rollout.inflight != "drain"
@@ -158,7 +158,7 @@ def _solve(
     values["step_overhead"] = run.seconds["other"]
     if "save" in run.seconds:
         values["save"] = run.seconds["save"]
-    return values, step_times(plan, replace(current, step_overhead=values["step_overhead"]))[0]
+    return values, step_times(plan, current.replaced({"step_overhead": values["step_overhead"]}))[0]
 
 
 def _notes(
@@ -172,19 +172,23 @@ def _notes(
         yield f"medians of {run.steps} step{'s' if run.steps > 1 else ''}: few"
     if not same_model:
         yield (
-            f"the run's model is another ({run.settings.model.path}): its lengths and kept groups are not used, its "
-            "efficiencies are, as fractions of the peak"
+            f"the run's model is another ({run.settings.model.path}): its lengths and kept groups are not "
+            "used, its efficiencies are, as fractions of the peak"
         )
     if not same_device:
         yield (
-            f"the run's device is {run.settings.device}: its lengths and kept groups are used, its times are not"
+            f"the run's device is {run.settings.device}: its lengths and kept groups are used, its times "
+            "are not"
         )
     elif (other := _other_gpu(run, plan.target)) is not None:
-        yield f"the run's GPU is another ({other}): efficiencies are used as fractions of {plan.target.name}'s speeds"
+        yield (
+            f"the run's GPU is another ({other}): efficiencies are used as fractions of the speeds of "
+            f"{plan.target.name}"
+        )
     if same_device and plan.target.device == "cuda" and _layout(run.settings) != _layout(settings):
         yield (
-            "another layout: work is divided by the GPUs at the run's efficiency; what more tensor or context "
-            "parallelism costs in communication is not added, bubbles, reductions and exchange of experts are"
+            "another layout: work is divided by the GPUs at the run's efficiency; bubbles, reductions, and "
+            "communication of tensor parallelism and experts are those of the formulas"
         )
     if same_model and run.response > settings.rollout.max_response_tokens:
         yield "the run's mean response is longer than rollout.max_response_tokens, so all count as that long"

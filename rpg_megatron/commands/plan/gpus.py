@@ -85,7 +85,7 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
 
 
 CPU_SHARE = Gpu(0, 32e9, 32e9, 32e9, 20e9, 5e9, 5e9, trains_fp8=False)
-"""A core of a CPU, for a plan with the times of a run (``--from``): nominal, since the run's times replace it."""
+"""A core of a CPU, for a plan with the times of a run (``--from``), which replace these nominal speeds."""
 CPU_DECODE_OVERHEAD = 0.008
 """Seconds of a decoding step on a CPU beside its sequences: the quickstart's engine, half as many at once
 (docs/performance.md)."""
@@ -147,6 +147,10 @@ class Assumptions:
     requeue: float = _assumed(120.0, "s until Slurm starts a requeued job", zero=True)
     save: float = _assumed(60.0, "s for which a checkpoint stops the run", zero=True)
 
+    def replaced(self, values: Mapping[str, float]) -> Assumptions:
+        """These with other values of those named."""
+        return replace(self, **values)  # type: ignore[arg-type]
+
     @property
     def speedup_in_fp8(self) -> float:
         """``fp8_gain`` on a GPU that multiplies in FP8."""
@@ -177,7 +181,7 @@ class Assumed:
     def replaced(self, values: Mapping[str, float]) -> Assumed:
         """These assumptions with values of a run; those that the user has set stay."""
         mine = {name: value for name, value in values.items() if self.sources[name] != "as set"}
-        return Assumed(replace(self.values, **mine), {**self.sources, **dict.fromkeys(mine, "run")})  # type: ignore[arg-type]
+        return Assumed(self.values.replaced(mine), {**self.sources, **dict.fromkeys(mine, "run")})
 
 
 _ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}

@@ -1,4 +1,4 @@
-"""What a run measured, for ``plan --from``: lengths, kept groups and seconds of each phase, from its own files."""
+"""What a run measured, for ``plan --from``: lengths, kept groups and seconds of each phase."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class MeasuredRun:
     kept: float | None
     """Fraction of groups that ``rollout.dynamic`` kept; None: without it."""
     seconds: dict[str, float]
-    """Phase of ``plan`` (rollout, log-probs, update, sync, handover, other, save) -> seconds; one that did not
-    happen is missing."""
+    """Phase of ``plan`` (rollout, log-probs, update, sync, handover, other, save) -> seconds; one that did
+    not happen is missing."""
     step: float
     """Seconds of a step."""
     flops: float
@@ -62,14 +62,20 @@ def measure_run(folder: Path) -> MeasuredRun:
     except UserError as e:
         raise UserError(f"--from {folder}: its settings cannot be read: {e}") from None
     if settings.sft is not None:
-        raise UserError(f"--from {folder}: a run of fine-tuning (sft) has no rollouts; give one of train's RL")
+        raise UserError(
+            f"--from {folder}: a run of fine-tuning (sft) has no rollouts; give one of train's RL"
+        )
     rows, warm = _steps(run)
     if not rows:
         steps = f"{run.steps} completed steps" if run.steps else "no completed step"
         hint = "; wait for its first step" if run.running else ""
         raise UserError(f"--from {folder}: {METRICS} has {steps} with times and lengths{hint}")
     response, tokens = _middle(rows, "response/length_mean"), _middle(rows, "step/tokens")
-    drawn = [settings.rollout.prompts_per_step / r["sampling/generated"] for r in rows if r.get("sampling/generated")]
+    drawn = [
+        settings.rollout.prompts_per_step / r["sampling/generated"]
+        for r in rows
+        if r.get("sampling/generated")
+    ]
     start = run.starts[-1] if run.starts else {}
     return MeasuredRun(
         folder=folder,
@@ -89,7 +95,14 @@ def measure_run(folder: Path) -> MeasuredRun:
     )
 
 
-_NEEDED = ("time/step", "time/collect", "time/update", "step/tokens", "response/length_mean", "response/length_max")
+_NEEDED = (
+    "time/step",
+    "time/collect",
+    "time/update",
+    "step/tokens",
+    "response/length_mean",
+    "response/length_max",
+)
 
 
 def _steps(run: RunFiles) -> tuple[list[Row], bool]:
@@ -112,7 +125,7 @@ def _pause(before: Row, row: Row) -> float:
 
 
 def _phases(rows: list[Row], settings: Settings) -> dict[str, float]:
-    """Seconds of the phases of ``plan``. With ``rollout.ahead`` the rollout is the time in which engines had work."""
+    """Seconds of the phases of ``plan``. With ``rollout.ahead`` a rollout is while engines work."""
 
     def rollout(row: Row) -> float:
         if settings.rollout.ahead:
@@ -143,7 +156,7 @@ def _middle(rows: list[Row], key: str) -> float:
     return median(values) if values else math.nan
 
 
-# -- what differs between the run and the settings that are planned --------------------------------------------
+# -- what differs between the run and the settings that are planned ------------------------------------------
 
 COUNTED = (
     "rollout.prompts_per_step",
@@ -165,12 +178,36 @@ COUNTED = (
     "anchor.type",
 )
 """Settings, or sections, whose effect on the time the formulas compute."""
-LENGTHS = ("data.", "rollout.max_response_tokens", "rollout.temperature", "rollout.top", "rollout.stop", "model.path",
-           "environment", "rollout.dynamic")
+LENGTHS = (
+    "data.",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.top",
+    "rollout.stop",
+    "model.path",
+    "environment",
+    "rollout.dynamic",
+)
 """Those on which lengths and kept groups depend."""
-_TIMELESS = ("name", "seed", "runs", "checkpoint.", "evaluation", "trackers", "guards.", "training.steps", "profile",
-             "cluster.", "optimizer.lr", "optimizer.schedule", "optimizer.warmup", "reward", "extends", "sft",
-             "training.logprob_chunk")
+_TIMELESS = (
+    "name",
+    "seed",
+    "runs",
+    "checkpoint.",
+    "evaluation",
+    "trackers",
+    "guards.",
+    "training.steps",
+    "profile",
+    "cluster.",
+    "optimizer.lr",
+    "optimizer.schedule",
+    "optimizer.warmup",
+    "reward",
+    "extends",
+    "sft",
+    "training.logprob_chunk",
+)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ LINK_EFFICIENCY = 0.7
 ALLREDUCE = 15e-6
 """Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1; assumed."""
 ALLREDUCE_BETWEEN_NODES = 75e-6
-"""The same if the workers of an engine are on more than one node: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
+"""The same for an engine on more than one node: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
 
@@ -365,9 +365,9 @@ def _exchange_seconds(case: _Case, tokens: float) -> float:
 def _expert_seconds(case: _Case, tokens: float) -> float:
     """Routing, permutation and exchange of rows among expert-parallel ranks; 0 for a dense model.
 
-    The larger of ``expert_overhead``, which is measured with all of these, and the bytes of the exchange: each
-    row and its result are sent. Assumes even load, no overlap, rows to other nodes limited by the network, and
-    rows within a node limited by NVLink. Gathering rows over expert tensor ranks is not counted.
+    The larger of ``expert_overhead``, which is measured with all of these, and the bytes of the exchange:
+    each row and its result are sent. Assumes even load, no overlap, rows to other nodes limited by the
+    network, and rows within a node limited by NVLink. Gathering rows over expert tensor ranks is not counted.
     """
     e, parallel = case.plan.shape.experts, case.plan.settings.parallel
     if e is None:
@@ -384,8 +384,9 @@ def _expert_seconds(case: _Case, tokens: float) -> float:
 
 
 def _tensor_seconds(case: _Case, tokens: float) -> float:
-    """Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer of a pass
-    (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2), or two all-reduces, which send as much; not overlapped.
+    """Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer of a pass.
+
+    Or two all-reduces, which send as much; not overlapped (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2).
     """
     shape, parallel = case.plan.shape, case.plan.settings.parallel
     if parallel.tensor == 1:
