@@ -184,6 +184,8 @@ class Assumed:
         return Assumed(self.values.replaced(mine), {**self.sources, **dict.fromkeys(mine, "run")})
 
 
+OF_THE_RUN = ("walltime", "warning", "start", "requeue", "save")
+"""Those of the cost of the run."""
 _ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}
 """Assumption -> why, most, source."""
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rpg_megatron.commands.plan.engine_memory import SERVER, Turn
 from rpg_megatron.commands.plan.from_run import FromRun
-from rpg_megatron.commands.plan.gpus import Assumed
+from rpg_megatron.commands.plan.gpus import OF_THE_RUN, Assumed
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
 from rpg_megatron.commands.plan.other_placements import Costed, cost_lines, faster_line
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
@@ -282,7 +282,7 @@ def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) ->
     numbers = [(name, _number(value), source, why) for name, value, source, why in answer.assumed.rows]
     _print_table(console, title, ("name", ">value", "source", "what"), numbers)
     if taken is not None:
-        for line in from_run_lines(taken, answer.assumed):
+        for line in _from_run_lines(taken, answer):
             console.print(line, highlight=False, markup=False)
 
 
@@ -292,14 +292,18 @@ def _seconds(seconds: float | None) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
 
 
-def from_run_lines(taken: FromRun, assumed: Assumed) -> Iterator[str]:
+def _from_run_lines(taken: FromRun, answer: Answer) -> Iterator[str]:
     """Which figures came from the run, which remain assumed, and what to know of them."""
+    unused = () if answer.run else OF_THE_RUN
+    if answer.plan.settings.rollout.dynamic is None:
+        unused += ("kept_groups",)
+    sources = {name: source for name, _, source, _ in answer.assumed.rows if name not in unused}
     run, ends = taken.run, "running" if taken.run.running else "not running"
     first = ", without the first after a start" if run.warm else ""
     yield f"from {run.folder} ({ends}): medians of {run.steps} steps{first}"
-    by_run = [name for name, _, source, _ in assumed.rows if source == "run"]
+    by_run, guessed = ([n for n, source in sources.items() if source == kind] for kind in ("run", "assumed"))
     yield f"of the run: {', '.join(by_run) or 'nothing, since --assume sets all of it'}"
-    yield f"still assumed: {', '.join(name for name, _, source, _ in assumed.rows if source == 'assumed')}"
+    yield f"still assumed: {', '.join(guessed)}"
     for note in taken.notes:
         yield f"note {note}"
 
