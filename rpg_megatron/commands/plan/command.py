@@ -53,7 +53,7 @@ def run_plan(
     if taken is not None:
         assumed = assumed.replaced(taken.values)
     timed = plan.fits and settings.sft is None  # phases of RL only
-    timed = timed and (plan.on_gpu or (taken is not None and taken.own is not None))
+    timed = timed and (plan.on_gpu or (taken is not None and taken.measured is not None))
     run = costed(plan, assumed.values) if timed and plan.on_gpu else None
     answer = tables.Answer(
         plan,

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.plan.gpus import Assumed, find_gpu
 from rpg_megatron.commands.plan.measured_run import Changes, MeasuredRun, changes_between, measure_run
 from rpg_megatron.commands.plan.plan import Plan, Target, plan_for
-from rpg_megatron.commands.plan.step_time import Name, StepTime, step_times
+from rpg_megatron.commands.plan.step_time import Name, step_times
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 
 _MOST = 1e6
@@ -34,13 +35,8 @@ class FromRun:
     """Assumption -> value by the run."""
     notes: tuple[str, ...]
     """What was not taken and why, and what differs between the run and the planned settings."""
-    own: StepTime | None
-    """The run's own step by its figures; None: its times were not used."""
-
-    @property
-    def measured(self) -> dict[str, float] | None:
-        """Seconds that the run's phases took; the rollout's tail is a part of its rollout. None: not used."""
-        return None if self.own is None else self.run.seconds
+    measured: dict[str, float] | None
+    """Seconds of the run's phases, the rollout with its tail; None: its times are not used."""
 
 
 def take_from(folder: Path, plan: Plan, assumed: Assumed) -> FromRun:
@@ -50,6 +46,7 @@ def take_from(folder: Path, plan: Plan, assumed: Assumed) -> FromRun:
     device and another model, or on a CPU another model or other processes, which share its cores.
     """
     run = measure_run(folder)
+    run = replace(run, settings=with_local_model(run.settings, weights=False))
     changes = changes_between(run.settings, plan.settings)
     shape = _shape_of(run, plan)
     same_model, same_device = shape == plan.shape, run.settings.device == plan.target.device
@@ -66,8 +63,8 @@ def take_from(folder: Path, plan: Plan, assumed: Assumed) -> FromRun:
         return FromRun(run, values, tuple(notes), None)
     target = plan.target
     own = assumed.replaced(_lengths(run, run.settings))
-    times, step = _solve(run, plan_for(run.settings, shape, target), own, notes)
-    return FromRun(run, {**values, **times}, tuple(notes), step)
+    times = _solve(run, plan_for(run.settings, shape, target), own, notes)
+    return FromRun(run, {**values, **times}, tuple(notes), run.seconds)
 
 
 def _shape_of(run: MeasuredRun, plan: Plan) -> ModelShape:
@@ -110,10 +107,8 @@ def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
     return values if run.kept is None else {**values, "kept_groups": run.kept}
 
 
-def _solve(
-    run: MeasuredRun, plan: Plan, assumed: Assumed, notes: list[str]
-) -> tuple[dict[str, float], StepTime]:
-    """Assumptions with which the formulas give the phases of the run, and its step with them."""
+def _solve(run: MeasuredRun, plan: Plan, assumed: Assumed, notes: list[str]) -> dict[str, float]:
+    """Assumptions with which the formulas give the phases of the run."""
     values: dict[str, float] = {}
     current = assumed.values
 
@@ -158,7 +153,7 @@ def _solve(
     values["step_overhead"] = run.seconds["other"]
     if "save" in run.seconds:
         values["save"] = run.seconds["save"]
-    return values, step_times(plan, current.replaced({"step_overhead": values["step_overhead"]}))[0]
+    return values
 
 
 def _notes(

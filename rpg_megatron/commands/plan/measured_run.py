@@ -44,10 +44,6 @@ class MeasuredRun:
     not happen is missing."""
     step: float
     """Seconds of a step."""
-    flops: float
-    """FLOPs of a forward pass over a step's tokens."""
-    tokens: float
-    """Prompt and response tokens of a step."""
 
 
 def measure_run(folder: Path) -> MeasuredRun:
@@ -90,8 +86,6 @@ def measure_run(folder: Path) -> MeasuredRun:
         kept=min(1.0, median(drawn)) if drawn and settings.rollout.dynamic is not None else None,
         seconds=_phases(rows, settings),
         step=_middle(rows, "time/step"),
-        flops=_middle(rows, "step/forward_flops"),
-        tokens=tokens,
     )
 
 

@@ -294,9 +294,9 @@ def _seconds(seconds: float | None) -> str:
 
 def _from_run_lines(taken: FromRun, answer: Answer) -> Iterator[str]:
     """Which figures came from the run, which remain assumed, and what to know of them."""
-    unused = () if answer.run else OF_THE_RUN
+    unused = [] if answer.run else [*OF_THE_RUN]
     if answer.plan.settings.rollout.dynamic is None:
-        unused += ("kept_groups",)
+        unused.append("kept_groups")
     sources = {name: source for name, _, source, _ in answer.assumed.rows if name not in unused}
     run, ends = taken.run, "running" if taken.run.running else "not running"
     first = ", without the first after a start" if run.warm else ""
