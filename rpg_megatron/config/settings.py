@@ -363,6 +363,14 @@ class Settings(Section):
             return self.training.old
         return "pass" if any(self.reasons_for_pass()) else "update"
 
+    @property
+    def scoring_passes(self) -> float:
+        """Forward passes over a step's batch before its updates: of the policy, and of a held anchor."""
+        if self.sft is not None:
+            return 0.0
+        own = {"pass": 1.0, "update": 1 - 1 / self.training.minibatches, "engine": 0.0}
+        return own[self.old_from] + (self.anchor.type != "old")
+
     def reasons_for_pass(self) -> Iterator[str]:
         """Why auto computes the old policy's log-probs by a pass before the updates."""
         yield from self._excludes_old_from_update()

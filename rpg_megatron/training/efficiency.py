@@ -72,11 +72,7 @@ class Efficiency:
     def __init__(self, settings: Settings, shape: ModelShape, device: torch.device):
         self._shape, self._device = shape, device
         self._world = settings.parallel.world
-        # Of the policy, and of a held anchor; a teacher's own passes do not count.
-        own = {"pass": 1.0, "update": 1 - 1 / settings.training.minibatches, "engine": 0.0}
-        self._passes = own[settings.old_from] + (settings.anchor.type != "old")
-        if settings.sft is not None:
-            self._passes = 0.0
+        self._passes = settings.scoring_passes  # a teacher's own passes do not count
         self._epochs = settings.training.epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # The table has peaks of bfloat16 only.

@@ -84,6 +84,16 @@ def test_a_run_s_own_settings_give_its_own_times(plan: Plan, tmp_path: Path) -> 
     assert answer["run_cost"] is None
 
 
+def test_a_run_without_a_pass_says_nothing_of_its_speed(plan: Plan, tmp_path: Path) -> None:
+    settings = settings_of(QUICKSTART, tmp_path, "training.minibatches=1")
+    answer = plan(
+        QUICKSTART, make_timed_run(settings, {**TIMES, "logprobs": 0.003}), "training.minibatches=1"
+    )
+    assert phases(answer)["update"] == pytest.approx(4.8, rel=1e-6)
+    assert answer["step_time"]["assumptions"]["score_mfu"]["source"] == "assumed"
+    assert "log-probs: the run computes none; score_mfu remains 0.43, assumed" in answer["from"]["notes"]
+
+
 def test_half_of_the_prompts_take_half_of_what_grows_with_tokens(plan: Plan, tmp_path: Path) -> None:
     """An update has a part that does not: what it takes beyond its FLOPs at the speed of the log-probs."""
     run = make_timed_run(settings_of(QUICKSTART, tmp_path), TIMES)

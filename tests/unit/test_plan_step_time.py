@@ -101,6 +101,14 @@ def test_log_probs_are_one_forward_pass_attention_included() -> None:
     assert seconds("log-probs", "peak_bf16=1e30", overrides=("anchor.type=fixed",)) == pytest.approx(swapped)
 
 
+def test_log_probs_that_an_update_or_the_engine_gives_take_no_pass() -> None:
+    by_pass = seconds("log-probs", overrides=("training.old=pass", "training.minibatches=4"))
+    three = seconds("log-probs", overrides=("training.old=update", "training.minibatches=4"))
+    assert three == pytest.approx(by_pass * 3 / 4, rel=1e-9)
+    for none in (("training.minibatches=1",), ("training.old=engine",)):
+        assert seconds("log-probs", overrides=none) == 0
+
+
 def test_a_teacher_that_the_ranks_hold_makes_a_pass_of_its_own() -> None:
     """Of the student's size: as long, after its weights were copied to the GPU; if full, in each update."""
     teacher = f"teacher.path={QWEN3_8B.parent / 'models' / 'Qwen3-8B-Base'}"

@@ -119,6 +119,11 @@ def _solve(run: MeasuredRun, plan: Plan, assumed: Assumed, notes: list[str]) -> 
         """The fraction of the peak; a phase also has seconds that do not depend on it, such as links."""
         nonlocal current
         measured = run.seconds.get(phase, 0.0)
+        if computed(phase, **{name: 1 / _MOST}) == computed(phase, **{name: _MOST}):
+            notes.append(
+                f"{phase}: the run computes none; {name} remains {getattr(current, name):g}, assumed"
+            )
+            return
         if measured <= computed(phase, **{name: _MOST}):
             why = "has no time for it" if measured <= 0 else "took less than the formula without its FLOPs"
             notes.append(f"{phase}: the run {why}; {name} remains {getattr(current, name):g}, assumed")

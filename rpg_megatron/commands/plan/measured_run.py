@@ -158,6 +158,7 @@ COUNTED = (
     "rollout.ahead",
     "training.minibatches",
     "training.epochs",
+    "training.old",
     "training.tokens_per_microbatch",
     "memory.",
     "parallel.",

@@ -323,18 +323,18 @@ def _read_columns(shape: ModelShape, batch: float) -> float:
 
 
 def _log_probs(case: _Case) -> Phase:
-    """A forward pass for ``old``, and one for a held anchor, swapped in and out, or for a teacher."""
-    passes = 1 if case.plan.settings.anchor.type == "old" else 2
+    """Forward passes for ``old`` and a held anchor, which is swapped in and out, and one of a teacher."""
+    passes = case.plan.settings.scoring_passes
     tokens, squares = case.replica_work(case.plan.batch.sequences)
     work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
     exchange = _exchange_seconds(case, tokens)
     seconds = passes * (work + exchange) * case.bubble(tokens)
-    if passes == 2:  # twice, in both directions
+    if case.plan.settings.anchor.type != "old":  # twice, in both directions
         seconds += 4 * case.item * case.plan.largest.trained / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
     bound = "FLOP/s" if work >= exchange else "communication"
     if case.plan.settings.full_divergence is None:
         seconds += _teacher_seconds(case, tokens, squares)
-    return Phase("log-probs", seconds, f"{bound}, {passes} pass{'es' if passes > 1 else ''}")
+    return Phase("log-probs", seconds, f"{bound}, {passes:.2g} pass{'' if passes == 1 else 'es'}")
 
 
 def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
