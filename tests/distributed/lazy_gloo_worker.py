@@ -36,7 +36,7 @@ from rpg_megatron.system.collectives import (
     run_together,
     sum_arrays,
 )
-from tests.support.sockets import connections
+from tests.support.sockets import connections, listening_ports
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
 
@@ -170,9 +170,10 @@ def main() -> None:
         return
     start_process_group(start_device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
-    before = connections()
+    before = connections(), len(listening_ports())
     dist.new_group(backend="gloo")
-    out: dict[str, Any] = {"connections": connections() - before}
+    made = connections() - before[0], len(listening_ports()) - before[1]
+    out: dict[str, Any] = {"made": made}
     doomed, other = new_host_group(), new_host_group()
     dist.monitored_barrier(control_group(), timeout=timedelta(seconds=60))
     out["tensors"] = tensor_collectives(doomed)

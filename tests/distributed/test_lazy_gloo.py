@@ -39,8 +39,8 @@ def test_collectives_of_lazy_groups(tmp_path: Path) -> None:
         folder.mkdir()
         results[mesh] = run_ranks(WORKER, WORLD, folder, mesh)
         check_deaths(folder)
-    made = {mesh: [rank.pop("connections") for rank in ranks] for mesh, ranks in results.items()}
-    assert made == {AT_ONCE: [WORLD - 1] * WORLD, LAZY: [0] * WORLD}
+    made = {mesh: [rank.pop("made") for rank in ranks] for mesh, ranks in results.items()}
+    assert made == {AT_ONCE: [[WORLD - 1, 0]] * WORLD, LAZY: [[0, 1]] * WORLD}, "connections, ports"
     assert results[LAZY] == results[AT_ONCE]
     first, last = results[LAZY][0], results[LAZY][-1]
     assert first["objects"]["flags"] == [False, True, -4]

@@ -290,6 +290,10 @@ distributed/test_control_group.py::test_ranks_exchange_values_and_read_no_pickle
   connect to gloo's ports on loopback
   one, for all of its process groups
   What trainer ranks tell each other is msgpack
+distributed/test_lazy_gloo.py::test_collectives_of_lazy_groups
+  one of more than 32 trainer ranks
+  one more for each group of more than 32 ranks
+  they take connections during the whole run
 distributed/test_weight_fan_out.py::test_links_are_made_at_the_same_time
   one for each link between a rank and an engine worker
 unit/test_shared_memory_transport.py::test_folder_must_be_private_and_memory_must_suffice
