@@ -25,7 +25,8 @@ from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
-from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
+from rpg_megatron.data.packing import Plan, Prompt, pack_rows, plan_batches
+from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, split_parameters
 from rpg_megatron.models.mapping import ModelMapping
@@ -247,11 +248,21 @@ class Trainer:
             (index.prompt_length + index.response_length).tolist(),
             minibatches=minibatches,
             starts=index.starts.tolist(),
+            prompts=self._prompts(index),
             data=self.mesh.data,
             budget=self.settings.training.tokens_per_microbatch,
             context=self.mesh.context,
             attention_length=self.shape.attention_length,
         )
+
+    def _prompts(self, index: BatchIndex) -> list[Prompt] | None:
+        """Which trajectories may share prompts: the first of each response of a group, whose prompts are equal."""
+        least = self.settings.training.shared_from
+        if least is None:
+            return None
+        columns = (index.group, index.branch, index.prompt_length, index.response_length)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [(g, 0 if branch else shareable(p, r, least)) for g, branch, p, r in rows]
 
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes.
@@ -375,9 +386,15 @@ class Trainer:
             return minibatches[0]
         trajectories = list(iter_trajectories(minibatches))
         budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
+        least = self.settings.training.shared_from
+        prompts: list[Prompt] | None = None
+        if least is not None:
+            prompts = [
+                (t.prompt.tobytes(), shareable(len(t.prompt), len(t.response), least)) for t in trajectories
+            ]
         rows = [
             [trajectories[i] for i in row]
-            for row in pack_rows([t.length for t in trajectories], budget, context)
+            for row in pack_rows([t.length for t in trajectories], budget, context, prompts)
         ]
         most = torch.tensor(len(rows))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control_group())
