@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 
 Plan = list[list[list[list[int]]]]
 """[data rank][mini-batch][micro-batch] -> indices of trajectories, ascending."""
@@ -138,15 +140,27 @@ def _units(indices: Iterable[int], sizes: _Sizes, budget: int, data: int) -> lis
         units += _pack(members, own, budget - sizes.prompt(members[0]))
     heap = [(-sizes.cost(unit), number, unit) for number, unit in enumerate(units)]
     heapq.heapify(heap)
-    mean = -sum(cost for cost, *_ in heap) / data
-    number = len(heap)
-    while heap and -heap[0][0] > mean and len(heap[0][2]) > 1:
-        unit = heapq.heappop(heap)[2]
+    total, number = -sum(cost for cost, *_ in heap), len(heap)
+    while heap and -heap[0][0] * data > total and len(heap[0][2]) > 1:
+        cost, _, unit = heapq.heappop(heap)
+        total += cost
         by_length = sorted(unit, key=lambda i: (-sizes.lengths[i], i))
         for half in (by_length[::2], by_length[1::2]):
-            heapq.heappush(heap, (-sizes.cost(half), number, half))
+            cost = sizes.cost(half)
+            total += cost
+            heapq.heappush(heap, (-cost, number, half))
             number += 1
     return sorted(unit for *_, unit in heap)
+
+
+def count_shared(plan: Plan, prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Prompt tokens that a plan's micro-batches do not compute again, and the sum of the prompts' squares."""
+    tokens = squares = 0
+    for micro in chain.from_iterable(chain.from_iterable(plan)):
+        for (_, shared), members in Counter(prompts[i] for i in micro).items():
+            tokens += (members - 1) * shared
+            squares += (members - 1) * shared**2
+    return tokens, squares
 
 
 def padded_length(length: int, context: int) -> int:

@@ -25,7 +25,7 @@ from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
-from rpg_megatron.data.packing import Plan, Prompt, pack_rows, plan_batches
+from rpg_megatron.data.packing import Plan, Prompt, count_shared, pack_rows, plan_batches
 from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, split_parameters
@@ -72,6 +72,8 @@ class Batch:
     """
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
+    shared: tuple[int, int] = (0, 0)
+    """Rank 0: prompt tokens that an update on the batch shares, and their squares (``packing.count_shared``)."""
     probes: ReplicaBatch = field(default_factory=list)
     """With ``rollout.probed``: this replica's part of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
@@ -218,7 +220,9 @@ class Trainer:
             advantages = self._advantages_of(index)
         plan = self._plan(index, self.settings.minibatches)
         minibatches, trajectories = self._scatter.scatter(plan, index, advantages, source)
-        return Batch(minibatches, trajectories, index)
+        prompts = None if index is None else self._prompts(index)
+        shared = (0, 0) if prompts is None else count_shared(plan, prompts)
+        return Batch(minibatches, trajectories, index, shared=shared)
 
     def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
         """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
