@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,15 @@ def shared_prompts(
     bytes are those of tensors, beyond weights and gradients. write: put the table into docs/long-context.md.
     """
     device, mesh = start("cpu")
-    columns = ("prompt", "response", "tokens: plain", "shared", "ratio|.2f", "time: scoring|.2f", "update|.2f")
+    columns = (
+        "prompt",
+        "response",
+        "tokens: plain",
+        "shared",
+        "ratio|.2f",
+        "time: scoring|.2f",
+        "update|.2f",
+    )
     table = report.table(*columns, "memory: scoring|.2f", "update|.2f")
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as place:
@@ -51,22 +60,11 @@ def shared_prompts(
                 for i, r in enumerate(draw)
             ]
             packs = {name: [policy.pack(group)] for name, policy in policies.items()}
-            results = {
-                "scoring": measure(
-                    {n: lambda n=n: policies[n].logprobs(packs[n]) for n in policies},  # type: ignore[misc]
-                    repeat,
-                ),
-                "update": measure(
-                    {n: lambda n=n: run_policy(policies[n], packs[n]) for n in policies},  # type: ignore[misc]
-                    repeat,
-                ),
-            }
+            scoring = {n: partial(policies[n].logprobs, packs[n]) for n in policies}
+            update = {n: partial(run_policy, policies[n], packs[n]) for n in policies}
+            results = [measure(methods, repeat) for methods in (scoring, update)]
             plain, shared = (packs[n][0].tokens_computed for n in policies)
-            ratios = [
-                results[work]["shared"][column] / results[work]["plain"][column]
-                for column in (0, 1)
-                for work in results
-            ]
+            ratios = [r["shared"][column] / r["plain"][column] for column in (0, 1) for r in results]
             table.row(length, sequence - length, plain, shared, shared / plain, *ratios)
     dist.destroy_process_group()
     if write:

@@ -102,9 +102,9 @@ class TrainingSettings(Section):
     ranks. A longer sequence gets a micro-batch of its own."""
     share_prompts: bool | Literal["auto"] = False
     """Compute the prompt of a group once for all of its responses in a micro-batch, instead of once for each:
-    the same log-probs and gradients up to rounding, for less work. auto: for responses of which the prompt is at
-    least a tenth of the sequence; with shorter prompts it hardly pays. docs/long-context.md has measurements,
-    and what else changes."""
+    the same log-probs and gradients up to rounding, for less work. auto: for responses of which the prompt is
+    at least a tenth of the sequence; with shorter prompts it hardly pays. docs/long-context.md has
+    measurements, and what else changes."""
     mask_truncated: bool = False
     """Mask out the tokens of truncated responses in the loss. Their rewards still count in the advantages of
     their groups."""

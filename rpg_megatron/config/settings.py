@@ -379,8 +379,8 @@ class Settings(Section):
             return
         if self.device == "cuda" and self.precision.dtype == "float32":
             yield (
-                "training.share_prompts needs precision.dtype bfloat16 with device cuda: the attention that takes "
-                "shared prompts there, FlashAttention, does not support float32; set it to false"
+                "training.share_prompts needs precision.dtype bfloat16 with device cuda: FlashAttention, "
+                "which takes shared prompts there, does not support float32; set it to false"
             )
         if self.sft is not None or self.rollout.samples_per_prompt == 1:
             why = "rollout.samples_per_prompt is 1" if self.sft is None else "conversations share no prompts"

@@ -12,8 +12,8 @@ Plan = list[list[list[list[int]]]]
 """[data rank][mini-batch][micro-batch] -> indices of trajectories, ascending."""
 
 Prompt = tuple[Hashable, int]
-"""Of a trajectory that may share its prompt with others: what is equal for all that can, and the tokens that they
-share (``row_layout.shareable``); 0: it shares none.
+"""Of a trajectory that may share its prompt with others: what is equal for all that can, and the tokens that
+they share (``row_layout.shareable``); 0: it shares none.
 """
 
 _WithCost = tuple[float, list[int]]
@@ -80,7 +80,7 @@ def pack_rows(
 
 
 class _Sizes:
-    """Sizes and costs of units: trajectories in the same micro-batch that share a prompt, or one trajectory."""
+    """Sizes and costs of units: trajectories that stand behind one copy of a prompt, or a single one."""
 
     def __init__(
         self,
@@ -174,9 +174,7 @@ def sequence_multiple(context: int) -> int:
     return 2 * context if context > 1 else 1
 
 
-def _pack(
-    indices: Iterable[int], lengths: Sequence[int] | Mapping[int, int], budget: int
-) -> list[list[int]]:
+def _pack(indices: Iterable[int], lengths: Sequence[int] | Mapping[int, int], budget: int) -> list[list[int]]:
     """First-fit-decreasing bin packing.
 
     Each node of a binary tree, whose leaves are the bins, has the largest free space below it. So the first

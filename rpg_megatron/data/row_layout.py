@@ -1,9 +1,9 @@
 """Layout of a packed row: where the tokens of each trajectory stand, and which prompts are shared.
 
-A sequence of n tokens takes n - 1 positions (see ``policy.microbatch.MicroBatch``). Responses to one prompt may
-stand behind a single copy of it. The last token of the prompt predicts the first token of every response, so it
-is not shared: a prompt of P tokens shares its first P - 1, and a response of R tokens has R positions of its own,
-those of the prompt's last token and of its own tokens but the last.
+A sequence of n tokens takes n - 1 positions (see ``policy.microbatch.MicroBatch``). Responses to one prompt
+may stand behind a single copy of it. The last token of the prompt predicts the first token of every response,
+so it is not shared: a prompt of P tokens shares its first P - 1, and a response of R tokens has R positions
+of its own, those of the prompt's last token and of its own tokens but the last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformer Engine's attention for runs that share prompts. Import it only where that package is installed."""
+"""Transformer Engine's attention for runs that share prompts. Needs that package."""
 
 from __future__ import annotations
 

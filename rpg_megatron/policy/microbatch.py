@@ -19,13 +19,7 @@ from rpg_megatron.data.row_layout import Piece, lay_out
 from rpg_megatron.data.trajectory import Trajectory, route_dtype
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
-
-_MAX_PADDING = 4 / 3
-"""Maximum ratio of padded to real tokens in a group of sequences that share one attention call: for short
-sequences a call costs more than the padding.
-"""
-_MAX_LENGTH_GAP = 64
-"""Maximum difference of the lengths in a group, in tokens, since the cost of attention is quadratic."""
+from rpg_megatron.policy.length_groups import LengthGroups, copy_to, group_by_length
 
 
 @dataclass
@@ -97,54 +91,6 @@ class TeacherTop:
     known: Tensor
     """bool [c]: whether the teacher has given them for this place; elsewhere the divergence is 0."""
     direction: Literal["rkl", "fkl"]
-
-
-@dataclass(frozen=True)
-class LengthGroups:
-    """Sequences of a row, grouped by length; each group is padded to its longest sequence."""
-
-    shapes: list[tuple[int, int]]
-    """(sequences, length of the longest) of each group."""
-    padded: Tensor | None
-    """int64 [n]: for each position of all groups, sequences x longest each, its position in the row. Padding
-    repeats a sequence's last position. None: the groups are the row's sequences, one by one.
-    """
-    restored: Tensor | None
-    """int64 [t]: for each position of the row, its index in ``padded``."""
-
-
-def group_by_length(lengths: Sequence[int], device: torch.device) -> LengthGroups:
-    """Group sequences of a row by length, shortest first; see ``_MAX_PADDING`` and ``_MAX_LENGTH_GAP``."""
-    sizes = np.array(lengths, np.int64)
-    starts = np.cumsum(sizes) - sizes
-    members: list[list[int]] = []
-    total = 0
-    for i in np.argsort(sizes, kind="stable").tolist():
-        n = lengths[i]
-        group = members[-1] if members else []
-        if (
-            group
-            and n - lengths[group[0]] <= _MAX_LENGTH_GAP
-            and n * (len(group) + 1) <= _MAX_PADDING * (total + n)
-        ):
-            group.append(i)
-            total += n
-        else:
-            members.append([i])
-            total = n
-    if all(len(m) == 1 for m in members):
-        return LengthGroups([(1, n) for n in lengths], None, None)
-    shapes, padded, restored, offset = [], [], np.empty(sizes.sum(), np.int64), 0
-    for m in members:
-        sizes_of_group = sizes[m, None]
-        column = np.arange(sizes_of_group.max())
-        rows = starts[m, None] + np.minimum(column, sizes_of_group - 1)
-        real = column < sizes_of_group
-        restored[rows[real]] = offset + np.flatnonzero(real)
-        shapes.append(rows.shape)
-        padded.append(rows.ravel())
-        offset += rows.size
-    return LengthGroups(shapes, copy_to(np.concatenate(padded), device), copy_to(restored, device))
 
 
 @dataclass(frozen=True)
@@ -281,7 +227,11 @@ def make_micro_batch(
     starts = np.cumsum([0, *lengths]).tolist()
     for start, piece in zip(starts, pieces, strict=False):
         t = trajectories[piece.trajectory]
-        whole, end, last = np.concatenate([t.prompt, t.response]), start + piece.tokens, piece.first + piece.tokens
+        whole, end, last = (
+            np.concatenate([t.prompt, t.response]),
+            start + piece.tokens,
+            piece.first + piece.tokens,
+        )
         ints["tokens"][start:end] = whole[piece.first : last]
         ints["labels"][start:end] = whole[piece.first + 1 : last + 1]
         padding[start:end] = False
@@ -297,7 +247,9 @@ def make_micro_batch(
             floats["anchor"][answer] = t.anchor
     prompts = None
     if any(p.shared for p in pieces):
-        prompts = [(0, 0) if p.prompt is None else (starts[p.prompt], pieces[p.prompt].tokens) for p in pieces]
+        prompts = [
+            (0, 0) if p.prompt is None else (starts[p.prompt], pieces[p.prompt].tokens) for p in pieces
+        ]
     packed = pack_lengths(lengths, device, context=context, context_rank=context_rank, prompts=prompts)
     own_places = zigzag_places(lengths, context)[context_rank]
     if experts is not None and any(len(t.routes) for t in trajectories):
@@ -331,7 +283,7 @@ def _pack_top(
     direction: Literal["rkl", "fkl"],
     device: torch.device,
 ) -> TeacherTop:
-    """The likeliest tokens at the positions ``places`` of a row of ``size``. answers: the responses' places."""
+    """The likeliest tokens at the positions ``places`` of a row of ``size``. answers: as of ``_answers``."""
     k = max((t.top_ids.shape[1] for t in trajectories), default=0) or 1
     ids, logps, known = np.zeros((size, k), np.int64), np.zeros((size, k), np.float32), np.zeros(size, bool)
     logps -= 1 + np.arange(k, dtype=np.float32)  # of places without: any finite numbers
@@ -398,9 +350,3 @@ def pack_lengths(
         places=copy_to(places, device),
         prompts=prompts,
     )
-
-
-def copy_to(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to the device, to a GPU from pinned memory: otherwise the host would wait for all queued work."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -315,8 +315,8 @@ def build_model(
     # Megatron warns that GPTModel is deprecated; its successor does not support our layer specs yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
-    how = {"separate_norms": separate_norms, "share_prompts": share_prompts}
-    make_layer = partial(_fused_layer, **how) if fused else _local_layer
+    fused_layer = partial(_fused_layer, separate_norms=separate_norms, share_prompts=share_prompts)
+    make_layer = fused_layer if fused else _local_layer
     megatron_rotates = fused and not share_prompts  # elsewhere attention rotates by itself
     kinds = {shape.has_experts(layer) for layer in range(shape.num_layers)}
     layers = {experts: make_layer(shape, experts) for experts in kinds}

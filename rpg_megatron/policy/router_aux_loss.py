@@ -1,10 +1,10 @@
 """The auxiliary loss for load balancing of experts (``training.router_aux_loss``).
 
-For a micro-batch of T tokens (prompts included, a shared one once, padding excluded) and a layer with E experts, k per token, it
-is E x the sum over experts i of f_i p_i. f_i is the fraction of the k T choices of the router that are expert
-i; p_i is the mean probability of expert i, with gradient. The value of a micro-batch counts once for each of
-its tokens. An update minimises its loss plus the coefficient times the sum over layers of the mean over all
-tokens of the update.
+For a micro-batch of T tokens (prompts included, a shared one once, padding excluded) and a layer with E
+experts, k per token, it is E x the sum over experts i of f_i p_i. f_i is the fraction of the k T choices of
+the router that are expert i; p_i is the mean probability of expert i, with gradient. The value of a
+micro-batch counts once for each of its tokens. An update minimises its loss plus the coefficient times the
+sum over layers of the mean over all tokens of the update.
 
 Megatron's ``moe_aux_loss_coeff`` is not used. Megatron 0.19.2 weights a micro-batch by its tokens, and
 divides the sum by the count of the loss (``aggregation``), which may differ from the number of these tokens.

@@ -1,11 +1,13 @@
 """Attention in rows whose responses share prompts: each attends to its prompt and, causally, to itself.
 
 On a CPU two kinds of blocks, merged by their log-sum-exp as in ring attention: causal squares, every sequence
-with itself, and rectangles, all responses to a prompt with it. No key is copied and there is no mask; each pair
-of tokens is computed once. On a GPU torch's ``varlen_attn`` (FlashAttention, whose causal mask is aligned at the
-last key): the queries of a sequence, and the keys of its prompt and its own, of which each response gets a copy.
+with itself, and rectangles, all responses to a prompt with it. No key is copied and there is no mask; each
+pair of tokens is computed once. On a GPU torch's ``varlen_attn`` (FlashAttention, whose causal mask is
+aligned at the last key): the queries of a sequence, and the keys of its prompt and its own, of which each
+response gets a copy.
 
-With context parallelism a rank has two chunks of the queries of each sequence, and gathers all keys and values.
+With context parallelism a rank has two chunks of the queries of each sequence, and gathers all keys and
+values.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rpg_megatron.policy.context_parallel import gather_places
-from rpg_megatron.policy.microbatch import LengthGroups, PackedSequences, copy_to, group_by_length
+from rpg_megatron.policy.length_groups import LengthGroups, copy_to, group_by_length
+from rpg_megatron.policy.microbatch import PackedSequences
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -174,7 +177,14 @@ class _Attention(torch.autograd.Function):
         of_query, of_key, of_value = (_joined(groups, part) for part in zip(*done, strict=True))
         of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
         for queries, places in ctx.plan.rectangles:
-            inputs = gradient[queries], query[queries], keys[places], values[places], out[queries], lse[queries]
+            inputs = (
+                gradient[queries],
+                query[queries],
+                keys[places],
+                values[places],
+                out[queries],
+                lse[queries],
+            )
             done = _flash_backward(*map(_batch, inputs), 0.0, False, scale=ctx.scale)
             totals = of_query[queries], of_keys[places], of_values[places]
             for total, part in zip(totals, done, strict=True):
@@ -190,7 +200,9 @@ def _padded(groups: LengthGroups, x: Tensor) -> Tensor:
 def _split(groups: LengthGroups, x: Tensor) -> list[Tensor]:
     """Values at the groups' positions, [n, heads, ...], as [sequences, heads, length, ...] of each group."""
     parts = x.split([n * longest for n, longest in groups.shapes])
-    return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, groups.shapes, strict=True)]
+    return [
+        part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, groups.shapes, strict=True)
+    ]
 
 
 def _joined(groups: LengthGroups, parts: Sequence[Tensor]) -> Tensor:

@@ -73,7 +73,7 @@ class Batch:
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
     shared: tuple[int, int] = (0, 0)
-    """Rank 0: prompt tokens that an update on the batch shares, and their squares (``packing.count_shared``)."""
+    """Rank 0: of ``packing.count_shared``."""
     probes: ReplicaBatch = field(default_factory=list)
     """With ``rollout.probed``: this replica's part of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
@@ -260,7 +260,7 @@ class Trainer:
         )
 
     def _prompts(self, index: BatchIndex) -> list[Prompt] | None:
-        """Which trajectories may share prompts: the first of each response of a group, whose prompts are equal."""
+        """Which trajectories may share prompts: the first of each response of a group."""
         least = self.settings.training.shared_from
         if least is None:
             return None

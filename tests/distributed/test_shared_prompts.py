@@ -1,11 +1,12 @@
-"""Responses behind one copy of their prompt have the numbers of sequences with a prompt each, in every layout.
+"""Responses behind one copy of their prompt have the numbers of sequences with a prompt each, in every
+layout.
 
 Why: a response that saw its neighbour, padding of its prompt, or positions of its own would give plausible
-numbers; so would a gradient that reaches the prompt from one response only. Rows with shared prompts are compared
-with transformers in float64, which gets every sequence alone: log-probs, entropies, loss, every gradient, and
-with adapters theirs. Groups of one, prompts of one and of two tokens, responses of one token, parts that were not
-sampled. Routes of a prompt are the same for its group; whose they are otherwise: tests/unit/test_shared_prompts.py.
-Not covered: GPUs.
+numbers; so would a gradient that reaches the prompt from one response only. Rows with shared prompts are
+compared with transformers in float64, which gets every sequence alone: log-probs, entropies, loss, every
+gradient, and with adapters theirs. Groups of one, prompts of one and of two tokens, responses of one token,
+parts that were not sampled. Routes of a prompt are the same for its group; whose they are otherwise:
+tests/unit/test_shared_prompts.py. Not covered: GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ MORE_MIXTURES: dict[str, Any] = {
     "PP2": (2, {"pipeline": 2}, 3),
     "TP2+SP": (2, SP, 2),
 }
-ON = {"training": {"minibatches": 1, "tokens_per_microbatch": 150, "logprob_chunk": 17, "share_prompts": True}}
+ON = {
+    "training": {"minibatches": 1, "tokens_per_microbatch": 150, "logprob_chunk": 17, "share_prompts": True}
+}
 
 
 def grouped_batch() -> list[Trajectory]:
@@ -115,7 +118,9 @@ def test_dense(tmp_path: Path, kind: str, layouts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["routers choose", "replayed"])
 @pytest.mark.parametrize(
-    "layouts", [MIXTURES, pytest.param(MORE_MIXTURES, marks=pytest.mark.long)], ids=["layouts", "more layouts"]
+    "layouts",
+    [MIXTURES, pytest.param(MORE_MIXTURES, marks=pytest.mark.long)],
+    ids=["layouts", "more layouts"],
 )
 def test_mixtures(tmp_path: Path, replayed: bool, layouts: dict[str, Any]) -> None:
     batch = grouped_batch()

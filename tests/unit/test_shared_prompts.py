@@ -1,9 +1,10 @@
 """Rows whose responses share prompts: layout, attention on both kinds of device, plans, and what they count.
 
-Why: a response that attends to its neighbour, to padding, or with positions of its own gives plausible numbers.
-Attention is compared with each sequence alone: on CPUs by its blocks, for GPUs by the runs of queries and keys,
-with a plain attention in place of the kernel, which has no CPU version. Transformer Engine's module is a
-stand-in, too. Not covered: the numbers in a model (tests/distributed/test_shared_prompts.py), GPUs.
+Why: a response that attends to its neighbour, to padding, or with positions of its own gives plausible
+numbers. Attention is compared with each sequence alone: on CPUs by its blocks, for GPUs by the runs of
+queries and keys, with a plain attention in place of the kernel, which has no CPU version. Transformer
+Engine's module is a stand-in, too. Not covered: the numbers in a model
+(tests/distributed/test_shared_prompts.py), GPUs.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ GROUP = [
     trajectory([5, 6, 7], [11, 12, 13], 5),
     trajectory([9], [5], 6),
 ]
-"""Three have a prompt in common; one differs in its last token; two have a prompt of one token, shared by none."""
+"""Three have a prompt in common; that of one differs in its last token; two have one of a single token."""
 
 
 @pytest.mark.parametrize("context", [1, 2])
@@ -284,7 +285,9 @@ def test_a_group_stays_together_as_far_as_the_budget_and_the_ranks_allow() -> No
     assert sorted(map(len, narrow[0][0])) == [4, 4]
     ranks = plan_batches(lengths, minibatches=1, data=4, budget=500, prompts=keys)
     assert [[len(micro) for micro in rank[0]] for rank in ranks] == [[2]] * 4
-    assert plan_batches(lengths, minibatches=1, data=1, budget=120, prompts=keys) == [[[[i] for i in range(8)]]]
+    assert plan_batches(lengths, minibatches=1, data=1, budget=120, prompts=keys) == [
+        [[[i] for i in range(8)]]
+    ]
 
 
 def test_shared_prompts_fill_rows_and_balance_ranks() -> None:

@@ -128,9 +128,7 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     # Its references compute one sequence at a time.
     training = settings.training.model_copy(update={"share_prompts": False})
     update = {"rollout": rollout, "guards": guards, "training": training}
-    return settings.model_copy(
-        update=update | {"name": f"{settings.name}-audit", "trackers": ()}
-    ), request
+    return settings.model_copy(update=update | {"name": f"{settings.name}-audit", "trackers": ()}), request
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
