@@ -11,6 +11,7 @@ tests/unit/test_shared_prompts.py. Not covered: GPUs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.layouts import (
     run_layouts,
     score_batch,
 )
-from tests.support.mixtures import EXPERTS, LAYERS, REPLAYED, SIZES, TOPK, forced
+from tests.support.mixtures import EXPERTS, LAYERS, REPLAYED, SIZES, TOPK, balance, forced
 from tests.support.tiny_models import make_model, use_float64
 
 DENSE: dict[str, Any] = {
@@ -55,9 +56,13 @@ MORE_MIXTURES: dict[str, Any] = {
     "PP2": (2, {"pipeline": 2}, 3),
     "TP2+SP": (2, SP, 2),
 }
-ON = {
-    "training": {"minibatches": 1, "tokens_per_microbatch": 150, "logprob_chunk": 17, "share_prompts": True}
+SHARE: dict[str, Any] = {
+    "minibatches": 1,
+    "tokens_per_microbatch": 150,
+    "logprob_chunk": 17,
+    "share_prompts": True,
 }
+ON = {"device": "cpu", "training": SHARE}
 
 
 def grouped_batch() -> list[Trajectory]:
@@ -116,27 +121,31 @@ def test_dense(tmp_path: Path, kind: str, layouts: dict[str, Any]) -> None:
     assert results["one rank" if "one rank" in results else "CP4"]["computed"] == plain - 3 * 39 - 2 - 2 * 16
 
 
-@pytest.mark.parametrize("replayed", [False, True], ids=["routers choose", "replayed"])
+@pytest.mark.parametrize("replayed", [False, True], ids=["auxiliary loss", "replayed"])
 @pytest.mark.parametrize(
     "layouts",
     [MIXTURES, pytest.param(MORE_MIXTURES, marks=pytest.mark.long)],
     ids=["layouts", "more layouts"],
 )
 def test_mixtures(tmp_path: Path, replayed: bool, layouts: dict[str, Any]) -> None:
+    """With routes, or with the auxiliary loss, in which a shared prompt counts once."""
     batch = grouped_batch()
-    settings = OBJECTIVES["rpg"] | ON
-    if replayed:
-        settings |= {"training": REPLAYED["training"] | ON["training"]}
+    more = REPLAYED["training"] if replayed else {"router_aux_loss": 0.3}
+    settings = OBJECTIVES["rpg"] | ON | {"training": more | SHARE}
     with use_float64():
         model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
-        if replayed:
-            with forced(model, batch):
-                rows = score_batch(model, batch)
-            with forced(model, batch):
-                expected = reference_update(model, batch, "rpg")
-        else:
+        with forced(model, batch) if replayed else nullcontext():
             rows = score_batch(model, batch)
-            expected = reference_update(model, batch, "rpg")
     results = run_layouts(tmp_path, layouts, batch, settings, lr=0.0, after=False)
     for name, result in results.items():
+        model.zero_grad()
+        with use_float64():
+            if not replayed:
+                aux, count = balance(model, batch, result["micro_batches"], shared=True)
+                (0.3 * aux).backward()
+                assert result["update"]["aux_loss"] == pytest.approx(float(aux.detach()) / count, rel=1e-6), (
+                    name
+                )
+            with forced(model, batch) if replayed else nullcontext():
+                expected = reference_update(model, batch, "rpg")  # adds to the gradients
         check(tmp_path, name, result, batch, rows, expected)
