@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.layouts import (
@@ -25,6 +26,7 @@ from tests.support.layouts import (
     SELECTIVE,
     SP,
     check,
+    gradient_error,
     make_layout_model,
     reference_update,
     run_layouts,
@@ -33,6 +35,13 @@ from tests.support.layouts import (
 from tests.support.mixtures import EXPERTS, LAYERS, REPLAYED, SIZES, TOPK, balance, forced
 from tests.support.tiny_models import make_model, use_float64
 
+SHARE: dict[str, Any] = {
+    "minibatches": 1,
+    "tokens_per_microbatch": 150,
+    "logprob_chunk": 17,
+    "share_prompts": True,
+}
+PLAIN: dict[str, Any] = {"plain rows": (1, {}, 1, {"training": {**SHARE, "share_prompts": False}})}
 DENSE: dict[str, Any] = {
     "one rank": (1, {}, 1),
     "PP2": (2, {"pipeline": 2}, 3),
@@ -55,12 +64,6 @@ MORE_MIXTURES: dict[str, Any] = {
     "one rank": (1, {}, 1),
     "PP2": (2, {"pipeline": 2}, 3),
     "TP2+SP": (2, SP, 2),
-}
-SHARE: dict[str, Any] = {
-    "minibatches": 1,
-    "tokens_per_microbatch": 150,
-    "logprob_chunk": 17,
-    "share_prompts": True,
 }
 ON = {"device": "cpu", "training": SHARE}
 
@@ -109,16 +112,35 @@ def _routes(random: np.random.Generator, tokens: int) -> Any:
     ],
     ids=["rpg", "more layouts", "gspo"],
 )
-def test_dense(tmp_path: Path, kind: str, layouts: dict[str, Any]) -> None:
+def test_dense(
+    tmp_path: Path, kind: str, layouts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_layout_model(tmp_path / "model", tied=False)
     batch = grouped_batch()
     rows = score_batch(model, batch)
     expected = reference_update(model, batch, kind)
-    results = run_layouts(tmp_path, layouts, batch, OBJECTIVES[kind] | ON, lr=0.0, after=False)
-    plain = sum(t.length - 1 for t in batch)
+    cases = PLAIN | layouts
+    results = run_layouts(tmp_path, cases, batch, OBJECTIVES[kind] | ON, lr=0.0, after=False)
+    gradients = {name: load_file(tmp_path / "gradients" / name / "model.safetensors") for name in results}
+    plain = results["plain rows"]
+    assert plain["computed"] == sum(t.length - 1 for t in batch)
+    lines = []
     for name, result in results.items():
         check(tmp_path, name, result, batch, rows, expected)
-    assert results["one rank" if "one rank" in results else "CP4"]["computed"] == plain - 3 * 39 - 2 - 2 * 16
+        gap = max(
+            np.abs(np.subtract(dict(parts)["logp"], dict(plain["scored"][key])["logp"])).max()
+            for key, parts in result["scored"].items()
+        )
+        error, where = gradient_error(
+            gradients[name], {key: g.double() for key, g in gradients["plain rows"].items()}
+        )
+        lines.append(f"{name:50s} log-probs {gap:.1e}, gradients {error:.1e} ({where})")
+        assert gap <= 8e-6, name  # sums in another order: a log-prob of -8 has steps of 1e-6
+        if layouts.get(name, ())[2:3] == (1,):  # one micro-batch
+            assert result["computed"] == plain["computed"] - 3 * 39 - 2 - 2 * 16
+    with capsys.disabled():
+        print("\nshared prompts: largest differences to plain rows, gradients by their largest element")
+        print("\n".join(lines))
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["auxiliary loss", "replayed"])
