@@ -1,8 +1,9 @@
 """A training step of rpg_megatron compared with one of TRL's GRPOTrainer, on this machine's CPU.
 
-The same on both sides: checkpoint, prompts, reward (our grader), prompts and responses per step, token limit,
-updates per step, learning rate, AdamW and its decays, gradient norm of at most 1, float32, temperature 1,
-advantage (reward minus mean of the group), mean over a mini-batch's tokens; as in examples/quickstart.yaml.
+The same on both sides: checkpoint (the quickstart's, or 32 million random weights), prompts, reward (our
+grader), prompts and responses per step, token limit, updates per step, learning rate, AdamW and its decays,
+gradient norm of at most 1, float32, temperature 1, advantage (reward minus mean of the group), mean over a
+mini-batch's tokens; as in examples/quickstart.yaml.
 
 Not the same:
 
@@ -12,6 +13,8 @@ Not the same:
 - Loss. Ours: the quickstart's RPG-REINFORCE with a KL term to the old policy. TRL's: GRPO with the same clip
   bounds, without KL term, for which it would compute a reference model's log-probs.
 - Random generators, so the prompts and responses of a step differ.
+- Log-probs of the old policy. TRL computes them by a pass before several updates, and takes them from the
+  update where it is one; so does ours (``training.old: auto``). ``--settings`` chooses otherwise.
 - Ours compares the engine's log-probs with the trainer's, and writes each step's rollouts.
 
 Neither evaluates or saves checkpoints in between. Afterwards one function, in TRL's environment, measures
@@ -54,8 +57,8 @@ PHASES = ("step", "rollout", "log-probs", "update", "sync")
 LAYOUTS = {"tensor2": "parallel={tensor: 2}", "data2": "parallel={tensor: 1, data: 2}"}
 
 
-PROMPTS, SAMPLES, TOKENS, UPDATES = 64, 8, 64, 16
-"""Of a step of the quickstart: prompts, responses to each, their token limit, updates."""
+PROMPTS, SAMPLES, TOKENS, MICROBATCHES = 64, 8, 64, 16
+"""Of a step: prompts, responses to each, their token limit, TRL's micro-batches."""
 
 
 @dataclass
@@ -102,30 +105,36 @@ def against_trl(
     layout: Literal["tensor2", "data2"] = "tensor2",
     rounds: int = 2,
     steps: int = 6,
+    updates: Literal["16", "4", "1"] = "16",
+    model: Literal["quickstart", "32m"] = "quickstart",
     settings: tuple[str, ...] = (),
 ) -> None:
     """A round is one run of ours, then one of TRL; medians are over the steps of all rounds but the first of
     each run.
 
     folder: gets TRL's environment, FOLDER/venv, built from ``against_trl.txt`` (5 GB), and its runs.
-    settings: of our runs. "Command to first step" ends as the first rollout begins. On a machine that does
-    other work, only the ratios mean something; CPU seconds (user and system, all processes of a side) depend
-    on it least.
+    updates: of a step. settings: of our runs. "Command to first step" ends as the first rollout begins. On a
+    machine that does other work, only the ratios mean something; CPU seconds (user and system, all processes
+    of a side) depend on it least.
     """
     if steps < 2:
         raise SystemExit("at least 2 steps")
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     python = trl_environment(folder)
+    weights = QUICKSTART / "model" if model == "quickstart" else make_larger(folder / model)
+    overrides = [LAYOUTS[layout], f"training.minibatches={updates}", f"model.path={weights}", *settings]
+    if model != "quickstart":
+        overrides.append("engine.kv_cache_gib=1.5")
     sides = ours, trl = Side(), Side()
     for _ in range(rounds):
         place = folder / "runs"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        run = run_ours(ours, place, steps, [LAYOUTS[layout], *settings])
+        run = run_ours(ours, place, steps, overrides)
         shutil.rmtree(folder / "trl", ignore_errors=True)
         started = time.time()
-        process = run_trl(python, "train", folder / "trl", steps)
+        process = run_trl(python, "train", folder / "trl", weights, steps, updates)
         cpu, memory = watch_processes(process.pid)
         with cpu, memory:
             process.wait()
@@ -134,7 +143,8 @@ def against_trl(
         rows = (folder / "trl" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
         trl.add(started, [json.loads(row) for row in rows], cpu, memory)
     report.say(f"not the same:{__doc__.partition('Not the same:')[2].partition('Neither')[0].rstrip()}")
-    title = f"quickstart, {layout}; medians of {len(ours.phases['step'])} steps in {rounds} runs each"
+    counted = f"{updates} update{'s' if updates != '1' else ''} a step"
+    title = f"{model}, {layout}, {counted}; medians of {len(ours.phases['step'])} steps in {rounds} runs each"
     columns = ("", "ours|.2f", "TRL|.2f", "ratio|.2f", "ours, CPU s|.2f", "TRL, CPU s|.2f", "CPU ratio|.2f")
     table = report.table(*columns, title=title)
     for phase in PHASES:
@@ -151,10 +161,27 @@ def against_trl(
     for name, n in (("first", 0), ("last", -1)):
         rewards = (median(run[n] for run in side.rewards) for side in sides)
         table.row(f"reward of the {name} step", *rewards, None, *no_cpu)
-    results = (QUICKSTART / "model", run.folder / "hf" / f"step_{steps:06d}", folder / "trl" / "hf")
+    results = (weights, run.folder / "hf" / f"step_{steps:06d}", folder / "trl" / "hf")
     process = run_trl(python, "score", *results, stdout=subprocess.PIPE)
     before, *after = json.loads(process.communicate()[0].splitlines()[-1])
     table.row(f"held out, % ({before:.1f} before)", *after, None, *no_cpu)
+
+
+def make_larger(folder: Path) -> Path:
+    """A checkpoint of 32 million random weights with the quickstart's tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    if folder.is_dir():
+        return folder
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = AutoConfig.from_pretrained(QUICKSTART / "model")
+    config.update(sizes | {"layer_types": ["full_attention"] * 10, "max_window_layers": 10})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(QUICKSTART / "model").save_pretrained(folder)
+    return folder
 
 
 def run_ours(side: Side, place: Path, steps: int, settings: list[str]) -> TrainRun:
@@ -229,16 +256,16 @@ def run_trl(python: Path, *arguments: Any, stdout: int | None = None) -> subproc
 
 
 def trl_main() -> None:
-    """``train FOLDER STEPS`` or ``score WEIGHTS ...``."""
+    """``train FOLDER WEIGHTS STEPS UPDATES`` or ``score WEIGHTS ...``."""
     if sys.argv[1] == "train":
-        train_with_trl(Path(sys.argv[2]), int(sys.argv[3]))
+        train_with_trl(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
     else:
         print(json.dumps([heldout_accuracy(Path(weights)) for weights in sys.argv[2:]]))
 
 
-def train_with_trl(out: Path, steps: int) -> None:
+def train_with_trl(out: Path, weights: Path, steps: int, updates: int) -> None:
     """Train with GRPOTrainer. ``out`` gets ``hf``, and ``steps.jsonl``: spans of each phase, reward and
-    length.
+    length. updates: of a step.
     """
     from datasets import load_dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -273,8 +300,9 @@ def train_with_trl(out: Path, steps: int) -> None:
             finish(start)
             spans = {"log-probs": []}
             result = super()._generate_and_score_completions(inputs)
-            [(first, last)] = spans["log-probs"]
-            spans["rollout"] = [(start, first), (last, time.time())]
+            scored, end = spans["log-probs"], time.time()
+            edges = [start, *(edge for span in scored for edge in span), end]
+            spans["rollout"] = list(zip(edges[::2], edges[1::2], strict=True))
             lengths[:] = result["completion_mask"].sum(1).tolist()
             return result
 
@@ -290,9 +318,9 @@ def train_with_trl(out: Path, steps: int) -> None:
                 spans["log-probs"].append((start, time.time()))
             return result
 
-    batch = PROMPTS * SAMPLES // UPDATES
-    sizes = {"max_steps": steps * UPDATES, "per_device_train_batch_size": batch}
-    sizes |= {"steps_per_generation": UPDATES, "gradient_accumulation_steps": 1}
+    sizes = {"max_steps": steps * updates, "steps_per_generation": MICROBATCHES}
+    sizes |= {"per_device_train_batch_size": PROMPTS * SAMPLES // MICROBATCHES}
+    sizes |= {"gradient_accumulation_steps": MICROBATCHES // updates}
     sampling = {
         "num_generations": SAMPLES,
         "max_completion_length": TOKENS,
@@ -304,14 +332,14 @@ def train_with_trl(out: Path, steps: int) -> None:
     numbers = {"model_init_kwargs": {"dtype": "float32"}, "use_cpu": True, "bf16": False}
     quiet = {
         "disable_tqdm": True,
-        "logging_steps": UPDATES,
+        "logging_steps": updates,
         "save_strategy": "no",
         "report_to": "none",
     }
     config_options = sizes | sampling | optimizer | loss | numbers | quiet
     config = GRPOConfig(output_dir=str(out), gradient_checkpointing=False, seed=17, **config_options)
     data = load_dataset("json", data_files=str(QUICKSTART / "train.jsonl"), split="train")
-    trainer = Timed(model=str(QUICKSTART / "model"), reward_funcs=reward, args=config, train_dataset=data)
+    trainer = Timed(model=str(weights), reward_funcs=reward, args=config, train_dataset=data)
     trainer.train()
     finish(time.time())
     trainer.save_model(str(out / "hf"))

@@ -349,6 +349,12 @@ def plan(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Set an assumption of the time estimates; may be repeated."),
     ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", help="Folder of a run: its lengths and times replace assumptions."
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Estimate sizes, batch, memory and time of a run, and whether it fits. Needs neither a GPU nor torch.
@@ -361,7 +367,7 @@ def plan(
         from rpg_megatron.config import load_settings
 
     settings = load_settings(config, overrides)
-    if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or ()):
+    if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or (), from_run=from_run):
         raise typer.Exit(1)
 
 

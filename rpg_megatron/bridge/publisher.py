@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from rpg_megatron.bridge.checksum import checksums
 from rpg_megatron.bridge.manifest import MANIFEST, Manifest, PublishedBox, PublishedTensor, Shard
@@ -29,7 +30,7 @@ from rpg_megatron.models.placement import (
     assign_owners,
     local_pieces,
 )
-from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.collectives import gather_objects, new_host_subgroup, run_together
 from rpg_megatron.system.dtypes import dtype_name
 
 SliceSums = dict[tuple[str, int], int]
@@ -84,6 +85,8 @@ class PublishPlan:
     """The lowest of the ranks that share the plan; it writes the manifest."""
     alone: bool
     """Whether all ranks of the run share the plan (False: each node has a plan of its own)."""
+    group: dist.ProcessGroup | None
+    """The host group of the ranks that share the plan; None: the control group."""
 
     @property
     def ranks(self) -> list[int]:
@@ -147,6 +150,9 @@ def make_publish_plan(
     for c in (s.coordinates for s in peers):
         replicas.setdefault(c.shard, []).append(c.rank)
     firsts = {min(ranks) for ranks in replicas.values()}
+    parts: dict[str, list[int]] = {}
+    for s, where in gathered:
+        parts.setdefault(where, []).append(s.coordinates.rank)
     return PublishPlan(
         coordinates.rank,
         owners,
@@ -154,7 +160,8 @@ def make_publish_plan(
         {min(ranks): tuple(sorted(ranks)) for ranks in replicas.values()},
         _shared_slices(mapping, owners, [s for s in peers if s.coordinates.rank in firsts]),
         min(s.coordinates.rank for s in peers),
-        len(peers) == len(gathered),
+        len(parts) == 1,
+        None if len(parts) == 1 else new_host_subgroup(list(parts.values())),
     )
 
 

@@ -110,6 +110,12 @@ class TrainingSettings(Section):
     their groups."""
     logprob_chunk: int = Field(1024, ge=1)
     """Number of tokens whose full-vocabulary logits are in memory at once."""
+    old: Literal["auto", "pass", "update", "engine"] = "auto"
+    """Where the old policy's log-probs come from. pass: a forward pass over the batch before the updates.
+    update: for the first mini-batch of a step, the forward pass of its own update, whose gradients wait for
+    the guards; for the others, a pass. engine: the log-probs with which the engine sampled the tokens; the
+    guard on mismatch then sees the first mini-batch only. auto: update where a step is one update and the
+    numbers are the same, else pass; the log of rank 0 says why. docs/objectives.md compares them."""
     router_replay: Literal["off", "rollout"] = "off"
     """Mixtures of experts: which experts the trainer uses for a token. off: those that its routers choose.
     rollout: those that the engine chose when it sampled the token, in log-probs and updates; in bfloat16 the

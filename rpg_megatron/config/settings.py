@@ -234,6 +234,7 @@ class Settings(Section):
             )
         yield from self._tool_problems()
         yield from self._async_problems()
+        yield from self._old_problems()
         yield from self._router_replay_problems()
         yield from self._shared_prompt_problems()
         yield from self._transformer_engine_problems()
@@ -261,6 +262,7 @@ class Settings(Section):
             "minibatches": "each step is one update on sft.batch_size conversations",
             "epochs": "use sft.epochs",
             "mask_truncated": "use sft.data.too_long",
+            "old": "its loss has no old policy",
             "router_replay": "no engine has routed the tokens",
         }.items():
             if getattr(self.training, key) not in (getattr(defaults, key), 1):
@@ -310,6 +312,8 @@ class Settings(Section):
             if self.model.adapter is not None:
                 yield "model.adapter needs lora, with the rank, alpha and targets of that adapter; add it"
             return
+        if self.lora.publish == "merged" and not self.engine.replicas:
+            yield "lora.publish merged has no effect without engines (engine.replicas 0); remove it"
         if self.lora.publish == "merged" and self.precision.dtype != "float32":
             yield (
                 f"lora.publish merged needs precision.dtype float32: W + scale B A rounded to "
@@ -348,7 +352,72 @@ class Settings(Section):
                 "rollout.ahead excludes engine.colocated: engines on the trainer's GPUs cannot sample "
                 "during training; use separate GPUs (engine.colocated=false), or set rollout.ahead to 0"
             )
-        yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
+        if self.training.old != "engine":
+            yield from self.guards.problems_of_correction(ahead, self.rollout.restricted, self.correction)
+
+    @property
+    def old_from(self) -> Literal["pass", "update", "engine"]:
+        """``training.old`` without auto; pass with ``sft``, whose loss has no old policy."""
+        if self.sft is not None:
+            return "pass"
+        if self.training.old != "auto":
+            return self.training.old
+        return "pass" if any(self.reasons_for_pass()) else "update"
+
+    @property
+    def scoring_passes(self) -> float:
+        """Forward passes over a step's batch before its updates: of the policy, and of a held anchor."""
+        if self.sft is not None:
+            return 0.0
+        own = {"pass": 1.0, "update": 1 - 1 / self.training.minibatches, "engine": 0.0}
+        return own[self.old_from] + (self.anchor.type != "old")
+
+    def reasons_for_pass(self) -> Iterator[str]:
+        """Why auto computes the old policy's log-probs by a pass before the updates."""
+        yield from self._excludes_old_from_update()
+        for key in ("minibatches", "epochs"):
+            if (count := getattr(self.training, key)) > 1:
+                yield f"training.{key} {count}: a step has several updates"
+
+    def _excludes_old_from_update(self) -> Iterator[str]:
+        """Settings that need these log-probs before the first update, or change its forward pass."""
+        if self.reward.kl is not None:
+            yield "reward.kl: advantages depend on the log-probs"
+        if divergence := self.full_divergence or self.top_divergence:
+            yield f"objective.divergence {divergence} to a teacher takes the place of entropies in the update"
+        if self.optimizer.type == "schedule_free_adamw":
+            yield "optimizer.type schedule_free_adamw takes gradients at other weights than engines have"
+        if self.precision.fp8 is not None and self.precision.fp8.recipe == "delayed":
+            yield "precision.fp8.recipe delayed: scales change from one forward pass to the next"
+        kept = self.correction is not None and self.correction.denominator == "kept"
+        if kept and self.training.router_aux_loss:
+            yield "correction.denominator kept: training.router_aux_loss needs the number of kept tokens"
+
+    def _old_problems(self) -> Iterator[str]:
+        old = self.training.old
+        if old not in ("update", "engine") or self.sft is not None:
+            return
+        for reason in self._excludes_old_from_update():
+            yield f"training.old {old} excludes {reason}; set it to auto"
+        if old == "update":
+            return
+        if self.correction is not None:
+            yield (
+                "training.old engine: ratios are relative to the probabilities with which tokens were "
+                "sampled, so correction has no effect; remove it"
+            )
+        if restricted := self.rollout.restricted:
+            yield (
+                f"training.old engine excludes rollout.{restricted}: the engine's log-probs are relative to "
+                "a part of the distribution; set training.old to auto"
+            )
+        if self.guards.mismatch == "off":
+            yield (
+                "training.old engine needs guards.mismatch stop or warn: nothing else would compare engine "
+                "and trainer"
+            )
+        if self.guards.uncorrected:
+            yield "guards.uncorrected has no effect with training.old engine; remove it"
 
     def notes(self) -> Iterator[str]:
         """Advice on settings that work, but rarely pay."""

@@ -100,8 +100,7 @@ def engine_command(
     command += ["--worker-extension-cls", f"{_PLUGIN}.WorkerExtension"]
     command += ["--weight-transfer-config", _TRANSFER]
     command += ["--disable-uvicorn-access-log"]
-    lora = settings.lora
-    if lora is not None and lora.publish == "adapters" and weights == "dummy":
+    if (lora := settings.lora) is not None and settings.serves_adapters and weights == "dummy":
         command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(lora.engine_rank)]
         command += ["--lora-target-modules", *dict.fromkeys(_ENGINE_MODULES[name] for name in lora.names)]
     if settings.training.router_replay == "rollout":

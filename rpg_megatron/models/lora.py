@@ -23,7 +23,7 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 PACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Projections that are one layer in Megatron and one module in vLLM."""
 _PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention|mlp)\.lora\.(\w+)\.([AB])")
-_BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
+_BLOCKS = ("self_attention", "mlp")
 
 
 def is_adapter(name: str) -> bool:

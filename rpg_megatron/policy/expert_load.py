@@ -18,6 +18,11 @@ Counts = dict[int, torch.Tensor]
 """Layer, counted from 0 -> tokens routed to each of its experts: [experts], int64."""
 
 
+def in_backward() -> bool:
+    """Whether the calling code runs in a backward pass: a layer is recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def layers_with_experts(chunks: Iterable[nn.Module]) -> Iterator[tuple[int, Any]]:
     """This rank's layers with experts, each with its index in the whole model, counted from 0."""
     for chunk in chunks:
@@ -31,6 +36,7 @@ def layers_with_experts(chunks: Iterable[nn.Module]) -> Iterator[tuple[int, Any]
 def counted_routes(chunks: Iterable[nn.Module]) -> Iterator[Counts]:
     """Count the tokens routed to each expert by this rank, in forward passes within the block.
 
+    Recomputed layers do not count again.
     A rank routes only its own tokens, so the sum over all ranks counts each token once, including padding.
     """
     counts: Counts = {}
@@ -47,6 +53,8 @@ def counted_routes(chunks: Iterable[nn.Module]) -> Iterator[Counts]:
 
 def _counter(counts: Counts, layer: int) -> Any:
     def count(router: nn.Module, args: Any, out: Any) -> None:
+        if in_backward():
+            return
         chosen = out[1].detach().sum(0)  # routing map: [tokens, experts], bool
         counts[layer] = counts[layer] + chosen if layer in counts else chosen
 

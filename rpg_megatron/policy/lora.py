@@ -24,11 +24,11 @@ from torch import Tensor
 
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.lora import ROW_PARALLEL, AdapterMapping, peft_name, projection_shape
+from rpg_megatron.models.lora import PACKED, ROW_PARALLEL, AdapterMapping, peft_name, projection_shape
 
 _LAYERS = {
-    "self_attention": {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)},
-    "mlp": {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)},
+    "self_attention": dict(zip(("linear_qkv", "linear_proj"), PACKED[:2], strict=True)),
+    "mlp": dict(zip(("linear_fc1", "linear_fc2"), PACKED[2:], strict=True)),
 }
 """Megatron's block and layer -> the projections in it, in the order of its rows within a query group."""
 

@@ -34,7 +34,7 @@ class MicroBatchRoutes:
     """int32 [c], after ``start_counting``: in how many of this rank's layers the router's choice differs."""
 
     def start_counting(self) -> None:
-        """Count in ``changed`` from now on. For one pass without recomputation, which would count twice."""
+        """Count in ``changed`` from now on, for one pass."""
         self.changed = torch.zeros_like(self.real, dtype=torch.int32)
 
 

@@ -31,7 +31,7 @@ from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.policy.layers import PackedAttention, RMSNorm
+from rpg_megatron.policy.layers import PackedAttention, RMSNorm, SwiGLU
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
 from rpg_megatron.policy.router_aux_loss import Router
 from rpg_megatron.system.dtypes import torch_dtype
@@ -154,6 +154,7 @@ _LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
+    "use_te_activation_func": True,  # the spec's activation, which is ours
 }
 _FUSED: dict[str, Any] = {
     "transformer_impl": "transformer_engine",
@@ -360,7 +361,7 @@ def build_model(
 
 
 def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
-    """Spec of Megatron's local layer, with experts or a dense block, and our norm and attention."""
+    """Spec of Megatron's local layer, with experts or a dense block, and our norm, attention, activation."""
     layer = get_gpt_layer_local_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         qk_layernorm=shape.qk_norm,
@@ -368,6 +369,8 @@ def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    mlp = parts.mlp.keywords["submodules"]
+    (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"frequencies": rotary_frequencies(shape)})
     if shape.qk_norm:

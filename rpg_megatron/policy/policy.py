@@ -40,7 +40,7 @@ from rpg_megatron.policy.precision import (
 )
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
 from rpg_megatron.policy.router_replay import install_replay
-from rpg_megatron.policy.scoring import ScoringModel
+from rpg_megatron.policy.scoring import ScoringModel, whole_row
 from rpg_megatron.system.collectives import gather_objects
 
 TokenLoss = Callable[[Tensor, ResponseTokens], LossOutput]
@@ -68,6 +68,16 @@ class UpdateStats:
     """The gradient was not finite, so the update was skipped."""
     aux_loss: float | None = None
     """``RouterAuxLoss``: mean over tokens and layers, without its coefficient. None: not used."""
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """An update whose gradients are accumulated; the weights have not changed yet."""
+
+    reports: list[dict[str, Any]]
+    """Of each micro-batch, on the last stage."""
+    scores: list[Tensor]
+    """As ``ScoringModel.logprobs`` returns them; empty unless they were requested."""
 
 
 class Policy(ScoringModel):
@@ -179,6 +189,22 @@ class Policy(ScoringModel):
         ``RouterAuxLoss`` if it is used. If the gradient is not finite on any rank, the update is skipped on
         all ranks.
         """
+        return self.step(self.accumulate(micro_batches, loss, aggregator), lr)
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: TokenLoss,
+        aggregator: Aggregator,
+        *,
+        scored: bool = False,
+        sets_old: bool = False,
+    ) -> Accumulated:
+        """The first part of ``update``: the gradients.
+
+        scored: also return log-probs and entropies. sets_old: these log-probs are ``old`` in the loss, so
+        that w = 1 exactly.
+        """
         for model in self._models:
             model.train()
             model.zero_grad_buffer()
@@ -189,9 +215,21 @@ class Policy(ScoringModel):
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
             micro_batch = next(iterator)  # type: ignore[call-overload]
             output = self._forward(micro_batch, model)
-            return output, lambda output: self._sum_loss(output, micro_batch, loss, aggregator)
+            return output, lambda output: sum_loss(output, micro_batch)
+
+        def sum_loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            total, count, report = self._sum_loss(output, micro_batch, loss, aggregator, sets_old)
+            return total, count, report | ({"scores": whole_row(output, micro_batch)} if scored else {})
 
         reports = self._run(step, micro_batches, forward_only=False)
+        if not scored:
+            return Accumulated(reports, [])
+        scores = [report.pop("scores") for report in reports]
+        return Accumulated(reports, self._on_all_stages(micro_batches, scores))
+
+    def step(self, accumulated: Accumulated, lr: float) -> UpdateStats:
+        """The second part of ``update``: the optimizer's step, with the last accumulated gradients."""
+        reports = accumulated.reports
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.prepare_grads()
@@ -234,7 +272,12 @@ class Policy(ScoringModel):
             use_training_point(self._optimizer, False)
 
     def _sum_loss(
-        self, output: Tensor, micro_batch: MicroBatch, loss: TokenLoss, aggregator: Aggregator
+        self,
+        output: Tensor,
+        micro_batch: MicroBatch,
+        loss: TokenLoss,
+        aggregator: Aggregator,
+        sets_old: bool,
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The loss function for Megatron, which divides by the global count: (sum, count, report).
 
@@ -251,7 +294,10 @@ class Policy(ScoringModel):
             tokens = replace(tokens, entropy=at_responses(1))
         if micro_batch.teacher is not None:
             tokens = replace(tokens, divergence=at_responses(1))
-        out = loss(at_responses(0), tokens)
+        logps = at_responses(0)
+        if sets_old:
+            tokens = replace(tokens, old=logps.detach())
+        out = loss(logps, tokens)
         total, count = aggregator(out.per_token, tokens)
         report = _report(out, total, count)
         # int: Megatron sums the counts in an integer tensor.

@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
-from rpg_megatron.policy.expert_load import layers_with_experts
+from rpg_megatron.policy.expert_load import in_backward, layers_with_experts
 from rpg_megatron.policy.microbatch import MicroBatch, MicroBatchRoutes
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.system.collectives import control_group
@@ -55,7 +55,7 @@ class _ChosenExperts:
         if self._routes is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         chosen = self._routes.experts[self._row, self._rows].long()
-        if self._routes.changed is not None:
+        if self._routes.changed is not None and not in_backward():
             _, own_choice = default_compute_topk(scores, topk, num_groups, group_topk)
             replayed = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
             self._routes.changed[self._rows] += ~replayed.gather(1, own_choice).all(1)
@@ -85,13 +85,12 @@ def _set_routes(
     chosen.set_routes(routes, rows)
 
 
-def count_changes(micro_batches: Sequence[MicroBatch], experts: ExpertShape, mesh: Mesh) -> dict[str, float]:
+def count_changes(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> Tensor:
     """How often the trainer's router would have chosen other experts than were replayed. Collective.
 
     micro_batches: scored after ``MicroBatchRoutes.start_counting``. All tokens count, prompts included.
-    ``routes/changed``: share of the choices, one for each token and layer, that differ;
-    ``routes/changed_tokens``: share of the tokens with a different choice in any layer. The input of a layer
-    depends on the replayed choices of the layers before it.
+    Returns float64 [3]: choices, one for each token and layer, that differ; tokens with a different choice in
+    any layer; tokens. The input of a layer depends on the replayed choices of the layers before it.
     """
     replayed = [routes for m in micro_batches if (routes := m.packed.routes) is not None]
     changed = [routes.changed for routes in replayed if routes.changed is not None]
@@ -108,6 +107,11 @@ def count_changes(micro_batches: Sequence[MicroBatch], experts: ExpertShape, mes
             counts = torch.stack([changes.sum(), (changes > 0).sum(), real.sum() * (mesh.tensor_rank == 0)])
             sums += counts.cpu()
     dist.all_reduce(sums, group=control_group())
+    return sums
+
+
+def change_metrics(sums: Tensor, experts: ExpertShape) -> dict[str, float]:
+    """``routes/changed`` and ``changed_tokens``: shares, from the sums of ``count_changes``."""
     pairs, tokens, count = sums.tolist()
     return {
         "routes/changed": pairs / max(count * len(experts.layers), 1),

@@ -129,10 +129,14 @@ class ScoringModel:
             model.eval()
         with torch.no_grad():
             plain = [replace(micro, teacher=None) for micro in micro_batches]
-            outputs = self._run(self._scored, plain, forward_only=True)[: len(micro_batches)]
+            outputs = self._run(self._scored, plain, forward_only=True)
+        return self._on_all_stages(micro_batches, outputs)
+
+    def _on_all_stages(self, micro_batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs [2, t] of the micro-batches, on all stages. outputs: on the last one, with padding."""
         flat = torch.empty(2, sum(p.size for p in micro_batches), dtype=torch.float32, device=self.device)
         if self.mesh.last_stage:
-            torch.cat(outputs, dim=1, out=flat)
+            torch.cat(list(outputs[: len(micro_batches)]), dim=1, out=flat)
         if self.mesh.pipeline > 1:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
@@ -181,7 +185,9 @@ class ScoringModel:
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
         micro_batch = next(iterator)  # type: ignore[call-overload]
 
-        def whole(output: Tensor, non_loss_data: bool) -> Tensor:
-            return gather_places(output.detach().t(), micro_batch.packed.places, summed=False).t().clone()
+        return self._forward(micro_batch, model), lambda output, non_loss_data: whole_row(output, micro_batch)
 
-        return self._forward(micro_batch, model), whole
+
+def whole_row(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """The outputs of a micro-batch on all context ranks together: [2, t], without gradient."""
+    return gather_places(output.detach().t(), micro_batch.packed.places, summed=False).t().clone()

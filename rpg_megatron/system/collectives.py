@@ -31,6 +31,12 @@ TIMEOUT = timedelta(hours=12)
 """Long, because ranks wait while rank 0 waits for rollouts; the launcher detects dead ranks."""
 _LARGEST = 1 << 32
 """Maximum bytes of an object."""
+_LARGEST_MESH = 32
+"""Ranks of a gloo group that are all connected with each other when it is created."""
+_HEADER = 8
+"""Bytes before an object that is gathered: its size."""
+_TAG = 1
+"""Of messages between two ranks that are part of a collective of this module."""
 
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The default process group -> the control group over its ranks; one entry at most."""
@@ -47,6 +53,11 @@ def share_gloo_devices() -> None:
     Each device has a port and a thread that wakes up 100 times per second. Torch creates devices for every
     group; Megatron creates dozens of groups, vLLM 13: 60 groups take a tenth of a core per process when idle.
     ``new_group`` passes no options to the class, so its constructor is replaced.
+
+    Gloo connects every rank of a group with every other one, which takes a process group time that grows with
+    the square of the ranks. Groups of more than 32 ranks connect two ranks when they first exchange something
+    (lazily), by a device of their own: gloo numbers the connections of such a device by rank, and shuts the
+    device down with the group.
     """
     gloo: Any = dist.ProcessGroupGloo
     plain = gloo.__init__
@@ -56,7 +67,8 @@ def share_gloo_devices() -> None:
     def init(self: Any, store: dist.Store, rank: int, size: int, *args: Any, **timeout: Any) -> None:
         if not args and timeout:
             options = gloo._Options()
-            options._devices = _gloo_devices(os.getpid())
+            lazy = size > _LARGEST_MESH
+            options._devices = _make_devices(lazy=True) if lazy else _shared_devices(os.getpid())
             options._threads = 2 * len(options._devices)
             options._timeout = timeout["timeout"]
             args, timeout = (options,), {}
@@ -66,16 +78,30 @@ def share_gloo_devices() -> None:
 
 
 @cache
-def _gloo_devices(pid: int) -> list[Any]:
-    """The devices that torch would create. pid: this process's; a fork does not copy their threads."""
+def _shared_devices(pid: int) -> list[Any]:
+    """Devices for many groups. pid: this process's; a fork does not copy their threads."""
+    return _make_devices(lazy=False)
+
+
+def _make_devices(*, lazy: bool) -> list[Any]:
+    """The devices that torch would create."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+    devices = [gloo.create_device(interface=name, lazy_init=lazy) for name in names]
+    return devices or [gloo.create_default_device(lazy_init=lazy)]
 
 
 def new_host_group() -> dist.ProcessGroup:
     """A group over all ranks for collectives on the host, for one thread of each. Collective."""
     group: dist.ProcessGroup = dist.new_group(backend=host_backend(dist.get_world_size()), timeout=TIMEOUT)
+    dist.barrier(group=group)  # connects what most collectives need while all ranks are there
+    return group
+
+
+def new_host_subgroup(parts: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of those over ``parts`` of the ranks, in which each rank is once. Collective."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout=TIMEOUT, backend="gloo")
     return group
 
 
@@ -94,16 +120,22 @@ def control_group() -> dist.ProcessGroup:
 def gather_objects(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; ``[value]`` without an initialised process group.
 
-    Meant for a few kilobytes. group: of all ranks; None: the control group.
+    Meant for a few kilobytes, and not for every step of a run: each rank gets, and decodes, what all others
+    send. group: None: the control group.
     """
     if not dist.is_initialized():
         return [value]
     return _decode_all(_gather(encode(value), group or control_group(), to_all=True), kind)
 
 
-def gather_on_first(value: Any, kind: Any = Any) -> list[Any]:
-    """Every rank's value, in rank order, on rank 0; elsewhere an empty list."""
-    return _decode_all(_gather(encode(value), control_group(), to_all=False), kind)
+def gather_on_first(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in rank order, on rank 0; elsewhere an empty list.
+
+    Returns ``[value]`` without an initialised process group. group: as for ``gather_objects``.
+    """
+    if not dist.is_initialized():
+        return [value]
+    return _decode_all(_gather(encode(value), group or control_group(), to_all=False), kind)
 
 
 def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -114,25 +146,32 @@ def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | Non
 
 def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
     """The bytes of every rank, on every rank or only on rank 0."""
-    counts = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
-    dist.all_gather(list(counts), torch.tensor([len(data)]), group=group)
-    for rank, count in enumerate(counts.flatten().tolist()):
-        _check_size(rank, count)
-    padded = torch.zeros(int(counts.max()), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = padded.new_empty(len(counts) if to_all or dist.get_rank() == 0 else 0, len(padded))
+    longest = _maximum(len(data), group=group)
+    _check_size("a rank", longest, _LARGEST)
+    padded = torch.zeros(_HEADER + longest, dtype=torch.uint8)
+    message = len(data).to_bytes(_HEADER, "little") + data
+    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    count = dist.get_world_size(group) if to_all or dist.get_rank(group) == 0 else 0
+    rows = padded.new_empty(count, len(padded))
     if to_all:
         dist.all_gather(list(rows), padded, group=group)
     else:
-        dist.gather(padded, list(rows) or None, dst=0, group=group)
-    return [memoryview(row[: int(count)].numpy()) for row, count in zip(rows, counts, strict=False)]
+        dist.gather(padded, list(rows) or None, group=group, group_dst=0)
+    return [_unpad(rank, row, longest) for rank, row in enumerate(rows)]
+
+
+def _unpad(rank: int, row: torch.Tensor, longest: int) -> memoryview:
+    data = memoryview(row.numpy())
+    size = int.from_bytes(data[:_HEADER], "little")
+    _check_size(f"rank {rank}", size, longest)
+    return data[_HEADER : _HEADER + size]
 
 
 def _broadcast(data: bytes | None, group: dist.ProcessGroup) -> memoryview:
     """The bytes of rank 0, which alone passes them."""
     count = torch.tensor([len(data or b"")])
     dist.broadcast(count, 0, group=group)
-    _check_size(0, int(count))
+    _check_size("rank 0", int(count), _LARGEST)
     sent = torch.empty(int(count), dtype=torch.uint8)
     if data is not None:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -140,10 +179,10 @@ def _broadcast(data: bytes | None, group: dist.ProcessGroup) -> memoryview:
     return memoryview(sent.numpy())
 
 
-def _check_size(rank: int, count: int) -> None:
+def _check_size(sender: str, count: int, largest: int) -> None:
     """Raise RuntimeError for a number of bytes that no rank sends, before memory is reserved."""
-    if not 0 <= count <= _LARGEST:
-        raise RuntimeError(f"rank {rank} announces an object of {count} bytes, not 0 to {_LARGEST}")
+    if not 0 <= count <= largest:
+        raise RuntimeError(f"{sender} announces an object of {count} bytes, not 0 to {largest}")
 
 
 def _decode_all(received: Sequence[memoryview], kind: Any) -> list[Any]:
@@ -167,6 +206,38 @@ def sum_arrays(values: NDArray[np.float64]) -> NDArray[np.float64]:
     total = torch.from_numpy(values)
     dist.all_reduce(total, group=control_group())
     return total.numpy()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether ``flag`` is set on any rank, on every rank; ``flag`` without an initialised process group."""
+    return bool(max_over_ranks(int(flag)))
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of all ranks' values, on every rank; ``value`` without an initialised process group.
+
+    No rank returns before all have called it.
+    """
+    return _maximum(value, group=control_group()) if dist.is_initialized() else value
+
+
+def _maximum(value: int, *, group: dist.ProcessGroup) -> int:
+    """``max_over_ranks`` in log2(ranks) rounds, as gloo's barrier.
+
+    Gloo's all_reduce passes a single number from rank to rank, twice round all of them.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    held, received = torch.tensor([value]), torch.zeros(1, dtype=torch.int64)
+    distance = 1
+    while distance < world:
+        to, source = (rank + distance) % world, (rank - distance) % world
+        sending = dist.isend(held, group=group, group_dst=to, tag=_TAG)
+        dist.recv(received, group=group, group_src=source, tag=_TAG)
+        if sending is not None:
+            sending.wait()
+        held = torch.maximum(held, received)
+        distance *= 2
+    return int(held)
 
 
 def barrier() -> None:
@@ -205,9 +276,11 @@ def run_together[T](step: Callable[[], T]) -> T:
         result = step()
     except Exception as e:
         error = e
-    failure = None if error is None else (isinstance(error, UserError | OSError), f"{error}" or repr(error))
-    failures = gather_objects(failure, tuple[bool, str] | None)
-    failed = [(r, p) for r, p in enumerate(failures) if p is not None]
+    failed: list[tuple[int, tuple[bool, str]]] = []
+    if any_rank(error is not None):
+        failure = error and (isinstance(error, UserError | OSError), f"{error}" or repr(error))
+        failures = gather_objects(failure, tuple[bool, str] | None)
+        failed = [(r, p) for r, p in enumerate(failures) if p is not None]
     if error is not None:
         raise error
     if failed:

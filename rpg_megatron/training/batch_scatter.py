@@ -22,7 +22,7 @@ from rpg_megatron.data.packing import Plan
 from rpg_megatron.data.trajectory import NO_ROUTES, Trajectory
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.sampler_client import SamplerClient, TrajectoryClient
-from rpg_megatron.system.collectives import TIMEOUT, broadcast_object, control_group, run_together
+from rpg_megatron.system.collectives import broadcast_object, control_group, new_host_subgroup, run_together
 from rpg_megatron.training.preemption import StopRequest
 
 ReplicaBatch = list[list[list[Trajectory]]]
@@ -49,7 +49,7 @@ class BatchScatter:
         if mesh.data == 1 < mesh.world:
             self._group = self._control
         elif mesh.data < mesh.world:
-            self._group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=TIMEOUT, backend="gloo")
+            self._group = new_host_subgroup(replicas)
 
     def scatter(
         self,

@@ -57,7 +57,7 @@ from rpg_megatron.config.rollout import CheckpointSettings
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.system.collectives import broadcast_object, gather_objects, new_host_group, run_together
+from rpg_megatron.system.collectives import broadcast_object, gather_on_first, new_host_group, run_together
 
 _Written = tuple[list[list[WrittenPart]], dict[str, dict[str, Any]]]
 """What a rank wrote: for each folder the parts for ``PlannedSave.finish``; the files' hashes by name."""
@@ -135,7 +135,7 @@ class Saver:
         further = run_together(lambda: run_state() if self._first else {})
         generators = [
             {name: torch.from_numpy(state) for name, state in rank.items()}
-            for rank in gather_objects(_random_state(), dict[str, np.ndarray])
+            for rank in gather_on_first(_random_state(), dict[str, np.ndarray])
         ]
         files: dict[str, bytes] = {}
 
@@ -199,7 +199,7 @@ class Saver:
     def _run(self, save: _PendingSave) -> None:
         """On the thread: write, gather all ranks' results, finish."""
         try:
-            gathered = gather_objects(self._write(save), _Written | str, self._group)
+            gathered = gather_on_first(self._write(save), _Written | str, self._group)
             problems = [f"rank {r}: {result}" for r, result in enumerate(gathered) if isinstance(result, str)]
             problem = "; ".join(problems) or None
             if self._first:

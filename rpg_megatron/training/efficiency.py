@@ -72,7 +72,7 @@ class Efficiency:
     def __init__(self, settings: Settings, shape: ModelShape, device: torch.device):
         self._shape, self._device = shape, device
         self._world = settings.parallel.world
-        self._passes = 1 if settings.anchor.type == "old" else 2  # a teacher's own passes do not count
+        self._passes = settings.scoring_passes  # a teacher's own passes do not count
         self._epochs = settings.training.epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # The table has peaks of bfloat16 only.
@@ -124,7 +124,7 @@ class Efficiency:
         return {
             key: work[phase] / row[f"time/{phase}"]
             for phase, key in keys.items()
-            if row.get(f"time/{phase}", 0) > 0
+            if work[phase] and row.get(f"time/{phase}", 0) > 0
         }
 
     def close(self) -> None:

@@ -6,7 +6,8 @@ component of the configured divergence. For each response token, w = pi_theta / 
 
 1. Sample a group of responses for each prompt with pi_old on the engines, grade them, compute A.
 2. Compute log pi_old with the trainer, and the anchor's log-probs. The anchor is the reference model of the
-   KL term: pi_old itself, unless ``anchor.type`` says otherwise.
+   KL term: pi_old itself, unless ``anchor.type`` says otherwise. With one update a step, the forward pass of
+   that update gives log pi_old (``training.old``); its gradients wait for the checks of the batch.
 3. For each mini-batch: weight = w A + C (for URKL, C = -beta w log w), without gradient. The clip sets it to
    0 where it is positive and w >= 1 + high, or negative and w <= 1 - low or w >= c. The loss is the mean over
    response tokens of -weight * log pi_theta; one optimizer update.
@@ -66,6 +67,8 @@ def run_steps(run: RankRun) -> None:
             run.offload_engines()  # colocated only: free the GPUs for the trainer
             with run.time("logprobs"):
                 run.compute_log_probs(batch)
+            with run.time("update"):
+                run.start_update(batch)  # training.old update: its forward pass gives log pi_old
             run.save_rollouts(step, batch)
             run.check_rewards(step, batch)  # a reward that fails on many responses trains nothing
             run.check_mismatch(batch)  # same weights, same tokens: engine and trainer must agree

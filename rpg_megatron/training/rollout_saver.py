@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from rpg_megatron.data.rollout_files import RolloutWriter, part_file, remove_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.system.collectives import control_group, gather_objects
+from rpg_megatron.system.collectives import any_rank, gather_objects
 
 
 def keeps_routes(step: int, steps: int | tuple[int, ...]) -> bool:
@@ -51,9 +48,7 @@ class RolloutSaver:
         if self._file is None:
             return []
         failure = self.finish_own()
-        failed = torch.tensor(bool(failure), dtype=torch.int32)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=control_group())
-        return [f for f in gather_objects(failure, str) if f] if failed else []
+        return [f for f in gather_objects(failure, str) if f] if any_rank(bool(failure)) else []
 
     def finish_own(self) -> str:
         """Wait until this rank has written its part; returns the error or "". Not collective."""

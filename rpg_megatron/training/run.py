@@ -22,7 +22,7 @@ from rpg_megatron.evaluation.metrics import score_sets, write_results
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rewards.failures import FailureCount, guard_failures
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient
-from rpg_megatron.system.collectives import barrier, broadcast_object, gather_objects
+from rpg_megatron.system.collectives import any_rank, barrier, broadcast_object
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.timeline import TIMELINE, Timeline
 from rpg_megatron.training.batch_scatter import open_source
@@ -291,7 +291,7 @@ class RankRun:
             yield
         except (RuntimeError, UserError, OSError):
             # All ranks raise if a leader cannot fetch: the sampler may have exited on the same stop signal.
-            if any(gather_objects(self._stop.explains_failure(), bool)):
+            if any_rank(self._stop.explains_failure()):
                 raise Stopped from None
             raise
         self._weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched
@@ -312,6 +312,11 @@ class RankRun:
         self.events.phase("logprobs")
         self._trainer.compute_log_probs(batch)
 
+    def start_update(self, batch: Batch) -> None:
+        """Compute the gradients of the first update, unless ``training.old`` is pass; no weight changes."""
+        self.events.phase("update", 0, self.settings.training.minibatches * self.settings.training.epochs)
+        self._trainer.start_update(batch)
+
     def save_rollouts(self, step: int, batch: Batch) -> None:
         """Start writing the step's rollouts, on each leader its own; metrics and checkpoint wait for them."""
         self._finish_rollouts()
@@ -331,7 +336,7 @@ class RankRun:
         are no probes to compare.
         """
         row, message = check_mismatch(
-            batch.mine,
+            batch.mine if batch.compared is None else batch.compared,
             self._version,
             self.settings.guards,
             self.settings.precision.dtype,

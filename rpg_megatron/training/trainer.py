@@ -6,8 +6,9 @@ Methods are collective unless they say otherwise: every rank calls them in the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.expert_load import counted_routes, counts_matrix, load_metrics
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh
-from rpg_megatron.policy.policy import Policy, UpdateStats
-from rpg_megatron.policy.router_replay import count_changes
+from rpg_megatron.policy.policy import Accumulated, Policy, UpdateStats
+from rpg_megatron.policy.router_replay import change_metrics, count_changes
 from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.policy.teacher import HeldTeacher
 from rpg_megatron.rewards.failures import FailureCount
@@ -48,6 +49,7 @@ from rpg_megatron.system.collectives import (
     control_group,
     gather_objects,
     gather_on_first,
+    max_over_ranks,
     sum_arrays,
 )
 from rpg_megatron.system.dtypes import torch_dtype
@@ -86,6 +88,18 @@ class Batch:
     """Rank 0: the sampler's state after these rollouts."""
     failures: FailureCount = field(default_factory=FailureCount)
     """Rank 0: failures of the reward."""
+    started: Accumulated | None = None
+    """The first update after ``Trainer.start_update``: its gradients."""
+    compared: list[Trajectory] | None = None
+    """Leaders: trajectories with the trainer's log-probs as ``old``, for the guard on mismatch. None: those
+    of ``mine``."""
+    totals: dict[str, Any] = field(default_factory=dict)
+    """Sums behind metrics that are collected in several parts."""
+
+    def add(self, name: str, sums: Any) -> Any:
+        """Add sums over all ranks to those of the step's other parts; returns the new sums."""
+        self.totals[name] = self.totals[name] + sums if name in self.totals else sums
+        return self.totals[name]
 
 
 class TooManySkippedUpdates(UserError):
@@ -110,6 +124,10 @@ class Trainer:
         self._loss, self._aggregator = build_loss(settings), build_aggregator(settings)
         self._advantages = build_advantages(settings.advantage)
         self._learning_rate = build_schedule(settings.optimizer, settings.training.steps)
+        self._old_from = settings.old_from
+        if mesh.rank == 0 and settings.sft is None:
+            why = next(settings.reasons_for_pass(), "") if settings.training.old == "auto" else ""
+            print(f"training.old: {self._old_from}" + (f" ({why})" if why else ""), flush=True)
         self.skipped_updates = 0
         """Consecutive skipped updates, up to the last update."""
 
@@ -271,46 +289,112 @@ class Trainer:
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes.
 
-        With ``reward.kl`` also their advantages, which depend on both.
+        With ``reward.kl`` also their advantages, which depend on both. With ``training.old`` update,
+        ``start_update`` sets ``old`` of the first mini-batch; with engine, ``old`` is ``behaviour``.
         """
-        micro_batches = [self.policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
+        parts = {"pass": batch.minibatches, "update": batch.minibatches[1:], "engine": []}[self._old_from]
+        micro_batches = [self.policy.pack(row) for row in self._rows_to_score(parts)] if parts else []
         probes = [self.policy.pack(row) for row in chain.from_iterable(batch.probes)]
+        with self._counted(batch, micro_batches):
+            scored = self.policy.logprobs([*micro_batches, *probes]) if micro_batches or probes else []
+        self._take_scores(batch, micro_batches, scored[: len(micro_batches)])
+        _set_old(probes, scored[len(micro_batches) :])
+        if self._old_from == "engine":
+            for t in iter_trajectories(batch.minibatches):
+                t.old = t.behaviour
+        self._set_anchor(batch, micro_batches)
+        if self.settings.reward.kl is not None:
+            self._subtract_kl(batch, self.settings.reward.kl)
+        if self.policy.replayed is not None and (compared := probes or micro_batches):
+            batch.metrics |= self._compare_routes(compared[:1], scored[-len(probes) :] if probes else scored)
+
+    def start_update(self, batch: Batch) -> None:
+        """Accumulate the gradients of the first update, whose forward pass gives log-probs.
+
+        No weight changes. With ``training.old`` update, sets ``old`` of the first mini-batch; with pass,
+        there is no effect.
+        """
+        if self._old_from == "pass":
+            return
+        micro_batches = [self.policy.pack(row) for row in batch.minibatches[0]]
+        sets_old = self._old_from == "update"
+        with self._counted(batch, micro_batches):
+            batch.started = self.policy.accumulate(
+                micro_batches, self._loss, self._aggregator, scored=True, sets_old=sets_old
+            )
+        scores = batch.started.scores
+        if sets_old:
+            self._take_scores(batch, micro_batches, scores)
+            for t in iter_trajectories(batch.minibatches[:1]):
+                t.anchor = t.anchor if len(t.anchor) else t.old
+        else:
+            self._add_entropies(batch, micro_batches, scores)
+            own = [replace(t, old=logp.numpy()) for t, logp in _logps_of(micro_batches, scores)]
+            batch.compared = own if self.mesh.leads else []
+        if self.policy.replayed is not None and "routes/own_mismatch_mean" not in batch.metrics:
+            batch.metrics |= self._compare_routes(micro_batches[:1], scores)
+
+    @contextmanager
+    def _counted(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Within the block, count the experts of a forward pass over these; adds the metrics."""
+        experts = self.shape.experts
+        if experts is None:
+            yield
+            return
         for micro in micro_batches:
             if micro.packed.routes is not None:
                 micro.packed.routes.start_counting()
-        with counted_routes(self.policy.chunks if self.shape.experts else ()) as routes:
-            scored = self.policy.logprobs([*micro_batches, *probes])
-        if (experts := self.shape.experts) is not None:
-            counts = sum_arrays(counts_matrix(routes, self.shape))
-            batch.metrics |= load_metrics(counts, experts.layers)
-        old, of_probes = scored[: len(micro_batches)], scored[len(micro_batches) :]
-        anchor = old
-        if self.anchor:
-            with self.anchor.swapped_in():
-                anchor = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
-        elif self.teacher and self.settings.full_divergence is None:
-            anchor = self.teacher.logprobs(micro_batches)
-        entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
-        old_logps = _logps_to_host(old)
-        anchor_logps = old_logps if anchor is old else _logps_to_host(anchor)
-        for micro, values, row, anchor_row in zip(micro_batches, old, old_logps, anchor_logps, strict=True):
-            for (t, logp), (_, anchor_logp) in zip(micro.split(row), micro.split(anchor_row), strict=True):
-                t.old = logp.numpy().copy()
-                if anchor is not old:
-                    t.anchor = anchor_logp.numpy().copy()
-                elif not len(t.anchor):  # else a teacher's server has given it
-                    t.anchor = t.old
-            if self.mesh.reports:
-                entropies = values[1].index_select(0, micro.loss_positions)
-                entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
-        _set_old(probes, of_probes)
-        dist.all_reduce(entropy)
-        batch.metrics["policy/entropy"] = (entropy[0] / entropy[1].clamp(min=1)).item()
-        if self.settings.reward.kl is not None:
-            self._subtract_kl(batch, self.settings.reward.kl)
+        with counted_routes(self.policy.chunks) as routes:
+            yield
+        counts = batch.add("routes", sum_arrays(counts_matrix(routes, self.shape)))
+        batch.metrics |= load_metrics(counts, experts.layers)
         if self.policy.replayed is not None:
-            batch.metrics |= count_changes(micro_batches, self.policy.replayed, self.mesh)
-            batch.metrics |= self._compare_routes((probes or micro_batches)[:1])
+            changes = batch.add("changes", count_changes(micro_batches, self.mesh))
+            batch.metrics |= change_metrics(changes, self.policy.replayed)
+
+    def _take_scores(
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]
+    ) -> None:
+        """Set ``old`` of trajectories. scores: as ``Policy.logprobs`` returns them."""
+        _set_old(micro_batches, scores)
+        self._add_entropies(batch, micro_batches, scores)
+
+    def _add_entropies(
+        self, batch: Batch, micro_batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]
+    ) -> None:
+        entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for micro, values in zip(micro_batches, scores, strict=True) if self.mesh.reports else ():
+            entropies = values[1].index_select(0, micro.loss_positions)
+            entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
+        dist.all_reduce(entropy)
+        total = batch.add("entropy", entropy)
+        batch.metrics["policy/entropy"] = (total[0] / total[1].clamp(min=1)).item()
+
+    def _set_anchor(self, batch: Batch, micro_batches: list[MicroBatch]) -> None:
+        """Set ``anchor`` of the trajectories that have ``old``, or of all if other weights compute it.
+
+        micro_batches: those of the pass.
+        """
+        if self._old_from == "engine":
+            micro_batches = []
+        held = self.anchor is not None or (self.teacher is not None and not self.settings.full_divergence)
+        if held:
+            done = {"pass": [], "update": batch.minibatches[:1], "engine": batch.minibatches}[self._old_from]
+            rows = self._rows_to_score(done) if done else []
+            rest = [self.policy.pack(row) for row in rows]
+            micro_batches = [*micro_batches, *rest]
+            if self.anchor:
+                with self.anchor.swapped_in():
+                    anchor = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
+            else:
+                assert self.teacher is not None
+                anchor = self.teacher.logprobs(micro_batches)
+            for t, logp in _logps_of(micro_batches, anchor):
+                t.anchor = logp.numpy()
+            return
+        for t in iter_trajectories(batch.minibatches):
+            if len(t.old) and not len(t.anchor):  # else a teacher's server has given it
+                t.anchor = t.old
 
     def score_probes(self, batch: Batch) -> list[Floats]:
         """Set ``old`` of this rank's probes alone; returns that of ``my_probes``."""
@@ -354,22 +438,25 @@ class Trainer:
         for t in iter_trajectories(batch.minibatches):
             t.advantage = advantages[t.group, t.sample]
 
-    def _compare_routes(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def _compare_routes(
+        self, micro_batches: Sequence[MicroBatch], replayed: Sequence[torch.Tensor]
+    ) -> dict[str, float]:
         """Mean and maximum of |old - behaviour|, in nats, with replayed routes and with the router's own.
 
-        micro_batches: already scored with replay; they are scored again without. One on each data rank is
+        replayed: scores with replay; the micro-batches are scored again without. One on each data rank is
         enough, at the cost of one forward pass.
         """
         sums = torch.zeros(3, dtype=torch.float64)
         largest = torch.zeros(2, dtype=torch.float64)
         unreplayed = self.policy.logprobs([micro.without_routes() for micro in micro_batches])
-        for micro, row in zip(micro_batches, _logps_to_host(unreplayed) if unreplayed else [], strict=True):
-            for t, logp in micro.split(row) if self.mesh.reports else ():
-                pair = np.stack([t.old - t.behaviour, logp.numpy() - t.behaviour])[:, t.mask]
-                gaps = torch.from_numpy(pair).double().abs()
-                sums += torch.cat([gaps.sum(1), torch.tensor([gaps.size(1)])])
-                if gaps.numel():
-                    largest = torch.maximum(largest, gaps.amax(1))
+        scored = replayed[: len(micro_batches)]
+        both = zip(_logps_of(micro_batches, scored), _logps_of(micro_batches, unreplayed), strict=True)
+        for (t, with_replay), (_, own) in both if self.mesh.reports else ():
+            pair = torch.stack([with_replay, own])[:, t.mask] - torch.from_numpy(t.behaviour[t.mask])
+            gaps = pair.double().abs()
+            sums += torch.cat([gaps.sum(1), torch.tensor([gaps.size(1)])])
+            if gaps.numel():
+                largest = torch.maximum(largest, gaps.amax(1))
         dist.all_reduce(sums, group=control_group())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group())
         replayed_mean, own_mean = (sums[:2] / sums[2].clamp(min=1)).tolist()
@@ -400,9 +487,7 @@ class Trainer:
             [trajectories[i] for i in row]
             for row in pack_rows([t.length for t in trajectories], budget, context, prompts)
         ]
-        most = torch.tensor(len(rows))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=control_group())
-        return rows + [[] for _ in range(int(most) - len(rows))]
+        return rows + [[] for _ in range(max_over_ranks(len(rows)) - len(rows))]
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
         """One update for each mini-batch, ``training.epochs`` times, then a refresh of the anchor if due.
@@ -410,12 +495,18 @@ class Trainer:
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
         Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
         """
+        if batch.started is None:
+            self.start_update(batch)
         lr = self._learning_rate(step)
         updates: list[UpdateStats] = []
         with self.policy.updating():
             passes = batch.minibatches * self.settings.training.epochs
             for i, minibatch in enumerate(passes):
                 on_update(i, len(passes))
+                if i == 0 and batch.started is not None:
+                    updates.append(self.policy.step(batch.started, lr))
+                    self._count_skipped(f"step {step}, update 1 of {len(passes)}", updates[-1])
+                    continue
                 micro_batches = [self.policy.pack(micro) for micro in minibatch]
                 if self.teacher and self.settings.full_divergence is not None:
                     micro_batches = self.teacher.with_rows(micro_batches, self.settings.full_divergence)
@@ -494,9 +585,17 @@ def _mean_kl(updates: Sequence[UpdateStats], settings: Settings) -> float:
 
 def _set_old(micro_batches: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]) -> None:
     """Set ``old`` of the trajectories in these micro-batches, scored by ``Policy.logprobs``."""
+    for t, logp in _logps_of(micro_batches, outputs):
+        t.old = logp.numpy()
+
+
+def _logps_of(
+    micro_batches: Sequence[MicroBatch], outputs: Sequence[torch.Tensor]
+) -> Iterator[tuple[Trajectory, torch.Tensor]]:
+    """Each trajectory with its response's log-probs, float32 [R], on the CPU."""
     for micro, row in zip(micro_batches, _logps_to_host(outputs) if outputs else [], strict=True):
         for t, logp in micro.split(row):
-            t.old = logp.numpy()
+            yield t, logp.clone()
 
 
 def _logps_to_host(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

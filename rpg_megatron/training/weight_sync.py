@@ -24,7 +24,7 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.rollout.sampler_client import ResyncRequired, SamplerClient, SyncResult
-from rpg_megatron.system.collectives import broadcast_object, gather_objects
+from rpg_megatron.system.collectives import any_rank, broadcast_object
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.trainer import Trainer
@@ -96,7 +96,7 @@ class WeightSync:
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if any of them got a stop signal."""
-        if any(gather_objects(self._stop.received, bool)):
+        if any_rank(self._stop.received):
             raise Stopped
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.system.collectives import (
+    _gather,
     broadcast_object,
     control_group,
     default_group_on_host,
@@ -104,9 +104,8 @@ def main() -> None:
         result |= {"touched": touched.exists(), "said": error}
         (folder / "result.json").write_text(json.dumps(result))
     else:
-        # What a process that connects in this rank's place could send: torch's messages, with a pickle.
-        with suppress(pickle.UnpicklingError):
-            dist.all_gather_object([None] * world, Evil(touched), group=control_group())
+        # What a process that connects in this rank's place could send: a pickle.
+        _gather(pickle.dumps(Evil(touched)), control_group(), to_all=True)
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
-from rpg_megatron.policy.router_replay import count_changes
+from rpg_megatron.policy.router_replay import change_metrics, count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut_unevenly
 
@@ -62,7 +62,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
             for trajectory, part in pack.split(values[row]):
                 scored.setdefault(trajectory.prompt_id, []).append((kind, part.tolist()))
 
-    changes = count_changes(packs, policy.replayed, mesh) if policy.replayed else {}
+    changes = change_metrics(count_changes(packs, mesh), policy.replayed) if policy.replayed else {}
     for pack in packs if policy.replayed else ():
         if pack.packed.routes is not None:
             pack.packed.routes.changed = None

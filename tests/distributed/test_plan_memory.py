@@ -140,7 +140,10 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
             device="cpu",
         )
         (save,) = (part.nbytes for part in plan.parts if part.name == SAVE)
-        assert rank["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        # Half of an adapter is on all tensor ranks, and the first of them saves it.
+        if settings.lora is None or rank is ranks[0]:
+            assert rank["staged"] == pytest.approx(save, rel=0.01, abs=1_000_000)
+        assert rank["staged"] <= 1.01 * save + 1_000_000
         print(
             f"a save: {save / 1e6:.1f} MB planned, {rank['staged'] / 1e6:.1f} copied, "
             f"the process grew by {rank['grown'] / 1e6:.1f}"
@@ -241,7 +244,7 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
                 # The first layer's input has a gradient only where it is recomputed.
                 if n or settings.lora is None or kind != "none" or name not in FIRST_NORM
             )
-            of_head = last * sum(head_tensors(*sizes, fused=False, frozen=settings.lora is not None).values())
+            of_head = last * sum(head_tensors(*sizes).values())
             planned = (of_layers + of_head) * TOKENS / settings.parallel.context
             # Besides what layers save there are tokens and rotary tables; with full recompute, little else.
             assert saved[name] == pytest.approx(planned, rel=0.01, abs=100_000), (name, rank)

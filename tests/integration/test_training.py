@@ -26,9 +26,11 @@ from transformers import AutoModelForCausalLM
 from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import read_rollouts
 from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.launcher.run_dir import CONFIG, resolved_yaml
 from tests.support.engine import Service, running_engines
 from tests.support.metrics_page import missing_from_page
 from tests.support.runs import QUICKSTART, SERVED
+from tests.support.timed_runs import check_plan_from
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -78,7 +80,12 @@ def test_layouts_serve_what_they_train_and_agree(service: Service, names: tuple[
             assert row["mismatch/tokens"] > 300, name
             assert ("step/shared_tokens" in row) == ("shared" in name)
         norms[name] = rows[1]["policy/grad_norm_first"]
-        run = service.folder / f"{len(names)}-{name}"
+        run, settings = (
+            service.folder / f"{len(names)}-{name}",
+            load_settings(QUICKSTART, [*SERVED, *LAYOUTS[name]]),
+        )
+        (run / CONFIG).write_text(resolved_yaml(settings))  # the launcher's part
+        check_plan_from(run, settings, rows[2]["time/step"])
         rollouts = read_rollouts(run / "rollouts" / "step_000001.parquet")
         first_rollouts[name] = [t.response.tolist() for t in rollouts]
         assert norms[name] > 0, name

@@ -603,13 +603,17 @@ def _pretend_groups() -> None:
         require_host("gather_objects", group)
         return everyone(decode(encode(value), kind), group)
 
-    def gather_on_first(value: Any, kind: Any = Any) -> list[Any]:
-        values = gather_objects(value, kind)
+    def gather_on_first(value: Any, kind: Any = Any, group: Any = None) -> list[Any]:
+        values = gather_objects(value, kind, group)
         return values if dist.get_rank() == 0 else []
 
     def broadcast_object(value: Any, kind: Any = Any, group: Any = None) -> Any:
         require_host("broadcast_object", group or collectives.control_group())
         return decode(encode(value), kind)
+
+    def maximum(value: int, *, group: Any) -> int:
+        require_host("maximum", group)
+        return value
 
     changes = dict(
         init_process_group=init,
@@ -622,7 +626,10 @@ def _pretend_groups() -> None:
         _coalescing_manager=coalescing,
     )
     product_functions = dict(
-        gather_objects=gather_objects, gather_on_first=gather_on_first, broadcast_object=broadcast_object
+        gather_objects=gather_objects,
+        gather_on_first=gather_on_first,
+        broadcast_object=broadcast_object,
+        _maximum=maximum,
     )
     for name, function in (changes | product_functions).items():
         real = getattr(collectives if name in product_functions else c10d, name)

@@ -258,6 +258,26 @@ def test_every_key_is_read_somewhere():
             "rollout.top_p=0.9; guards.uncorrected=true; correction={type: icepop}",
             "no effect: correction is set",
         ),
+        (
+            "training.old=update; reward.kl={}; anchor.type=fixed",
+            "training.old update excludes reward.kl: advantages depend on the log-probs; set it to auto",
+        ),
+        (
+            "training.old=update; optimizer={type: schedule_free_adamw, distributed: false}",
+            "excludes optimizer.type schedule_free_adamw",
+        ),
+        (
+            "training.old=update; precision.fp8={recipe: delayed, first_last_bf16: 0}",
+            "excludes precision.fp8.recipe delayed",
+        ),
+        (
+            "training={old: update, router_aux_loss: 0.1}; correction={type: icepop, denominator: kept}",
+            "excludes correction.denominator kept",
+        ),
+        ("training.old=engine; correction={type: truncate}", "so correction has no effect; remove it"),
+        ("training.old=engine; rollout.top_p=0.9", "training.old engine excludes rollout.top_p"),
+        ("training.old=engine; guards.mismatch=off", "training.old engine needs guards.mismatch"),
+        ("training.old=engine; guards.uncorrected=true", "guards.uncorrected has no effect with"),
         ("rollout={stop: [x], ahead: 1}; correction={type: icepop}", "stop needs inflight drain with ahead"),
         ("rollout.stop=['']", "stop: a string is empty"),
         ("reward.kl={}", "reward.kl needs a reference model: set anchor.type to fixed or every"),

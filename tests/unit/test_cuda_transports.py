@@ -139,7 +139,7 @@ class Node:
             thread.join(60)
         return out
 
-    def _gather(self, value: Any, kind: Any) -> list[Any]:
+    def _gather(self, value: Any, kind: Any, group: Any = None) -> list[Any]:
         self._messages[self._rank.number] = encode(value)
         self._barrier.wait(30)
         messages = [decode(x, kind) for x in self._messages]

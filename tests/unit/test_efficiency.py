@@ -48,11 +48,16 @@ def make(
     device: torch.device = CUDA,
     dtype: str = "bfloat16",
     epochs: int = 1,
+    old: str = "auto",
 ) -> Efficiency:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(efficiency, "UtilizationSampler", lambda device: SimpleNamespace())
     raw = {"model": {"path": "m"}, "data": {"path": "d"}, "precision": {"dtype": dtype}}
-    raw |= {"parallel": {"tensor": 2}, "anchor": {"type": "fixed"}, "training": {"epochs": epochs}}
+    raw |= {
+        "parallel": {"tensor": 2},
+        "anchor": {"type": "fixed"},
+        "training": {"epochs": epochs, "old": old},
+    }
     return Efficiency(Settings.model_validate(raw), TINY, device)
 
 
@@ -84,6 +89,9 @@ def test_mfu_counts_three_passes_an_update_and_one_a_policy(
         "gpu/mfu_logprobs": pytest.approx(2 * flops / 1 / (2 * 989e12)),
         "gpu/mfu": pytest.approx(8 * flops / 10 / (2 * 989e12)),
     }
+    # The first of 16 updates gives the log-probs of its mini-batch.
+    from_update = make(monkeypatch, "NVIDIA H100 80GB HBM3", old="update").mfu(row)
+    assert from_update["gpu/mfu_logprobs"] == pytest.approx((1 + 15 / 16) * flops / (2 * 989e12))
     for unknown in (
         make(monkeypatch, "NVIDIA GeForce RTX 4090"),
         make(monkeypatch, "NVIDIA H100 80GB HBM3", dtype="float32"),

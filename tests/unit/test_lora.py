@@ -52,6 +52,11 @@ def settings_with(lora: dict[str, Any] | None, **more: Any) -> Settings:
         ({"targets": ["query"]}, {}, "lora.targets"),
         ({"target_modules": ["q_proj"]}, {}, "did you mean"),
         ({"publish": "merged"}, {"precision": {"dtype": "bfloat16"}}, "needs precision.dtype float32"),
+        (
+            {"publish": "merged"},
+            {"data": None, "sft": {"data": {"path": "x"}}},
+            "has no effect without engines",
+        ),
         (None, {"model": {"path": "model", "adapter": "adapter"}}, "model.adapter needs lora"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.policy import device
+from rpg_megatron.system import collectives
 from rpg_megatron.system.collectives import control_group
 from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.weight_sync import WeightSync
@@ -43,21 +44,25 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
     control = control_group()
     assert dist.get_backend(control) == "single_rank"
     assert control is not dist.group.WORLD
-    for name in (
-        "broadcast",
-        "all_gather",
-        "gather",
-        "barrier",
-        "broadcast_object_list",
-        "all_gather_object",
-    ):
-        real = getattr(dist, name)
+    functions = [
+        (dist, name)
+        for name in (
+            "broadcast",
+            "all_gather",
+            "gather",
+            "barrier",
+            "broadcast_object_list",
+            "all_gather_object",
+        )
+    ]
+    for module, name in (*functions, (collectives, "_maximum")):
+        real = getattr(module, name)
 
         def noted(*args: object, real=real, name=name, group=None, **kwargs: object) -> object:
             recorder.order.append(name if group is control else f"{name} on another group")
             return real(*args, group=group, **kwargs)
 
-        monkeypatch.setattr(dist, name, noted)
+        monkeypatch.setattr(module, name, noted)
     sent = ["broadcast", "broadcast"]  # the size, the bytes
     weight_sync = WeightSync(recorder, None, StopRequest())
     weight_sync.sync(1)
@@ -67,7 +72,7 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
     weight_sync.sleep(2)
     weight_sync.wake()
     weight_sync.check_stop()
-    assert recorder.order == [*sent * 3, "all_gather", "all_gather"]
+    assert recorder.order == [*sent * 3, "_maximum"]
 
 
 class Stopping(Recorder):

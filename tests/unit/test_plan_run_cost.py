@@ -172,7 +172,7 @@ def test_a_placement_that_memory_refuses_is_not_named() -> None:
     assert "on responses of older weights" in faster_line(best)
     run = run_of(QWEN3_4B, *SEPARATE, "rollout.ahead=1", "rollout.dynamic=null", "correction.type=truncate")
     assert faster_placement(run, ASSUMED) is not None
-    small = replace(run.plan.target, nbytes=run.plan.need + 1024**3)
+    small = replace(run.plan.target, nbytes=run.plan.need // 2)
     assert faster_placement(replace(run, plan=replace(run.plan, target=small)), ASSUMED) is None
 
 

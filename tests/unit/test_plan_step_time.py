@@ -40,6 +40,7 @@ PLAIN = (
     "decode_efficiency=1",
     "decode_overhead=0",
     "step_overhead=0",
+    "expert_overhead=0",
 )
 """Assumptions that leave one term in each phase."""
 HOST_LINK = GPUS["h100-80"].host_link * LINK_EFFICIENCY
@@ -98,6 +99,14 @@ def test_log_probs_are_one_forward_pass_attention_included() -> None:
     with_anchor = seconds("log-probs", "peak_bf16=1e15", overrides=("anchor.type=fixed",))
     assert with_anchor == pytest.approx(256 * flops / 1e15 + swapped, rel=1e-9)
     assert seconds("log-probs", "peak_bf16=1e30", overrides=("anchor.type=fixed",)) == pytest.approx(swapped)
+
+
+def test_log_probs_that_an_update_or_the_engine_gives_take_no_pass() -> None:
+    by_pass = seconds("log-probs", overrides=("training.old=pass", "training.minibatches=4"))
+    three = seconds("log-probs", overrides=("training.old=update", "training.minibatches=4"))
+    assert three == pytest.approx(by_pass * 3 / 4, rel=1e-9)
+    for none in (("training.minibatches=1",), ("training.old=engine",)):
+        assert seconds("log-probs", overrides=none) == 0
 
 
 def test_a_teacher_that_the_ranks_hold_makes_a_pass_of_its_own() -> None:
@@ -160,6 +169,24 @@ def test_an_update_takes_at_least_one_longest_response() -> None:
     longest = seconds("update", overrides=("rollout.prompts_per_step=64", "training.minibatches=64"))
     assert phase.bound == "one longest sequence per replica"
     assert phase.seconds == pytest.approx(longest / 2, rel=0.1)
+
+
+def test_tensor_parallel_ranks_exchange_the_stream() -> None:
+    """Forward: two gathers and two scatters of 2 bytes x 4,096 a token and layer, of which a half is sent."""
+    layout = ("parallel={tensor: 2, sequence: true, data: 8}",)
+    flat, fast = (
+        seconds("log-probs", "peak_bf16=1e30", f"nvlink={n}", overrides=layout) for n in (1e9, 1e30)
+    )
+    tokens = 1024 * LENGTH / 8
+    assert flat - fast == pytest.approx(4 / 2 * 2 * 4096 * 36 * tokens / 1e9 / LINK_EFFICIENCY, rel=1e-6)
+
+
+def test_layers_in_fp8_are_as_much_faster_as_assumed() -> None:
+    """Attention and the output layer are not."""
+    fp8 = ("precision.fp8={recipe: blockwise}",)
+    linear = 2 * LENGTH * LAYERS * 128 / 1e15
+    plain, faster = (seconds("log-probs", "peak_bf16=1e15", "fp8_gain=2", overrides=o) for o in ((), fp8))
+    assert plain - faster == pytest.approx(linear / 2, rel=1e-6)
 
 
 def test_every_pass_over_the_batch_takes_its_time() -> None:
@@ -353,7 +380,9 @@ QWEN3_30B_A3B = Path(__file__).parents[2] / "examples" / "moe" / "qwen3_30b_a3b_
 
 
 def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
-    """Log-probs at full speed: 8 of 128 experts and the router; at EP 8, 7 of 8 rows go to other GPUs."""
+    """Log-probs at full speed: 8 of 128 experts and the router; at EP 8, 7 of 8 rows go to other GPUs. What a
+    token costs beside products is at least as long as the exchange of its rows.
+    """
     plan = make_plan(load_settings(QWEN3_30B_A3B, [*SEPARATE_30B, "anchor.type=old"]), "h100-80")
     layer = 2048 * (2 * 4096 + 2 * 512 + 3 * 8 * 768 + 128)
     sequences, length = 8192, 8192 + 256
@@ -362,7 +391,12 @@ def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
     per_gpu = sequences / 8
     for name, options, seconds in (
         ("FLOP/s, 1 pass", ["peak_bf16=1e15", "nvlink=1e30"], per_gpu * flops / 1e15),
-        ("exchange of tokens, 1 pass", ["peak_bf16=1e30", "nvlink=1e11"], per_gpu * sent / 1e11),
+        ("communication, 1 pass", ["peak_bf16=1e30", "nvlink=1e11"], per_gpu * sent / 1e11),
+        (
+            "communication, 1 pass",
+            ["peak_bf16=1e30", "nvlink=1e30", "expert_overhead=2e-6"],
+            per_gpu * length * 48 * 2e-6,
+        ),
     ):
         step = step_times(plan, assume("h100-80", [*PLAIN, *options]).values)[0]
         phase = next(p for p in step.phases if p.name == "log-probs")

@@ -68,6 +68,11 @@ class Ranks:
         self._barrier = threading.Barrier(2)
         for module in (publisher, cuda_ipc, process_group_publisher, collectives):
             monkeypatch.setattr(module, "gather_objects", self._gather)
+        for name, function in {
+            "gather_on_first": self._gather,
+            "broadcast_object": lambda value, kind: self._gather(value)[0],
+        }.items():
+            monkeypatch.setattr(process_group_publisher, name, function)
         self.params = self.all(self._weights)
 
     def all(self, step: Callable[[int], T]) -> list[T]:

@@ -89,7 +89,7 @@ class CudaIpcPublisher:
         sums, memory = run_together(own)
         # Addresses rarely change, so they are sent only when they did.
         contribution = self.coordinates.rank, sums, None if memory == self._sent else memory
-        gathered = gather_objects(contribution, tuple[int, SliceSums, _Memory | None])
+        gathered = gather_objects(contribution, tuple[int, SliceSums, _Memory | None], plan.group)
         self._sent = memory
         if self.coordinates.rank != self._plan.lead:
             return None

@@ -29,7 +29,7 @@ from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, Link
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, local_pieces
-from rpg_megatron.system.collectives import gather_objects, run_together
+from rpg_megatron.system.collectives import broadcast_object, gather_objects, gather_on_first, run_together
 
 logger = logging.getLogger("rpg_megatron.bridge")
 
@@ -80,7 +80,7 @@ class GroupPublisher:
         )
         nodes = gather_objects(node_name(colocated_in.resolve()) if colocated_in else "", str)
         layout = {"bucket_bytes": bucket_bytes, "tensor": coordinates.tensor}
-        place = gather_objects(hosted.place | layout if hosted else None, dict[str, Any] | None)[0]
+        place = broadcast_object(hosted.place | layout if hosted else None, dict[str, Any])
         self._rendezvous = run_together(lambda: hosted or Rendezvous.join(place))
         self._rendezvous.place = place
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -121,7 +121,7 @@ class GroupPublisher:
             pass  # drop requests of an aborted sync of the same version
         plan = self._plan.restricted(only)
         sums = run_together(lambda: plan.sum_boxes(self._params, self.dtype, shared=True))
-        gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums])
+        gathered = gather_on_first((self.coordinates.rank, sums), tuple[int, SliceSums])
         manifest = None
         if self.coordinates.rank == 0:
             by_rank = dict(gathered)

@@ -109,7 +109,7 @@ class SharedMemoryPublisher:
             raise ValueError(f"version {version}: must not be negative")
         plan = self._plan.restricted(only)
         sums = run_together(lambda: self._fill(version, plan))
-        gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums])
+        gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums], plan.group)
         return run_together(lambda: self._write_manifest(version, plan, dict(gathered)))
 
     def _write_manifest(self, version: int, plan: PublishPlan, sums: dict[int, SliceSums]) -> Manifest | None:

@@ -418,8 +418,29 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
     if BRIDGE_VARIABLE in os.environ:
         accept_routes_on_cpu()
+        _fork_core_on_cpu()
         _use_file_rendezvous()
         share_gloo_devices()
+
+
+def _fork_core_on_cpu() -> None:
+    """Let a server on a CPU fork its core, if that starts no workers.
+
+    vLLM spawns it, so that it is pinned to cores, and it imports everything again. Ours are not pinned.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_fork(_: type[Any], config: Any) -> None:
+        check(config)
+        if config.parallel_config.world_size == 1:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    platform.check_and_update_config = classmethod(check_and_fork)  # type: ignore[assignment, method-assign]
 
 
 def _use_file_rendezvous() -> None:

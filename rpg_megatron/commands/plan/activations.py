@@ -109,34 +109,29 @@ def saved_tensors(
 
     qkv_names, _, inner_names, _ = PACKED
     cut = tensor if parallel.sequence else 1
-    # Local norms in bfloat16 save a float32 copy of their input. In float32 it is the input itself; that of
-    # the keys' norm is a view of QKV.
-    key_copy = _WIDE * keys if item != _WIDE else 0
     # With context parallelism, local layers gather the keys and values of all ranks and recompute attention.
     # Fused layers save their own queries and output, and the keys and values of one rank, the last received.
     one_rank = parallel.context == 1
-    qkv = item * (queries + 2 * keys) if one_rank or (shape.qk_norm and not key_copy) else 0
+    qkv = item * (queries + 2 * keys) if one_rank or shape.qk_norm else 0
     gathered = 0 if one_rank else parallel.context * 2 * item * keys
     rms, head_rms = _WIDE * stream / hidden, _WIDE * (heads + kv_heads)
     # (tensor, bytes in local layers, bytes in fused layers)
     attention = [
-        ("layer's input, which the first norm reads", _WIDE * stream, item * stream),
+        ("layer's input, which the first norm reads", item * stream, item * stream),
         ("1/rms", rms, rms),
-        ("normalised", 0 if frozen else item * stream, 0),
         (
             "first norm's output, read by QKV",
             read(*qkv_names, width=item) * stream,
             read(*qkv_names) * stream,
         ),
         ("adapters of QKV: A x", *(narrow(*qkv_names),) * 2),
-        ("QKV, of which values are a view", qkv, 0),
+        ("QKV, of which values, and keys before their norm, are views", qkv, 0),
     ]
     if shape.qk_norm:
         attention += [
-            ("queries before their norm", _WIDE * queries, item * queries),
-            ("keys before their norm", key_copy, item * keys),
+            ("queries before their norm", item * queries, item * queries),
+            ("keys before their norm", 0, item * keys),
             ("1/rms of query and key heads", head_rms, head_rms),
-            ("queries and keys, normalised", 0 if frozen else item * (queries + keys), 0),
         ]
     attention += [
         ("queries, rotated", item * queries, item * queries),
@@ -148,7 +143,7 @@ def saved_tensors(
         ("outputs of all sequences, read by the projection", read("o_proj", width=item) * queries, 0),
         ("attention's output in FP8, read by the projection", 0, projected),
         ("adapter of the projection: A x", *(narrow("o_proj", ranks=cut),) * 2),
-        ("attention's sum with the stream, which the second norm reads", _WIDE * stream, item * stream),
+        ("attention's sum with the stream, which the second norm reads", item * stream, item * stream),
     ]
     # A router reads it, and the recomputed part of a layer begins with it.
     wide, thin = read(*inner_names, width=item), read(*inner_names)
@@ -156,14 +151,12 @@ def saved_tensors(
         wide = thin = item
     second_norm = [
         ("1/rms, second", rms, rms),
-        ("normalised, second", 0 if frozen else item * stream, 0),
         ("second norm's output", wide * stream, thin * stream),
     ]
     columns = shape.ffn_hidden_size / tensor
     mlp = [
         ("adapters of gate and up: A x", *(narrow(*inner_names),) * 2),
         ("gate|up", 2 * item * columns, 2 * item * columns),
-        ("silu(gate), up + offset", 2 * item * columns, 0),
         (
             "silu(gate) x up, read by the second linear layer",
             read("down_proj", width=item) * columns,
@@ -181,7 +174,7 @@ def saved_tensors(
         mlp = [
             ("rows in the order of the experts", *(trained * rows * item * hidden,) * 2),
             ("gate|up", 2 * columns, 2 * columns),
-            ("silu(gate), up + offset, product before it is weighted", 3 * columns, 0),
+            ("product before it is weighted", columns, 0),
             ("weighted product, read by the second linear layer", *(trained * columns,) * 2),
             ("weights of the rows", rows * _WIDE, rows * _WIDE),
             ("router's indices and weights", router, router),
@@ -194,18 +187,12 @@ def saved_tensors(
     return {name: nbytes for name, nbytes in column.items() if nbytes}
 
 
-def head_tensors(
-    shape: ModelShape, parallel: ParallelSettings, dtype: str, *, fused: bool, frozen: bool = False
-) -> dict[str, float]:
-    """Bytes per token of what the last stage saves after the layers: final norm and log-prob head.
-
-    frozen: the weights of both are.
-    """
+def head_tensors(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> dict[str, float]:
+    """Bytes per token of what the last stage saves after the layers: final norm and log-prob head."""
     item, stream = ITEM_BYTES[dtype], shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
     return {
-        "final norm's input": (item if fused else _WIDE) * stream,
+        "final norm's input": item * stream,
         "1/rms": _WIDE * stream / shape.hidden_size,
-        "normalised": 0 if fused or frozen else item * stream,
         "head's input, of all tokens": item * shape.hidden_size,
         "targets, two normalisers, entropy": 20,
     }
@@ -247,8 +234,7 @@ class StageActivations:
         )
         total = in_flight(self.stage, parallel, self.microbatches) * of_layers / parallel.virtual
         if self.stage == parallel.pipeline - 1:
-            frozen = self.settings.lora is not None
-            head = sum(head_tensors(*self._sizes, fused=self.fused, frozen=frozen).values())
+            head = sum(head_tensors(*self._sizes).values())
             total += self.tokens / parallel.context * head
         return round(total)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import tables
+from rpg_megatron.commands.plan.from_run import take_from
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.other_placements import costed, faster_placement
 from rpg_megatron.commands.plan.plan import find_target, make_plan, smallest, smallest_engine
@@ -18,29 +20,47 @@ from rpg_megatron.launcher.checks import has_weights, not_checked, preparing, ru
 
 
 def run_plan(
-    settings: Settings, gpu: str | None, *, sweep: bool, as_json: bool, assumptions: Sequence[str] = ()
+    settings: Settings,
+    gpu: str | None,
+    *,
+    sweep: bool,
+    as_json: bool,
+    assumptions: Sequence[str] = (),
+    from_run: Path | None = None,
 ) -> bool:
     """Print the plan of a run; returns whether it fits.
 
-    gpu: see ``gpu_bytes``; None: the settings' device. assumptions: see ``assume``.
-    Raises UserError as ``assume`` does, and if a check fails: all but those of the machine are run.
+    gpu: see ``gpu_bytes``; None: the settings' device. assumptions: see ``assume``. from_run: folder of a
+    run whose figures replace assumptions.
+    Raises UserError as ``assume`` and ``take_from`` do, and if a check fails: all but those of the machine
+    are run.
     """
     target = find_target(settings, gpu)
-    assumed = assume(target.name, assumptions)
-    if assumptions and target.device == "cpu":
-        raise UserError("--assume: time is estimated for GPUs only; choose one, such as --gpu h100-80")
+    assumed = assume(target.name, assumptions, cpu=target.device == "cpu")
+    if assumptions and target.device == "cpu" and from_run is None:
+        raise UserError(
+            "--assume: without a run (--from) time is estimated for GPUs only; choose one, such as "
+            "--gpu h100-80"
+        )
+    if from_run is not None and settings.sft is not None:
+        raise UserError("--from: fine-tuning (sft) has no estimate of time")
     for_target = settings.model_copy(update={"device": target.device})
     settings = with_local_model(for_target, weights=False)
     subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
     notes = [*run_checks(subject), *not_checked(subject)]
     plan = make_plan(settings, gpu)
-    timed = plan.fits and plan.on_gpu and settings.sft is None  # phases of RL only
-    run = costed(plan, assumed.values) if timed else None
+    taken = None if from_run is None else take_from(from_run, plan, assumed)
+    if taken is not None:
+        assumed = assumed.replaced(taken.values)
+    timed = plan.fits and settings.sft is None  # phases of RL only
+    timed = timed and (plan.on_gpu or (taken is not None and taken.measured is not None))
+    run = costed(plan, assumed.values) if timed and plan.on_gpu else None
     answer = tables.Answer(
         plan,
         [*plan.warnings, *notes],
         assumed,
         steps=step_times(plan, assumed.values) if timed else None,
+        taken=taken,
         run=run,
         faster=faster_placement(run, assumed.values) if run else None,
         lighter=find_lighter(settings, plan.shape, target) if plan.fits else None,

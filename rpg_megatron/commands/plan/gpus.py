@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,15 +84,26 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
     return min(limits)
 
 
-Source = Literal["data sheet", "assumed", "as set"]
+CPU_SHARE = Gpu(0, 32e9, 32e9, 32e9, 20e9, 5e9, 5e9, trains_fp8=False)
+"""A core of a CPU, for a plan with the times of a run (``--from``), which replace these nominal speeds."""
+CPU_DECODE_OVERHEAD = 0.008
+"""Seconds of a decoding step on a CPU beside its sequences: the quickstart's engine, half as many at once
+(docs/performance.md)."""
+
+Source = Literal["data sheet", "assumed", "as set", "run"]
 
 
-def _assumed(default: float, why: str, *, most: float = math.inf, zero: bool = False) -> Any:
-    return field(default=default, metadata={"why": why, "most": most, "zero": zero, "source": "assumed"})
+def _assumed(
+    default: float, why: str, *, most: float = math.inf, zero: bool = False, quiet: bool = False
+) -> Any:
+    """quiet: printed only if it is not the default."""
+    about = {"why": why, "most": most, "zero": zero, "source": "assumed", "quiet": quiet}
+    return field(default=default, metadata=about)
 
 
 def _data_sheet(why: str) -> Any:
-    return field(metadata={"why": why, "most": math.inf, "zero": False, "source": "data sheet"})
+    about = {"why": why, "most": math.inf, "zero": False, "source": "data sheet", "quiet": False}
+    return field(metadata=about)
 
 
 @dataclass(frozen=True)
@@ -105,17 +116,28 @@ class Assumptions:
     """
 
     gpu: Gpu
-    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in FP8 and float32 in proportion")
+    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in float32 in proportion")
     memory_bandwidth: float = _data_sheet("bytes/s of the GPU's memory")
     nvlink: float = _data_sheet("bytes/s to a GPU of the same node")
     network: float = _assumed(50e9, "bytes/s to other nodes: 400 Gb/s for each GPU")
-    train_mfu: float = _assumed(0.35, "fraction of the peak: forward and backward passes", most=1)
-    score_mfu: float = _assumed(0.40, "fraction of the peak: log-prob passes and engines", most=1)
-    decode_efficiency: float = _assumed(0.6, "fraction of memory_bandwidth: decoding", most=1)
-    decode_overhead: float = _assumed(0.004, "s per decoding step: scheduler, kernel launches", zero=True)
+    train_mfu: float = _assumed(0.43, "fraction of the peak: forward and backward passes", most=1)
+    score_mfu: float = _assumed(0.43, "fraction of the peak: log-prob passes and engines", most=1)
+    fp8_gain: float = _assumed(1.29, "speed of a layer's products in FP8 / in bfloat16 (docs/performance.md)")
+    expert_overhead: float = _assumed(
+        1e-6, "s per token, layer with experts and pass on a GPU, beside products", zero=True
+    )
+    decode_efficiency: float = _assumed(0.33, "fraction of memory_bandwidth: decoding", most=1)
+    decode_overhead: float = _assumed(0.0017, "s per decoding step: scheduler, kernel launches", zero=True)
     response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
     prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
     kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
+    response_longest: float = _assumed(
+        1.0, "longest response / rollout.max_response_tokens", most=1, quiet=True
+    )
+    update_overhead: float = _assumed(0.0, "s per update beside its tokens", zero=True, quiet=True)
+    rollout_factor: float = _assumed(1.0, "seconds of a rollout / those of the formula", quiet=True)
+    sync_factor: float = _assumed(1.0, "seconds of a sync / those of the formula", quiet=True)
+    handover_factor: float = _assumed(1.0, "seconds of handovers / those of the formula", quiet=True)
     step_overhead: float = _assumed(
         6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync", zero=True
     )
@@ -125,7 +147,16 @@ class Assumptions:
     requeue: float = _assumed(120.0, "s until Slurm starts a requeued job", zero=True)
     save: float = _assumed(60.0, "s for which a checkpoint stops the run", zero=True)
 
-    def peak(self, kind: Literal["bf16", "fp8", "fp32"]) -> float:
+    def replaced(self, values: Mapping[str, float]) -> Assumptions:
+        """These with other values of those named."""
+        return replace(self, **values)  # type: ignore[arg-type]
+
+    @property
+    def speedup_in_fp8(self) -> float:
+        """``fp8_gain`` on a GPU that multiplies in FP8."""
+        return self.fp8_gain if self.gpu.peak_fp8 > self.gpu.peak_bf16 else 1.0
+
+    def peak(self, kind: Literal["bf16", "fp32"]) -> float:
         """FLOP/s in this precision."""
         in_precision: float = getattr(self.gpu, f"peak_{kind}")
         return self.peak_bf16 * in_precision / self.gpu.peak_bf16
@@ -144,20 +175,28 @@ class Assumed:
         return [
             (name, getattr(self.values, name), self.sources[name], about["why"])
             for name, about in _ABOUT.items()
+            if not about["quiet"] or self.sources[name] != "assumed"
         ]
 
+    def replaced(self, values: Mapping[str, float]) -> Assumed:
+        """These assumptions with values of a run; those that the user has set stay."""
+        mine = {name: value for name, value in values.items() if self.sources[name] != "as set"}
+        return Assumed(self.values.replaced(mine), {**self.sources, **dict.fromkeys(mine, "run")})
 
+
+OF_THE_RUN = ("walltime", "warning", "start", "requeue", "save")
+"""Those of the cost of the run."""
 _ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}
 """Assumption -> why, most, source."""
 
 
-def assume(name: str, options: Sequence[str] = ()) -> Assumed:
-    """The assumptions for a GPU or a memory size, with those set by the user.
+def assume(name: str, options: Sequence[str] = (), *, cpu: bool = False) -> Assumed:
+    """The assumptions for a GPU or a memory size, with those set by the user; cpu: for a CPU's cores instead.
 
     options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
     """
     gpu = find_gpu(name)
-    sheet = gpu or GPUS[DEFAULT]
+    sheet = CPU_SHARE if cpu else gpu or GPUS[DEFAULT]
     sources: dict[str, Source] = {assumption: about["source"] for assumption, about in _ABOUT.items()}
     speeds = {
         assumption: getattr(sheet, assumption)
@@ -167,6 +206,8 @@ def assume(name: str, options: Sequence[str] = ()) -> Assumed:
     if gpu is None:
         sources |= dict.fromkeys(speeds, "assumed")
     assumed = dict(_read_option(option) for option in options)
+    if cpu:
+        speeds["decode_overhead"] = CPU_DECODE_OVERHEAD
     return Assumed(
         Assumptions(sheet, **{**speeds, **assumed}), {**sources, **dict.fromkeys(assumed, "as set")}
     )

@@ -35,6 +35,8 @@ LINK_EFFICIENCY = 0.7
 """Fraction of the speed of NVLink, network and host link that transfers reach; assumed."""
 ALLREDUCE = 15e-6
 """Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1; assumed."""
+ALLREDUCE_BETWEEN_NODES = 75e-6
+"""The same for an engine on more than one node: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
 
@@ -170,9 +172,14 @@ class _Case:
         return self.assumed.response_mean * self.plan.settings.rollout.max_response_tokens
 
     @property
+    def longest_response(self) -> float:
+        """Tokens of a step's longest response."""
+        return self.assumed.response_longest * self.plan.settings.rollout.max_response_tokens
+
+    @property
     def longest(self) -> float:
-        """Tokens of a mean prompt with a response of maximum length."""
-        return self.prompt + self.plan.settings.rollout.max_response_tokens
+        """Tokens of a mean prompt with the longest response."""
+        return self.prompt + self.longest_response
 
     def replica_work(self, sequences: float) -> tuple[float, float]:
         """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence."""
@@ -206,14 +213,18 @@ class _Case:
 
 def _step(case: _Case) -> StepTime:
     rollout, under_way = _rollout(case)
-    phases = [*rollout, _log_probs(case), _update(case), _sync(case)]
+    phases = [*rollout, _log_probs(case), _update(case), _scaled(_sync(case), case.assumed.sync_factor)]
     if case.placement == "colocated":
-        phases.append(_handover(case))
+        phases.append(_scaled(_handover(case), case.assumed.handover_factor))
     phases.append(Phase("other", case.assumed.step_overhead, "fixed"))
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
     gpus = case.trainer_gpus, case.engine_gpus
     return StepTime(case.placement, *gpus, tuple(phases), tokens, under_way, drained)
+
+
+def _scaled(phase: Phase, factor: float) -> Phase:
+    return replace(phase, seconds=factor * phase.seconds)
 
 
 def _pass_seconds(
@@ -244,7 +255,7 @@ def _pass_seconds(
     linear = 2 * tokens * ((layers - saved) * in_layers + mlp * in_mlp)
     attention = 2 * squares * layers * shape.num_heads * shape.head_dim * shape.num_layers
     other = 2 * tokens * ((head - saved) * in_head + layers * adapters)
-    flops = linear * (share * case.peak / case.assumed.peak("fp8") + 1 - share) + attention + other
+    flops = linear * (share / case.assumed.speedup_in_fp8 + 1 - share) + attention + other
     return flops / case.peak / (settings.parallel.world / settings.parallel.data)
 
 
@@ -266,9 +277,10 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     sequences = max(1.0, prompts * rollout.samples_per_prompt / case.engines)  # of an engine
     in_layers, in_head = shape.matmul_parameters
     fp8 = engine.quantization == "fp8"
-    flops = (assumed.peak("fp8") if fp8 else case.peak) * assumed.score_mfu * engine.tensor
+    flops = case.peak * (assumed.speedup_in_fp8 if fp8 else 1) * assumed.score_mfu * engine.tensor
     bandwidth = assumed.memory_bandwidth * assumed.decode_efficiency
-    fixed = assumed.decode_overhead + (2 * shape.num_layers * ALLREDUCE if engine.tensor > 1 else 0)
+    reduced = ALLREDUCE if engine.tensor <= GPUS_PER_NODE else ALLREDUCE_BETWEEN_NODES
+    fixed = assumed.decode_overhead + (2 * shape.num_layers * reduced if engine.tensor > 1 else 0)
 
     def token(batch: float, context: float) -> tuple[float, float]:
         """Seconds to read and to compute in one decoding step."""
@@ -287,13 +299,14 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = max(parts, key=lambda name: parts[name])
     bound = "prefill" if prefill > seconds else f"{bound}, {batch:.0f} at once"
-    left = rollout.max_response_tokens - case.response
+    left = max(0.0, case.longest_response - case.response)
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
+    factor = assumed.rollout_factor
     phases = [
-        Phase("rollout", seconds + prefill, bound),
-        Phase("rollout: tail", left * alone, "one response alone"),
+        Phase("rollout", factor * (seconds + prefill), bound),
+        Phase("rollout: tail", factor * left * alone, "one response alone"),
     ]
-    return phases, response
+    return phases, factor * response
 
 
 def _read_columns(shape: ModelShape, batch: float) -> float:
@@ -310,18 +323,18 @@ def _read_columns(shape: ModelShape, batch: float) -> float:
 
 
 def _log_probs(case: _Case) -> Phase:
-    """A forward pass for ``old``, and one for a held anchor, swapped in and out, or for a teacher."""
-    passes = 1 if case.plan.settings.anchor.type == "old" else 2
+    """Forward passes for ``old`` and a held anchor, which is swapped in and out, and one of a teacher."""
+    passes = case.plan.settings.scoring_passes
     tokens, squares = case.replica_work(case.plan.batch.sequences)
     work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
     exchange = _exchange_seconds(case, tokens)
     seconds = passes * (work + exchange) * case.bubble(tokens)
-    if passes == 2:  # twice, in both directions
+    if case.plan.settings.anchor.type != "old":  # twice, in both directions
         seconds += 4 * case.item * case.plan.largest.trained / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
-    bound = "FLOP/s" if work >= exchange else "exchange of tokens"
+    bound = "FLOP/s" if work >= exchange else "communication"
     if case.plan.settings.full_divergence is None:
         seconds += _teacher_seconds(case, tokens, squares)
-    return Phase("log-probs", seconds, f"{bound}, {passes} pass{'es' if passes > 1 else ''}")
+    return Phase("log-probs", seconds, f"{bound}, {passes:.2g} pass{'' if passes == 1 else 'es'}")
 
 
 def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
@@ -342,20 +355,45 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
 
 
 def _exchange_seconds(case: _Case, tokens: float) -> float:
-    """Seconds of a forward pass in which expert-parallel ranks exchange tokens; 0 for a dense model.
+    """Seconds of a forward pass besides its products: of experts, and of tensor parallelism.
 
-    tokens: those of a replica. Each row and its result are sent; a backward pass sends the same. Assumes even
-    load, no overlap, rows to other nodes limited by the network, and rows within a node limited by NVLink.
-    Gathering rows over expert tensor ranks is not counted.
+    tokens: those of a replica. A backward pass takes the same.
+    """
+    return _expert_seconds(case, tokens) + _tensor_seconds(case, tokens)
+
+
+def _expert_seconds(case: _Case, tokens: float) -> float:
+    """Routing, permutation and exchange of rows among expert-parallel ranks; 0 for a dense model.
+
+    The larger of ``expert_overhead``, which is measured with all of these, and the bytes of the exchange:
+    each row and its result are sent. Assumes even load, no overlap, rows to other nodes limited by the
+    network, and rows within a node limited by NVLink. Gathering rows over expert tensor ranks is not counted.
     """
     e, parallel = case.plan.shape.experts, case.plan.settings.parallel
-    if e is None or parallel.expert == 1:
+    if e is None:
         return 0.0
-    away = 1 - 1 / parallel.expert  # the fraction of rows that go to other ranks
-    sent = 2 * len(e.layers) * e.per_token * case.plan.shape.hidden_size * case.item * away
-    each = tokens * sent * parallel.data / parallel.world
-    far = max(0.0, 1 - GPUS_PER_NODE / (parallel.expert * parallel.expert_tensor)) / away
-    return each * max(far / case.assumed.network, (1 - far) / case.assumed.nvlink) / LINK_EFFICIENCY
+    each = tokens * len(e.layers) * parallel.data / parallel.world  # tokens and layers of a GPU
+    seconds = case.assumed.expert_overhead
+    if parallel.expert > 1:
+        away = 1 - 1 / parallel.expert  # the fraction of rows that go to other ranks
+        sent = 2 * e.per_token * case.plan.shape.hidden_size * case.item * away
+        far = max(0.0, 1 - GPUS_PER_NODE / (parallel.expert * parallel.expert_tensor)) / away
+        link = max(far / case.assumed.network, (1 - far) / case.assumed.nvlink)
+        seconds = max(seconds, sent * link / LINK_EFFICIENCY)
+    return each * seconds
+
+
+def _tensor_seconds(case: _Case, tokens: float) -> float:
+    """Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer of a pass.
+
+    Or two all-reduces, which send as much; not overlapped (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2).
+    """
+    shape, parallel = case.plan.shape, case.plan.settings.parallel
+    if parallel.tensor == 1:
+        return 0.0
+    sent = 4 * (1 - 1 / parallel.tensor) * shape.hidden_size * case.item * shape.num_layers
+    link = case.assumed.nvlink if parallel.tensor <= GPUS_PER_NODE else case.assumed.network
+    return tokens * sent / (parallel.context * parallel.pipeline) / (link * LINK_EFFICIENCY)
 
 
 def _update(case: _Case) -> Phase:
@@ -363,8 +401,8 @@ def _update(case: _Case) -> Phase:
 
     The log-prob head is always recomputed in the backward pass. The reduction transfers a float32 gradient
     and the new weight of each parameter in a ring; with optimizer.overlap only the time beyond that of a
-    micro-batch counts. Communication of tensor and context parallelism is part of ``train_mfu``; the exchange
-    of tokens between expert-parallel ranks is not.
+    micro-batch counts. Communication of context parallelism is part of ``train_mfu``; that of tensor
+    parallelism and of experts is not.
     """
     settings, parallel, assumed = case.plan.settings, case.plan.settings.parallel, case.assumed
     tokens, squares = case.replica_work(case.plan.batch.sequences_per_update)
@@ -383,10 +421,11 @@ def _update(case: _Case) -> Phase:
         reduction = max(0.0, reduction - (work + exchange) / case.microbatches(tokens))
     parts = {
         "FLOP/s": work,
-        "exchange of tokens": exchange,
+        "communication": exchange,
         "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
         "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
+        "overheads": assumed.update_overhead,
     }
     if settings.full_divergence is not None:
         parts["teacher"] = _teacher_seconds(case, tokens, squares)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rpg_megatron.commands.plan.engine_memory import SERVER, Turn
-from rpg_megatron.commands.plan.gpus import Assumed
+from rpg_megatron.commands.plan.from_run import FromRun
+from rpg_megatron.commands.plan.gpus import OF_THE_RUN, Assumed
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
 from rpg_megatron.commands.plan.other_placements import Costed, cost_lines, faster_line
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
@@ -31,6 +32,8 @@ class Answer:
     assumed: Assumed
     steps: Sequence[StepTime] | None
     """The time of a step, first with the placement of the settings."""
+    taken: FromRun | None
+    """What another run measured."""
     run: Costed | None
     """The cost of the run."""
     faster: Costed | None
@@ -49,7 +52,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     """Print the plan, the time of a step, whether it fits and what else would, and other layouts."""
     _print_plan(answer.plan, console)
     if answer.steps:
-        _print_times(answer.steps, answer.assumed, console)
+        _print_times(answer, answer.steps, console)
     if answer.run is not None:
         for line in cost_lines(answer.run, answer.assumed.values):
             console.print(line, highlight=False)
@@ -255,17 +258,57 @@ def _share_of_target(plan: Plan, nbytes: int) -> str:
     return f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}" if plan.on_gpu else ""
 
 
-def _print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) -> None:
+def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) -> None:
     """Print the phases of the first step, all placements, and the assumptions."""
-    current = steps[0]
-    phases = [
-        (phase.name, f"{phase.seconds:.1f}", f"{phase.seconds / current.step:.0%}", phase.bound)
-        for phase in current.phases
-    ]
-    speed = f"{current.trained_tokens / current.step:,.0f} trained tokens/s"
-    total = (*_styled("bold", "step", f"{current.step:.1f}"), "", speed)
+    current, taken = steps[0], answer.taken
+    measured = taken.measured if taken is not None else None
     title = f"time of a step, {current.placement}: computed, not measured"
-    _print_table(console, title, ("phase", ">seconds", ">share", "bound by"), phases, [total])
+    columns, own = ["phase", ">seconds", ">share", "bound by"], []
+    if taken is not None and measured is not None:
+        title = f"time of a step, {current.placement}: computed from the times of {taken.run.folder.name}"
+        columns.insert(2, ">in that run")
+    phases = []
+    for phase in current.phases:
+        own = [] if measured is None else [_seconds(measured.get(phase.name))]
+        share = f"{phase.seconds / current.step:.0%}"
+        phases.append((phase.name, _seconds(phase.seconds), *own, share, phase.bound))
+    speed = f"{current.trained_tokens / current.step:,.0f} trained tokens/s"
+    own = [] if taken is None or measured is None else [_seconds(taken.run.step)]
+    total = _styled("bold", "step", _seconds(current.step), *own)
+    _print_table(console, title, columns, phases, [(*total, "", speed)])
+    if answer.plan.on_gpu:  # on a CPU, placements share the cores
+        _print_placements(steps, console)
+    title = "assumptions; change with --assume NAME=VALUE"
+    numbers = [(name, _number(value), source, why) for name, value, source, why in answer.assumed.rows]
+    _print_table(console, title, ("name", ">value", "source", "what"), numbers)
+    if taken is not None:
+        for line in _from_run_lines(taken, answer):
+            console.print(line, highlight=False, markup=False)
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
+
+
+def _from_run_lines(taken: FromRun, answer: Answer) -> Iterator[str]:
+    """Which figures came from the run, which remain assumed, and what to know of them."""
+    unused = [] if answer.run else [*OF_THE_RUN]
+    if answer.plan.settings.rollout.dynamic is None:
+        unused.append("kept_groups")
+    sources = {name: source for name, _, source, _ in answer.assumed.rows if name not in unused}
+    run, ends = taken.run, "running" if taken.run.running else "not running"
+    first = ", without the first after a start" if run.warm else ""
+    yield f"from {run.folder} ({ends}): medians of {run.steps} steps{first}"
+    by_run, guessed = ([n for n, source in sources.items() if source == kind] for kind in ("run", "assumed"))
+    yield f"of the run: {', '.join(by_run) or 'nothing, since --assume sets all of it'}"
+    yield f"still assumed: {', '.join(guessed)}"
+    for note in taken.notes:
+        yield f"note {note}"
+
+
+def _print_placements(steps: Sequence[StepTime], console: Console) -> None:
     rows = []
     for step in steps:
         gpus, idle = f"{step.trainer_gpus:g} + {step.engine_gpus:g}", f"{step.engine_idle:.0%}"
@@ -277,10 +320,7 @@ def _print_times(steps: Sequence[StepTime], assumed: Assumed, console: Console) 
     _print_table(console, "placements with the same number of GPUs", columns, rows)
     console.print("by turns, overlapped: trainers and engines on separate GPUs", highlight=False)
     console.print("overlapped: rollout.ahead 1 or more; by turns: rollout.ahead 0", highlight=False)
-    console.print(waits(current), highlight=False)
-    title = "assumptions; change with --assume NAME=VALUE"
-    numbers = [(name, _number(value), source, why) for name, value, source, why in assumed.rows]
-    _print_table(console, title, ("name", ">value", "source", "what"), numbers)
+    console.print(waits(steps[0]), highlight=False)
 
 
 def waits(step: StepTime) -> str:
@@ -430,6 +470,15 @@ def to_json(answer: Answer) -> str:
             for step in steps
         ]
         described["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
+    if (taken := answer.taken) is not None:
+        described["from"] = {
+            "run": str(taken.run.folder),
+            "steps": taken.run.steps,
+            "step_seconds": taken.run.step,
+            "seconds": taken.run.seconds,
+            "values": taken.values,
+            "notes": taken.notes,
+        }
     if (run := answer.run) is not None:
         faster = None if answer.faster is None else _cost(answer.faster)
         described["run_cost"] = {**_cost(run), "faster": faster}
