@@ -6,7 +6,7 @@ numbers; so would a gradient that reaches the prompt from one response only. Row
 compared with transformers in float64, which gets every sequence alone: log-probs, entropies, loss, every
 gradient, and with adapters theirs. Groups of one, prompts of one and of two tokens, responses of one token,
 parts that were not sampled. Routes of a prompt are the same for its group; whose they are otherwise:
-tests/unit/test_shared_prompts.py. Not covered: GPUs.
+tests/unit/test_shared_prompt_rows.py. Not covered: GPUs.
 """
 
 from __future__ import annotations
