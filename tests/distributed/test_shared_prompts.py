@@ -1,12 +1,11 @@
-"""Responses behind one copy of their prompt have the numbers of sequences with a prompt each, in every
-layout.
+"""Responses behind one copy of their prompt have the numbers of plain rows, in every layout.
 
 Why: a response that saw its neighbour, padding of its prompt, or positions of its own would give plausible
 numbers; so would a gradient that reaches the prompt from one response only. Rows with shared prompts are
-compared with transformers in float64, which gets every sequence alone: log-probs, entropies, loss, every
-gradient, and with adapters theirs. Groups of one, prompts of one and of two tokens, responses of one token,
+compared with transformers in float64, which gets every sequence alone, and with plain rows: log-probs,
+entropies, loss and every gradient. Groups of one, prompts of one and of two tokens, responses of one token,
 parts that were not sampled. Routes of a prompt are the same for its group; whose they are otherwise:
-tests/unit/test_shared_prompt_rows.py. Not covered: GPUs.
+tests/unit/test_shared_prompt_rows.py. Not covered: adapters (test_lora_layouts), GPUs.
 """
 
 from __future__ import annotations
