@@ -85,7 +85,7 @@ def make_checkpoint(folder: Path, vocab: int) -> Path:
 
 def build_policy(model: Path, mesh: Mesh, device: torch.device, budget: int, **sections: Any) -> Policy:
     """A policy on this process whose optimizer step is a no-op."""
-    training = {"tokens_per_microbatch": budget, "logprob_chunk": CHUNK}
+    training = {"tokens_per_microbatch": budget, "logprob_chunk": CHUNK, **sections.pop("training", {})}
     policy = build(read_model_shape(model), mesh, device, "fp32", model, training=training, **sections)
     policy._optimizer.step = lambda: (True, 0.0, None)  # type: ignore[method-assign]
     return policy

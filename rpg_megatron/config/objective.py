@@ -82,6 +82,10 @@ class AnchorSettings(Section):
     """kl_trigger: decay of the moving average, per step."""
 
 
+_SHARED_FROM = 0.1
+"""``TrainingSettings.share_prompts`` auto: the smallest share of a sequence at which its prompt is shared."""
+
+
 class TrainingSettings(Section):
     """Number of steps, and how the batch of a step is split."""
 
@@ -96,6 +100,11 @@ class TrainingSettings(Section):
     tokens_per_microbatch: int = Field(8192, ge=1)
     """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
     ranks. A longer sequence gets a micro-batch of its own."""
+    share_prompts: bool | Literal["auto"] = False
+    """Compute the prompt of a group once for all of its responses in a micro-batch, instead of once for each:
+    the same log-probs and gradients up to rounding, for less work. auto: for responses of which the prompt is
+    at least a tenth of the sequence; with shorter prompts it hardly pays. docs/long-context.md has
+    measurements, and what else changes."""
     mask_truncated: bool = False
     """Mask out the tokens of truncated responses in the loss. Their rewards still count in the advantages of
     their groups."""
@@ -121,6 +130,13 @@ class TrainingSettings(Section):
     @classmethod
     def _parse_off(cls, value: Any) -> Any:
         return "off" if value is False else value
+
+    @property
+    def shared_from(self) -> float | None:
+        """The smallest share of a sequence at which its prompt is shared; None: none is."""
+        if self.share_prompts == "auto":
+            return _SHARED_FROM
+        return 0.0 if self.share_prompts else None
 
 
 class GuardSettings(Section):

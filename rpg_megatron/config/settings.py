@@ -236,6 +236,7 @@ class Settings(Section):
         yield from self._async_problems()
         yield from self._old_problems()
         yield from self._router_replay_problems()
+        yield from self._shared_prompt_problems()
         yield from self._transformer_engine_problems()
         if self.bridge.transport != "process_group":
             for key, field in BridgeSettings.model_fields.items():
@@ -441,6 +442,18 @@ class Settings(Section):
                 "memory.recompute to full or none"
             )
         yield from self.engine.problems_of_routes()
+
+    def _shared_prompt_problems(self) -> Iterator[str]:
+        if not self.training.share_prompts:
+            return
+        if self.device == "cuda" and self.precision.dtype == "float32":
+            yield (
+                "training.share_prompts needs precision.dtype bfloat16 with device cuda: FlashAttention, "
+                "which takes shared prompts there, does not support float32; set it to false"
+            )
+        if self.sft is not None or self.rollout.samples_per_prompt == 1:
+            why = "rollout.samples_per_prompt is 1" if self.sft is None else "conversations share no prompts"
+            yield f"training.share_prompts has no effect: {why}; remove it"
 
     def _missing_baseline_settings(self) -> dict[str, str]:
         """What the objective's published algorithm requires besides its loss: key -> value.

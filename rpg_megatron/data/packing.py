@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 
 Plan = list[list[list[list[int]]]]
 """[data rank][mini-batch][micro-batch] -> indices of trajectories, ascending."""
+
+Prompt = tuple[Hashable, int]
+"""Of a trajectory that may share its prompt with others: what is equal for all that can, and the tokens that
+they share (``row_layout.shareable``); 0: it shares none.
+"""
 
 _WithCost = tuple[float, list[int]]
 """Cost of a micro-batch, and its trajectories."""
@@ -25,6 +32,7 @@ def plan_batches(
     context: int = 1,
     attention_length: float = math.inf,
     starts: Sequence[int] | None = None,
+    prompts: Sequence[Prompt] | None = None,
 ) -> Plan:
     """Assign every trajectory to one data rank, mini-batch and micro-batch.
 
@@ -35,6 +43,9 @@ def plan_batches(
     ranks get the same number of micro-batches, so that their collectives match: the costliest micro-batches
     are split in two until there are enough. If none can be split, some ranks get empty ones.
 
+    prompts: of each trajectory. Those that share one are kept together, as far as the budget allows and every
+    rank gets some, and their prompt counts once.
+
     The cost of a sequence of n tokens is n + n^2 / ``attention_length``. The ranks' costs are balanced per
     micro-batch and in total; costly micro-batches come first.
     Raises ValueError if the number of responses is not a multiple of ``minibatches``.
@@ -43,20 +54,113 @@ def plan_batches(
     size, rest = divmod(len(bounds) - 1, minibatches)
     if rest:
         raise ValueError(f"{len(bounds) - 1} responses do not divide into {minibatches} mini-batches")
-    padded = [padded_length(n, context) for n in lengths]
-    costs = [n + n * n / attention_length for n in lengths]
+    sizes = _Sizes(lengths, prompts, context, attention_length)
     plan: Plan = [[] for _ in range(data)]
     for m in range(minibatches):
-        micro_batches = _pack(range(bounds[m * size], bounds[(m + 1) * size]), padded, budget)
+        units = _units(range(bounds[m * size], bounds[(m + 1) * size]), sizes, budget, data)
+        costs = [sizes.cost(unit) for unit in units]
+        micro_batches = _pack(range(len(units)), [sizes.padded(unit) for unit in units], budget)
         _split_to_multiple(micro_batches, costs, data)
         for rank, share in enumerate(_distribute(micro_batches, costs, data)):
-            plan[rank].append([sorted(micro) for micro in share])
+            plan[rank].append([sorted(i for number in micro for i in units[number]) for micro in share])
     return plan
 
 
-def pack_rows(lengths: Sequence[int], budget: int, context: int = 1) -> list[list[int]]:
-    """Pack sequences into rows of ``budget`` tokens by first-fit-decreasing; returns indices per row."""
-    return _pack(range(len(lengths)), [padded_length(n, context) for n in lengths], budget)
+def pack_rows(
+    lengths: Sequence[int], budget: int, context: int = 1, prompts: Sequence[Prompt] | None = None
+) -> list[list[int]]:
+    """Pack sequences into rows of ``budget`` tokens by first-fit-decreasing; returns indices per row.
+
+    prompts: see ``plan_batches``.
+    """
+    sizes = _Sizes(lengths, prompts, context, math.inf)
+    units = _units(range(len(lengths)), sizes, budget, 1)
+    rows = _pack(range(len(units)), [sizes.padded(unit) for unit in units], budget)
+    return [[i for number in row for i in units[number]] for row in rows]
+
+
+class _Sizes:
+    """Sizes and costs of units: trajectories that stand behind one copy of a prompt, or a single one."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        prompts: Sequence[Prompt] | None,
+        context: int,
+        attention_length: float,
+    ) -> None:
+        self.lengths, self.prompts, self.context = lengths, prompts, context
+        self._attention_length = attention_length
+
+    def padded(self, unit: Sequence[int]) -> int:
+        """Positions, with the padding for context ranks."""
+        if len(unit) == 1:
+            return padded_length(self.lengths[unit[0]], self.context)
+        return self.prompt(unit[0]) + sum(self.own(i) for i in unit)
+
+    def prompt(self, i: int) -> int:
+        """Positions of a trajectory's shared prompt, padding included."""
+        assert self.prompts is not None
+        return padded_length(self.prompts[i][1], self.context)
+
+    def own(self, i: int) -> int:
+        """Positions of a trajectory behind its shared prompt, padding included."""
+        assert self.prompts is not None
+        return padded_length(self.lengths[i] - self.prompts[i][1], self.context)
+
+    def cost(self, unit: Sequence[int]) -> float:
+        """The cost of a unit; that of the prompt counts once."""
+        costs = sum(self._cost(self.lengths[i]) for i in unit)
+        if len(unit) == 1:
+            return costs
+        assert self.prompts is not None
+        return costs - (len(unit) - 1) * self._cost(self.prompts[unit[0]][1])
+
+    def _cost(self, n: int) -> float:
+        return n + n * n / self._attention_length
+
+
+def _units(indices: Iterable[int], sizes: _Sizes, budget: int, data: int) -> list[list[int]]:
+    """The trajectories that stand behind one copy of a prompt, each at most a micro-batch of ``budget``.
+
+    Units that cost more than the mean of the ``data`` ranks are split in two, with a copy of the prompt each.
+    """
+    if sizes.prompts is None:
+        return [[i] for i in indices]
+    units: list[list[int]] = []
+    clusters: dict[Hashable, list[int]] = {}
+    for i in indices:
+        key, shared = sizes.prompts[i]
+        if shared:
+            clusters.setdefault((key, shared), []).append(i)
+        else:
+            units.append([i])
+    for members in clusters.values():
+        own = {i: sizes.own(i) for i in members}
+        units += _pack(members, own, budget - sizes.prompt(members[0]))
+    heap = [(-sizes.cost(unit), number, unit) for number, unit in enumerate(units)]
+    heapq.heapify(heap)
+    total, number = -sum(cost for cost, *_ in heap), len(heap)
+    while heap and -heap[0][0] * data > total and len(heap[0][2]) > 1:
+        cost, _, unit = heapq.heappop(heap)
+        total += cost
+        by_length = sorted(unit, key=lambda i: (-sizes.lengths[i], i))
+        for half in (by_length[::2], by_length[1::2]):
+            cost = sizes.cost(half)
+            total += cost
+            heapq.heappush(heap, (-cost, number, half))
+            number += 1
+    return sorted(unit for *_, unit in heap)
+
+
+def count_shared(plan: Plan, prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Prompt tokens that a plan's micro-batches do not compute again, and the sum of the prompts' squares."""
+    tokens = squares = 0
+    for micro in chain.from_iterable(chain.from_iterable(plan)):
+        for (_, shared), members in Counter(prompts[i] for i in micro).items():
+            tokens += (members - 1) * shared
+            squares += (members - 1) * shared**2
+    return tokens, squares
 
 
 def padded_length(length: int, context: int) -> int:
@@ -70,7 +174,7 @@ def sequence_multiple(context: int) -> int:
     return 2 * context if context > 1 else 1
 
 
-def _pack(indices: Iterable[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def _pack(indices: Iterable[int], lengths: Sequence[int] | Mapping[int, int], budget: int) -> list[list[int]]:
     """First-fit-decreasing bin packing.
 
     Each node of a binary tree, whose leaves are the bins, has the largest free space below it. So the first

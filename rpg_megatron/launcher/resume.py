@@ -84,6 +84,7 @@ _MAY_CHANGE = (
     ),
     *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
     *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
+    "training.share_prompts",
     *("profile", "rollout.workers", "rollouts", "reward.workers", "reward.concurrency", "trackers"),
 )
 """Keys and sections that may change when a run is resumed: they affect placement, length and logging, and

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.microbatch import PackedSequences
+from rpg_megatron.policy.shared_prompts import attend_with_prompts
 
 
 class _Normalise(torch.autograd.Function):
@@ -178,6 +179,8 @@ class PackedAttention(torch.nn.Module):
         """
         row = packed_seq_params
         query, key = self.rotary(query, key, row)
+        if row.prompts is not None:
+            return attend_with_prompts(query, key, value, row, self.scale).flatten(1)
         if self.context > 1:
             return self._attend_in_chunks(query, key, value, row.lengths, row.places)
         groups = row.groups

@@ -15,16 +15,11 @@ from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.packing import padded_length, sequence_multiple
+from rpg_megatron.data.row_layout import Piece, lay_out
 from rpg_megatron.data.trajectory import Trajectory, route_dtype
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
-
-_MAX_PADDING = 4 / 3
-"""Maximum ratio of padded to real tokens in a group of sequences that share one attention call: for short
-sequences a call costs more than the padding.
-"""
-_MAX_LENGTH_GAP = 64
-"""Maximum difference of the lengths in a group, in tokens, since the cost of attention is quadratic."""
+from rpg_megatron.policy.length_groups import LengthGroups, copy_to, group_by_length
 
 
 @dataclass
@@ -57,6 +52,12 @@ class PackedSequences(PackedSeqParams):
     """Cosines and sines of the positions; ``layers.Rotary`` of the first layer sets them for all layers."""
     routes: MicroBatchRoutes | None = field(default=None, kw_only=True)
     """The experts of each token; None: the routers choose them."""
+    prompts: list[tuple[int, int]] | None = field(default=None, kw_only=True)
+    """For each sequence, start and length of the shared prompt in the row that it continues; the length is 0
+    if it continues none. None: no sequence does.
+    """
+    shared: Any = field(default=None, kw_only=True)
+    """What attention with shared prompts computes; the first layer sets it for all layers."""
 
     @cached_property
     def groups(self) -> LengthGroups:
@@ -90,54 +91,6 @@ class TeacherTop:
     known: Tensor
     """bool [c]: whether the teacher has given them for this place; elsewhere the divergence is 0."""
     direction: Literal["rkl", "fkl"]
-
-
-@dataclass(frozen=True)
-class LengthGroups:
-    """Sequences of a row, grouped by length; each group is padded to its longest sequence."""
-
-    shapes: list[tuple[int, int]]
-    """(sequences, length of the longest) of each group."""
-    padded: Tensor | None
-    """int64 [n]: for each position of all groups, sequences x longest each, its position in the row. Padding
-    repeats a sequence's last position. None: the groups are the row's sequences, one by one.
-    """
-    restored: Tensor | None
-    """int64 [t]: for each position of the row, its index in ``padded``."""
-
-
-def group_by_length(lengths: Sequence[int], device: torch.device) -> LengthGroups:
-    """Group sequences of a row by length, shortest first; see ``_MAX_PADDING`` and ``_MAX_LENGTH_GAP``."""
-    sizes = np.array(lengths, np.int64)
-    starts = np.cumsum(sizes) - sizes
-    members: list[list[int]] = []
-    total = 0
-    for i in np.argsort(sizes, kind="stable").tolist():
-        n = lengths[i]
-        group = members[-1] if members else []
-        if (
-            group
-            and n - lengths[group[0]] <= _MAX_LENGTH_GAP
-            and n * (len(group) + 1) <= _MAX_PADDING * (total + n)
-        ):
-            group.append(i)
-            total += n
-        else:
-            members.append([i])
-            total = n
-    if all(len(m) == 1 for m in members):
-        return LengthGroups([(1, n) for n in lengths], None, None)
-    shapes, padded, restored, offset = [], [], np.empty(sizes.sum(), np.int64), 0
-    for m in members:
-        sizes_of_group = sizes[m, None]
-        column = np.arange(sizes_of_group.max())
-        rows = starts[m, None] + np.minimum(column, sizes_of_group - 1)
-        real = column < sizes_of_group
-        restored[rows[real]] = offset + np.flatnonzero(real)
-        shapes.append(rows.shape)
-        padded.append(rows.ravel())
-        offset += rows.size
-    return LengthGroups(shapes, _copy(np.concatenate(padded), device), _copy(restored, device))
 
 
 @dataclass(frozen=True)
@@ -178,6 +131,8 @@ class MicroBatch:
     sequence: Tensor
     """int64 [t]: index of the label's trajectory; 0 outside responses."""
     packed: PackedSequences
+    pieces: list[Piece]
+    """What the row's sequences, ``packed.lengths``, hold; without trajectories none."""
     teacher: TeacherRow | TeacherTop | None = field(default=None, kw_only=True)
     """For an update: what the divergence to a teacher is computed from."""
 
@@ -194,10 +149,15 @@ class MicroBatch:
         """The same tokens for a model of another shape: ``packed.rotary`` has the first model's angles."""
         return replace(self, packed=replace(self.packed, routes=None, rotary=None))
 
+    @property
+    def tokens_computed(self) -> int:
+        """Positions that are not padding; those of a shared prompt count once."""
+        return sum(piece.tokens for piece in self.pieces)
+
     def real_positions(self) -> Tensor:
         """Positions that are not padding: int64, ascending, on the CPU."""
         starts = np.cumsum([0, *self.packed.lengths])
-        parts = [s + np.arange(t.length - 1) for s, t in zip(starts, self.trajectories, strict=False)]
+        parts = [s + np.arange(piece.tokens) for s, piece in zip(starts, self.pieces, strict=False)]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
 
     def response_tokens(self) -> ResponseTokens:
@@ -213,11 +173,23 @@ class MicroBatch:
 
     def split(self, values: Tensor) -> Iterator[tuple[Trajectory, Tensor]]:
         """For each trajectory, the part of ``values`` [t] at its response tokens: [R] each."""
-        start = 0
-        for trajectory, length in zip(self.trajectories, self.packed.lengths, strict=False):
-            end = start + trajectory.length - 1
-            yield trajectory, values[end - len(trajectory.response) : end]
-            start += length
+        answers = _answers(self.trajectories, self.pieces, self.packed.lengths)
+        for trajectory, answer in zip(self.trajectories, answers, strict=True):
+            yield trajectory, values[answer]
+
+
+def _answers(
+    trajectories: Sequence[Trajectory], pieces: Sequence[Piece], lengths: Sequence[int]
+) -> list[slice]:
+    """The positions of each trajectory's response tokens."""
+    answers = [slice(0)] * len(trajectories)
+    start = 0
+    for piece, length in zip(pieces, lengths, strict=False):
+        if not piece.shared:
+            end = start + piece.tokens
+            answers[piece.trajectory] = slice(end - len(trajectories[piece.trajectory].response), end)
+        start += length
+    return answers
 
 
 def make_micro_batch(
@@ -230,6 +202,7 @@ def make_micro_batch(
     mask_truncated: bool = False,
     experts: ExpertShape | None = None,
     direction: Literal["rkl", "fkl"] | None = None,
+    share: float | None = None,
 ) -> MicroBatch:
     """Pack complete trajectories into a row; without any, a row of padding, for a rank without work.
 
@@ -238,10 +211,12 @@ def make_micro_batch(
     this number. Padding follows a sequence: nothing attends to it and it is not in the loss. mask_truncated:
     exclude truncated responses from the loss; their log-probs are still computed. experts: replay the
     routes of the trajectories, which all or none of them have. direction: of the divergence to the teacher's
-    likeliest tokens, which trajectories may have; None: they are not used.
+    likeliest tokens, which trajectories may have; None: they are not used. share: the responses to one prompt
+    stand behind a single copy of it, see ``row_layout.shareable``; its routes are those of the first.
     Raises ValueError if some have routes and some do not.
     """
-    lengths = [padded_length(t.length - 1, context) for t in trajectories] or [padded_length(1, context)]
+    pieces = lay_out(trajectories, share)
+    lengths = [padded_length(p.tokens, context) for p in pieces] or [padded_length(1, context)]
     step = sequence_multiple(context)
     while sum(lengths) % (align * context):
         lengths[-1] += step
@@ -249,15 +224,19 @@ def make_micro_batch(
     ints = {name: np.zeros(size, np.int64) for name in ("tokens", "labels", "sequence")}
     floats = {name: np.zeros(size, np.float32) for name in ("old", "anchor", "behaviour", "advantage")}
     mask, padding = np.zeros(size, bool), np.ones(size, bool)
-    starts = np.cumsum([0, *lengths])
-    for number, t in enumerate(trajectories):
-        start = starts[number]
-        whole = np.concatenate([t.prompt, t.response])
-        end = start + len(whole) - 1
-        answer = slice(end - len(t.response), end)
-        ints["tokens"][start:end] = whole[:-1]
-        ints["labels"][start:end] = whole[1:]
+    starts = np.cumsum([0, *lengths]).tolist()
+    for start, piece in zip(starts, pieces, strict=False):
+        t = trajectories[piece.trajectory]
+        whole, end, last = (
+            np.concatenate([t.prompt, t.response]),
+            start + piece.tokens,
+            piece.first + piece.tokens,
+        )
+        ints["tokens"][start:end] = whole[piece.first : last]
+        ints["labels"][start:end] = whole[piece.first + 1 : last + 1]
         padding[start:end] = False
+    answers = _answers(trajectories, pieces, lengths)
+    for number, (t, answer) in enumerate(zip(trajectories, answers, strict=True)):
         mask[answer] = t.mask & (not (mask_truncated and t.finish == "length"))
         ints["sequence"][answer] = number
         floats["advantage"][answer] = t.advantage
@@ -266,25 +245,31 @@ def make_micro_batch(
             floats["old"][answer] = t.old
         if len(t.anchor):
             floats["anchor"][answer] = t.anchor
-    packed = pack_lengths(lengths, device, context=context, context_rank=context_rank)
+    prompts = None
+    if any(p.shared for p in pieces):
+        prompts = [
+            (0, 0) if p.prompt is None else (starts[p.prompt], pieces[p.prompt].tokens) for p in pieces
+        ]
+    packed = pack_lengths(lengths, device, context=context, context_rank=context_rank, prompts=prompts)
     own_places = zigzag_places(lengths, context)[context_rank]
     if experts is not None and any(len(t.routes) for t in trajectories):
-        packed.routes = _pack_routes(trajectories, lengths, own_places, experts, device)
+        packed.routes = _pack_routes(trajectories, pieces, lengths, own_places, experts, device)
     teacher = None
     if direction is not None:
-        teacher = _pack_top(trajectories, starts, own_places, size, direction, device)
-    values: dict[str, Any] = {name: _copy(x, device) for name, x in floats.items()}
+        teacher = _pack_top(trajectories, answers, own_places, size, direction, device)
+    values: dict[str, Any] = {name: copy_to(x, device) for name, x in floats.items()}
     for name in ("tokens", "labels"):
-        values[name] = _copy(ints[name][own_places], device)[None]
+        values[name] = copy_to(ints[name][own_places], device)[None]
     return MicroBatch(
         trajectories=list(trajectories),
-        sequence=_copy(ints["sequence"], device),
+        sequence=copy_to(ints["sequence"], device),
         positions=packed.positions[None],
-        padding=_copy(padding[own_places], device)[None],
-        mask=_copy(mask, device),
-        loss_positions=_copy(np.flatnonzero(mask), device),
+        padding=copy_to(padding[own_places], device)[None],
+        mask=copy_to(mask, device),
+        loss_positions=copy_to(np.flatnonzero(mask), device),
         label_range=(int(ints["labels"].min()), int(ints["labels"].max())),
         packed=packed,
+        pieces=pieces,
         teacher=teacher,
         **values,
     )
@@ -292,26 +277,26 @@ def make_micro_batch(
 
 def _pack_top(
     trajectories: Sequence[Trajectory],
-    starts: NDArray[Any],
+    answers: Sequence[slice],
     places: NDArray[np.int64],
     size: int,
     direction: Literal["rkl", "fkl"],
     device: torch.device,
 ) -> TeacherTop:
-    """The likeliest tokens at the positions ``places`` of a row of ``size``. starts: of the sequences."""
+    """The likeliest tokens at the positions ``places`` of a row of ``size``. answers: as of ``_answers``."""
     k = max((t.top_ids.shape[1] for t in trajectories), default=0) or 1
     ids, logps, known = np.zeros((size, k), np.int64), np.zeros((size, k), np.float32), np.zeros(size, bool)
     logps -= 1 + np.arange(k, dtype=np.float32)  # of places without: any finite numbers
-    for start, t in zip(starts, trajectories, strict=False):
+    for answer, t in zip(answers, trajectories, strict=True):
         if len(t.top_ids):
-            answer = slice(start + len(t.prompt) - 1, start + t.length - 1)
             ids[answer], logps[answer], known[answer] = t.top_ids, t.top_logps, True
-    on_device = [_copy(x[places], device) for x in (ids, logps, known)]
+    on_device = [copy_to(x[places], device) for x in (ids, logps, known)]
     return TeacherTop(on_device[0], on_device[1], on_device[2], direction)
 
 
 def _pack_routes(
     trajectories: Sequence[Trajectory],
+    pieces: Sequence[Piece],
     lengths: Sequence[int],
     places: NDArray[np.int64],
     experts: ExpertShape,
@@ -324,26 +309,36 @@ def _pack_routes(
     rows = np.repeat(spread.astype(route_dtype(experts.count))[:, None], len(experts.layers), axis=1)
     real = np.zeros(size, bool)
     start = 0
-    for t, length in zip(trajectories, lengths, strict=True):
-        part = slice(start, start + t.length - 1)
-        if t.routes.shape != rows[part].shape:
+    for piece, length in zip(pieces, lengths, strict=True):
+        t = trajectories[piece.trajectory]
+        if t.routes.shape != (t.length - 1, *rows.shape[1:]):
             raise ValueError(
                 f"routes of prompt {t.prompt_id}, sample {t.sample} have shape {t.routes.shape}; "
-                f"its tokens need {rows[part].shape}"
+                f"its tokens need {(t.length - 1, *rows.shape[1:])}"
             )
-        rows[part], real[part] = t.routes, True
+        part = slice(start, start + piece.tokens)
+        rows[part], real[part] = t.routes[piece.first : piece.first + piece.tokens], True
         start += length
     by_layer = np.ascontiguousarray(rows[places].swapaxes(0, 1))
-    return MicroBatchRoutes(_copy(by_layer, device), _copy(real[places], device))
+    return MicroBatchRoutes(copy_to(by_layer, device), copy_to(real[places], device))
 
 
 def pack_lengths(
-    lengths: list[int], device: torch.device, *, context: int = 1, context_rank: int = 0
+    lengths: list[int],
+    device: torch.device,
+    *,
+    context: int = 1,
+    context_rank: int = 0,
+    prompts: list[tuple[int, int]] | None = None,
 ) -> PackedSequences:
-    """A row of sequences of these lengths; with several context ranks, multiples of 2 x ``context``."""
-    bounds = _copy(np.cumsum([0, *lengths], dtype=np.int32), device)
+    """A row of sequences of these lengths; with several context ranks, multiples of 2 x ``context``.
+
+    prompts: see ``PackedSequences``; the positions of a sequence continue its prompt's.
+    """
+    bounds = copy_to(np.cumsum([0, *lengths], dtype=np.int32), device)
     places = zigzag_places(lengths, context)
-    positions = np.concatenate([np.arange(n) for n in lengths])
+    before = [length for _, length in prompts or [(0, 0)] * len(lengths)]
+    positions = np.concatenate([p + np.arange(n) for p, n in zip(before, lengths, strict=True)])
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -351,12 +346,7 @@ def pack_lengths(
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         lengths=lengths,
-        positions=_copy(positions[places[context_rank]], device),
-        places=_copy(places, device),
+        positions=copy_to(positions[places[context_rank]], device),
+        places=copy_to(places, device),
+        prompts=prompts,
     )
-
-
-def _copy(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to the device, to a GPU from pinned memory: otherwise the host would wait for all queued work."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

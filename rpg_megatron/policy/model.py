@@ -305,16 +305,20 @@ def build_model(
     mesh: Mesh,
     *,
     separate_norms: bool = False,
+    share_prompts: bool = False,
 ) -> list[GPTModel]:
     """This rank's part of the policy, weights not yet loaded: one chunk for each of its virtual stages.
 
     Chunk v of pipeline rank p is virtual stage v x pipeline + p; without virtual stages there is one chunk.
     separate_norms: keep Transformer Engine's norms out of its linear layers, whose input adapters read.
+    share_prompts: Transformer Engine's attention takes rows with shared prompts, too; local layers always do.
     """
     # Megatron warns that GPTModel is deprecated; its successor does not support our layer specs yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     fused = config.transformer_impl == "transformer_engine"
-    make_layer = partial(_fused_layer, separate_norms=separate_norms) if fused else _local_layer
+    fused_layer = partial(_fused_layer, separate_norms=separate_norms, share_prompts=share_prompts)
+    make_layer = fused_layer if fused else _local_layer
+    megatron_rotates = fused and not share_prompts  # elsewhere attention rotates by itself
     kinds = {shape.has_experts(layer) for layer in range(shape.num_layers)}
     layers = {experts: make_layer(shape, experts) for experts in kinds}
     if mixture := layers.get(True):
@@ -335,13 +339,13 @@ def build_model(
             max_sequence_length=shape.max_positions,
             pre_process=mesh.first_stage and number == 0,
             post_process=mesh.last_stage and number == (virtual or 1) - 1,
-            position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
+            position_embedding_type="rope" if megatron_rotates else "none",
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             parallel_output=True,
             vp_stage=stage,
         )
-        if fused and shape.rope_scaling is not None:
+        if megatron_rotates and shape.rope_scaling is not None:
             # GPTModel(rope_scaling=True) accepts the factor only: Megatron 0.19.2 fixes the other values to
             # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
             # use.
@@ -374,13 +378,21 @@ def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
     return layer
 
 
-def _fused_layer(shape: ModelShape, experts: bool, *, separate_norms: bool = False) -> ModuleSpec:
+def _fused_layer(
+    shape: ModelShape, experts: bool, *, separate_norms: bool = False, share_prompts: bool = False
+) -> ModuleSpec:
     """Spec of Megatron's Transformer Engine layer, which supports packed sequences; experts are grouped."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         moe_grouped_gemm=experts,
         qk_layernorm=shape.qk_norm,
     )
+    if share_prompts:
+        from rpg_megatron.policy.fused_attention import SharingAttention
+
+        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+            SharingAttention, params={"frequencies": rotary_frequencies(shape)}
+        )
     if separate_norms:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 

@@ -102,7 +102,14 @@ class Policy(ScoringModel):
         config = transformer_config(
             shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
         )
-        built = build_model(shape, config, settings.model, mesh, separate_norms=settings.lora is not None)
+        built = build_model(
+            shape,
+            config,
+            settings.model,
+            mesh,
+            separate_norms=settings.lora is not None,
+            share_prompts=bool(settings.training.share_prompts),
+        )
         chunks = [chunk.to(device) for chunk in built]
         super().__init__(settings, mesh, device, chunks, shape.vocab_size)
         if settings.precision.fp8 is not None and device.type == "cpu":

@@ -1,10 +1,10 @@
 """The auxiliary loss for load balancing of experts (``training.router_aux_loss``).
 
-For a micro-batch of T tokens (prompts included, padding excluded) and a layer with E experts, k per token, it
-is E x the sum over experts i of f_i p_i. f_i is the fraction of the k T choices of the router that are expert
-i; p_i is the mean probability of expert i, with gradient. The value of a micro-batch counts once for each of
-its tokens. An update minimises its loss plus the coefficient times the sum over layers of the mean over all
-tokens of the update.
+For a micro-batch of T tokens (prompts included, a shared one once, padding excluded) and a layer with E
+experts, k per token, it is E x the sum over experts i of f_i p_i. f_i is the fraction of the k T choices of
+the router that are expert i; p_i is the mean probability of expert i, with gradient. The value of a
+micro-batch counts once for each of its tokens. An update minimises its loss plus the coefficient times the
+sum over layers of the mean over all tokens of the update.
 
 Megatron's ``moe_aux_loss_coeff`` is not used. Megatron 0.19.2 weights a micro-batch by its tokens, and
 divides the sum by the count of the loss (``aggregation``), which may differ from the number of these tokens.
@@ -59,8 +59,8 @@ class RouterAuxLoss:
         for micro_batch in micro_batches:
             response_tokens = micro_batch.response_tokens()
             _, count = aggregator(response_tokens.old, response_tokens)
-            tokens = sum(t.length - 1 for t in micro_batch.trajectories)
-            sums += torch.stack([count.long(), torch.full_like(count, tokens, dtype=torch.int64)])
+            tokens = torch.full_like(count, micro_batch.tokens_computed, dtype=torch.int64)
+            sums += torch.stack([count.long(), tokens])
         dist.all_reduce(sums, group=mpu.get_data_parallel_group())
         divisor, self._tokens = sums.clamp(min=1).unbind()  # Megatron divides by at least 1 too
         self._weight = (self._coefficient * divisor / self._tokens).float()

@@ -117,6 +117,7 @@ class ScoringModel:
             mask_truncated=self.settings.training.mask_truncated,
             experts=self.replayed,
             direction=self.settings.top_divergence,
+            share=self.settings.training.shared_from,
         )
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:

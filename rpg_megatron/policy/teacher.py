@@ -36,7 +36,9 @@ class HeldTeacher(ScoringModel):
         precision = settings.precision.model_copy(update={"fp8": None})
         fused = uses_transformer_engine(settings.model_copy(update={"precision": precision}), device)
         config = transformer_config(shape, settings.parallel, precision, device=device, fused=fused)
-        chunks = [chunk.to(device).eval() for chunk in build_model(shape, config, settings.model, mesh)]
+        share = bool(settings.training.share_prompts)
+        built = build_model(shape, config, settings.model, mesh, share_prompts=share)
+        chunks = [chunk.to(device).eval() for chunk in built]
         super().__init__(settings, mesh, device, chunks, shape.vocab_size)
         for chunk in chunks:
             chunk.requires_grad_(False)

@@ -79,11 +79,16 @@ class Efficiency:
         self._peak = peak if settings.precision.dtype == "bfloat16" else None
         self._sampler = UtilizationSampler(device)
 
-    def batch_metrics(self, index: BatchIndex) -> dict[str, float]:
-        """``step/*`` of a batch: prompt and response tokens, and FLOPs of a forward pass over them."""
+    def batch_metrics(self, index: BatchIndex, shared: tuple[int, int] = (0, 0)) -> dict[str, float]:
+        """``step/*`` of a batch: prompt and response tokens, and FLOPs of a forward pass over them.
+
+        shared: prompt tokens that an update does not compute again, and their squares; FLOPs exclude them.
+        """
         lengths = (index.prompt_length + index.response_length).astype(np.float64)
-        flops = self._shape.forward_flops(lengths.sum(), np.square(lengths).sum())
-        return {"step/tokens": float(lengths.sum()), "step/forward_flops": float(flops)}
+        tokens, squares = lengths.sum(), np.square(lengths).sum()
+        flops = self._shape.forward_flops(tokens - shared[0], squares - shared[1])
+        row = {"step/tokens": float(tokens), "step/forward_flops": float(flops)}
+        return row | ({"step/shared_tokens": float(shared[0])} if shared[0] else {})
 
     def metrics(self, row: dict[str, float]) -> dict[str, float]:
         """``time/unix``, and for a step ``throughput/*``, ``memory/*`` and on GPUs ``gpu/*``. Collective.

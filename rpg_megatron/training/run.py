@@ -394,7 +394,7 @@ class RankRun:
         self._warnings.check_update(step, batch.metrics)
         self._step, self._row = step, dict(batch.metrics)
         if batch.index is not None:
-            self._row |= self._efficiency.batch_metrics(batch.index)
+            self._row |= self._efficiency.batch_metrics(batch.index, batch.shared)
         self._sampler_state = batch.sampler
 
     def evaluation_due(self, step: int) -> bool:

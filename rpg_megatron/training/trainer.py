@@ -26,7 +26,8 @@ from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
-from rpg_megatron.data.packing import Plan, pack_rows, plan_batches
+from rpg_megatron.data.packing import Plan, Prompt, count_shared, pack_rows, plan_batches
+from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, split_parameters
 from rpg_megatron.models.mapping import ModelMapping
@@ -73,6 +74,8 @@ class Batch:
     """
     index: BatchIndex | None
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
+    shared: tuple[int, int] = (0, 0)
+    """Rank 0: of ``packing.count_shared``."""
     probes: ReplicaBatch = field(default_factory=list)
     """With ``rollout.probed``: this replica's part of the responses that only the guard on mismatch compares,
     as one mini-batch. Like those of ``minibatches``.
@@ -235,7 +238,9 @@ class Trainer:
             advantages = self._advantages_of(index)
         plan = self._plan(index, self.settings.minibatches)
         minibatches, trajectories = self._scatter.scatter(plan, index, advantages, source)
-        return Batch(minibatches, trajectories, index)
+        prompts = None if index is None else self._prompts(index)
+        shared = (0, 0) if prompts is None else count_shared(plan, prompts)
+        return Batch(minibatches, trajectories, index, shared=shared)
 
     def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
         """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
@@ -265,11 +270,21 @@ class Trainer:
             (index.prompt_length + index.response_length).tolist(),
             minibatches=minibatches,
             starts=index.starts.tolist(),
+            prompts=self._prompts(index),
             data=self.mesh.data,
             budget=self.settings.training.tokens_per_microbatch,
             context=self.mesh.context,
             attention_length=self.shape.attention_length,
         )
+
+    def _prompts(self, index: BatchIndex) -> list[Prompt] | None:
+        """Which trajectories may share prompts: the first of each response of a group."""
+        least = self.settings.training.shared_from
+        if least is None:
+            return None
+        columns = (index.group, index.branch, index.prompt_length, index.response_length)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [(g, 0 if branch else shareable(p, r, least)) for g, branch, p, r in rows]
 
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes.
@@ -462,9 +477,15 @@ class Trainer:
             return minibatches[0]
         trajectories = list(iter_trajectories(minibatches))
         budget, context = self.settings.training.tokens_per_microbatch, self.mesh.context
+        least = self.settings.training.shared_from
+        prompts: list[Prompt] | None = None
+        if least is not None:
+            prompts = [
+                (t.prompt.tobytes(), shareable(len(t.prompt), len(t.response), least)) for t in trajectories
+            ]
         rows = [
             [trajectories[i] for i in row]
-            for row in pack_rows([t.length for t in trajectories], budget, context)
+            for row in pack_rows([t.length for t in trajectories], budget, context, prompts)
         ]
         return rows + [[] for _ in range(max_over_ranks(len(rows)) - len(rows))]
 

@@ -37,6 +37,7 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.policy.shared_prompts import CopiedKeys
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.trainer import Trainer
@@ -114,6 +115,7 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
             batch = batch_of(LENGTHS, shape.vocab_size, seed=i)
             for t in batch:
                 t.old = t.anchor = t.behaviour
+                t.prompt = batch[0].prompt
             micro_batches.append(policy.pack(batch))
         return micro_batches
 
@@ -127,6 +129,8 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     fake_cuda.received_shape[:] = [rows, 1, shape.hidden_size]
     with report.part("score"):
         policy.logprobs(scored)
+    if settings.training.share_prompts:
+        assert isinstance(scored[0].packed.shared, CopiedKeys)
     if trainer.anchor is not None:
         with report.part("anchor"), trainer.anchor.swapped_in():
             pass
@@ -168,6 +172,7 @@ def step(trainer: Trainer, report: Report) -> None:
     everything = batch_of(LENGTHS * trainer.mesh.data, trainer.shape.vocab_size)
     for number, t in enumerate(everything):
         t.reward = float(number % 2)
+        t.group, t.sample, t.prompt = number // 2, number % 2, everything[0].prompt
     with report.part("step"):
         batch = prepare(trainer, everything)
         trainer.compute_log_probs(batch)

@@ -15,6 +15,7 @@ from megatron.core import parallel_state as mpu
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.packing import plan_batches
+from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
@@ -35,7 +36,10 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         mini = cut_unevenly(trajectories, case["microbatches"], mesh)
     else:
         budget = settings.training.tokens_per_microbatch
-        lengths = [t.length for t in trajectories]
+        lengths, least = [t.length for t in trajectories], settings.training.shared_from
+        prompts = [
+            (t.prompt.tobytes(), shareable(len(t.prompt), len(t.response), least)) for t in trajectories
+        ]
         (plan,) = plan_batches(
             lengths,
             minibatches=1,
@@ -43,6 +47,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
             budget=budget,
             context=mesh.context,
             attention_length=shape.attention_length,
+            prompts=None if least is None else prompts,
         )[mesh.data_rank]
         mini = [[trajectories[i] for i in micro] for micro in plan]
     packs = [policy.pack(micro) for micro in mini]
@@ -127,6 +132,7 @@ def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.devic
         "anchored": anchored,
         "names": names,
         "changes": changes,
+        "computed": sum(pack.tokens_computed for pack in packs),
         "micro_batches": [micro for part in cuts for micro in part],
         "update": {
             "grad_norm": update.grad_norm,

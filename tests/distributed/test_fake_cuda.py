@@ -49,6 +49,7 @@ SEQUENCES = {
     "correction": {"type": "icepop", "level": "sequence", "denominator": "kept"},
 }
 AUX_LOSS = {"training": {"minibatches": 1, "router_aux_loss": 0.01}}
+SHARED = {"training": {"minibatches": 1, "share_prompts": True}}
 FIXED = {"anchor": {"type": "fixed"}, "objective": {"beta": 0.01}}
 
 
@@ -73,6 +74,7 @@ LAYOUTS = {
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
     "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
     "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,
+    "shared prompts, CP2, bfloat16": case("bfloat16", {"context": 2}, **SHARED),
 }
 MORE_LAYOUTS = {
     f"{name}, {dtype}": case(dtype, **given)
@@ -85,6 +87,7 @@ MORE_LAYOUTS = {
         "DP8": {"parallel": {"data": 8}, "rank": 5},
         "TP2 x DP4, full recompute": {"parallel": {"tensor": 2, "data": 4}, "memory": {"recompute": "full"}},
         "TP2+SP x PP2 x CP2, first rank": {"parallel": DEEP},
+        **({"shared prompts": SHARED} if dtype == "bfloat16" else {}),
         "TP2+SP x PP2 x CP2, last rank": {"parallel": DEEP, "rank": 7},
         "PP4 x VPP2 x DP2, first rank": {"parallel": VIRTUAL},
         "PP4 x VPP2 x DP2, last rank": {"parallel": VIRTUAL, "rank": 7},

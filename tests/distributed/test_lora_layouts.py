@@ -62,6 +62,10 @@ CASES: dict[str, tuple[Layouts, dict[str, Any]]] = {
         {name: DENSE[name] for name in ("TP1, full recompute", "TP2+SP, full recompute")},
         {"rank": 4, "alpha": 3, "targets": ["k_proj", "up_proj"], "rslora": True},
     ),
+    "all-linear, shared prompts": (
+        {name: DENSE[name] for name in ("TP2+SP, full recompute", "CP2")},
+        {"rank": 5, "alpha": 8, "targets": "all-linear"},
+    ),
     "experts": (EXPERTS, {"rank": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
 }
 
@@ -110,11 +114,20 @@ def test_numbers_of_peft_in_every_layout(tmp_path: Path, case: str, needed: bool
     else:
         model = make_layout_model(tmp_path / "model", tied=True)
     adapted = add_adapter(model, lora, tmp_path / "adapter")
-    batch = make_batch()
+    batch, settings = make_batch(), OBJECTIVES["rpg"] | {"lora": lora}
+    if "shared" in case:
+        for t in batch[3::2]:
+            t.prompt = batch[3].prompt
+        training = {
+            "minibatches": 1,
+            "tokens_per_microbatch": 100,
+            "logprob_chunk": 17,
+            "share_prompts": True,
+        }
+        settings |= {"device": "cpu", "training": training}
     with use_float64():
         rows = score_batch(adapted, batch)
         expected = reference_update(adapted, batch, "rpg")
-    settings = OBJECTIVES["rpg"] | {"lora": lora}
     # The worker puts the sections over those of the case.
     model_section = {"path": str(tmp_path / "model"), "vocab_multiple": 4}
     adapter = {"model": model_section | {"adapter": str(tmp_path / "adapter")}}

@@ -22,7 +22,8 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import PackedAttention
-from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences, group_by_length
+from rpg_megatron.policy.length_groups import group_by_length
+from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.run import RankRun

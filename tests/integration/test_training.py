@@ -44,6 +44,7 @@ LAYOUTS = {
     "DP2": ["parallel.data=2"],
     "CP2": ["parallel.context=2"],
     "TP2xPP2": ["parallel.tensor=2", "parallel.pipeline=2"],
+    "TP2+SP, shared prompts": ["parallel.tensor=2", "parallel.sequence=true", "training.share_prompts=true"],
 }
 FEW = ("TP1", "TP2+SP", "PP2xVPP2")
 """Layouts of the default tier; test_bridge_vllm has the other cases of a sync."""
@@ -77,6 +78,7 @@ def test_layouts_serve_what_they_train_and_agree(service: Service, names: tuple[
             assert row["mismatch/logp_max"] <= 1e-3, (name, row)
             assert row["mismatch/stale_tokens"] == 0, name
             assert row["mismatch/tokens"] > 300, name
+            assert ("step/shared_tokens" in row) == ("shared" in name)
         norms[name] = rows[1]["policy/grad_norm_first"]
         run, settings = (
             service.folder / f"{len(names)}-{name}",

@@ -102,12 +102,17 @@ def forced(model: PreTrainedModel, batch: list[Trajectory]) -> Iterator[dict[str
 
 
 def balance(
-    model: PreTrainedModel, batch: list[Trajectory], micro_batches: Sequence[Sequence[int]]
+    model: PreTrainedModel,
+    batch: list[Trajectory],
+    micro_batches: Sequence[Sequence[int]],
+    *,
+    shared: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """The auxiliary loss of an update, summed over layers and without a coefficient; and these layers.
 
     A second implementation, in the model's precision. micro_batches: indices of the trajectories of each one.
-    The routers choose by themselves, also within ``forced``.
+    The routers choose by themselves, also within ``forced``. shared: equal prompts of a micro-batch count
+    once.
     """
     routers = [m for m in model.modules() if isinstance(m, modeling_qwen3_moe.Qwen3MoeTopKRouter)]
     probs: list[list[torch.Tensor]] = [[] for _ in routers]  # of each layer, of each sequence
@@ -122,11 +127,16 @@ def balance(
     reference_logprobs(model, batch)
     for hook in hooks:
         hook.remove()
-    total = torch.zeros(())
+    total, tokens = torch.zeros(()), 0
     for micro in filter(None, micro_batches):
+        prompts: dict[bytes, int] = {}
+        for i in micro:
+            prompts.setdefault(batch[i].prompt.tobytes() if shared else bytes([i]), i)
+        first = {i: 0 if i in prompts.values() else len(batch[i].prompt) - 1 for i in micro}
+        tokens += sum(batch[i].length - 1 - first[i] for i in micro)
         for router, layer_probs in zip(routers, probs, strict=True):
-            p = torch.cat([layer_probs[i] for i in micro])
+            p = torch.cat([layer_probs[i][first[i] :] for i in micro])
             chosen = p.detach().topk(router.top_k).indices.flatten()
             share = chosen.bincount(minlength=p.size(1)) / len(chosen)
             total = total + len(p) * p.size(1) * (share * p.mean(0)).sum()
-    return total / sum(t.length - 1 for t in batch), len(routers)
+    return total / tokens, len(routers)

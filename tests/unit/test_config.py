@@ -245,6 +245,14 @@ def test_every_key_is_read_somewhere():
             "rollout.min_p=0.1; correction={type: truncate, level: sequence}",
             "excludes correction.level sequence",
         ),
+        (
+            "training.share_prompts=true; device=cuda; precision.dtype=float32",
+            "share_prompts needs precision",
+        ),
+        (
+            "training.share_prompts=auto; rollout.samples_per_prompt=1",
+            "share_prompts has no effect: rollout.samples_per_prompt is 1",
+        ),
         ("guards.uncorrected=true", "guards.uncorrected has no effect: rollout.ahead is 0"),
         (
             "rollout.top_p=0.9; guards.uncorrected=true; correction={type: icepop}",

@@ -19,7 +19,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from rpg_megatron.policy import layers
 from rpg_megatron.policy.layers import PackedAttention, Rotary
-from rpg_megatron.policy.microbatch import group_by_length, pack_lengths
+from rpg_megatron.policy.length_groups import group_by_length
+from rpg_megatron.policy.microbatch import pack_lengths
 from tests.support.allocations import AllocationWatch
 
 CPU = torch.device("cpu")

@@ -474,6 +474,7 @@ def test_settings_and_logs_that_were_removed_are_made_again(tmp_path: Path, kill
 
 def test_what_does_not_affect_the_training_may_change(tmp_path: Path, killed: Path) -> None:
     more = {"reward": {"workers": 7, "concurrency": 8}, "rollout": {"workers": 3}}
+    more |= {"training": {"share_prompts": True}}
     run = open_run(make_settings(tmp_path, profile={"steps": [5]}, **more))
     assert run.checkpoint == step_folder(killed, 4)
 

@@ -125,8 +125,10 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     # The audit sends one request at a time: nothing is sampled ahead.
     rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
     guards = settings.guards.model_copy(update={"uncorrected": False})
-    update = {"name": f"{settings.name}-audit", "rollout": rollout, "guards": guards, "trackers": ()}
-    return settings.model_copy(update=update), request
+    # Its references compute one sequence at a time.
+    training = settings.training.model_copy(update={"share_prompts": False})
+    update = {"rollout": rollout, "guards": guards, "training": training}
+    return settings.model_copy(update=update | {"name": f"{settings.name}-audit", "trackers": ()}), request
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:

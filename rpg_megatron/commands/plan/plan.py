@@ -301,6 +301,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
             "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
         )
+    if settings.training.share_prompts:
+        yield "training.share_prompts: times and memory are those without it; shared prompts take less"
     if settings.optimizer.distributed and parallel.data * parallel.context == 1:
         yield "optimizer.distributed shards nothing with one replica"
     if plan.shared_gpu is not None:

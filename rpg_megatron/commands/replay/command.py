@@ -25,7 +25,8 @@ _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """Maximum differences due to another order of summation."""
 _ORDER = (
     *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
-    *("training.tokens_per_microbatch", "training.logprob_chunk", "memory.offload_optimizer"),
+    *("training.tokens_per_microbatch", "training.logprob_chunk", "training.share_prompts"),
+    "memory.offload_optimizer",
 )
 """Settings that affect the order of summation."""
 
