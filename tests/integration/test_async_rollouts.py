@@ -216,10 +216,14 @@ async def interrupted(
     try:
         for version in range(3):
             await sync(version)
+            before = await sampled_tokens(engine)
             assert sampler._probes is not None
             _, index = await sampler._probes.collect()
             probes += await fetch(index)
-            await more_tokens(engine, 4 * SIZE * SAMPLES)
+            # With the weights of this sync. Counted from it on: on a busy machine the engine may have
+            # sampled all that it may sample ahead when the probes are there.
+            while await sampled_tokens(engine) < before + 4 * SIZE * SAMPLES:
+                await asyncio.sleep(0.01)
         await sync(3)
         for step in (1, 2, 3):
             batch = await sampler.rollout(step, 3) if step == 1 else await take(sampler, step)
@@ -236,17 +240,11 @@ async def interrupted(
     return batches, probes
 
 
-async def more_tokens(engine: Engine, count: int) -> None:
-    """Wait until the engine has sampled this many tokens: with the weights that it has now."""
-
-    async def total() -> float:
-        status, text = await asyncio.to_thread(engine.call, "GET", "/metrics/")
-        assert status == 200
-        return read_metrics(text)["vllm:generation_tokens_total"]
-
-    enough = await total() + count
-    while await total() < enough:
-        await asyncio.sleep(0.01)
+async def sampled_tokens(engine: Engine) -> float:
+    """Number of tokens that the engine has sampled since its start."""
+    status, text = await asyncio.to_thread(engine.call, "GET", "/metrics/")
+    assert status == 200
+    return read_metrics(text)["vllm:generation_tokens_total"]
 
 
 async def take(sampler: Sampler, step: int) -> RolloutBatch:

@@ -174,10 +174,11 @@ def test_mismatch_with_other_routes_is_of_sampled_tokens(monkeypatch: pytest.Mon
     """Of a response with some, and of one with none."""
     batch = [trajectory(2, 4), trajectory(3, 2)]
     batch[0].mask, batch[1].mask = np.array([True, False, False, True]), np.zeros(2, bool)
-    batch[0].old = np.array([0.5, np.nan, 1e30, 0.25], np.float32)
-    batch[1].old = np.array([np.nan, 1e30], np.float32)
+    old = torch.tensor([0.5, torch.nan, 1e30, 0.25]), torch.tensor([torch.nan, 1e30])
     micro = make_micro_batch(batch, torch.device("cpu"), experts=EXPERTS)
-    logprobs = torch.zeros(2, micro.size)
+    logprobs, replayed = torch.zeros(2, micro.size), torch.zeros(2, micro.size)
+    for (_, values), scores in zip(micro.split(replayed[0]), old, strict=True):
+        values.copy_(scores)
     for t, values in micro.split(logprobs[0]):
         values.copy_(torch.where(torch.from_numpy(t.mask), 2.0, torch.nan))
     monkeypatch.setattr(dist, "all_reduce", lambda values, **options: None)
@@ -185,7 +186,7 @@ def test_mismatch_with_other_routes_is_of_sampled_tokens(monkeypatch: pytest.Mon
     rank_trainer = object.__new__(trainer.Trainer)
     rank_trainer.policy = SimpleNamespace(logprobs=lambda micros: [logprobs])  # type: ignore[assignment]
     rank_trainer.mesh = SimpleNamespace(reports=True)  # type: ignore[assignment]
-    row = rank_trainer._compare_routes([micro])
+    row = rank_trainer._compare_routes([micro], [replayed])
     assert (row["routes/replayed_mismatch_mean"], row["routes/replayed_mismatch_max"]) == (0.375, 0.5)
     assert (row["routes/own_mismatch_mean"], row["routes/own_mismatch_max"]) == (2.0, 2.0)
 
