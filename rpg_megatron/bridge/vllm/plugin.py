@@ -19,10 +19,12 @@ Two rules:
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import hmac
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -441,6 +443,25 @@ def _fork_core_on_cpu() -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = classmethod(check_and_fork)  # type: ignore[assignment, method-assign]
+    os.register_at_fork(after_in_child=_close_server_socket)
+
+
+def _close_server_socket() -> None:
+    """In a forked core: close the server's socket, which else accepted connections after the server's end."""
+    for held in gc.get_objects():
+        if type(held) is socket.socket and held.fileno() >= 0 and _is_bound(held):
+            held.close()
+
+
+def _is_bound(held: socket.socket) -> bool:
+    """Whether a stream socket has an address of its own and no peer."""
+    if held.type != socket.SOCK_STREAM or not held.getsockname():
+        return False
+    try:
+        held.getpeername()
+    except OSError:
+        return held.family == socket.AF_UNIX or held.getsockname()[1] != 0
+    return False
 
 
 def _use_file_rendezvous() -> None:
