@@ -15,7 +15,7 @@ from rpg_megatron.data.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Consecutive positions of a row: a whole sequence, a shared prompt, or a response behind one."""
 
     trajectory: int
@@ -40,7 +40,7 @@ def shareable(prompt: int, response: int, least: float | None) -> int:
     return shared if least is not None and shared >= least * (shared + response) else 0
 
 
-def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> list[Piece]:
+def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> list[RowPiece]:
     """The pieces of a row, in order. least: see ``shareable``.
 
     Trajectories with the same prompt tokens share them if there are at least two. Responses follow their
@@ -50,11 +50,11 @@ def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> l
     for number, t in enumerate(trajectories):
         key = t.prompt.tobytes() if shareable(len(t.prompt), len(t.response), least) else number
         members.setdefault(key, []).append(number)
-    pieces: list[Piece] = []
+    pieces: list[RowPiece] = []
     for numbers in members.values():
         prompt, first = None, 0
         if len(numbers) > 1:
             prompt, first = len(pieces), len(trajectories[numbers[0]].prompt) - 1
-            pieces.append(Piece(numbers[0], 0, first, shared=True))
-        pieces += [Piece(n, first, trajectories[n].length - 1 - first, prompt) for n in numbers]
+            pieces.append(RowPiece(numbers[0], 0, first, shared=True))
+        pieces += [RowPiece(n, first, trajectories[n].length - 1 - first, prompt) for n in numbers]
     return pieces

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.packing import padded_length, sequence_multiple
-from rpg_megatron.data.row_layout import Piece, lay_out
+from rpg_megatron.data.row_layout import RowPiece, lay_out
 from rpg_megatron.data.trajectory import Trajectory, route_dtype
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.context_parallel import zigzag_places
@@ -131,7 +131,7 @@ class MicroBatch:
     sequence: Tensor
     """int64 [t]: index of the label's trajectory; 0 outside responses."""
     packed: PackedSequences
-    pieces: list[Piece]
+    pieces: list[RowPiece]
     """What the row's sequences, ``packed.lengths``, hold; without trajectories none."""
     teacher: TeacherRow | TeacherTop | None = field(default=None, kw_only=True)
     """For an update: what the divergence to a teacher is computed from."""
@@ -179,7 +179,7 @@ class MicroBatch:
 
 
 def _answers(
-    trajectories: Sequence[Trajectory], pieces: Sequence[Piece], lengths: Sequence[int]
+    trajectories: Sequence[Trajectory], pieces: Sequence[RowPiece], lengths: Sequence[int]
 ) -> list[slice]:
     """The positions of each trajectory's response tokens."""
     answers = [slice(0)] * len(trajectories)
@@ -296,7 +296,7 @@ def _pack_top(
 
 def _pack_routes(
     trajectories: Sequence[Trajectory],
-    pieces: Sequence[Piece],
+    pieces: Sequence[RowPiece],
     lengths: Sequence[int],
     places: NDArray[np.int64],
     experts: ExpertShape,
