@@ -27,8 +27,9 @@ from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.rollout.seeds import seed_of, stop_tokens
 from rpg_megatron.system.dtypes import torch_dtype
+from rpg_megatron.training.batch import Batch
 from rpg_megatron.training.mismatch import check_mismatch
-from rpg_megatron.training.trainer import Batch, Trainer
+from rpg_megatron.training.trainer import Trainer
 from rpg_megatron.training.weight_sync import open_publisher
 from tests.support.engine import Engine, running_engines
 
@@ -267,7 +268,7 @@ class Rig:
 
     def score(self, probes: list[Trajectory]) -> list[Trajectory]:
         """Set ``old`` with the trainer's current weights."""
-        self.trainer.compute_log_probs(Batch([[probes]], probes, None))
+        self.trainer.scorer.compute_log_probs(Batch([[probes]], probes, None))
         return probes
 
     def detected(self, healthy: Sequence[Trajectory], faulty: Sequence[Trajectory]) -> list[float]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.advantages import AnyAdvantageSettings
+from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.system.custom_code import load_section
 
 Advantages = Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], NDArray[np.float64]]
@@ -40,3 +41,17 @@ def build_advantages(settings: AnyAdvantageSettings) -> Advantages:
         return values
 
     return checked
+
+
+def advantages_of(
+    index: BatchIndex, advantages: Advantages, penalty: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Advantage of each trajectory, [N]: of its response, which may have several.
+
+    penalty: to be subtracted from the reward of each response.
+    """
+    starts = index.starts
+    rows = np.diff(np.append(starts, len(index)))
+    rewards = index.reward[starts] - (0.0 if penalty is None else penalty)
+    sampled = np.add.reduceat(index.sampled, starts) if len(starts) else index.sampled
+    return np.repeat(advantages(rewards, index.group[starts], sampled), rows)

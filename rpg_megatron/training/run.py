@@ -25,6 +25,7 @@ from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerCli
 from rpg_megatron.system.collectives import any_rank, barrier, broadcast_object
 from rpg_megatron.system.events import EVENTS
 from rpg_megatron.system.timeline import TIMELINE, Timeline
+from rpg_megatron.training.batch import Batch
 from rpg_megatron.training.batch_scatter import open_source
 from rpg_megatron.training.best_checkpoints import BestCheckpoints
 from rpg_megatron.training.checkpoint_saver import Saver
@@ -38,7 +39,7 @@ from rpg_megatron.training.reporter import Reporter
 from rpg_megatron.training.rollout_saver import RolloutSaver, keeps_routes
 from rpg_megatron.training.step_warnings import StepWarnings
 from rpg_megatron.training.summary import add_accuracy, write_summary
-from rpg_megatron.training.trainer import Batch, TooManySkippedUpdates, Trainer
+from rpg_megatron.training.trainer import TooManySkippedUpdates, Trainer
 from rpg_megatron.training.weight_sync import open_weight_sync
 
 _ENGINES_END_SECONDS = 60.0
@@ -235,8 +236,8 @@ class RankRun:
                 with self._fetching():
                     self._trainer.add_probes(batch, probed.probes if probed else None, self._source)
                 self.offload_engines()
-                known = self._trainer.score_probes(batch)
-            own = self._trainer.score_probes(batch)
+                known = self._trainer.scorer.score_probes(batch)
+            own = self._trainer.scorer.score_probes(batch)
             engines = self.settings.engine.replicas
             message = check_known_adapters(batch.my_probes or (), known, own, version, engines)
             if message is None:
@@ -310,7 +311,7 @@ class RankRun:
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of this rank's trajectories."""
         self.events.phase("logprobs")
-        self._trainer.compute_log_probs(batch)
+        self._trainer.scorer.compute_log_probs(batch)
 
     def start_update(self, batch: Batch) -> None:
         """Compute the gradients of the first update, unless ``training.old`` is pass; no weight changes."""

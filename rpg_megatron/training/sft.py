@@ -23,7 +23,7 @@ class FineTuningRun(RankRun):
         self.events.phase("held-out loss")
         with self.time("held_out"):
             batch = self._fetch(self._weight_sync.call_with_resync(lambda sampler: sampler.held_out()))
-            loss, tokens = self._trainer.mean_loss(batch)
+            loss, tokens = self._trainer.scorer.mean_loss(batch)
         if self._row is not None:
             self._row |= {"sft/heldout_loss": loss, "sft/heldout_tokens": float(tokens)}
             self._summary.setdefault("loss_before", loss)

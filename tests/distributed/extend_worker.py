@@ -28,7 +28,7 @@ def train(case: dict, folder: Path, device: torch.device) -> None:
     writer = MetricsWriter(folder / case["name"]) if mesh.rank == 0 else None
     for step in range(1, settings.training.steps + 1):
         batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
-        trainer.compute_log_probs(batch)
+        trainer.scorer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
         if writer is not None:
             writer.write({"step": step, **batch.metrics})

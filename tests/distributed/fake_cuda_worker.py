@@ -175,7 +175,7 @@ def step(trainer: Trainer, report: Report) -> None:
         t.group, t.sample, t.prompt = number // 2, number % 2, everything[0].prompt
     with report.part("step"):
         batch = prepare(trainer, everything)
-        trainer.compute_log_probs(batch)
+        trainer.scorer.compute_log_probs(batch)
     trainer.update(1, batch, lambda done, all_: None)
 
 

@@ -46,7 +46,7 @@ class Step:
     def train(self) -> Old:
         """Returns ``old`` as it is before the first weight changes."""
         before = [p.detach().clone() for _, p in self.policy.named_parameters()]
-        self.trainer.compute_log_probs(self.batch)
+        self.trainer.scorer.compute_log_probs(self.batch)
         self.trainer.start_update(self.batch)
         pairs = zip(self.policy.named_parameters(), before, strict=True)
         assert all(torch.equal(p, value) for (_, p), value in pairs), "a weight has changed"

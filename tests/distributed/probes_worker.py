@@ -22,11 +22,12 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.training.batch import Batch
 from rpg_megatron.training.batch_scatter import iter_trajectories
 from rpg_megatron.training.rollout_saver import RolloutSaver
 from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.step_warnings import StepWarnings
-from rpg_megatron.training.trainer import Batch, Trainer
+from rpg_megatron.training.trainer import Trainer
 from tests.support.batches import ListSource, by_row
 from tests.support.ranks import measure_cases
 
@@ -121,7 +122,7 @@ def replayed(trainer: Trainer, step: Batch, folder: Path) -> bool:
     file = rollouts_file(folder, STEP)
     source = SavedRollouts(file) if trainer.mesh.leads else None
     again = trainer.prepare_batch(index_of(iter_rollouts(file)) if trainer.mesh.rank == 0 else None, source)
-    trainer.compute_log_probs(again)
+    trainer.scorer.compute_log_probs(again)
     trainer.update(STEP, again, lambda done, total: None)
     gaps = measure_gaps(source.saved if source else [], again.mine)
     return bool(compare(gaps, step.metrics, again.metrics, 0.0)["exact"])

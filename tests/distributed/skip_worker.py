@@ -25,7 +25,7 @@ def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:
 def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
     """One step on the fixed batch; its metrics."""
     batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
-    trainer.compute_log_probs(batch)
+    trainer.scorer.compute_log_probs(batch)
     trainer.update(step, batch, lambda done, total: None)
     return batch.metrics
 
@@ -33,7 +33,7 @@ def train(trainer: Trainer, step: int, folder: Path) -> dict[str, float]:
 def scored_apart(trainer: Trainer, folder: Path) -> float:
     """The largest difference between a step's log-probs and those of each sequence packed alone."""
     batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
-    trainer.compute_log_probs(batch)
+    trainer.scorer.compute_log_probs(batch)
     trajectories = list(iter_trajectories(batch.minibatches))
     rows = [trainer.policy.pack([t]) for t in trajectories]
     alone = [row.split(out[0]) for row, out in zip(rows, trainer.policy.logprobs(rows), strict=True)]

@@ -15,8 +15,9 @@ from rpg_megatron.config import Settings
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.training.batch import Batch
 from rpg_megatron.training.batch_scatter import iter_trajectories
-from rpg_megatron.training.trainer import Batch, Trainer
+from rpg_megatron.training.trainer import Trainer
 from tests.support.batches import prepare
 
 
@@ -27,7 +28,7 @@ def make(case: dict, mesh: Mesh, device: torch.device, epochs: int) -> Trainer:
 
 def scored(trainer: Trainer, folder: Path) -> Batch:
     batch = prepare(trainer, pickle.loads((folder / "batch.pkl").read_bytes()))
-    trainer.compute_log_probs(batch)
+    trainer.scorer.compute_log_probs(batch)
     return batch
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.training.trainer import Batch, Trainer
+from rpg_megatron.training.batch import Batch
+from rpg_megatron.training.trainer import Trainer
 
 
 def by_row(trajectories: Iterable[Trajectory], first: int = 0) -> dict[tuple[int, int], Trajectory]:

@@ -34,7 +34,7 @@ from rpg_megatron.launcher.preflight import check_routers
 from rpg_megatron.policy.context_parallel import zigzag_places
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.system.encoding import decode, encode
-from rpg_megatron.training import trainer
+from rpg_megatron.training import batch_scoring
 from rpg_megatron.training.rollout_saver import keeps_routes
 from tests.support.tiny_models import TINY, TINY_MOE
 
@@ -182,11 +182,11 @@ def test_mismatch_with_other_routes_is_of_sampled_tokens(monkeypatch: pytest.Mon
     for t, values in micro.split(logprobs[0]):
         values.copy_(torch.where(torch.from_numpy(t.mask), 2.0, torch.nan))
     monkeypatch.setattr(dist, "all_reduce", lambda values, **options: None)
-    monkeypatch.setattr(trainer, "control_group", lambda: None)
-    rank_trainer = object.__new__(trainer.Trainer)
-    rank_trainer.policy = SimpleNamespace(logprobs=lambda micros: [logprobs])  # type: ignore[assignment]
-    rank_trainer.mesh = SimpleNamespace(reports=True)  # type: ignore[assignment]
-    row = rank_trainer._compare_routes([micro], [replayed])
+    monkeypatch.setattr(batch_scoring, "control_group", lambda: None)
+    scorer = object.__new__(batch_scoring.BatchScorer)
+    scorer._policy = SimpleNamespace(logprobs=lambda micros: [logprobs])  # type: ignore[assignment]
+    scorer._mesh = SimpleNamespace(reports=True)  # type: ignore[assignment]
+    row = scorer._compare_routes([micro], [replayed])
     assert (row["routes/replayed_mismatch_mean"], row["routes/replayed_mismatch_max"]) == (0.375, 0.5)
     assert (row["routes/own_mismatch_mean"], row["routes/own_mismatch_max"]) == (2.0, 2.0)
 

@@ -54,7 +54,7 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
         file = rollouts_file(run, step)
         source = SavedRollouts(file) if trainer.mesh.leads else None
         batch = trainer.prepare_batch(index_of(iter_rollouts(file)) if first else None, source)
-        trainer.compute_log_probs(batch)
+        trainer.scorer.compute_log_probs(batch)
         trainer.update(step, batch, lambda done, total: None)
         gaps_of_rank = measure_gaps(source.saved, batch.mine) if source else None
         gaps = gather_on_first(gaps_of_rank, Gaps | None)
