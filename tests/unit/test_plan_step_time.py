@@ -109,6 +109,20 @@ def test_log_probs_that_an_update_or_the_engine_gives_take_no_pass() -> None:
         assert seconds("log-probs", overrides=none) == 0
 
 
+def test_a_shared_prompt_is_computed_once_a_group() -> None:
+    """8 groups of 16 on a replica, responses of 64 tokens, each of which attends the prompt and itself."""
+    short = "rollout={prompts_per_step: 64, samples_per_prompt: 16, max_response_tokens: 64}"
+    overrides = (short, "reward.overlong=null", "training.share_prompts=true")
+    shared, rest = 255, 64 + 1
+    tokens = 8 * (shared + 16 * rest)
+    squares = 8 * (shared**2 + 16 * (2 * shared * rest + rest**2))
+    flops = 2 * (LAYERS + HEAD) * tokens + 2 * squares * 4096 * 36
+    fast = "peak_bf16=1e15"
+    assert seconds("log-probs", fast, overrides=overrides) == pytest.approx(flops / 1e15, rel=1e-9)
+    responses = seconds("log-probs", fast, overrides=("training.share_prompts=auto",))
+    assert responses == seconds("log-probs", fast)  # too short a prompt for responses of 8,192 tokens
+
+
 def test_a_teacher_that_the_ranks_hold_makes_a_pass_of_its_own() -> None:
     """Of the student's size: as long, after its weights were copied to the GPU; if full, in each update."""
     teacher = f"teacher.path={QWEN3_8B.parent / 'models' / 'Qwen3-8B-Base'}"

@@ -182,9 +182,21 @@ class _Case:
         return self.prompt + self.longest_response
 
     def replica_work(self, sequences: float) -> tuple[float, float]:
-        """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence."""
+        """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence.
+
+        With shared prompts the first response of each group counts its prompt, as if a group's responses were
+        in one row.
+        """
         mean, each = self.prompt + self.response, sequences / self.data
-        return max(each * mean, self.longest), max(each * mean**2, self.longest**2)
+        repeated = self.shared * (1 - 1 / self.plan.settings.rollout.samples_per_prompt)
+        tokens, squares = mean - repeated, mean**2 - repeated * self.shared
+        return max(each * tokens, self.longest), max(each * squares, self.longest**2)
+
+    @property
+    def shared(self) -> float:
+        """Tokens of a mean prompt that responses share (``row_layout.shareable``)."""
+        least, shared = self.plan.settings.training.shared_from, max(0.0, self.prompt - 1)
+        return shared if least is not None and shared >= least * (shared + self.response) else 0.0
 
     @property
     def parameters(self) -> RankParameters:
