@@ -2,10 +2,11 @@
 
 Proved: real Megatron-Core in float32 over gloo, with an adapter that peft made (random A and B), also of the
 output layer, whose vocabulary no layout divides, against peft on a float64 transformers model, one sequence
-at a time: log-probs, entropies, the loss, the gradient of every A and B and their norm; no other parameter has a gradient. Layouts: TP, SP, PP, VPP, CP, DP, EP, full and
-selective recomputation. After an update the merged export gives transformers the log-probs that Megatron
-computes, and the exported adapter gives them to peft; a held anchor still gives those from before. The
-distributed optimizer ends at the same adapters. Fresh adapters (B = 0) change no bit of a log-prob.
+at a time: log-probs, entropies, the loss, the gradient of every A and B and their norm; no other parameter
+has a gradient. Layouts: TP, SP, PP, VPP, CP, DP, EP, full and selective recomputation. After an update the
+merged export gives transformers the log-probs that Megatron computes, and the exported adapter gives them to
+peft; a held anchor still gives those from before. The distributed optimizer ends at the same adapters. Fresh
+adapters (B = 0) change no bit of a log-prob.
 Not covered here: GPUs, Transformer Engine, the engine's side (tests/integration/test_lora_engine.py).
 """
 
