@@ -37,7 +37,7 @@ CPU_EXPERT_COLUMNS = 32
 """On a CPU, vLLM's experts must have a multiple of this many columns. Others fail at the first request."""
 ADAPTED_VOCABULARY = 258_048
 """The largest vocabulary with which vLLM adapts the output layer."""
-_ENGINE_HEAD_FAMILIES = ("llama", "qwen3", "qwen3_moe")
+ADAPTED_OUTPUT_LAYERS = ("llama", "qwen3", "qwen3_moe")
 """Families whose classes in vLLM say that their output layer takes adapters (embedding_modules)."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
@@ -139,7 +139,7 @@ def _output_layer_problems(settings: Settings, shape: ModelShape) -> Iterator[st
             f"lora.targets: vLLM adapts lm_head up to a vocabulary of {ADAPTED_VOCABULARY}, the model has "
             f"{shape.vocab_size}; remove lm_head, or set lora.publish to merged"
         )
-    if shape.family not in _ENGINE_HEAD_FAMILIES:
+    if shape.family not in ADAPTED_OUTPUT_LAYERS:
         yield (
             f"lora.targets: vLLM does not adapt lm_head of {shape.family} models; remove lm_head, or set "
             "lora.publish to merged"
