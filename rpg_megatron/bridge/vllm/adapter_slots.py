@@ -90,13 +90,17 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
     wrong: list[str] = []
     checked = 0
     for name, module in manager.modules.items():
-        if isinstance(module, LogitsProcessorWithLoRA):  # adds B A x behind the gathered logits
-            pair = module.lora_a_stacked, module.lora_b_stacked
-            slots = [(f"{name}.weight", (slice(None), slice(None)), *pair)]
+        stacked = module.lora_a_stacked, module.lora_b_stacked
+        slots: list[tuple[str, tuple[slice, ...], Any]]
+        if isinstance(module, LogitsProcessorWithLoRA):  # adds B A x to the logits of all workers
+            slots = [(f"{name}.weight", (slice(None), slice(None)), stacked)]
         else:
-            copies, stacked = cuts[module.base_layer], (module.lora_a_stacked, module.lora_b_stacked)
-            slots = [(c.hf_name, c.box.slices(), *pair) for c, *pair in zip(copies, *stacked, strict=True)]
-        for hf_name, cut, *pair in slots:
+            pairs = zip(*stacked, strict=True)
+            slots = [
+                (copy.hf_name, copy.box.slices(), pair)
+                for copy, pair in zip(cuts[module.base_layer], pairs, strict=True)
+            ]
+        for hf_name, cut, pair in slots:
             expected = _expected(hf_name, cut, tensors, scale)
             checked += expected is not None
             for index, matrix in enumerate("AB"):

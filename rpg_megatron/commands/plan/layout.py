@@ -128,8 +128,9 @@ def _count_on_output_layer(
 ) -> tuple[int, int]:
     """Parameters of the output layer's adapter on a rank, and of the layer if it has one."""
     mapping = AdapterMapping(shape, lora)
-    how = {"tensor": tensor, "vocab_multiple": vocab_multiple}
-    shapes = mapping.stage_params(layers=[], first=False, last=True, **how)
+    shapes = mapping.stage_params(
+        layers=[], first=False, last=True, tensor=tensor, vocab_multiple=vocab_multiple
+    )
     rows = shape.padded_vocab(tensor, vocab_multiple) // tensor
     return sum(map(math.prod, shapes.values())), mapping.on_output_layer * rows * shape.hidden_size
 
