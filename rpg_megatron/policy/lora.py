@@ -156,17 +156,22 @@ class _Added:
         total: Tensor = reduce(narrow, group=self._group)
         return total
 
-    def merge(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The layer's weight plus scale B A, computed in float32 and rounded once."""
-        a, b = ([getattr(x, name).float() for x in self.adapters] for name in "AB")
-        deltas = iter([self._scale * bb @ aa for aa, bb in zip(a, b, strict=True)])
-        rows = [
-            weight.new_zeros(self._groups, width // self._groups, weight.size(1), dtype=torch.float32)
-            if adapter is None
-            else next(deltas).unflatten(0, (self._groups, -1))
-            for adapter, width in self._parts
-        ]
-        return (weight.float() + torch.cat(rows, 1).flatten(0, 1)).to(dtype)
+    def merge(self, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The layer's weight plus scale B A, computed in float32 and rounded once.
+
+        out: a tensor to compute it in, if it is float32; there is no other of this size then.
+        """
+        if out is None or out.dtype != torch.float32:
+            out = torch.empty_like(weight, dtype=torch.float32)
+        rows, start = out.copy_(weight).unflatten(0, (self._groups, -1)), 0
+        for adapter, width in self._parts:
+            part = rows[:, start : start + width // self._groups]
+            start += part.size(1)
+            if adapter is not None:
+                a, b = adapter.A.float(), adapter.B.float()
+                b = b.unflatten(0, (self._groups, -1))
+                part.baddbmm_(b, a.expand(self._groups, -1, -1), alpha=self._scale)
+        return out.to(dtype)
 
 
 def head_parts(output_layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -237,13 +242,16 @@ class LoraModel:
         added = _Added([(adapter, rows)], 1, lora.scale, chunk.config)
         layer.lora.added = self._added["output_layer.weight"] = added
 
-    def merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    @torch.no_grad()
+    def merged(
+        self, name: str, weight: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
         """The weight of this (global) name with its adapters; None if it has none.
 
-        dtype: to round the float32 sum to; None: the weight's.
+        dtype: to round the float32 sum to; None: the weight's. out: see ``_Added.merge``.
         """
         added = self._added.get(name)
-        return None if added is None else added.merge(weight, dtype or weight.dtype)
+        return None if added is None else added.merge(weight, dtype or weight.dtype, out)
 
     @property
     def adapted(self) -> list[str]:
