@@ -298,6 +298,10 @@ def stored_dtype(contents: Contents) -> str:
 def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:
     names = ["model"] if len(models) == 1 else [f"model{i}" for i in range(len(models))]
     state = {n: m.sharded_state_dict(metadata=_metadata(content)) for n, m in zip(names, models, strict=True)}
+    for name, model in zip(names, models, strict=True):
+        if (lora := getattr(getattr(model, "output_layer", None), "lora", None)) is not None:
+            # Megatron's layer takes the parameters of its children for whole ones.
+            state[name] |= lora.sharded_state_dict("output_layer.lora.", (), _metadata(content))
     if any(is_adapter(key) for part in state.values() for key in part):
         # Of a model with adapters only they are trained. States of layers are no weights.
         state = {

@@ -10,8 +10,8 @@ from typing import Any
 from rpg_megatron.checkpoints.hf_files import StoredTensor, check_stored, read_header
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import read_json
-from rpg_megatron.config.lora import TARGETS, LoraSettings
-from rpg_megatron.models.lora import AdapterMapping
+from rpg_megatron.config.lora import OUTPUT_LAYER, TARGETS, LoraSettings
+from rpg_megatron.models.lora import AdapterMapping, peft_name
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
@@ -85,6 +85,12 @@ def check_adapter(folder: Path, mapping: AdapterMapping) -> dict[str, StoredTens
             f"as {ADAPTER_WEIGHTS}, with PEFT's save_pretrained"
         )
     stored = read_header(weights)
+    if mapping.on_output_layer:
+        # PEFT saves the frozen weight, too. Of another size, it is not the model's.
+        base = peft_name(0, OUTPUT_LAYER, "A").replace("lora_A", "base_layer")
+        size = mapping.shape.vocab_size, mapping.shape.hidden_size
+        if base in stored and stored[base].shape == size:
+            del stored[base]
     check_stored(folder, stored, mapping, "settings (lora)")
     return stored
 

@@ -9,8 +9,9 @@ from pydantic import Field, field_validator
 
 from rpg_megatron.config.base import Section
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 TARGETS: tuple[Target, ...] = get_args(Target)
+PROJECTIONS, OUTPUT_LAYER = TARGETS[:-1], TARGETS[-1]
 ATTENTION_TARGETS = TARGETS[:4]
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's --max-lora-rank."""
@@ -29,9 +30,9 @@ class LoraSettings(Section):
     dropout: Literal[0] = 0
     """Only 0: with dropout the loss's ratio to the old policy would not be 1 at the first update."""
     targets: Literal["all-linear"] | tuple[Target, ...] = "all-linear"
-    """Projections with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
-    o_proj, gate_proj, up_proj, down_proj. For a mixture of experts name those of the attention, the first
-    four: experts get no adapters."""
+    """Matrices with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
+    o_proj, gate_proj, up_proj, down_proj, lm_head. all-linear is all but lm_head, the output layer, as in
+    PEFT. For a mixture of experts leave out gate_proj, up_proj, down_proj: experts get no adapters."""
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (PEFT's use_rslora)."""
     publish: Literal["adapters", "merged"] = "adapters"
@@ -51,8 +52,8 @@ class LoraSettings(Section):
 
     @property
     def names(self) -> tuple[Target, ...]:
-        """The targets, in the order of a layer."""
-        return TARGETS if self.targets == "all-linear" else tuple(t for t in TARGETS if t in self.targets)
+        """The targets, in the order of a layer; the output layer last."""
+        return PROJECTIONS if self.targets == "all-linear" else tuple(t for t in TARGETS if t in self.targets)
 
     @property
     def scale(self) -> float:

@@ -38,6 +38,7 @@ _ENGINE_MODULES = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
     "down_proj": "down_proj",
+    "lm_head": "lm_head",
 }
 """Target of an adapter -> vLLM's module, which may have several projections."""
 _KEPT_BYTES = 4 << 30

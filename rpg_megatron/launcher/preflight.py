@@ -12,11 +12,12 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.config.lora import ATTENTION_TARGETS
+from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.lora import AdapterMapping, check_heads
@@ -34,6 +35,10 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 request."""
 CPU_EXPERT_COLUMNS = 32
 """On a CPU, vLLM's experts must have a multiple of this many columns. Others fail at the first request."""
+ADAPTED_VOCABULARY = 258_048
+"""The largest vocabulary with which vLLM adapts the output layer."""
+ADAPTED_OUTPUT_LAYERS = ("llama", "qwen3", "qwen3_moe")
+"""Families whose classes in vLLM say that their output layer takes adapters (embedding_modules)."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
 
@@ -102,7 +107,9 @@ def check_lora(settings: Settings, shape: ModelShape) -> None:
     if lora is None:
         return
     problems: list[str] = []
-    if shape.experts is not None and (others := set(lora.names) - set(ATTENTION_TARGETS)):
+    if OUTPUT_LAYER in lora.names:
+        problems += _output_layer_problems(settings, shape)
+    if shape.experts is not None and (others := set(lora.names) - {*ATTENTION_TARGETS, OUTPUT_LAYER}):
         problems.append(
             f"lora.targets: {', '.join(sorted(others))} are in experts, which get no adapters (PEFT's format "
             f"cannot name the dense layers alone); set it to [{', '.join(ATTENTION_TARGETS)}]"
@@ -110,6 +117,33 @@ def check_lora(settings: Settings, shape: ModelShape) -> None:
     if problems:
         raise UserError("; ".join(problems))
     check_heads(shape, settings.parallel.tensor, "parallel.tensor")
+
+
+def _output_layer_problems(settings: Settings, shape: ModelShape) -> Iterator[str]:
+    """Why the output layer cannot have an adapter."""
+    assert settings.lora is not None
+    if shape.tied_embeddings:
+        yield (
+            "lora.targets: lm_head is also this model's embedding (tie_word_embeddings), to which an adapter "
+            "would not be added; remove lm_head"
+        )
+    if settings.lora.names == (OUTPUT_LAYER,) and settings.parallel.pipeline > 1:
+        yield (
+            f"lora.targets: lm_head alone leaves nothing to train in the first of parallel.pipeline "
+            f"{settings.parallel.pipeline} stages; add a projection, or set parallel.pipeline to 1"
+        )
+    if not settings.serves_adapters or not settings.engine.replicas:
+        return
+    if shape.vocab_size > ADAPTED_VOCABULARY:
+        yield (
+            f"lora.targets: vLLM adapts lm_head up to a vocabulary of {ADAPTED_VOCABULARY}, the model has "
+            f"{shape.vocab_size}; remove lm_head, or set lora.publish to merged"
+        )
+    if shape.family not in ADAPTED_OUTPUT_LAYERS:
+        yield (
+            f"lora.targets: vLLM does not adapt lm_head of {shape.family} models; remove lm_head, or set "
+            "lora.publish to merged"
+        )
 
 
 def check_engine_layout(settings: Settings, shape: ModelShape) -> None:

@@ -2,7 +2,7 @@
 
 Each projection has an A [rank, inputs] and a B [outputs, rank]. Tensor parallelism cuts them as it cuts the
 projection's weight: B by rows where that is column-parallel, A by columns where it is row-parallel. The other
-one is whole on every rank.
+one is whole on every rank. The output layer is column-parallel; its B is padded as its weight is.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.lora import ATTENTION_TARGETS, LoraSettings
+from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER, PROJECTIONS, LoraSettings
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, MappingError, Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape, same
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape, band, same
 
 ROW_PARALLEL = ("o_proj", "down_proj")
 PACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Projections that are one layer in Megatron and one module in vLLM."""
-_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(self_attention|mlp)\.lora\.(\w+)\.([AB])")
+_PARAMETER = re.compile(
+    r"(?:decoder\.layers\.(\d+)\.(?:self_attention|mlp)|output_layer)\.lora\.(\w+)\.([AB])"
+)
 _BLOCKS = ("self_attention", "mlp")
 
 
@@ -32,18 +34,22 @@ def is_adapter(name: str) -> bool:
 
 
 def peft_name(layer: int, target: str, matrix: str) -> str:
-    """Name of A or B in PEFT's file. layer: index from 0."""
+    """Name of A or B in PEFT's file. layer: index from 0; of no meaning for the output layer."""
     return f"base_model.model.{weight_name(layer, target).removesuffix('.weight')}.lora_{matrix}.weight"
 
 
 def weight_name(layer: int, target: str) -> str:
-    """HF name of the weight that an adapter belongs to."""
+    """HF name of the weight that an adapter belongs to. layer: see ``peft_name``."""
+    if target == OUTPUT_LAYER:
+        return f"{target}.weight"
     block = "self_attn" if target in ATTENTION_TARGETS else "mlp"
     return f"model.layers.{layer}.{block}.{target}.weight"
 
 
 def projection_shape(s: ModelShape, target: str) -> Shape:
-    """Outputs and inputs of a projection."""
+    """Outputs and inputs of a projection, or of the output layer."""
+    if target == OUTPUT_LAYER:
+        return s.vocab_size, s.hidden_size
     if target in ("q_proj", "o_proj"):
         shape = s.num_heads * s.head_dim, s.hidden_size
     elif target in ("k_proj", "v_proj"):
@@ -66,6 +72,11 @@ class AdapterMapping:
         return [names for names in PACKED if any(name in self.lora.names for name in names)]
 
     @property
+    def on_output_layer(self) -> bool:
+        """Whether the output layer has an adapter."""
+        return OUTPUT_LAYER in self.lora.names
+
+    @property
     def parameters(self) -> int:
         """Number of parameters of all adapters."""
         return sum(rows * columns for rows, columns in self._hf_tensors.values())
@@ -76,12 +87,10 @@ class AdapterMapping:
 
     @cached_property
     def _hf_tensors(self) -> dict[str, Shape]:
-        out: dict[str, Shape] = {}
-        for layer in range(self.shape.num_layers):
-            for target in self.lora.names:
-                for matrix in "AB":
-                    out[peft_name(layer, target, matrix)] = self._whole(target, matrix)
-        return out
+        layers = range(self.shape.num_layers)
+        places = [(n, target) for n in layers for target in self.lora.names if target in PROJECTIONS]
+        places += [(0, OUTPUT_LAYER)] * self.on_output_layer
+        return {peft_name(n, target, x): self._whole(target, x) for n, target in places for x in "AB"}
 
     def stage_params(
         self,
@@ -94,12 +103,17 @@ class AdapterMapping:
         experts: ExpertShard = ALL_EXPERTS,
     ) -> dict[str, Shape]:
         """See ``ModelMapping``."""
-        return {
-            f"decoder.layers.{layer}.{block}.lora.{target}.{matrix}": self._cut(target, matrix, tensor)
+        places = [
+            (f"decoder.layers.{layer}.{block}", target)
             for layer in layers
             for block in _BLOCKS
             for target in self.lora.names
-            if (target in ATTENTION_TARGETS) == (block == "self_attention")
+            if target in PROJECTIONS and (target in ATTENTION_TARGETS) == (block == "self_attention")
+        ]
+        places += [("output_layer", OUTPUT_LAYER)] * (last and self.on_output_layer)
+        return {
+            f"{place}.lora.{target}.{matrix}": self._cut(target, matrix, tensor, vocab_multiple)
+            for place, target in places
             for matrix in "AB"
         }
 
@@ -108,7 +122,7 @@ class AdapterMapping:
     ) -> Shape:
         """See ``ModelMapping``."""
         _, target, matrix = self._part(param_name)
-        return self._cut(target, matrix, tensor)
+        return self._cut(target, matrix, tensor, vocab_multiple)
 
     def pieces(
         self,
@@ -121,18 +135,24 @@ class AdapterMapping:
     ) -> list[Piece]:
         """See ``ModelMapping``."""
         layer, target, matrix = self._part(param_name)
-        name, local = peft_name(layer, target, matrix), self._cut(target, matrix, tensor)
-        if local == self._whole(target, matrix):
+        name, local = peft_name(layer, target, matrix), self._cut(target, matrix, tensor, vocab_multiple)
+        whole = self._whole(target, matrix)
+        if local == whole:
             return [same(name, local)]
-        start = (0, tensor_rank * local[1]) if matrix == "A" else (tensor_rank * local[0], 0)
-        return [Piece(name, Box(start, local), Box.whole(local))]
+        if matrix == "A":
+            return [Piece(name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
+        first = tensor_rank * local[0]
+        rows = min(local[0], whole[0] - first)  # of the vocabulary, without padding
+        return [band(name, first, 0, (rows, local[1]))] if rows > 0 else []
 
     def _whole(self, target: str, matrix: str) -> Shape:
         outputs, inputs = projection_shape(self.shape, target)
         return (self.lora.rank, inputs) if matrix == "A" else (outputs, self.lora.rank)
 
-    def _cut(self, target: str, matrix: str, tensor: int) -> Shape:
+    def _cut(self, target: str, matrix: str, tensor: int, vocab_multiple: int) -> Shape:
         rows, columns = self._whole(target, matrix)
+        if target == OUTPUT_LAYER and matrix == "B":
+            rows = self.shape.padded_vocab(tensor, vocab_multiple)
         if (target in ROW_PARALLEL) != (matrix == "A"):
             return rows, columns
         return (rows, columns // tensor) if matrix == "A" else (rows // tensor, columns)
@@ -140,9 +160,9 @@ class AdapterMapping:
     def _part(self, param_name: str) -> tuple[int, str, str]:
         """Layer, projection, and A or B."""
         match = _PARAMETER.fullmatch(param_name)
-        if not match or match[3] not in self.lora.names:
+        if not match or match[2] not in self.lora.names or (match[1] is None) != (match[2] == OUTPUT_LAYER):
             raise MappingError(f"{param_name}: not a parameter of an adapter by the settings (lora)")
-        return int(match[1]), match[3], match[4]
+        return int(match[1] or 0), match[2], match[3]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rpg_megatron.policy.logprobs import local_rows, reduce_in_group
+from rpg_megatron.policy.logprobs import LogitGradients, LogitInputs, local_rows, reduce_in_group
 from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 
 
@@ -23,6 +23,8 @@ class _ChunkedDivergence(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        narrow: Tensor | None,
+        b: Tensor | None,
         targets: Tensor,
         teacher: TeacherRow,
         first: int,
@@ -30,14 +32,14 @@ class _ChunkedDivergence(torch.autograd.Function):
         chunk: int,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden.size(0)
+        tokens, inputs = hidden.size(0), LogitInputs.of((hidden, weight, narrow, b), valid)
         logp, divergence = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
         ctx.group, ctx.teacher = group, teacher
         ctx.first, ctx.valid, ctx.chunk = first, valid, chunk
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
-            own = _log_probs(hidden[part], weight[:valid], group)
-            others = _log_probs(teacher.part(part, hidden.device), teacher.weight[:valid], group)
+            own = _log_probs(inputs.logits(part), group)
+            others = _log_probs(_teacher_logits(teacher, part, hidden.device, valid), group)
             sums = torch.zeros(2, part.stop - start, dtype=torch.float32, device=hidden.device)
             if valid:
                 index, in_shard = local_rows(targets[part] - first, weight[:valid])
@@ -49,22 +51,22 @@ class _ChunkedDivergence(torch.autograd.Function):
             reduce_in_group(sums, group, dist.ReduceOp.SUM)
             logp[part], divergence[part] = sums
             del own, others
-        ctx.save_for_backward(hidden, weight, targets, divergence)
+        ctx.save_for_backward(hidden, weight, narrow, b, targets, divergence)
         ctx.set_materialize_grads(False)
         return logp, divergence
 
     @staticmethod
     def backward(ctx: Any, d_logp: Tensor | None, d_divergence: Tensor | None) -> Any:
-        hidden, weight, targets, divergence = ctx.saved_tensors
+        *tensors, targets, divergence = ctx.saved_tensors
         teacher, zeros = ctx.teacher, torch.zeros_like(divergence)
         d_logp, d_divergence = (zeros if d is None else d for d in (d_logp, d_divergence))
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        rows = weight[: ctx.valid]
-        for start in range(0, hidden.size(0), ctx.chunk):
-            part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            own = _log_probs(hidden[part], rows, ctx.group)
-            others = _log_probs(teacher.part(part, hidden.device), teacher.weight[: ctx.valid], ctx.group)
+        result = LogitGradients(tensors, ctx.needs_input_grad[:4], ctx.valid)
+        inputs = LogitInputs.of(tensors, ctx.valid)
+        rows, tokens = inputs.rows, targets.size(0)
+        for start in range(0, tokens, ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, tokens))
+            own = _log_probs(inputs.logits(part), ctx.group)
+            others = _log_probs(_teacher_logits(teacher, part, rows.device, ctx.valid), ctx.group)
             if not ctx.valid:
                 continue
             if teacher.direction == "rkl":  # d KL / d z_j = p_j (log p_j - log q_j - KL)
@@ -79,11 +81,10 @@ class _ChunkedDivergence(torch.autograd.Function):
             d_target = d_logp[part].masked_fill(~in_shard, 0.0)
             d_logits.scatter_add_(1, index[:, None], d_target[:, None])
             del own, others, p
-            d_logits = d_logits.to(weight.dtype)
-            torch.matmul(d_logits, rows, out=d_hidden[part])
-            d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
+            d_logits = d_logits.to(rows.dtype)
+            result.add(part, d_logits)
             del d_logits
-        return d_hidden, d_weight.to(weight.dtype), *[None] * 6
+        return *result.results(), *[None] * 6
 
 
 class _ChunkedTopDivergence(torch.autograd.Function):
@@ -94,6 +95,8 @@ class _ChunkedTopDivergence(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        narrow: Tensor | None,
+        b: Tensor | None,
         targets: Tensor,
         teacher: TeacherTop,
         first: int,
@@ -101,25 +104,26 @@ class _ChunkedTopDivergence(torch.autograd.Function):
         chunk: int,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        tokens, rows, k = hidden.size(0), weight[:valid], teacher.ids.size(1)
+        tokens, k = hidden.size(0), teacher.ids.size(1)
+        inputs = LogitInputs.of((hidden, weight, narrow, b), valid)
         logp, divergence, rest = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(3))
         top = hidden.new_empty(tokens, k, dtype=torch.float32)
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
             wanted = torch.cat([targets[part, None], teacher.ids[part]], 1)
-            own = _log_probs(hidden[part], rows, group)
+            own = _log_probs(inputs.logits(part), group)
             picked = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
             if valid:
-                index, in_shard = local_rows(wanted - first, rows)
+                index, in_shard = local_rows(wanted - first, inputs.rows)
                 picked = own.gather(1, index).masked_fill(~in_shard, 0.0)
             reduce_in_group(picked, group, dist.ReduceOp.SUM)
             logp[part], top[part] = picked[:, 0], picked[:, 1:]
             q, log_q_rest, log_p_rest = teacher.logps[part], *map(_rest, (teacher.logps[part], top[part]))
             pairs = (top[part], log_p_rest, q, log_q_rest)
-            a, a_rest, b, b_rest = pairs if teacher.direction == "rkl" else pairs[2:] + pairs[:2]
-            value = (a.exp() * (a - b)).sum(-1) + a_rest.exp() * (a_rest - b_rest)
+            x, x_rest, y, y_rest = pairs if teacher.direction == "rkl" else pairs[2:] + pairs[:2]
+            value = (x.exp() * (x - y)).sum(-1) + x_rest.exp() * (x_rest - y_rest)
             divergence[part], rest[part] = value * teacher.known[part], log_p_rest
-        ctx.save_for_backward(hidden, weight, targets, divergence, top, rest)
+        ctx.save_for_backward(hidden, weight, narrow, b, targets, divergence, top, rest)
         ctx.teacher, ctx.group = teacher, group
         ctx.first, ctx.valid, ctx.chunk = first, valid, chunk
         ctx.set_materialize_grads(False)
@@ -127,7 +131,7 @@ class _ChunkedTopDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_logp: Tensor | None, d_divergence: Tensor | None) -> Any:
-        hidden, weight, targets, divergence, top, rest = ctx.saved_tensors
+        *tensors, targets, divergence, top, rest = ctx.saved_tensors
         teacher, zeros = ctx.teacher, torch.zeros_like(divergence)
         d_logp, d_divergence = (zeros if d is None else d for d in (d_logp, d_divergence))
         d_divergence = d_divergence * teacher.known
@@ -138,12 +142,12 @@ class _ChunkedTopDivergence(torch.autograd.Function):
         else:
             likely = 1 - (q - top).exp()
             others = 1 - (q_rest - rest).exp()
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        rows = weight[: ctx.valid]
-        for start in range(0, hidden.size(0), ctx.chunk):
-            part = slice(start, min(start + ctx.chunk, hidden.size(0)))
-            d_logits = _log_probs(hidden[part], rows, ctx.group).exp_()
+        result = LogitGradients(tensors, ctx.needs_input_grad[:4], ctx.valid)
+        inputs = LogitInputs.of(tensors, ctx.valid)
+        rows, tokens = inputs.rows, targets.size(0)
+        for start in range(0, tokens, ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, tokens))
+            d_logits = _log_probs(inputs.logits(part), ctx.group).exp_()
             if not ctx.valid:
                 continue
             d_logits.mul_((others * d_divergence - d_logp)[part, None])
@@ -152,11 +156,10 @@ class _ChunkedTopDivergence(torch.autograd.Function):
             d_logits.scatter_add_(1, index, more.masked_fill(~in_shard, 0.0))
             index, in_shard = local_rows(targets[part] - ctx.first, rows)
             d_logits.scatter_add_(1, index[:, None], d_logp[part].masked_fill(~in_shard, 0.0)[:, None])
-            d_logits = d_logits.to(weight.dtype)
-            torch.matmul(d_logits, rows, out=d_hidden[part])
-            d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
+            d_logits = d_logits.to(rows.dtype)
+            result.add(part, d_logits)
             del d_logits
-        return d_hidden, d_weight.to(weight.dtype), *[None] * 6
+        return *result.results(), *[None] * 6
 
 
 def _rest(logps: Tensor) -> Tensor:
@@ -164,11 +167,15 @@ def _rest(logps: Tensor) -> Tensor:
     return torch.log1p(-logps.exp().sum(-1).clamp(max=1 - 1e-7))
 
 
-def _log_probs(hidden: Tensor, rows: Tensor, group: Any) -> Tensor:
+def _teacher_logits(teacher: TeacherRow, part: slice, device: torch.device, valid: int) -> Tensor:
+    return torch.matmul(teacher.part(part, device), teacher.weight[:valid].t())
+
+
+def _log_probs(logits: Tensor, group: Any) -> Tensor:
     """Log-probs of this rank's part of the vocabulary, [n, rows], float32. Collective over the group."""
-    logits = torch.matmul(hidden, rows.t()).float()
-    top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-    if len(rows):
+    logits = logits.float()
+    top = logits.new_full((len(logits),), -torch.inf)
+    if logits.size(1):
         torch.amax(logits, -1, out=top)
     reduce_in_group(top, group, dist.ReduceOp.MAX)
     logits.sub_(top[:, None])
@@ -186,6 +193,7 @@ def token_divergences(
     chunk: int,
     vocab: int,
     group: Any = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and the policy's divergence to the teacher at its place: two of [tokens].
 
@@ -202,6 +210,6 @@ def token_divergences(
     valid = min(max(vocab - first, 0), weight.size(0))
     function: Any = _ChunkedTopDivergence if isinstance(teacher, TeacherTop) else _ChunkedDivergence
     result: tuple[Tensor, Tensor] = function.apply(
-        hidden, weight, targets, teacher, first, valid, chunk, group
+        hidden, weight, *(added or (None, None)), targets, teacher, first, valid, chunk, group
     )
     return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,65 @@ from torch import Tensor
 
 FUSE = True
 """Whether GPUs get compiled kernels: not where their memory is simulated."""
+
+
+@dataclass(frozen=True)
+class LogitInputs:
+    """What this rank's logits are computed from: hidden W^T + narrow B^T, the latter with an adapter."""
+
+    hidden: Tensor
+    """[tokens, hidden]."""
+    rows: Tensor
+    """[valid, hidden]: this rank's rows of W, without those of padding."""
+    narrow: Tensor | None
+    """[tokens, rank]: scale A h."""
+    b: Tensor | None
+    """[valid, rank]: rows of B."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], valid: int) -> LogitInputs:
+        """tensors: hidden, W, narrow, B, the last two None without an adapter; the matrices with padding."""
+        hidden, weight, narrow, b = tensors
+        return cls(hidden, weight[:valid], narrow, None if b is None else b[:valid])
+
+    def logits(self, part: slice) -> Tensor:
+        """Of these tokens: [n, valid], in the model's dtype. Not for autograd."""
+        logits = torch.matmul(self.hidden[part], self.rows.t())
+        if self.narrow is None or self.b is None:
+            return logits
+        return logits.addmm_(self.narrow[part], self.b.t())
+
+
+class LogitGradients:
+    """Gradients of the inputs of ``LogitInputs.of``, from those of the logits of each chunk."""
+
+    def __init__(self, tensors: Sequence[Any], needed: Sequence[bool], valid: int) -> None:
+        """needed: for each tensor, whether it has a gradient. Those of matrices are summed in float32."""
+        dtypes = (None, torch.float32) * 2
+        self._valid, self._tensors = valid, tensors
+        self._gradients = [
+            torch.zeros_like(x, dtype=dtype) if on and x is not None else None
+            for x, on, dtype in zip(tensors, needed, dtypes, strict=True)
+        ]
+
+    def add(self, part: slice, d_logits: Tensor) -> None:
+        """d_logits: [n, valid] of these tokens, in the model's dtype."""
+        for first in (0, 2):
+            x, matrix = self._tensors[first : first + 2]
+            d_x, d_matrix = self._gradients[first : first + 2]
+            if d_x is not None:
+                torch.matmul(d_logits, matrix[: self._valid], out=d_x[part])
+            if d_matrix is None:
+                continue
+            if matrix.dtype == d_matrix.dtype:
+                d_matrix[: self._valid].addmm_(d_logits.t(), x[part])
+            else:
+                d_matrix[: self._valid].add_(torch.matmul(d_logits.t(), x[part]))
+
+    def results(self) -> list[Tensor | None]:
+        """In the order and the dtypes of the tensors; None where there is none."""
+        pairs = zip(self._gradients, self._tensors, strict=True)
+        return [None if d is None else d.to(x.dtype) for d, x in pairs]
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -26,6 +86,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        narrow: Tensor | None,
+        b: Tensor | None,
         targets: Tensor,
         first: int,
         valid: int,
@@ -33,68 +95,64 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chunk: int,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        tokens, rows = hidden.size(0), weight[:valid]
+        tokens, inputs = hidden.size(0), LogitInputs.of((hidden, weight, narrow, b), valid)
         logp, entropy, top, log_total = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(4))
         for start in range(0, tokens, chunk):
             part = slice(start, min(start + chunk, tokens))
-            top[part], sums = _local_sums(hidden[part], rows, targets[part] - first, temperature, group)
+            top[part], sums = _local_sums(inputs, part, targets[part] - first, temperature, group)
             log_total[part] = sums[0].log()
             logp[part] = sums[2] - log_total[part]
             entropy[part] = log_total[part] - sums[1] / sums[0]
         # The normaliser is saved as two terms: their sum would be rounded at the magnitude of the logits.
-        ctx.save_for_backward(hidden, weight, targets, top, log_total, entropy)
+        ctx.save_for_backward(hidden, weight, narrow, b, targets, top, log_total, entropy)
         ctx.set_materialize_grads(False)  # None for outputs that need no gradient
         ctx.first, ctx.valid, ctx.temperature, ctx.chunk = first, valid, temperature, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, d_logp: Tensor | None, d_entropy: Tensor | None) -> Any:
-        hidden, weight, targets, top, log_total, entropy = ctx.saved_tensors
+        *tensors, targets, top, log_total, entropy = ctx.saved_tensors
         if d_logp is None:
             d_logp = torch.zeros_like(top)
-        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        rows = weight[: ctx.valid]
-        for start in range(0, hidden.size(0) if ctx.valid else 0, ctx.chunk):
-            part = slice(start, min(start + ctx.chunk, hidden.size(0)))
+        result = LogitGradients(tensors, ctx.needs_input_grad[:4], ctx.valid)
+        inputs = LogitInputs.of(tensors, ctx.valid)
+        rows, tokens = inputs.rows, targets.size(0)
+        for start in range(0, tokens if ctx.valid else 0, ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, tokens))
             index, in_shard = local_rows(targets[part] - ctx.first, rows)
             gradients = d_logp[part], None if d_entropy is None else d_entropy[part]
             # In the model's precision: float32 matrix products are many times slower on a GPU.
             d_logits, d_target = _fused(_logit_gradients, rows)(
-                _logits(hidden[part], rows),
+                _wide(inputs.logits(part)),
                 ctx.temperature,
                 (top[part], log_total[part], entropy[part]),
                 gradients,
                 index,
                 in_shard,
-                weight.dtype,
+                rows.dtype,
             )
             d_logits.scatter_(1, index[:, None], d_target[:, None])
-            if d_hidden is not None:
-                torch.matmul(d_logits, rows, out=d_hidden[part])
-            if d_weight is not None and weight.dtype == d_weight.dtype:
-                d_weight[: ctx.valid].addmm_(d_logits.t(), hidden[part])
-            elif d_weight is not None:
-                d_weight[: ctx.valid].add_(torch.matmul(d_logits.t(), hidden[part]))
+            result.add(part, d_logits)
             del d_logits  # before the next chunk's are allocated
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *[None] * 6
+        return *result.results(), *[None] * 6
 
 
 def _local_sums(
-    hidden: Tensor, weight: Tensor, index: Tensor, temperature: float, group: Any
+    inputs: LogitInputs, part: slice, index: Tensor, temperature: float, group: Any
 ) -> tuple[Tensor, Tensor]:
     """Largest logit of each token and, with z = logit - largest: sum of exp(z), sum of z exp(z), z of the
     target.
 
-    Shapes: hidden [n, hidden], weight [rows, hidden] without padding rows, index [n]: target relative to the
-    first row -> [n], [3, n]. Sums are over the full vocabulary; at most two chunks of logits are in memory.
+    Shapes: index [n]: target relative to the first row -> [n], [3, n]. Sums are over the full vocabulary; at
+    most two chunks of logits are in memory.
     """
+    weight = inputs.rows
     if not len(weight):  # this rank has padding rows only
-        top = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+        top = weight.new_full((len(index),), -torch.inf, dtype=torch.float32)
         reduce_in_group(top, group, dist.ReduceOp.MAX)
-        sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros(3, len(index), dtype=torch.float32, device=weight.device)
     else:
-        logits = _logits(hidden, weight)
+        logits = _wide(inputs.logits(part))
         top = logits.amax(-1).float().div_(temperature)
         reduce_in_group(top, group, dist.ReduceOp.MAX)
         sums = _fused(_sums_of_exponentials, weight)(logits, temperature, top, *local_rows(index, weight))
@@ -140,9 +198,8 @@ def _logit_gradients(
     return d_logits.div_(temperature).to(dtype), picked.div_(temperature).to(dtype)
 
 
-def _logits(hidden: Tensor, rows: Tensor) -> Tensor:
-    """Logits in float32, or in the dtype of ``hidden`` if a compiled kernel converts them."""
-    logits = torch.matmul(hidden, rows.t())
+def _wide(logits: Tensor) -> Tensor:
+    """Logits in float32, or in their dtype if a compiled kernel converts them."""
     return logits if _compiles(logits) else logits.float()
 
 
@@ -184,6 +241,7 @@ def token_logprobs(
     vocab: int,
     group: Any = None,
     target_range: tuple[int, int] | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and its entropy.
 
@@ -192,7 +250,9 @@ def token_logprobs(
     The vocabulary is split over ``group`` (None: not split); every rank returns the full result, and a
     gradient of ``hidden`` that must be summed over the group. At most two chunks of logits are in memory,
     forward and backward: 2 x chunk x vocab/tp x 4 bytes. ``target_range``: smallest and largest target, if
-    known; computing them makes the host wait for the device.
+    known; computing them makes the host wait for the device. ``added``: of an adapter on the output layer,
+    scale A h [tokens, rank] and B [padded vocab / tp, rank], whose product is added to the logits; the
+    gradient of the first must be summed over the group, too.
     Raises ValueError if a target is outside the vocabulary. Source: arXiv 2505.17508, section 2 (token-level
     policy); temperature as in rollout sampling.
     """
@@ -203,6 +263,6 @@ def token_logprobs(
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
     result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's own
-        hidden, weight, targets, first, valid, temperature, chunk, group
+        hidden, weight, *(added or (None, None)), targets, first, valid, temperature, chunk, group
     )
     return result

@@ -4,6 +4,9 @@ A forward hook adds scale B A x to the output of a layer, so the layer and the n
 as they are. A and B are cut as ``models/lora.py`` says. The ranks exchange the products A x, which have
 ``rank`` columns: of a column-parallel layer in front of B, of a row-parallel one behind A, where they are
 partial sums.
+
+The output layer is not called; the log-prob head asks for ``head_parts``, since a sum of its weight and B A,
+or the weight's gradient, would take gigabytes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.config.lora import OUTPUT_LAYER, LoraSettings
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.lora import PACKED, ROW_PARALLEL, AdapterMapping, peft_name, projection_shape
 
@@ -36,11 +39,16 @@ _LAYERS = {
 class Adapter(torch.nn.Module):
     """A and B of one projection: this rank's part. A as PEFT's (Kaiming), B zero."""
 
-    def __init__(self, target: str, shape: ModelShape, rank: int, config: Any, key: str) -> None:
-        """key: the initial values depend on it alone, so that all layouts start from the same ones."""
+    def __init__(
+        self, target: str, shape: ModelShape, rank: int, config: Any, key: str, padding: int = 0
+    ) -> None:
+        """key: the initial values depend on it alone, so that all layouts start from the same ones.
+
+        padding: rows of the vocabulary that the ranks have in addition.
+        """
         super().__init__()
         self.outputs, inputs = projection_shape(shape, target)
-        self.row_parallel = target in ROW_PARALLEL
+        self.row_parallel, self.padding = target in ROW_PARALLEL, padding
         self.key = key
         a, b = _uniform((rank, inputs), 1 / math.sqrt(inputs), key), torch.zeros(self.outputs, rank)
         a, b = (self.own(a, 1), b) if self.row_parallel else (a, self.own(b, 0))
@@ -55,10 +63,9 @@ class Adapter(torch.nn.Module):
         """Name of the parameter that is cut over the tensor-parallel ranks, and the dimension."""
         return {"A": 1} if self.row_parallel else {"B": 0}
 
-    @staticmethod
-    def own(whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor."""
-        parts = whole.chunk(mpu.get_tensor_model_parallel_world_size(), dim)
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor; padding rows are zero."""
+        parts = F.pad(whole, (0, 0, 0, self.padding)).chunk(mpu.get_tensor_model_parallel_world_size(), dim)
         part: Tensor = parts[mpu.get_tensor_model_parallel_rank()]
         return part
 
@@ -78,7 +85,7 @@ class Adapters(torch.nn.Module):
         state: dict[str, Any] = {}
         for name, adapter in self.named_children():
             assert isinstance(adapter, Adapter)
-            state |= make_sharded_tensors_for_checkpoint(
+            tensors = make_sharded_tensors_for_checkpoint(
                 adapter.state_dict(prefix="", keep_vars=True),
                 f"{prefix}{name}.",
                 adapter.cut,
@@ -86,6 +93,9 @@ class Adapters(torch.nn.Module):
                 tp_group=mpu.get_tensor_model_parallel_group(),
                 dp_cp_group=(metadata or {}).get("dp_cp_group"),
             )
+            if name == OUTPUT_LAYER:  # layouts pad the vocabulary differently
+                tensors[f"{prefix}{name}.B"].allow_shape_mismatch = True
+            state |= tensors
         return state
 
 
@@ -112,7 +122,7 @@ class _Added:
         if self.adapters[0].row_parallel:
             (adapter,) = self.adapters
             return F.linear(self._sum(F.linear(x, adapter.A)) * self._scale, adapter.B)
-        narrow = self._whole(F.linear(x, torch.cat([adapter.A for adapter in self.adapters]))) * self._scale
+        narrow = self.narrow(x, torch.cat([adapter.A for adapter in self.adapters]))
         narrow_parts = iter(narrow.split([adapter.A.size(0) for adapter in self.adapters], -1))
         columns = [
             narrow.new_zeros(*narrow.shape[:-1], self._groups, width // self._groups)
@@ -121,6 +131,10 @@ class _Added:
             for adapter, width in self._parts
         ]
         return torch.cat(columns, -1).flatten(-2)
+
+    def narrow(self, x: Tensor, a: Tensor) -> Tensor:
+        """Scale A x of all tokens, [tokens, 1, rows of A], for the input of a column-parallel layer."""
+        return self._whole(F.linear(x, a)) * self._scale
 
     def _whole(self, narrow: Tensor) -> Tensor:
         """A x of all tokens. Backward: the sum of the ranks' gradients, each from its rows of B."""
@@ -142,17 +156,35 @@ class _Added:
         total: Tensor = reduce(narrow, group=self._group)
         return total
 
-    def merge(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The layer's weight plus scale B A, computed in float32 and rounded once."""
-        a, b = ([getattr(x, name).float() for x in self.adapters] for name in "AB")
-        deltas = iter([self._scale * bb @ aa for aa, bb in zip(a, b, strict=True)])
-        rows = [
-            weight.new_zeros(self._groups, width // self._groups, weight.size(1), dtype=torch.float32)
-            if adapter is None
-            else next(deltas).unflatten(0, (self._groups, -1))
-            for adapter, width in self._parts
-        ]
-        return (weight.float() + torch.cat(rows, 1).flatten(0, 1)).to(dtype)
+    def merge(self, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The layer's weight plus scale B A, computed in float32 and rounded once.
+
+        out: a tensor to compute it in, if it is float32; there is no other of this size then.
+        """
+        if out is None or out.dtype != torch.float32:
+            out = torch.empty_like(weight, dtype=torch.float32)
+        rows, start = out.copy_(weight).unflatten(0, (self._groups, -1)), 0
+        for adapter, width in self._parts:
+            part = rows[:, start : start + width // self._groups]
+            start += part.size(1)
+            if adapter is not None:
+                a, b = adapter.A.float(), adapter.B.float()
+                b = b.unflatten(0, (self._groups, -1))
+                part.baddbmm_(b, a.expand(self._groups, -1, -1), alpha=self._scale)
+        return out.to(dtype)
+
+
+def head_parts(output_layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of the output layer's adapter: scale A x of all tokens, [tokens, rank], and this rank's rows of B.
+
+    Their product is added to the logits of this rank's vocabulary. hidden_states: the layer's input on this
+    rank. None: it has no adapter.
+    """
+    if not hasattr(output_layer, "lora"):
+        return None
+    added: _Added = output_layer.lora.added
+    (adapter,) = added.adapters
+    return added.narrow(hidden_states, adapter.A).squeeze(1), adapter.B
 
 
 class LoraModel:
@@ -168,6 +200,8 @@ class LoraModel:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
                 self._add(layer, shape, mapping, seed)
+            if chunk.post_process and mapping.on_output_layer:
+                self._add_to_output_layer(chunk, mapping, seed)
             if chunk.pre_process and chunk.config.recompute_granularity is not None:
                 # Recomputation drops the gradients inside if no input of the block has one.
                 chunk.embedding.register_forward_hook(_with_gradient)
@@ -198,13 +232,26 @@ class LoraModel:
                     getattr(block, name).register_forward_hook(added)
                     self._added[f"decoder.layers.{number}.{block_name}.{name}.weight"] = added
 
-    def merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    def _add_to_output_layer(self, chunk: GPTModel, mapping: AdapterMapping, seed: int) -> None:
+        layer, lora = chunk.output_layer, mapping.lora
+        rows = layer.weight.size(0)
+        padding = rows * mpu.get_tensor_model_parallel_world_size() - mapping.shape.vocab_size
+        key = f"{seed}/{peft_name(0, OUTPUT_LAYER, 'A')}"
+        adapter = Adapter(OUTPUT_LAYER, mapping.shape, lora.rank, chunk.config, key, padding)
+        layer.add_module("lora", Adapters({OUTPUT_LAYER: adapter}).to(layer.weight.device))
+        added = _Added([(adapter, rows)], 1, lora.scale, chunk.config)
+        layer.lora.added = self._added["output_layer.weight"] = added
+
+    @torch.no_grad()
+    def merged(
+        self, name: str, weight: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor | None:
         """The weight of this (global) name with its adapters; None if it has none.
 
-        dtype: to round the float32 sum to; None: the weight's.
+        dtype: to round the float32 sum to; None: the weight's. out: see ``_Added.merge``.
         """
         added = self._added.get(name)
-        return None if added is None else added.merge(weight, dtype or weight.dtype)
+        return None if added is None else added.merge(weight, dtype or weight.dtype, out)
 
     @property
     def adapted(self) -> list[str]:

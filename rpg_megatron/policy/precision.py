@@ -123,5 +123,6 @@ class ExportedWeights:
         """Update the copies and sums."""
         for name, p in self._derived.items():
             weight: Tensor = p.dequantize() if is_float8tensor(p) else p
-            merged = None if self._adapters is None else self._adapters.merged(name, weight)
-            self.tensors[name].copy_(weight if merged is None else merged)
+            copy = self.tensors[name]
+            merged = None if self._adapters is None else self._adapters.merged(name, weight, out=copy)
+            copy.copy_(weight if merged is None else merged)

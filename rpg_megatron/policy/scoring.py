@@ -20,6 +20,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.divergence import token_divergences
 from rpg_megatron.policy.logprobs import token_logprobs
+from rpg_megatron.policy.lora import head_parts
 from rpg_megatron.policy.microbatch import MicroBatch, TeacherRow, TeacherTop, make_micro_batch
 from rpg_megatron.policy.model import Mesh, named_parameters
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
@@ -57,11 +58,12 @@ def logprob_head(
     """
     hidden, weight = gather_hidden(hidden_states, output_layer, output_weight, config)
     targets, group = labels.view(-1), output_layer.tp_group
-    sizes = {"chunk": context.chunk, "vocab": context.vocab, "group": group}
+    how = {"chunk": context.chunk, "vocab": context.vocab, "group": group}
+    how["added"] = head_parts(output_layer, hidden_states)
     if context.teacher is not None:
-        return torch.stack(token_divergences(hidden, weight, targets, context.teacher, **sizes))
+        return torch.stack(token_divergences(hidden, weight, targets, context.teacher, **how))
     logp, entropy = token_logprobs(
-        hidden, weight, targets, temperature=context.temperature, target_range=context.label_range, **sizes
+        hidden, weight, targets, temperature=context.temperature, target_range=context.label_range, **how
     )
     return torch.stack([logp, entropy if context.entropy_gradient else entropy.detach()])
 

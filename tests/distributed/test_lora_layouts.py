@@ -1,11 +1,12 @@
 """Adapters have PEFT's numbers and gradients in every layout, dense and with experts.
 
-Proved: real Megatron-Core in float32 over gloo, with an adapter that peft made (random A and B), against peft
-on a float64 transformers model, one sequence at a time: log-probs, entropies, the loss, the gradient of every
-A and B and their norm; no other parameter has a gradient. Layouts: TP, SP, PP, VPP, CP, DP, EP, full and
-selective recomputation. After an update the merged export gives transformers the log-probs that Megatron
-computes, and the exported adapter gives them to peft; a held anchor still gives those from before. The
-distributed optimizer ends at the same adapters. Fresh adapters (B = 0) change no bit of a log-prob.
+Proved: real Megatron-Core in float32 over gloo, with an adapter that peft made (random A and B), also of the
+output layer, whose vocabulary no layout divides, against peft on a float64 transformers model, one sequence
+at a time: log-probs, entropies, the loss, the gradient of every A and B and their norm; no other parameter
+has a gradient. Layouts: TP, SP, PP, VPP, CP, DP, EP, full and selective recomputation. After an update the
+merged export gives transformers the log-probs that Megatron computes, and the exported adapter gives them to
+peft; a held anchor still gives those from before. The distributed optimizer ends at the same adapters. Fresh
+adapters (B = 0) change no bit of a log-prob.
 Not covered here: GPUs, Transformer Engine, the engine's side (tests/integration/test_lora_engine.py).
 """
 
@@ -56,6 +57,8 @@ EXPERTS: Layouts = {
     "TP2+SP x DP2, EP2": (4, {**SP, "data": 2, "expert": 2}, 4, {}),
     "PP2 x DP2, EP2, full recompute": (4, {"pipeline": 2, "data": 2, "expert": 2}, 7, FULL),
 }
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EVERYTHING = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
 CASES: dict[str, tuple[Layouts, dict[str, Any]]] = {
     "all-linear": (DENSE, {"rank": 5, "alpha": 8, "targets": "all-linear"}),
     "some, rslora": (
@@ -66,7 +69,12 @@ CASES: dict[str, tuple[Layouts, dict[str, Any]]] = {
         {name: DENSE[name] for name in ("TP2+SP, full recompute", "CP2")},
         {"rank": 5, "alpha": 8, "targets": "all-linear"},
     ),
-    "experts": (EXPERTS, {"rank": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    "output layer": (DENSE, {"rank": 5, "alpha": 8, "targets": EVERYTHING}),
+    "output layer alone": (
+        {name: DENSE[name] for name in ("TP1, full recompute", "TP2", "CP2xTP2+SP")},
+        {"rank": 5, "alpha": 8, "targets": ["lm_head"], "rslora": True},
+    ),
+    "experts": (EXPERTS, {"rank": 4, "alpha": 8, "targets": [*ATTENTION, "lm_head"]}),
 }
 
 
@@ -91,6 +99,7 @@ def add_adapter(model: PreTrainedModel, lora: dict[str, Any], folder: Path) -> P
 
 NEEDED = {
     "all-linear": ("TP2+SP, full recompute", "PP2xVPP2, MLPs recomputed", "CP2"),
+    "output layer": ("TP2", "PP2xVPP2, MLPs recomputed"),
     "experts": ("TP2+SP, EP2",),
 }
 """Layouts of the default tier."""
@@ -112,7 +121,7 @@ def test_numbers_of_peft_in_every_layout(tmp_path: Path, case: str, needed: bool
         sizes |= {"num_attention_heads": 6, "moe_intermediate_size": 32, "head_dim": 16, "num_experts": 4}
         model = make_model(tmp_path / "model", "qwen3_moe", mlp_only_layers=[2], **sizes)
     else:
-        model = make_layout_model(tmp_path / "model", tied=True)
+        model = make_layout_model(tmp_path / "model", tied="lm_head" not in lora["targets"])
     adapted = add_adapter(model, lora, tmp_path / "adapter")
     batch, settings = make_batch(), OBJECTIVES["rpg"] | {"lora": lora}
     if "shared" in case:

@@ -85,6 +85,11 @@ ADAPTERS = {
     "LoRA TP2+SP": {"lora": {"rank": 16}, "parallel": {"tensor": 2, "sequence": True}},
     "LoRA merged": {"lora": {"rank": 16, "publish": "merged"}},
     "LoRA held anchor": {"lora": {"rank": 64}, "anchor": {"type": "fixed"}},
+    "LoRA head": {"lora": {"rank": 64, "targets": ["q_proj", "lm_head"]}},
+    "LoRA head merged PP2": {
+        "lora": {"rank": 16, "targets": ["up_proj", "lm_head"], "publish": "merged"},
+        "parallel": {"pipeline": 2},
+    },
 }
 
 
@@ -244,7 +249,7 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
                 # The first layer's input has a gradient only where it is recomputed.
                 if n or settings.lora is None or kind != "none" or name not in FIRST_NORM
             )
-            of_head = last * sum(head_tensors(*sizes).values())
+            of_head = last * sum(head_tensors(*sizes, settings.lora).values())
             planned = (of_layers + of_head) * TOKENS / settings.parallel.context
             # Besides what layers save there are tokens and rotary tables; with full recompute, little else.
             assert saved[name] == pytest.approx(planned, rel=0.01, abs=100_000), (name, rank)
@@ -269,6 +274,7 @@ def test_activations_are_those_that_autograd_saves(
     check_activations(cases, tmp_path)
 
 
+HEAD = {"rank": 8, "targets": ["v_proj", "lm_head"]}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -281,10 +287,10 @@ def test_activations_with_adapters_are_those_that_autograd_saves(
         )
         for dtype, kind in product(("float32", "bfloat16"), ("none", "selective", "full"))
     }
-    for targets in (["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["o_proj", "q_proj"]):
+    for targets in (["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["o_proj", "q_proj", "lm_head"]):
         cases[f"{targets}"] = settings_for(tiny["llama"], lora={"rank": 8, "targets": targets})
     for kind in ("none", "selective"):
-        lora = {"rank": 8, "targets": ATTENTION}
+        lora = {"rank": 8, "targets": [*ATTENTION, "lm_head"]}
         cases[f"experts {kind}"] = settings_for(tiny["moe"], memory={"recompute": kind}, lora=lora)
     check_activations(cases, tmp_path)
 
@@ -306,5 +312,7 @@ def test_activations_of_two_ranks_are_those_that_autograd_saves(
         "llama PP2": settings_for(tiny["llama"], **LAYOUTS["PP2"]),
         "qwen3 TP2+SP LoRA": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], lora={"rank": 8}),
         "qwen3 TP2 LoRA": settings_for(tiny["qwen3"], **LAYOUTS["TP2"], **BFLOAT16, lora={"rank": 8}),
+        "qwen3 TP2+SP LoRA head": settings_for(tiny["qwen3"], **LAYOUTS["TP2+SP"], **BFLOAT16, lora=HEAD),
+        "qwen3 TP2 LoRA head": settings_for(tiny["qwen3"], **LAYOUTS["TP2"], lora=HEAD),
     }
     check_activations(cases, tmp_path)

@@ -42,6 +42,7 @@ def main() -> None:
             chunk=chunk,
             temperature=temperature,
             padding=padding,
+            adapter=7 if chunk == 8 else 0,
             group=dist.group.WORLD,
         )
     result = {"problems": problems, "largest": largest_tensor(tokens=512, vocab=2000, chunk=50)}

@@ -2,7 +2,7 @@
 
 Long: real Megatron ranks (TP2) feed an engine with one worker and one with two, by both transports, with the
 model once and then with the adapters alone: the log-probs of tokens that the engines sampled agree after each
-sync, also of responses that were under way. A plug-in makes vLLM bind the adapters wrongly in five ways,
+sync, also of responses that were under way. A plug-in makes vLLM bind the adapters wrongly in seven ways,
 each of which vLLM itself serves without a word: the check of the slots names them, in the first sync and in
 later ones. With that check taken away the guard finds them: test_lora_runs.
 
@@ -25,7 +25,7 @@ from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_adapter
 from rpg_megatron.config import Settings
-from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.config.lora import TARGETS, LoraSettings
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, with_adapters
 from rpg_megatron.models.registry import mapping_for
@@ -42,7 +42,7 @@ from tests.support.engine import Engine, running_engines
 from tests.support.lora_faults import FAULTS
 
 MODEL = "qwen3, as many key heads"
-LORA = {"rank": 6, "alpha": 9}
+LORA = {"rank": 6, "alpha": 9, "targets": TARGETS}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,8 @@ SEEN = {
     "alpha ignored": r"B of q_proj in model.layers.0.self_attn.qkv_proj",
     "q and k swapped": r"A of q_proj in model.layers.0.self_attn.qkv_proj, B of q_proj .* A of k_proj",
     "half the modules": r"A of q_proj in model.layers.0.self_attn.qkv_proj",
+    "no B of the head": r"adapters: B of lm_head in lm_head",
+    "no scale of the head": r"adapters: B of lm_head in lm_head",
 }
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from rpg_megatron.checkpoints.run_folder import ANCHOR, MODEL, step_folder
+from rpg_megatron.config.lora import TARGETS
 from tests.support.layouts import make_batch, make_case, make_layout_model, reference_logprobs
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -21,7 +22,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "schedule-free": {"type": "schedule_free_adamw", "distributed": False},
     "adapters": {"distributed": True},
 }
-WEIGHTS = {"adapters": 4 * 7 * 2}
+WEIGHTS = {"adapters": 4 * 7 * 2 + 2}
 """Number of weights in a checkpoint, if it is not the model's."""
 
 
@@ -39,7 +40,7 @@ def read_whole(folder: Path) -> dict[str, torch.Tensor]:
 
 def trim(tensors: dict[str, torch.Tensor], vocab: int = 251) -> dict[str, torch.Tensor]:
     """Without the rows that pad the vocabulary."""
-    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.lora.lm_head.B")
     return {n: t[:vocab] if n.endswith(padded) else t for n, t in tensors.items()}
 
 
@@ -85,7 +86,7 @@ def make_resume_case(
     optimizer = {"weight_decay": 0.1, "eps": 1e-3, "clip_grad": 1.0, **OPTIMIZERS[kind]}
     settings = {"optimizer": optimizer, "objective": {"beta": 0.05}, "anchor": {"type": "fixed"}}
     if kind == "adapters":
-        settings |= {"lora": {"rank": 4, "alpha": 8}}
+        settings |= {"lora": {"rank": 4, "alpha": 8, "targets": TARGETS}}
     return {
         "settings": make_case(folder / "model", parallel, 5, settings)["settings"],
         "load": load and str(step_folder(folder / kind / load, 1)),

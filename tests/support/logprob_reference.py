@@ -20,12 +20,14 @@ def measure_errors(
     temperature: float,
     scale: float = 1.0,
     padding: int = 0,
+    adapter: int = 0,
     group: Any = None,
 ) -> list[str]:
     """Errors out of bounds: log-probs, entropies, gradients of hidden states and weight, padding's gradient.
 
     Bounds: twice the error of plain float32 torch, and 2e-6 x max(1, largest |logit|). ``scale``: of the
     weights, and so of the logits. ``padding``: rows after the vocabulary. ``group``: cuts the rows.
+    ``adapter``: so many columns of both are given as A h and B of an adapter, which adds the same to logits.
     """
     generator = torch.Generator().manual_seed(vocab + tokens)
     hidden = torch.randn(tokens, width, generator=generator)
@@ -48,9 +50,10 @@ def measure_errors(
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     w = weight.chunk(size)[rank].clone().requires_grad_()
     assert size * len(w) == len(weight)
-    rows = torch.stack(
-        token_logprobs(h, w, targets, temperature=temperature, chunk=chunk, vocab=vocab, group=group)
-    )
+    how: dict[str, Any] = {"temperature": temperature, "chunk": chunk, "vocab": vocab, "group": group}
+    (h_part, narrow), (w_part, b) = (x.split([width - adapter, adapter], 1) for x in (h, w))
+    how["added"] = (narrow, b) if adapter else None
+    rows = torch.stack(token_logprobs(h_part, w_part, targets, **how))
     (rows * mix).sum().backward()
     d_hidden, d_weight = h.grad, w.grad
     if size > 1:  # each rank has its share of the one, and its rows of the other

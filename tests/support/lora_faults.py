@@ -34,11 +34,14 @@ def faulty(model, tensors, scale):
     if "swapped" in kind:
         other = {"q_proj": "k_proj", "k_proj": "q_proj"}
         tensors = {
-            name.replace(p, other[p]) if (p := name.split(".")[6]) in other else name: values
+            name.replace(p, other[p]) if (p := name.split(".")[-3]) in other else name: values
             for name, values in tensors.items()
         }
     if "half" in kind:
         tensors = {name: values for i, (name, values) in enumerate(tensors.items()) if i // 2 % 2}
+    if "head" in kind:  # as without B, or without alpha
+        b = "base_model.model.lm_head.lora_B.weight"
+        tensors = {**tensors, b: tensors[b] * (0 if "no B" in kind else 1 / scale)}
     load(model, tensors, scale)
     adapter_slots.ADAPTER_ID = 1
 

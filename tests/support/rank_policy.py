@@ -44,7 +44,7 @@ def load_peft(settings: Settings, adapters: dict[str, torch.Tensor], mesh: Mesh)
         mapping,
         tensor=mesh.tensor,
         tensor_rank=mesh.tensor_rank,
-        vocab_multiple=1,
+        vocab_multiple=settings.model.vocab_multiple,
         stored=check_adapter(folder, mapping),
     )
 

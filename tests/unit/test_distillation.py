@@ -209,8 +209,8 @@ def test_later_tokens_are_those_of_the_same_sequence() -> None:
 
 
 @pytest.mark.parametrize("direction", ["rkl", "fkl"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_the_exact_divergence(direction: Any, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "adapter"), [(1, False), (5, False), (5, True), (64, False)])
+def test_the_exact_divergence(direction: Any, chunk: int, adapter: bool) -> None:
     generator = torch.Generator().manual_seed(4)
 
     def draw(*size: int) -> Tensor:
@@ -222,7 +222,11 @@ def test_the_exact_divergence(direction: Any, chunk: int) -> None:
     targets = torch.randint(0, vocab, (n,), generator=generator)
     d_logp, d_divergence = draw(n), draw(n)
 
-    logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
+    # Some columns as an adapter's, which adds the same to the logits.
+    (h, narrow), (w, b) = (x.split([6, 2], 1) for x in (hidden, weight))
+    inputs = (h, w, targets, row) if adapter else (hidden, weight, targets, row)
+    added = (narrow, b) if adapter else None
+    logp, divergence = token_divergences(*inputs, chunk=chunk, vocab=vocab, added=added)
     actual = torch.autograd.grad((logp * d_logp + divergence * d_divergence).sum(), [hidden, weight])
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -252,8 +256,8 @@ def lumped(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("direction", ["rkl", "fkl"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "adapter"), [(1, False), (5, False), (5, True), (64, False)])
+def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int, adapter: bool) -> None:
     generator = torch.Generator().manual_seed(6)
     n, vocab, padded, k = 13, 37, 40, 4
 
@@ -268,7 +272,11 @@ def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int) -> N
     targets = torch.randint(0, vocab, (n,), generator=generator)
     targets[0] = ids[0, 0]  # a sampled token among the likeliest
     d_logp, d_divergence = draw(n), draw(n)
-    logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
+    # Some columns as an adapter's, which adds the same to the logits.
+    (h, narrow), (w, b) = (x.split([6, 2], 1) for x in (hidden, weight))
+    inputs = (h, w, targets, row) if adapter else (hidden, weight, targets, row)
+    added = (narrow, b) if adapter else None
+    logp, divergence = token_divergences(*inputs, chunk=chunk, vocab=vocab, added=added)
     actual = torch.autograd.grad((logp * d_logp + divergence * d_divergence).sum(), [hidden, weight])
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]

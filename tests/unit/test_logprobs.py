@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from rpg_megatron.policy import logprobs
+from rpg_megatron.policy.divergence import token_divergences
 from rpg_megatron.policy.logprobs import token_logprobs
+from rpg_megatron.policy.microbatch import TeacherRow
 from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
 
@@ -30,6 +32,7 @@ def test_equals_float64(temperature: float, chunk: int, padding: int) -> None:
     sizes = {"vocab": 250, "tokens": 37, "width": 48, "chunk": chunk}
     assert not measure_errors(**sizes, temperature=temperature, padding=padding)
     assert not measure_errors(**sizes, temperature=temperature, padding=padding, scale=0.2)
+    assert not measure_errors(**sizes, temperature=temperature, padding=padding, adapter=5)
 
 
 def test_equals_float64_on_a_large_vocabulary_and_on_one_token() -> None:
@@ -55,6 +58,22 @@ def test_holds_two_chunks_of_logits_at_most(dtype: torch.dtype, entropy: bool) -
     assert live <= small
     assert watch.peak <= 2 * logits + small + gradients
     assert torch.Size(watch.largest).numel() == chunk * vocab  # never [tokens, vocab]
+
+
+def test_a_frozen_weight_has_no_gradient_in_memory() -> None:
+    """Beside an adapter: neither a gradient of the weight's size, nor a sum of the weight and B A."""
+    tokens, vocab, width, rank, chunk = 64, 3000, 128, 4, 8
+    narrow, b = torch.randn(tokens, rank).requires_grad_(), torch.randn(vocab, rank).requires_grad_()
+    hidden, weight = torch.randn(tokens, width).requires_grad_(), torch.randn(vocab, width)
+    targets = torch.randint(0, vocab, (tokens,))
+    sizes: dict[str, Any] = {"chunk": chunk, "vocab": vocab}
+    row = TeacherRow(torch.randn(tokens, 2), torch.randn(vocab, 2), "rkl")
+    with AllocationWatch() as watch:
+        logp, entropy = token_logprobs(hidden, weight, targets, temperature=1.0, added=(narrow, b), **sizes)
+        (logp + entropy).sum().backward()
+        logp, divergence = token_divergences(hidden, weight, targets, row, added=(narrow, b), **sizes)
+        (logp + divergence).sum().backward()
+    assert watch.peak < 4 * weight.numel()
 
 
 def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:

@@ -7,6 +7,7 @@ proved by tests/distributed/test_lora_layouts and tests/integration/test_lora_en
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,16 @@ def test_impossible_settings_are_named(lora: Any, more: dict[str, Any], message:
 def test_the_scale_is_that_of_peft() -> None:
     assert LoraSettings(rank=16, alpha=32).scale == 2
     assert LoraSettings(rank=16, alpha=32, rslora=True).scale == 8
-    assert LoraSettings(targets=("o_proj", "q_proj")).names == ("q_proj", "o_proj")
+    assert LoraSettings(targets=("lm_head", "o_proj", "q_proj")).names == ("q_proj", "o_proj", "lm_head")
+    assert "lm_head" not in LoraSettings().names  # PEFT's all-linear leaves it out, too
     assert [LoraSettings(rank=r).engine_rank for r in (1, 2, 8, 9, 200, 512)] == [1, 8, 8, 16, 256, 512]
     assert tuple(sorted(ENGINE_RANKS)) == ENGINE_RANKS
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2)])
-@pytest.mark.parametrize("targets", ["all-linear", ("k_proj", "down_proj")])
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ("k_proj", "down_proj"), ("q_proj", "lm_head"), ("lm_head",)]
+)
 def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any) -> None:
     mapping = AdapterMapping(TINY, LoraSettings(rank=3, targets=targets))
     ranks = []
@@ -82,7 +86,7 @@ def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any)
         layers = range(stage * TINY.num_layers // pipeline, (stage + 1) * TINY.num_layers // pipeline)
         for cut in range(tensor):
             shapes = mapping.stage_params(
-                layers=layers, first=stage == 0, last=True, tensor=tensor, vocab_multiple=1
+                layers=layers, first=stage == 0, last=stage == pipeline - 1, tensor=tensor, vocab_multiple=5
             )
             place = RankCoordinates(
                 rank=len(ranks),
@@ -91,16 +95,20 @@ def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any)
                 pipeline_rank=stage,
                 data_rank=0,
                 context_rank=0,
-                vocab_multiple=1,
+                vocab_multiple=5,  # 53 tokens: 55, 60 and 60 rows
             )
             ranks.append(RankShards(place, tuple(shapes.items())))
     owners = assign_owners(mapping, ranks)  # checks that the slices cover each tensor once
     names = list(owners)
-    assert len(names) == TINY.num_layers * 2 * len(mapping.lora.names)
+    in_layers = set(mapping.lora.names) - {"lm_head"}
+    heads = ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"]
+    assert len(names) == TINY.num_layers * 2 * len(in_layers) + 2 * mapping.on_output_layer
     prefix = "base_model.model.model.layers."
     assert all(
-        name.startswith(prefix) and name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names
+        (name.startswith(prefix) and name.endswith((".lora_A.weight", ".lora_B.weight"))) or name in heads
+        for name in names
     )
+    assert list(mapping.hf_tensors())[-2:] == heads or not mapping.on_output_layer
     cut_names = {name.split(".")[-3] for name, slices in owners.items() if len(slices) == tensor > 1}
     assert cut_names == (set(mapping.lora.names) if tensor > 1 else set())
     elements = sum(math.prod(shape) for shape in mapping.hf_tensors().values())
@@ -112,7 +120,8 @@ def test_names_of_no_adapter_are_refused() -> None:
     mapping = AdapterMapping(TINY, LoraSettings(targets=("q_proj",)))
     name = "decoder.layers.0.self_attention.lora.{}.A"
     assert mapping.local_shape(name.format("q_proj"), tensor=1, vocab_multiple=1) == (16, TINY.hidden_size)
-    for other in (name.format("k_proj"), "decoder.layers.0.self_attention.linear_qkv.weight"):
+    others = (name.format("k_proj"), "decoder.layers.0.self_attention.linear_qkv.weight")
+    for other in (*others, "output_layer.lora.q_proj.A", "output_layer.lora.lm_head.A"):
         with pytest.raises(MappingError, match="not a parameter of an adapter"):
             mapping.local_shape(other, tensor=1, vocab_multiple=1)
 
@@ -154,6 +163,28 @@ def test_models_that_cannot_have_the_adapters(shape: Any, lora: Any, tensor: int
     check_lora(settings_with({"targets": ATTENTION}, parallel={"tensor": 4}), shape)
 
 
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"tied_embeddings": True}, {}, "lm_head is also this model's embedding"),
+        ({"vocab_size": 258_049}, {}, "up to a vocabulary of 258048, the model has 258049"),
+        ({"family": "qwen2"}, {}, "does not adapt lm_head of qwen2 models"),
+        ({}, {"parallel": {"pipeline": 2}}, "lm_head alone leaves nothing to train"),
+    ],
+)
+def test_output_layers_that_cannot_have_an_adapter(changes: Any, more: Any, message: str) -> None:
+    shape = replace(TINY, **changes)
+    with pytest.raises(UserError, match=message):
+        check_lora(settings_with({"targets": ["lm_head"]}, **more), shape)
+    check_lora(settings_with({"targets": ["lm_head"]}), TINY)
+    check_lora(settings_with({"targets": ["lm_head", "q_proj"]}, parallel={"pipeline": 2}), TINY)
+    check_lora(settings_with({"targets": [*ATTENTION, "lm_head"]}), TINY_MOE)
+    if not more and not shape.tied_embeddings:  # a limit of engines that apply adapters
+        check_lora(settings_with({"targets": ["lm_head"], "publish": "merged"}), shape)
+        without = {"data": None, "sft": {"data": {"path": "x"}}}
+        check_lora(settings_with({"targets": ["lm_head"]}, **without), shape)
+
+
 def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", config_of(TINY), {})
 
@@ -166,12 +197,12 @@ def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
         command = engine_command(settings, 0, tmp_path / "socket", weights=weights)
         return command[command.index("--enable-lora") :] if "--enable-lora" in command else []
 
-    found = options({"rank": 9, "targets": ["k_proj", "q_proj", "down_proj"]})
+    found = options({"rank": 9, "targets": ["k_proj", "lm_head", "q_proj", "down_proj"]})
     assert found[:7] == [
         *("--enable-lora", "--max-loras", "1", "--max-lora-rank", "16"),
         *("--lora-target-modules", "qkv_proj"),
     ]
-    assert found[7] == "down_proj"
+    assert found[7:9] == ["down_proj", "lm_head"]
     assert options(None) == options({"publish": "merged"}) == options({"rank": 4}, "checkpoint") == []
 
 

@@ -45,6 +45,7 @@ def write_adapter(folder: Path, **changes: Any) -> Path:
         ("qwen3", "all-linear", False),
         ("qwen2", ("q_proj", "down_proj"), False),
         ("llama", "all-linear", True),
+        ("qwen3", ("v_proj", "lm_head"), False),
     ],
 )
 def test_pefts_own_adapter_comes_back_bit_by_bit(
@@ -70,14 +71,29 @@ def test_pefts_own_adapter_comes_back_bit_by_bit(
     )
     export_adapter(tmp_path / "ours", params, layout, place, tmp_path / "model", dtype=torch.float32)
     theirs, ours = (load_file(tmp_path / name / ADAPTER_WEIGHTS) for name in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    base_layer = "base_model.model.lm_head.base_layer.weight"  # PEFT saves the frozen weight, too
+    assert theirs.keys() == ours.keys() | ({base_layer} if layout.on_output_layer else set())
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     base = make_model(tmp_path / "again", family, **AWKWARD).float()
     with torch.no_grad():
         plain = base(tokens).logits
         loaded = PeftModel.from_pretrained(base, tmp_path / "ours")(tokens).logits
     assert torch.equal(loaded, logits)
     assert (loaded - plain).abs().max() > 0.01, "the adapter does nothing"
+
+
+def test_a_resized_output_layer_is_another_model(tmp_path: Path) -> None:
+    """PEFT saves the weight below an adapter, and then loads it in place of the model's."""
+    lora = LoraSettings(rank=3, alpha=6, targets=("lm_head",))
+    mapping, base_layer = AdapterMapping(TINY, lora), "base_model.model.lm_head.base_layer.weight"
+    folder = write_adapter(tmp_path / "adapter", target_modules=["lm_head"])
+    tensors = {n: torch.zeros(s) for n, s in mapping.hf_tensors().items()}
+    for rows in (TINY.vocab_size, TINY.vocab_size + 1):
+        save_file(tensors | {base_layer: torch.zeros(rows, TINY.hidden_size)}, folder / ADAPTER_WEIGHTS)
+        if rows == TINY.vocab_size:
+            assert check_adapter(folder, mapping).keys() == tensors.keys()
+    with pytest.raises(UserError, match=f"unexpected: {base_layer}"):
+        check_adapter(folder, mapping)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,22 @@ def test_what_engines_hold_of_adapters() -> None:
     assert shared == plan.engine.adapters
 
 
+def test_the_output_layer_has_an_adapter_on_the_last_stage() -> None:
+    """Its B is cut and padded as its weight is; an engine's worker has it whole."""
+    lora = "lora={rank: 20, targets: [q_proj, lm_head]}"
+    plan = plan_of(lora, "parallel={pipeline: 2, tensor: 2, sequence: true, data: 1}", "engine.tensor=2")
+    first, last = (rank_parameters(plan.settings, plan.shape, stage) for stage in (0, 1))
+    vocab, of_layers = 151_936, 18 * 20 * (2048 + 4096)
+    assert (first.trained, last.trained) == (of_layers, of_layers + 20 * (vocab // 2 + 4096))
+    assert last.adapted - first.adapted == vocab // 2 * 4096
+    padded = plan_of(lora, "model.vocab_multiple=151937")
+    assert padded.largest.trained == 36 * 20 * (4096 + 4096) + 20 * (151_937 + 4096)
+    assert plan.trained == 36 * 20 * (4096 + 4096) + 20 * (vocab + 4096)
+    slots = 36 * 32 * ((2048 + 4096) + 2 * (512 + 4096)) + 32 * (vocab + 4096)
+    assert plan.engine.adapters == 2 * (slots + plan.trained)
+    assert saved_disk(plan) == 14 * plan.trained
+
+
 def test_sleeping_engines_keep_weights_that_are_published_once() -> None:
     def asleep(plan: Plan) -> list[int]:
         return [part.nbytes for part in plan.host if part.name.startswith("weights of sleeping engines")]

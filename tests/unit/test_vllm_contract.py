@@ -12,7 +12,8 @@ import importlib.util
 from importlib.metadata import version
 from pathlib import Path
 
-from rpg_megatron.launcher.preflight import CPU_HEAD_DIMS
+from rpg_megatron.config.model_shape import FAMILIES
+from rpg_megatron.launcher.preflight import ADAPTED_OUTPUT_LAYERS, ADAPTED_VOCABULARY, CPU_HEAD_DIMS
 
 VLLM = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
 
@@ -380,6 +381,12 @@ RELIED_ON = [
         "load_adapters: it multiplies B by the scale, which check_slots expects in the slot",
     ),
     (
+        "lora/layers/logits_processor.py::LogitsProcessorWithLoRA.create_lora_weights",
+        "self max_loras lora_config model_config",
+        "e7ad8a357c9c",
+        "check_slots: each worker has the slot of the whole vocabulary; preflight has its limit",
+    ),
+    (
         "lora/worker_manager.py::LRUCacheWorkerLoRAManager.add_adapter",
         "self lora_request",
         "7dd01f47c6a8",
@@ -421,6 +428,7 @@ ATTRIBUTES = {
     "lora/layers/column_parallel_linear.py::MergedColumnParallelLinearWithLoRA": (
         "lora_a_stacked lora_b_stacked"
     ),
+    "lora/layers/logits_processor.py::LogitsProcessorWithLoRA": "lora_a_stacked lora_b_stacked",
     "lora/layers/base_linear.py::BaseLinearLayerWithLoRA": "base_layer",
     "v1/engine/async_llm.py::AsyncLLM": "logger_manager",
     "v1/metrics/loggers.py::StatLoggerManager": "stat_loggers",
@@ -512,3 +520,17 @@ def test_cpu_head_sizes_are_those_of_the_preflight():
     (returned,) = listed.body
     assert isinstance(returned, ast.Return)
     assert tuple(ast.literal_eval(returned.value)) == CPU_HEAD_DIMS
+
+
+def test_output_layers_that_engines_adapt_are_those_of_the_preflight():
+    found = []
+    for architecture, family in FAMILIES.items():
+        tree = ast.parse((VLLM / "model_executor/models" / f"{family}.py").read_text(encoding="utf-8"))
+        (body,) = (c.body for c in tree.body if isinstance(c, ast.ClassDef) and c.name == architecture)
+        declared = [
+            ast.unparse(s.value) for s in body if isinstance(s, ast.Assign) and "'lm_head'" in ast.unparse(s)
+        ]
+        found += [family] * len(declared)
+    assert tuple(sorted(found)) == ADAPTED_OUTPUT_LAYERS
+    create = functions("lora/layers/logits_processor.py")["LogitsProcessorWithLoRA.create_lora_weights"]
+    assert f"vocab_size > {ADAPTED_VOCABULARY}" in ast.unparse(create)

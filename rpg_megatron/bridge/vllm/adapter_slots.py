@@ -2,7 +2,7 @@
 
 vLLM packs A and B per module, scales B, cuts it for the worker and copies it into the slot that its kernels
 read. A checksum of what was read says nothing of that, so the slots are read back: each must hold the rows
-or columns that the module's own weight has on this worker.
+or columns that the module's own weight has on this worker, that of the output layer the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 
 from rpg_megatron.bridge.transports.mapped_reader import ShardError
-from rpg_megatron.bridge.vllm.load_recorder import SliceCopy
 from rpg_megatron.bridge.vllm.weight_loader import ModelPlan
 
 ADAPTER_NAME, ADAPTER_ID = "rpg", 1
@@ -91,14 +90,22 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
     wrong: list[str] = []
     checked = 0
     for name, module in manager.modules.items():
-        for slot, copy in enumerate(cuts[module.base_layer]):
-            has_adapter = adapter_names(copy)[0] in tensors
-            checked += has_adapter
-            expected = _expected(copy, tensors, scale) if has_adapter else None
-            stacked = module.lora_a_stacked[slot], module.lora_b_stacked[slot]
-            for matrix, index in (("A", 0), ("B", 1)):
-                if not _holds(stacked[index], None if expected is None else expected[index]):
-                    projection = copy.hf_name.removesuffix(".weight").rpartition(".")[2]
+        stacked = module.lora_a_stacked, module.lora_b_stacked
+        slots: list[tuple[str, tuple[slice, ...], Any]]
+        if isinstance(module, LogitsProcessorWithLoRA):  # adds B A x to the logits of all workers
+            slots = [(f"{name}.weight", (slice(None), slice(None)), stacked)]
+        else:
+            pairs = zip(*stacked, strict=True)
+            slots = [
+                (copy.hf_name, copy.box.slices(), pair)
+                for copy, pair in zip(cuts[module.base_layer], pairs, strict=True)
+            ]
+        for hf_name, cut, pair in slots:
+            expected = _expected(hf_name, cut, tensors, scale)
+            checked += expected is not None
+            for index, matrix in enumerate("AB"):
+                if not _holds(pair[index], None if expected is None else expected[index]):
+                    projection = hf_name.removesuffix(".weight").rpartition(".")[2]
                     wrong.append(f"{matrix} of {projection} in {name}")
     published = sum(name.endswith(".lora_A.weight") for name in tensors)
     if checked != published:
@@ -109,17 +116,16 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
         raise ShardError(f"the engine's slots do not hold the published adapters: {listed}")
 
 
-def adapter_names(copy: SliceCopy) -> tuple[str, str]:
-    """Names of A and B of the projection whose weight is copied."""
-    module = _PREFIX + copy.hf_name.removesuffix(".weight")
-    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+def _expected(
+    hf_name: str, cut: tuple[slice, ...], tensors: Mapping[str, Tensor], scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """A and scaled B of a projection on this worker, the columns and rows of its weight; None if it has none.
 
-
-def _expected(copy: SliceCopy, tensors: Mapping[str, Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """A and scaled B of a projection on this worker: the columns and rows of its weight."""
-    rows, columns = copy.box.slices()
-    a, b = (tensors[name] for name in adapter_names(copy))
-    return a[:, columns], b[rows] * scale
+    hf_name, cut: of the weight.
+    """
+    rows, columns = cut
+    a, b = (tensors.get(f"{_PREFIX}{hf_name.removesuffix('weight')}lora_{x}.weight") for x in "AB")
+    return None if a is None or b is None else (a[:, columns], b[rows] * scale)
 
 
 def _holds(stacked: Tensor, expected: Tensor | None) -> bool:

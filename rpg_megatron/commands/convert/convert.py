@@ -34,7 +34,7 @@ from rpg_megatron.config.policy import ModelSettings, ParallelSettings, Precisio
 from rpg_megatron.models.lora import AdapterMapping, split_parameters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it allows its classes in checkpoints
-from rpg_megatron.policy.lora import LoraModel, MergedWeights
+from rpg_megatron.policy.lora import LoraModel, MergedWeights, head_parts
 from rpg_megatron.policy.microbatch import pack_lengths
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
 from rpg_megatron.system.collectives import barrier, run_together
@@ -298,11 +298,14 @@ def _logits_head(
 ) -> Tensor:
     """Replaces the output layer of GPTModel.forward: the whole vocabulary, on every tensor rank."""
     weight = output_layer.weight if output_weight is None else output_weight
+    added = head_parts(output_layer, hidden_states)
     if config.sequence_parallel:
         hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
             hidden_states, group=output_layer.tp_group
         )
     local = torch.matmul(hidden_states.squeeze(1), weight.t())
+    if added is not None:
+        local += added[0] @ added[1].t()
     whole = tensor_parallel.gather_from_tensor_model_parallel_region(local, group=output_layer.tp_group)
     logits: Tensor = whole[:, :context].clone()
     return logits

@@ -20,7 +20,7 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.layout import in_fp8, layers_of
 from rpg_megatron.config import ModelShape, Settings
-from rpg_megatron.config.lora import ATTENTION_TARGETS, LoraSettings
+from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER, LoraSettings
 from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.models.lora import PACKED
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -187,15 +187,22 @@ def saved_tensors(
     return {name: nbytes for name, nbytes in column.items() if nbytes}
 
 
-def head_tensors(shape: ModelShape, parallel: ParallelSettings, dtype: str) -> dict[str, float]:
+def head_tensors(
+    shape: ModelShape, parallel: ParallelSettings, dtype: str, lora: LoraSettings | None = None
+) -> dict[str, float]:
     """Bytes per token of what the last stage saves after the layers: final norm and log-prob head."""
     item, stream = ITEM_BYTES[dtype], shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
-    return {
+    table = {
         "final norm's input": item * stream,
         "1/rms": _WIDE * stream / shape.hidden_size,
         "head's input, of all tokens": item * shape.hidden_size,
         "targets, two normalisers, entropy": 20,
     }
+    if lora is not None and OUTPUT_LAYER in lora.names:
+        table["adapter of the head: A x"] = item * lora.rank
+        if parallel.sequence:  # elsewhere the head's own input
+            table["adapter's input"] = item * stream
+    return table
 
 
 @dataclass(frozen=True)
@@ -234,7 +241,7 @@ class StageActivations:
         )
         total = in_flight(self.stage, parallel, self.microbatches) * of_layers / parallel.virtual
         if self.stage == parallel.pipeline - 1:
-            head = sum(head_tensors(*self._sizes).values())
+            head = sum(head_tensors(*self._sizes, self.settings.lora).values())
             total += self.tokens / parallel.context * head
         return round(total)
 

@@ -166,6 +166,8 @@ def adapter_parameters(settings: Settings, shape: ModelShape) -> int:
         else:
             outputs //= kv_workers if name in ("k_proj", "v_proj") else tensor
         slots += shape.num_layers * settings.lora.engine_rank * (outputs + inputs)
+    if mapping.on_output_layer:  # each worker adapts the logits of all
+        slots += settings.lora.engine_rank * (shape.vocab_size + shape.hidden_size)
     return slots + mapping.parameters
 
 

@@ -105,6 +105,8 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     how = parallel.tensor, settings.model.vocab_multiple, shard
     total, in_experts, _ = _count(shape, None, stage == 0, stage == parallel.pipeline - 1, *how)
     quantised = adapters = adapted = 0
+    if settings.lora is not None and stage == parallel.pipeline - 1:
+        adapters, adapted = _count_on_output_layer(shape, settings.lora, *how[:2])
     layers = [n for part in layers_of(shape, parallel, stage) for n in part]
     kinds = Counter((shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)) for n in layers)
     for (experts, on), number in kinds.items():
@@ -119,6 +121,18 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
             adapted += number * of_adapted
     trained = total if settings.lora is None else adapters
     return RankParameters(total + adapters, in_experts, quantised, trained, adapted)
+
+
+def _count_on_output_layer(
+    shape: ModelShape, lora: LoraSettings, tensor: int, vocab_multiple: int
+) -> tuple[int, int]:
+    """Parameters of the output layer's adapter on a rank, and of the layer if it has one."""
+    mapping = AdapterMapping(shape, lora)
+    shapes = mapping.stage_params(
+        layers=[], first=False, last=True, tensor=tensor, vocab_multiple=vocab_multiple
+    )
+    rows = shape.padded_vocab(tensor, vocab_multiple) // tensor
+    return sum(map(math.prod, shapes.values())), mapping.on_output_layer * rows * shape.hidden_size
 
 
 @lru_cache(maxsize=512)

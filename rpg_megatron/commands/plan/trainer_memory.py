@@ -20,6 +20,7 @@ from rpg_megatron.commands.plan.layout import (
     rank_parameters,
 )
 from rpg_megatron.config import ModelShape, Settings, read_model_shape
+from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "log-probs", "rollout"]
@@ -220,8 +221,10 @@ def rank_memory(
         if settings.full_divergence is not None:
             logits = logits * 3 // 2
         head = logits
-        if lora is None:
-            head += round(rows * shape.hidden_size * (4 + (weights if weights < 4 else 0)))
+        columns = shape.hidden_size  # of the matrix that has a gradient
+        if lora is not None:
+            columns = lora.rank * (OUTPUT_LAYER in lora.names)
+        head += round(rows * columns * (4 + (weights if weights < 4 else 0)))
     working = activations.working(recompute)
     parts += [
         MemoryPart("activations", activations.saved(recompute), "estimated", "update"),
