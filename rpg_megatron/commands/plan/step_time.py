@@ -21,6 +21,7 @@ from rpg_megatron.commands.plan.layout import (
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
 from rpg_megatron.config import ModelShape, read_model_shape
+from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -259,6 +260,9 @@ def _pass_seconds(
     """
     shape, settings = case.plan.shape, case.plan.settings
     adapters = case.plan.trained if case.frozen else 0
+    of_head = 0
+    if settings.lora is not None and OUTPUT_LAYER in settings.lora.names:
+        of_head = settings.lora.rank * (shape.vocab_size + shape.hidden_size)
     saved = weight_gradients and case.frozen
     in_layers, in_head = shape.matmul_parameters
     in_mlp = 3 * shape.hidden_size * shape.active_ffn_columns
@@ -266,7 +270,7 @@ def _pass_seconds(
     share = fp8_layers / shape.num_layers
     linear = 2 * tokens * ((layers - saved) * in_layers + mlp * in_mlp)
     attention = 2 * squares * layers * shape.num_heads * shape.head_dim * shape.num_layers
-    other = 2 * tokens * ((head - saved) * in_head + layers * adapters)
+    other = 2 * tokens * ((head - saved) * in_head + layers * (adapters - of_head) + head * of_head)
     flops = linear * (share / case.assumed.speedup_in_fp8 + 1 - share) + attention + other
     return flops / case.peak / (settings.parallel.world / settings.parallel.data)
 
