@@ -12,6 +12,8 @@ BRIDGE_VARIABLE = "RPG_BRIDGE_DIR"
 """Environment variable of engines with the folder in which the trainers publish weights."""
 RENDEZVOUS_VARIABLE = "RPG_RENDEZVOUS"
 """Set for trainer ranks on a single node: the file in which they find each other."""
+RANK_LOGS_VARIABLE = "RPG_RANK_LOGS"
+"""Set, instead of RANK, for a process that forks all trainer ranks: the folder of their logs."""
 ADDRESS_VARIABLE = "RPG_NODE_ADDRESS"
 """Environment variable with the node's cluster address, set by the launcher for its child processes; unset on
 a single node."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.cluster import ADDRESS_VARIABLE, RENDEZVOUS_VARIABLE, TOKEN_VARIABLE
+from rpg_megatron.config.cluster import (
+    ADDRESS_VARIABLE,
+    RANK_LOGS_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    TOKEN_VARIABLE,
+)
 from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, engine_threads
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
 
@@ -94,6 +99,15 @@ def rank_starts(
             **_rendezvous(spec, work if address is None else None),
         }
         yield f"rank_{rank}", command, environment
+
+
+def forked_start(
+    starts: Sequence[tuple[str, list[str], dict[str, str]]], logs: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of a process that forks these ranks, all of a single node with CPUs."""
+    _, command, environment = starts[0]
+    own = {name: value for name, value in environment.items() if name not in ("RANK", "LOCAL_RANK")}
+    return command, own | {RANK_LOGS_VARIABLE: str(logs)}
 
 
 def _rendezvous(spec: RankLaunchSpec, work: Path | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +29,7 @@ from rpg_megatron.launcher.rank_env import (
     RankLaunchSpec,
     base_environment,
     cluster_environment,
+    forked_start,
     rank_starts,
     sampler_command,
 )
@@ -37,6 +39,7 @@ from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
 from rpg_megatron.system.child import Child, ProcessStatus, explain, user_error
+from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
 from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.training.preemption import REQUEUE
 
@@ -78,7 +81,7 @@ class RunLauncher:
         self._opened = open_run(settings, fresh=fresh, source=source)
         self.folder, self.notes = self._opened.folder, self._opened.notes
         self.log = self.folder / LOGS / LAUNCHER_LOG
-        self._ranks: list[Child | RemoteRank] = []
+        self._ranks: list[Child | ForkedRank | RemoteRank] = []
         self._sampler: Child | None = None
         # Only training syncs weights to a restarted engine; in other jobs its weights would be random.
         self._max_restarts = settings.engine.restarts if self._trains else 0
@@ -174,16 +177,50 @@ class RunLauncher:
             address=address,
             port=settings.rendezvous_port or (free_port(address) if remote else 0),
         )
-        for name, command, environment in rank_starts(
-            settings, assignment, start, work, bridge, token, address if remote else None, self._rank_module
-        ):
-            self._check_signals()
-            self._ranks.append(self._supervisor.start(name, command, environment))
+        starts = [
+            *rank_starts(
+                settings,
+                assignment,
+                start,
+                work,
+                bridge,
+                token,
+                address if remote else None,
+                self._rank_module,
+            )
+        ]
+        if settings.device == "cpu" and not remote and len(starts) > 1:
+            self._fork_ranks(starts)
+        else:
+            for name, command, environment in starts:
+                self._check_signals()
+                self._ranks.append(self._supervisor.start(name, command, environment))
         if remote:
             remote.start_ranks(start)
             self._ranks += remote.ranks.values()
             self._supervisor.elsewhere += remote.ranks.values()
         self._all_started = True
+
+    def _fork_ranks(self, starts: Sequence[tuple[str, list[str], dict[str, str]]]) -> None:
+        """Start a process that imports what ranks need, and wait until it has forked them."""
+        logs, status = self.folder / LOGS, self._workspace.work / STATUS
+        files = [logs / f"{name}.log" for name, _, _ in starts]
+        sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+        parent = self._supervisor.start("ranks", *forked_start(starts, logs))
+        while not status.exists():
+            self._pump(0.1)
+        for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
+            self._ranks.append(ForkedRank(file.stem, file, parent, number, status, size))
+        self._supervisor.elsewhere += self._ranks
+
+    def _pump(self, seconds: float) -> None:
+        """Show progress for so long. Raises as ``watch``."""
+        self._progress.pump(seconds)
+        self._check_signals()
+        self._check_nodes()
+        self._check_children()
+        if self._warned is None:
+            self._check_engines()
 
     def _measure_network(self, remote: RemoteNodes) -> None:
         """Before engines and ranks start, which use the GPUs, and would wait for a network that is dead."""
@@ -217,11 +254,7 @@ class RunLauncher:
         rank allocates all of its state. Both at once may exceed the GPU's memory.
         """
         while not self._engines.all_up:
-            self._progress.pump(0.2)
-            self._check_signals()
-            self._check_nodes()
-            self._check_children()
-            self._check_engines()
+            self._pump(0.2)
         try:
             self._engines.sleep()
         except RunFailed as e:
@@ -243,12 +276,7 @@ class RunLauncher:
     def watch(self) -> None:
         """Return when all ranks have exited with code 0. Raises UserError, RunFailed or Interrupted."""
         while self._running():
-            self._progress.pump(0.2)
-            self._check_signals()
-            self._check_nodes()
-            self._check_children()
-            if self._warned is None:
-                self._check_engines()
+            self._pump(0.2)
         self._check_children()
 
     def discard(self) -> None:

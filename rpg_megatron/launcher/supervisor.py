@@ -129,7 +129,7 @@ class Supervisor:
             self._reaper.guard_path(folder)
         self.children: list[Child] = []
         self.elsewhere: list[ProcessStatus] = []
-        """Processes on other nodes, whose own launchers end them."""
+        """Processes that others started and end: launchers of other nodes, the parent of forked ranks."""
         self.engines: list[EngineProcess] = []
         self._groups: dict[int, int] = {}
 

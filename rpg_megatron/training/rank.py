@@ -1,9 +1,10 @@
 """The process of one trainer rank.
 
 ``python -m rpg_megatron.training.rank RUN_DIR WORK_DIR BRIDGE_DIR [CHECKPOINT]``, started by the launcher.
-Environment: RANK, WORLD_SIZE, LOCAL_RANK as for torchrun; RPG_RENDEZVOUS, or MASTER_ADDR and MASTER_PORT
-(``policy/device.py``); RPG_ENGINE_TOKEN on rank 0. Exit codes: 0 when training is done; 2 for a user error,
-with ``error: ...`` as the last line; 75 after SIGTERM or SIGUSR1, when the state is saved.
+Environment: RANK, WORLD_SIZE, LOCAL_RANK as for torchrun, or RPG_RANK_LOGS for a process that forks all ranks
+(``system/forked_ranks.py``); RPG_RENDEZVOUS, or MASTER_ADDR and MASTER_PORT (``policy/device.py``);
+RPG_ENGINE_TOKEN on rank 0. Exit codes: 0 when training is done; 2 for a user error, with ``error: ...`` as
+the last line; 75 after SIGTERM or SIGUSR1, when the state is saved.
 
 ``audit`` and ``replay`` have rank modules of their own, which use ``run_rank`` too.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -27,8 +29,10 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.cluster import RANK_LOGS_VARIABLE
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import barrier
+from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
 from rpg_megatron.training.preemption import REQUEUE
 
 if TYPE_CHECKING:
@@ -85,6 +89,10 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
     try:
         settings = load_settings(run_dir / "config.yaml")
         device = start_device(settings.device)
+        if (logs := os.environ.get(RANK_LOGS_VARIABLE)) is not None:
+            _fork_ranks(Path(logs), work)
+        with suppress(OSError):
+            Path("/proc/self/comm").write_text(f"rank_{os.environ['RANK']}", encoding="ascii")  # for ps, top
         start_process_group(device)
         from rpg_megatron.policy.model import start_mesh
 
@@ -114,6 +122,14 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
             print(f"error: {message}", file=sys.stderr, flush=True)
         # The other ranks wait in a collective that this rank does not join; the launcher ends them.
         os._exit(2)
+
+
+def _fork_ranks(logs: Path, work: Path) -> None:
+    """Import what ranks need, then become each of them. Only on a CPU."""
+    importlib.import_module("rpg_megatron.training.loop")
+    world = int(os.environ["WORLD_SIZE"])
+    number = fork_ranks([logs / f"rank_{rank}.log" for rank in range(world)], work / STATUS)
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
 
 
 def _train(rank: RankProcess) -> bool:

@@ -33,6 +33,17 @@ def act(name):
     time.sleep(600)
 """
 
+STAND_IN_RANK = """
+import os, sys
+from pathlib import Path
+from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
+if (logs := os.environ.get("RPG_RANK_LOGS")) is not None:
+    files = [Path(logs) / f"rank_{rank}.log" for rank in range(2)]
+    os.environ["RANK"] = str(fork_ranks(files, Path(sys.argv[2]) / STATUS))
+import stand_in
+stand_in.act("rank_" + os.environ["RANK"])
+"""
+
 
 DRIVER = """
 import os, sys
@@ -75,9 +86,7 @@ class Launch:
         (folder / "stand_in.py").write_text(STAND_IN)
         for name in ("engine", "sampler"):
             (folder / f"stand_in_{name}.py").write_text(f"import stand_in; stand_in.act({name!r})")
-        (folder / "stand_in_rank.py").write_text(
-            "import os, stand_in; stand_in.act('rank_' + os.environ['RANK'])"
-        )
+        (folder / "stand_in_rank.py").write_text(STAND_IN_RANK)
         (folder / "driver.py").write_text(DRIVER)
         (folder / "plan.json").write_text(json.dumps(plan))
         temporary = folder / "t"

@@ -139,9 +139,9 @@ class TrainCommand(Command):
         return self.find("rpg_megatron.rollout.sampler")
 
     def rank(self, rank: int) -> int:
-        for pid in self.processes():
-            environment = read_proc_file(pid, "environ").split(b"\0")
-            if f"RANK={rank}".encode() in environment and os.getsid(pid) == pid:
+        named = [p for p in self.processes() if read_proc_file(p, "comm") == f"rank_{rank}\n".encode()]
+        for pid in named:
+            if psutil.Process(pid).ppid() not in named:  # no fork of it
                 return pid
         raise AssertionError(f"no rank {rank}")
 

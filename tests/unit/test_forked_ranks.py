@@ -1,0 +1,140 @@
+"""Ranks that are forks of one process: exit codes, logs, signals, and who ends with whom.
+
+Why: the launcher is not their parent, and a failed rank that it took for a finished one would lose a run
+silently. Proved with real processes. Not covered: what a run does with them (every test of a run with several
+ranks on a CPU).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rpg_megatron.system import process_groups
+from rpg_megatron.system.child import Child, start_child
+from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
+from tests.support.launcher import wait_for
+
+RANKS = 4
+PARENT = """
+import os, signal, sys
+from pathlib import Path
+from rpg_megatron.system.forked_ranks import fork_ranks
+*logs, status = map(Path, sys.argv[1:])
+rank = fork_ranks(logs, status)
+"""
+
+
+type Start = Callable[[str], tuple[Child, list[ForkedRank]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the parent of ranks that do what a line of Python says, with ``rank`` their number."""
+    parents: list[Child] = []
+    logs = [tmp_path / f"rank_{rank}.log" for rank in range(RANKS)]
+    logs[1].write_text("of an earlier start\n")
+
+    def start(code: str) -> tuple[Child, list[ForkedRank]]:
+        command = [sys.executable, "-P", "-c", PARENT + code, *map(str, logs), str(tmp_path / STATUS)]
+        parent = start_child(
+            "ranks", command, {**os.environ, "PYTHONUNBUFFERED": "1"}, tmp_path / "ranks.log"
+        )
+        parents.append(parent)
+        status = tmp_path / STATUS
+        wait_for(status.exists, 60)
+        sizes = [0, 20, 0, 0]
+        return parent, [ForkedRank(log.stem, log, parent, n, status, sizes[n]) for n, log in enumerate(logs)]
+
+    yield start
+    for parent in parents:
+        parent.kill()
+        parent.reap()
+
+
+def codes(ranks: list[ForkedRank]) -> list[int | None]:
+    return [rank.exit_code() for rank in ranks]
+
+
+SLEEP = "signal.pause()"
+
+
+def test_each_rank_has_a_code_and_a_log(start: Start) -> None:
+    parent, ranks = start(
+        "print('I am', rank, flush=True)\n"
+        "if rank == 1: sys.exit('error: one')\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if rank == 3: os._exit(75)"
+    )
+    wait_for(lambda: None not in codes(ranks), 60)
+    assert codes(ranks) == [0, 1, -signal.SIGKILL, 75]
+    assert [rank.log.read_text() for rank in ranks] == [
+        "I am 0\n",
+        "of an earlier start\nI am 1\nerror: one\n",
+        "I am 2\n",
+        "I am 3\n",
+    ]
+    wait_for(lambda: parent.exit_code() is not None, 60)
+    assert parent.exit_code() == 0
+    assert codes(ranks) == [0, 1, -signal.SIGKILL, 75]
+
+
+def test_a_rank_that_has_ended_keeps_its_pid_while_others_run(start: Start) -> None:
+    """Otherwise a signal of the launcher could reach another process."""
+    _, ranks = start(f"rank or sys.exit(3)\n{SLEEP}")
+    wait_for(lambda: ranks[0].exit_code() is not None, 60)
+    assert codes(ranks) == [3, None, None, None]
+    assert Path(f"/proc/{ranks[0].pid}").exists()
+    ranks[0].warn()
+
+
+def test_a_warning_ends_ranks_and_not_their_parent(start: Start) -> None:
+    """Schedulers send it to every process; what ranks have not set otherwise ends them."""
+    parent, ranks = start(
+        f"if rank: signal.signal(signal.SIGTERM, lambda *_: os._exit(70 + rank))\nprint('ready')\n{SLEEP}"
+    )
+    wait_for(lambda: all("ready" in rank.log.read_text() for rank in ranks), 60)
+    parent.warn()
+    for rank in ranks[1:]:
+        rank.warn()
+    wait_for(lambda: None not in codes(ranks[1:]), 60)
+    assert codes(ranks) == [None, 71, 72, 73]
+    assert parent.exit_code() is None
+    ranks[0].warn()
+    wait_for(lambda: ranks[0].exit_code() is not None, 60)
+    assert ranks[0].exit_code() == -signal.SIGTERM
+
+
+def test_ranks_die_with_their_parent(start: Start) -> None:
+    parent, ranks = start(SLEEP)
+    assert codes(ranks) == [None] * RANKS
+    os.kill(parent.pid, signal.SIGKILL)
+    wait_for(lambda: not any(process_groups.start_time(rank.pid) for rank in ranks), 60)
+    assert codes(ranks) == [-signal.SIGKILL] * RANKS
+    ranks[0].warn()
+
+
+def test_ending_the_parent_ends_what_ranks_have_started(start: Start) -> None:
+    parent, ranks = start(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '600'], process_group=0).pid)\n" + SLEEP
+    )
+    wait_for(lambda: all("\n" in rank.log.read_text()[rank.log_start :] for rank in ranks), 60)
+    started = [int(rank.log.read_text()[rank.log_start :]) for rank in ranks]
+    assert all(process_groups.start_time(pid) for pid in started)
+    parent.kill()
+    assert not any(process_groups.start_time(pid) for pid in [*started, *(rank.pid for rank in ranks)])
+
+
+def test_a_lost_file_is_no_exit_code(start: Start, tmp_path: Path) -> None:
+    parent, ranks = start(SLEEP)
+    (tmp_path / STATUS).write_text("[[")
+    assert codes(ranks) == [None] * RANKS
+    (tmp_path / STATUS).unlink()
+    assert codes(ranks) == [None] * RANKS
+    parent.kill()
+    assert codes(ranks) == [-signal.SIGKILL] * RANKS
