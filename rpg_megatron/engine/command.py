@@ -82,7 +82,7 @@ def engine_command(
     checkpoint; "checkpoint" lets vLLM load it, for an evaluation without trainers.
     """
     engine = settings.engine
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [sys.executable, "-m", "rpg_megatron.engine.server"]
     command += ["--model", str(settings.model.path), "--served-model-name", SERVED_NAME]
     command += ["--host", listen[0], "--port", str(listen[1])] if listen else ["--uds", str(socket)]
     command += ["--dtype", settings.precision.dtype]

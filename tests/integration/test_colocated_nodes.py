@@ -122,4 +122,4 @@ def test_a_core_that_hangs_on_the_other_node(
 
 
 def is_server(pid: int) -> bool:
-    return b"vllm.entrypoints" in read_proc_file(pid, "cmdline")
+    return b"rpg_megatron.engine.server" in read_proc_file(pid, "cmdline")

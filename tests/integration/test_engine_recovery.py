@@ -151,7 +151,7 @@ def test_a_colocated_engine_killed_in_an_update_comes_back_after_it(
     kill(engine)
     run.wait_for_restart(1)
     time.sleep(3)
-    assert run.search("vllm.entrypoints", "engine-0.sock") is None
+    assert run.search("engine.server", "engine-0.sock") is None
     os.kill(rank, signal.SIGCONT)
     run.wait_for_engine()
     run.assert_done_like(undisturbed, restarts=1)

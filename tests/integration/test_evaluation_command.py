@@ -242,7 +242,7 @@ def test_whatever_is_killed_nothing_is_left_and_the_samples_stay_the_same(
         words = read_proc_file(pid, "cmdline").split(b"\0")
         if b"rpg_megatron.commands.eval.process" in words:
             pids["evaluator"] = pid
-        if b"vllm.entrypoints.openai.api_server" in words:
+        if b"rpg_megatron.engine.server" in words:
             pids["engine"] = pid
     if victim == "core":  # it hangs, but its server still answers
         os.kill(find_core(pids["engine"]), signal.SIGSTOP)

@@ -141,9 +141,7 @@ def ranks(slurm: Slurm) -> list[psutil.Process]:
 def engine_urls(slurm: Slurm) -> list[str]:
     """URLs of the engines that are reached from other nodes."""
     lines = [
-        p.info["cmdline"]
-        for p in slurm.processes()
-        if "vllm.entrypoints.openai.api_server" in p.info["cmdline"]
+        p.info["cmdline"] for p in slurm.processes() if "rpg_megatron.engine.server" in p.info["cmdline"]
     ]
     remote = [line for line in lines if "--port" in line]
     return sorted({f"http://{x[x.index('--host') + 1]}:{x[x.index('--port') + 1]}" for x in remote})

@@ -42,6 +42,7 @@ from rpg_megatron.system.parent_death import end_with_parent
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "rpg_megatron.cli",
+    "rpg_megatron.engine.server",
     "rpg_megatron.launcher.reaper",
     "rpg_megatron.rollout.fine_tuning",
     "rpg_megatron.rollout.sampler",
@@ -52,10 +53,13 @@ MODULES = (
     "rpg_megatron.commands.convert.rank",
     "rpg_megatron.commands.eval.process",
     "rpg_megatron.commands.replay.rank",
-    "vllm.entrypoints.openai.api_server",
 )
 """Modules that are forked; all others start normally, such as workers that run foreign code."""
-_ENGINE_PACKAGES = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+_ENGINE_PACKAGES = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
 _PARENT_DEATH = "rpg_megatron.system.parent_death"
 _PR_SET_MM, _PR_SET_MM_MAP, _PR_SET_CHILD_SUBREAPER = 35, 14, 36
 _REQUEST_BYTES = 1 << 20
@@ -245,12 +249,12 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _import_packages() -> None:
-    for module in (*(m for m in MODULES if not m.startswith("vllm.")), "rpg_megatron.training.run"):
+    for module in (*MODULES, "rpg_megatron.training.run"):
         importlib.import_module(module)
     import torch._dynamo
 
     torch._dynamo.config.disable = True  # as TORCH_COMPILE_DISABLE does, which only engines have
-    for module in (*(m for m in MODULES if m.startswith("vllm.")), *_ENGINE_PACKAGES):
+    for module in _ENGINE_PACKAGES:
         importlib.import_module(module)
     torch._dynamo.config.disable = False
 

@@ -283,7 +283,7 @@ class KilledRun(WatchedRun):
         if kill.target == ENVIRONMENT:
             servers = [pid for pid in running if name_of(pid) == "rpg_megatron.cli env serve"]
             return [servers[int(choice * len(servers))]] if servers else None
-        server = command.search("vllm.entrypoints", f"engine-{int(choice * self.engines)}.sock")
+        server = command.search("engine.server", f"engine-{int(choice * self.engines)}.sock")
         if kill.target == SERVER or server is None:
             return _listed(server)
         children = [

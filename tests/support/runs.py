@@ -88,7 +88,7 @@ class TrainCommand(Command):
         pids: list[int | None] = [None]
 
         def begun() -> bool:
-            pids[0] = self.search("vllm.entrypoints", f"engine-{index}.sock")
+            pids[0] = self.search("engine.server", f"engine-{index}.sock")
             return pids[0] is not None
 
         self.wait(begun)
@@ -129,7 +129,7 @@ class TrainCommand(Command):
         return pid
 
     def engine(self, index: int = 0) -> int:
-        return self.find("vllm.entrypoints", f"engine-{index}.sock")
+        return self.find("engine.server", f"engine-{index}.sock")
 
     def core(self, index: int = 0) -> int:
         """The core of an engine that is up, by its title."""

@@ -366,7 +366,7 @@ def test_a_dry_run_starts_nothing(config_file: Path, capsys: pytest.CaptureFixtu
     assert "/runs/tiny-001\n" in out
     lines = [line.removeprefix("#").split(": ")[0].strip() for line in out.splitlines() if line[:3] == "#  "]
     assert lines == ["engine_0", "sampler", "sampler workers", "reward workers", "rank_0", "rank_1"]
-    assert "-m vllm.entrypoints.openai.api_server --model" in out
+    assert "-m rpg_megatron.engine.server --model" in out
     assert not runs.exists()
     with pytest.raises(SystemExit) as end:
         cli.main(["train", str(config_file), "--dryrun", "parallel.tensor=3"])

@@ -39,7 +39,7 @@ def test_command_line(config_file: Path, tmp_path: Path) -> None:
     )
     command = engine_command(settings, 1, tmp_path / "e.sock")
     flags = dict(zip(command[3::2], command[4::2], strict=False))
-    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[1:3] == ["-m", "rpg_megatron.engine.server"]
     assert flags["--model"] == str(settings.model.path)
     assert flags["--dtype"] == "float32"
     assert flags["--load-format"] == "dummy"
