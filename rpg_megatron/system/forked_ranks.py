@@ -34,7 +34,8 @@ STATUS = "ranks.json"
 def fork_ranks(logs: Sequence[Path], status: Path) -> int:
     """Fork a process for each log, to which it writes. Returns its number in each of them.
 
-    The caller must have no threads. It waits until all have ended, and exits; status: its file.
+    The caller must have no threads of its own; those of OpenBLAS, torch and Arrow are prepared for forks. It
+    waits until all have ended, and exits; status: its file.
     """
     gc.collect()
     gc.freeze()  # imported objects stay in memory shared with the forks

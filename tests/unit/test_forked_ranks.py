@@ -30,18 +30,25 @@ rank = fork_ranks(logs, status)
 """
 
 
-type Start = Callable[[str], tuple[Child, list[ForkedRank]]]
+type Start = Callable[..., tuple[Child, list[ForkedRank]]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the parent of ranks that do what a line of Python says, with ``rank`` their number."""
+    """Starts a parent, which runs ``before``, of ranks, which run ``code`` with ``rank`` their number."""
     parents: list[Child] = []
     logs = [tmp_path / f"rank_{rank}.log" for rank in range(RANKS)]
     logs[1].write_text("of an earlier start\n")
 
-    def start(code: str) -> tuple[Child, list[ForkedRank]]:
-        command = [sys.executable, "-P", "-c", PARENT + code, *map(str, logs), str(tmp_path / STATUS)]
+    def start(code: str, before: str = "") -> tuple[Child, list[ForkedRank]]:
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            before + PARENT + code,
+            *map(str, logs),
+            str(tmp_path / STATUS),
+        ]
         parent = start_child(
             "ranks", command, {**os.environ, "PYTHONUNBUFFERED": "1"}, tmp_path / "ranks.log"
         )
@@ -62,6 +69,41 @@ def codes(ranks: list[ForkedRank]) -> list[int | None]:
 
 
 SLEEP = "signal.pause()"
+
+
+COMPUTE = """
+import numpy, pyarrow, pyarrow.parquet, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{status}.rendezvous", rank=rank, world_size=4)
+a = torch.ones(600, 600, requires_grad=True)
+(a @ a).relu().sum().backward()
+dist.all_reduce(a.grad)
+b = numpy.ones((600, 600))
+table = pyarrow.table({"a": list(range(100_000))})
+pyarrow.parquet.write_table(table, f"{logs[rank]}.parquet")
+print(torch.get_num_threads(), a.grad[0, 0].item(), (b @ b).sum(),
+      pyarrow.parquet.read_table(f"{logs[rank]}.parquet").num_rows, flush=True)
+"""
+
+
+def test_libraries_with_threads_work_in_ranks(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent has threads of them, which forks do not have."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    before = (
+        "from rpg_megatron.policy.device import start_device\n"
+        "start_device('cpu')\n"
+        "import os, rpg_megatron.training.loop\n"
+        "print(len(os.listdir('/proc/self/task')), flush=True)\n"
+    )
+    _, ranks = start(COMPUTE, before)
+    wait_for(lambda: None not in codes(ranks), 120, lambda: str([rank.log.read_text() for rank in ranks]))
+    assert codes(ranks) == [0] * RANKS, [rank.log.read_text() for rank in ranks]
+    expected = f"3 {RANKS * 2 * 600.0} {600.0**3} 100000"
+    assert [rank.log.read_text().splitlines()[-1] for rank in ranks] == [expected] * RANKS
+    assert int((tmp_path / "ranks.log").read_text().splitlines()[-1]) > 1
 
 
 def test_each_rank_has_a_code_and_a_log(start: Start) -> None:
