@@ -5,8 +5,8 @@ ranks on the CPUs of a single node are forked: CUDA cannot be used in a fork of 
 and packages for GPUs may use it as they are imported.
 
 The parent is the launcher's child. It never trains: it writes the ranks' pids and exit codes to a file, which
-the launcher reads. The ranks stay in its session, so they are ended with it, and if it is killed, the kernel
-kills them.
+the launcher reads. Each rank has a process group in its session, so they are ended with it, and if it is
+killed, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def fork_ranks(logs: Sequence[Path], status: Path) -> int:
         with open_own(log, "ab") as file:
             if (pid := os.fork()) == 0:
                 end_with_parent(parent)
+                os.setpgid(0, 0)
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
                 return rank

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -44,6 +44,11 @@ def set_child_subreaper() -> None:
     """Become the parent of all orphans below this process."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def set_process_name(name: str) -> None:
+    """Set the name of this process that ps and top show, at most 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from rpg_megatron.config.cluster import RANK_LOGS_VARIABLE
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import barrier
 from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
+from rpg_megatron.system.parent_death import set_process_name
 from rpg_megatron.training.preemption import REQUEUE
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
         device = start_device(settings.device)
         if (logs := os.environ.get(RANK_LOGS_VARIABLE)) is not None:
             _fork_ranks(Path(logs), work)
-        with suppress(OSError):
-            Path("/proc/self/comm").write_text(f"rank_{os.environ['RANK']}", encoding="ascii")  # for ps, top
+        set_process_name(f"rank_{os.environ['RANK']}")
         start_process_group(device)
         from rpg_megatron.policy.model import start_mesh
 

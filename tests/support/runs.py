@@ -184,7 +184,7 @@ class TrainCommand(Command):
         kill(self.rank(1))
         signal_all([sampler], signal.SIGCONT)  # the launcher may have ended it by now
         code, err = self.finish(180)
-        assert code == 1, err
+        assert code == 1, f"exit code {code}: {err}\n{self.out.read_text()}"
         assert "rank_1 was killed (SIGKILL" in err
         assert "last words of rank 1" in err
         self.assert_nothing_left()

@@ -155,6 +155,7 @@ def test_a_warning_ends_ranks_and_not_their_parent(start: Start) -> None:
 def test_ranks_die_with_their_parent(start: Start) -> None:
     parent, ranks = start(SLEEP)
     assert codes(ranks) == [None] * RANKS
+    wait_for(lambda: all(process_groups.members(rank.pid) == [rank.pid] for rank in ranks), 60)
     os.kill(parent.pid, signal.SIGKILL)
     wait_for(lambda: not any(process_groups.start_time(rank.pid) for rank in ranks), 60)
     assert codes(ranks) == [-signal.SIGKILL] * RANKS
