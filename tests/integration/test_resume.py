@@ -162,10 +162,13 @@ def test_killed_in_step_7(disturbed: Run, straight: Run, time: int) -> None:
 def test_warned_ten_times(disturbed: Run, straight: Run) -> None:
     for number in range(10):
         disturbed.start()
-        if number % 2 or len(disturbed.rows()) >= STEPS:  # while it starts; or else it might be at its end
-            time.sleep(random.uniform(1.5, 20))
+        before = len(disturbed.rows())
+        if number % 2 or before >= STEPS:  # while it starts; or else it might be at its end
+            end = time.monotonic() + random.uniform(1.5, 20)
+            while time.monotonic() < end and len(disturbed.rows()) == before:
+                time.sleep(0.02)
         else:
-            disturbed.wait_in_step(len(disturbed.rows()) + 1)
+            disturbed.wait_in_step(before + 1)
         disturbed.warn((signal.SIGTERM, signal.SIGUSR1)[number // 2 % 2], everyone=number % 5 > 2)
     disturbed.start()
     disturbed.finish()
