@@ -177,18 +177,8 @@ class RunLauncher:
             address=address,
             port=settings.rendezvous_port or (free_port(address) if remote else 0),
         )
-        starts = [
-            *rank_starts(
-                settings,
-                assignment,
-                start,
-                work,
-                bridge,
-                token,
-                address if remote else None,
-                self._rank_module,
-            )
-        ]
+        arguments = (work, bridge, token, address if remote else None, self._rank_module)
+        starts = list(rank_starts(settings, assignment, start, *arguments))
         if settings.device == "cpu" and not remote and len(starts) > 1:
             self._fork_ranks(starts)
         else:
@@ -204,13 +194,10 @@ class RunLauncher:
     def _fork_ranks(self, starts: Sequence[tuple[str, list[str], dict[str, str]]]) -> None:
         """Start a process that imports what ranks need, and wait until it has forked them."""
         logs, status = self.folder / LOGS, self._workspace.work / STATUS
-        files = [logs / f"{name}.log" for name, _, _ in starts]
-        sizes = [file.stat().st_size if file.exists() else 0 for file in files]
         parent = self._supervisor.start("ranks", *forked_start(starts, logs))
         while not status.exists():
             self._pump(0.1)
-        for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
-            self._ranks.append(ForkedRank(file.stem, file, parent, number, status, size))
+        self._ranks += [ForkedRank(rank, logs, status, parent) for rank in range(len(starts))]
         self._supervisor.elsewhere += self._ranks
 
     def _pump(self, seconds: float) -> None:

@@ -16,9 +16,7 @@ import json
 import os
 import select
 import signal
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -28,71 +26,65 @@ from rpg_megatron.system.parent_death import end_with_parent
 from rpg_megatron.system.process_groups import WARNINGS
 
 STATUS = "ranks.json"
-"""File in the work folder: [pid, exit code or null] of each rank."""
+"""File in the work folder: [pid, bytes that the log had before, exit code or null] of each rank."""
 
 
-def fork_ranks(logs: Sequence[Path], status: Path) -> int:
-    """Fork a process for each log, to which it writes. Returns its number in each of them.
+def fork_ranks(logs: Path, world: int, status: Path) -> int:
+    """Fork a process for each rank, which writes to ``logs/rank_N.log``. Returns its number N in each.
 
     The caller must have no threads of its own; those of OpenBLAS, torch and Arrow are prepared for forks. It
-    waits until all have ended, and exits; status: its file.
+    waits until all have ended, and exits. status: the file for the launcher.
     """
     gc.collect()
     gc.freeze()  # imported objects stay in memory shared with the forks
     parent = os.getpid()
-    pids = []
-    for rank, log in enumerate(logs):
-        with open_own(log, "ab") as file:
+    rows: dict[int, list[int | None]] = {}
+    for rank in range(world):
+        with open_own(_log_of(logs, rank), "ab") as file:
+            start = os.fstat(file.fileno()).st_size
             if (pid := os.fork()) == 0:
                 end_with_parent(parent)
                 os.setpgid(0, 0)
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
                 return rank
-            pids.append(pid)
+            rows[pid] = [pid, start, None]
     for number in WARNINGS:  # schedulers send them to every process: the ranks save and end
         signal.signal(number, signal.SIG_IGN)
-    codes: dict[int, int] = {}
     ends = select.poll()
-    for pid in pids:
-        ends.register(os.pidfd_open(pid), select.POLLIN)
+    running = {os.pidfd_open(pid): pid for pid in rows}
+    for descriptor in running:
+        ends.register(descriptor, select.POLLIN)
     while True:
-        atomic_write_text(status, json.dumps([[pid, codes.get(pid)] for pid in pids]))
-        if len(codes) == len(pids):
+        atomic_write_text(status, json.dumps(list(rows.values())))
+        if not running:
             os._exit(0)  # what the ranks have registered to be done at exit is theirs
         for descriptor, _ in ends.poll():
-            # It stays a zombie, so that its pid is not another process's while the launcher uses it.
-            end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
-            assert end is not None
-            codes[end.si_pid] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            pid = running.pop(descriptor)
             ends.unregister(descriptor)
+            # It stays a zombie, so that its pid is not another process's while the launcher uses it.
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            assert end is not None
+            rows[pid][2] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-@dataclass
 class ForkedRank:
-    """The launcher's view of a forked rank."""
+    """The launcher's view of a forked rank, a ``ProcessStatus``."""
 
-    name: str
-    log: Path
-    parent: Child
-    number: int
-    """Its place in the parent's file."""
-    status: Path
-    log_start: int
-    opened: IO[bytes] | None = field(init=False)
-    pid: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.opened = open_own(self.log)
-        self.pid = self._read()[0]
-        self._code: int | None = None
+    def __init__(self, rank: int, logs: Path, status: Path, parent: Child) -> None:
+        """logs, status: as for ``fork_ranks``, whose process is ``parent``. The file must exist."""
+        self.log = _log_of(logs, rank)
+        self.name = self.log.stem
+        self.opened: IO[bytes] | None = open_own(self.log)
+        self._rank, self._status, self._parent = rank, status, parent
+        self.pid, self.log_start, self._code = self._read()
 
     def exit_code(self) -> int | None:
         """None while it runs; negative after a signal."""
         if self._code is None:
-            parent_ended = self.parent.exit_code() is not None
+            parent_ended = self._parent.exit_code() is not None
             with suppress(OSError, ValueError):  # the file was deleted or damaged
-                self._code = self._read()[1]
+                self._code = self._read()[2]
             if self._code is None and parent_ended:
                 self._code = -signal.SIGKILL
         return self._code
@@ -102,6 +94,10 @@ class ForkedRank:
         with suppress(ProcessLookupError):  # it was killed with its parent
             os.kill(self.pid, signal.SIGTERM)
 
-    def _read(self) -> tuple[int, int | None]:
-        pid, code = read_json(self.status)[self.number]
-        return pid, code
+    def _read(self) -> tuple[int, int, int | None]:
+        pid, start, code = read_json(self._status)[self._rank]
+        return pid, start, code
+
+
+def _log_of(logs: Path, rank: int) -> Path:
+    return logs / f"rank_{rank}.log"

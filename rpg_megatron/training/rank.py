@@ -127,9 +127,8 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
 def _fork_ranks(logs: Path, work: Path) -> None:
     """Import what ranks need, then become each of them. Only on a CPU."""
     importlib.import_module("rpg_megatron.training.loop")
-    world = int(os.environ["WORLD_SIZE"])
-    number = fork_ranks([logs / f"rank_{rank}.log" for rank in range(world)], work / STATUS)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    rank = str(fork_ranks(logs, int(os.environ["WORLD_SIZE"]), work / STATUS))
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
 
 
 def _train(rank: RankProcess) -> bool:

@@ -46,12 +46,40 @@ os._exit(2)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_users_error_before_the_ranks_are_forked_is_one_message(launch, tmp_path: Path):
+    launcher = launch(ranks="print('error: no such device; choose another', flush=True); os._exit(2)")
+    code, _, err = launcher.finish()
+    assert (code, err) == (2, "error: no such device; choose another\n")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_the_death_of_the_ranks_parent_is_named(launch):
+    kill = "while len((here / 'pids').read_text().split()) < 8: time.sleep(0.02)\nos.kill(os.getppid(), 9)"
+    launcher = launch(rank_1=kill)
+    code, _, err = launcher.finish()
+    assert code == 1
+    assert "ranks was killed (SIGKILL" in err
+    assert_nothing_left(launcher)
+
+
+def test_a_warning_before_the_ranks_are_forked_requeues(launch):
+    launcher = launch(ranks="time.sleep(600)")
+    wait_for(lambda: len(launcher.stand_ins()) == 4, 60)
+    launcher.process.send_signal(signal.SIGTERM)
+    code, _, err = launcher.finish()
+    assert code == 75, err
+    assert "no step was done; rerun the same command" in err
+    assert living(launcher.stand_ins()) == []
+    assert launcher.folders() == []
+
+
 @pytest.mark.parametrize(
     ("child", "script", "message"),
     [
         ("rank_1", "print('last words', flush=True); os._exit(7)", "rank_1 ended with exit code 7"),
         ("rank_0", "print('last words', flush=True); os.kill(os.getpid(), 9)", "rank_0 was killed (SIGKILL"),
         ("sampler", "print('last words', flush=True); os._exit(0)", "sampler ended before the run did"),
+        ("ranks", "print('last words', flush=True); os._exit(7)", "ranks ended with exit code 7"),
     ],
 )
 def test_the_death_of_any_child_ends_the_run_and_is_explained(

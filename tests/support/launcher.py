@@ -34,15 +34,17 @@ def act(name):
 """
 
 STAND_IN_RANK = """
-import os, sys
+import json, os, sys, time
 from pathlib import Path
 from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
 if (logs := os.environ.get("RPG_RANK_LOGS")) is not None:
-    files = [Path(logs) / f"rank_{rank}.log" for rank in range(2)]
-    os.environ["RANK"] = str(fork_ranks(files, Path(sys.argv[2]) / STATUS))
+    exec(json.loads(Path(__file__).with_name("plan.json").read_text()).get("ranks", ""))
+    world, status = int(os.environ["WORLD_SIZE"]), Path(sys.argv[2]) / STATUS
+    os.environ["RANK"] = str(fork_ranks(Path(logs), world, status))
 import stand_in
 stand_in.act("rank_" + os.environ["RANK"])
 """
+"""The parent of the ranks does what the plan says of ``ranks``, then forks them."""
 
 
 DRIVER = """

@@ -20,13 +20,13 @@ from rpg_megatron.system.child import Child, start_child
 from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
 from tests.support.launcher import wait_for
 
-RANKS = 4
+RANKS, EARLIER = 4, "of an earlier start\n"
 PARENT = """
 import os, signal, sys
 from pathlib import Path
 from rpg_megatron.system.forked_ranks import fork_ranks
-*logs, status = map(Path, sys.argv[1:])
-rank = fork_ranks(logs, status)
+logs, status = map(Path, sys.argv[1:])
+rank = fork_ranks(logs, 4, status)
 """
 
 
@@ -37,26 +37,15 @@ type Start = Callable[..., tuple[Child, list[ForkedRank]]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a parent, which runs ``before``, of ranks, which run ``code`` with ``rank`` their number."""
     parents: list[Child] = []
-    logs = [tmp_path / f"rank_{rank}.log" for rank in range(RANKS)]
-    logs[1].write_text("of an earlier start\n")
+    status = tmp_path / STATUS
+    (tmp_path / "rank_1.log").write_text(EARLIER)
 
     def start(code: str, before: str = "") -> tuple[Child, list[ForkedRank]]:
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            before + PARENT + code,
-            *map(str, logs),
-            str(tmp_path / STATUS),
-        ]
-        parent = start_child(
-            "ranks", command, {**os.environ, "PYTHONUNBUFFERED": "1"}, tmp_path / "ranks.log"
-        )
-        parents.append(parent)
-        status = tmp_path / STATUS
+        command = [sys.executable, "-P", "-c", before + PARENT + code, str(tmp_path), str(status)]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        parents.append(start_child("ranks", command, environment, tmp_path / "ranks.log"))
         wait_for(status.exists, 60)
-        sizes = [0, 20, 0, 0]
-        return parent, [ForkedRank(log.stem, log, parent, n, status, sizes[n]) for n, log in enumerate(logs)]
+        return parents[-1], [ForkedRank(rank, tmp_path, status, parents[-1]) for rank in range(RANKS)]
 
     yield start
     for parent in parents:
@@ -80,9 +69,9 @@ a = torch.ones(600, 600, requires_grad=True)
 dist.all_reduce(a.grad)
 b = numpy.ones((600, 600))
 table = pyarrow.table({"a": list(range(100_000))})
-pyarrow.parquet.write_table(table, f"{logs[rank]}.parquet")
+pyarrow.parquet.write_table(table, f"{logs}/{rank}.parquet")
 print(torch.get_num_threads(), a.grad[0, 0].item(), (b @ b).sum(),
-      pyarrow.parquet.read_table(f"{logs[rank]}.parquet").num_rows, flush=True)
+      pyarrow.parquet.read_table(f"{logs}/{rank}.parquet").num_rows, flush=True)
 """
 
 
@@ -115,9 +104,15 @@ def test_each_rank_has_a_code_and_a_log(start: Start) -> None:
     )
     wait_for(lambda: None not in codes(ranks), 60)
     assert codes(ranks) == [0, 1, -signal.SIGKILL, 75]
+    assert [(rank.name, rank.log_start) for rank in ranks] == [
+        ("rank_0", 0),
+        ("rank_1", len(EARLIER)),
+        ("rank_2", 0),
+        ("rank_3", 0),
+    ]
     assert [rank.log.read_text() for rank in ranks] == [
         "I am 0\n",
-        "of an earlier start\nI am 1\nerror: one\n",
+        EARLIER + "I am 1\nerror: one\n",
         "I am 2\n",
         "I am 3\n",
     ]
