@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import control_group, gather_objects, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
+
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def export_hf(
     max_shard_bytes: int = 5 * 1024**3,
     replace: bool = False,
     root: Path | None = None,
+    ends: Callable[[], Sequence[int]] = tuple,
 ) -> None:
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
@@ -60,7 +63,8 @@ def export_hf(
     (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
     initialised process group, the caller must hold the whole model. The folder gets its final name when it is
     complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
-    an existing ``out_dir``. ``root``: see ``open_copied``.
+    an existing ``out_dir``. ``root``: see ``open_copied``. ``ends``: called on rank 0; tokens that
+    generation_config.json is to name as ends of a response, besides its own.
     Raises UserError or OSError on every rank if ``out_dir`` exists or cannot be written, MappingError if
     tensors are incomplete.
     """
@@ -88,7 +92,9 @@ def export_hf(
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled
         run_together(
-            lambda: _finish(out_dir, part, source_dir, root, plan, sizes, dtype) if rank == 0 else None
+            lambda: (
+                _finish(out_dir, part, source_dir, root, plan, sizes, dtype, ends()) if rank == 0 else None
+            )
         )
     except (UserError, OSError):
         if rank == 0:  # the disk may be full
@@ -209,6 +215,7 @@ def _finish(
     plan: _Plan,
     sizes: Mapping[str, int],
     dtype: torch.dtype,
+    ends: Sequence[int],
 ) -> None:
     """Write index, configuration and tokenizer, then rename the folder to its final name."""
     names = _file_names(len(plan.shards))
@@ -221,7 +228,12 @@ def _finish(
             f.write(json.dumps(index, indent=2) + "\n")
     for name, file in open_copied(source_dir, root):
         content = _with_dtype(file.read(), dtype) if name == CONFIG else None
+        if name == GENERATION and ends:
+            content = _with_ends(file.read(), ends)
         copy_file(file, part, name, content)
+    if ends and not (part / GENERATION).exists():
+        with open_own(part / GENERATION, "xb") as f:
+            f.write(_with_ends(b"{}", ends))
     _publish(part, out_dir, names)
 
 
@@ -249,6 +261,15 @@ def _with_dtype(text: bytes, dtype: torch.dtype) -> bytes:
     # transformers renamed the key; set the one that exists.
     for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
         config[key] = dtype_name(dtype)
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _with_ends(text: bytes, ends: Sequence[int]) -> bytes:
+    """A generation_config.json that names these tokens as ends of a response, besides its own."""
+    config = parse_json(text)
+    own = config.get("eos_token_id")
+    listed = own if isinstance(own, list) else [] if own is None else [own]
+    config["eos_token_id"] = [*listed, *(token for token in ends if token not in listed)]
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

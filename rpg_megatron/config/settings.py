@@ -558,6 +558,13 @@ class Settings(Section):
         return sets
 
     @property
+    def chats(self) -> bool:
+        """Whether the policy reads or learns chats, written by the tokenizer's template."""
+        sections = [part.data for part in self.prompt_sets]
+        sections += [part for _, part in self.sft.parts] if self.sft is not None else []
+        return self.rollout.episode is not None or any(section.chat for section in sections)
+
+    @property
     def uses_rewards(self) -> bool:
         """Whether rewards train the policy; distillation may only measure them."""
         return not isinstance(self.objective, DistilSettings) or self.objective.reward > 0

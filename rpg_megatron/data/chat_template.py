@@ -41,14 +41,20 @@ Rendered = tuple[str, Annotated[str, msgspec.Meta(max_length=1000)]]
 
 
 def render_chats(
-    template: str, variables: dict[str, Any], chats: Sequence[list[dict[str, str]]]
+    template: str,
+    variables: dict[str, Any],
+    chats: Sequence[list[dict[str, Any]]],
+    own: Sequence[dict[str, Any]] | None = None,
 ) -> Iterator[Rendered]:
-    """Render each chat. variables: of the template, besides ``messages``.
+    """Render each chat. variables: of the template, besides ``messages``; own: further ones of each chat.
 
     Raises ForeignInputError if the template is not valid, or takes too long or too much memory.
     """
-    argument = [template, variables, chats, _STARTED.isoformat()]
-    limit = sum(_LONGEST + _EXPANSION * len(m["content"]) for chat in chats for m in chat)
+    pairs = list(zip(chats, own or [{}] * len(chats), strict=True))
+    argument = [template, variables, pairs, _STARTED.isoformat()]
+    limit = sum(
+        _LONGEST * len(chat) + _EXPANSION * len(msgspec.msgpack.encode([chat, v])) for chat, v in pairs
+    )
     count, remaining = math.ceil(len(chats) / _AT_ONCE), len(chats)
     for chunk in read_foreign(
         _READER, [], argument, list[Rendered], memory=_MEMORY, seconds=_SECONDS, values=count
@@ -134,18 +140,18 @@ def prepare() -> None:
     """Load what rendering loads late."""
     source = "{{ strftime_now('%d %b') }}{{ messages | tojson }}{% generation %}{% endgeneration %}"
     now = _STARTED.isoformat()
-    list(render([], (source, {}, [[]], now)))
-    list(render([], ("{{ raise_exception('') }}", {}, [[]], now)))
+    list(render([], (source, {}, [([], {})], now)))
+    list(render([], ("{{ raise_exception('') }}", {}, [([], {})], now)))
 
 
 def render(
-    _files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], list[list[dict[str, str]]], str]
+    _files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], list[tuple[Any, dict[str, Any]]], str]
 ) -> Iterator[list[Rendered]]:
-    """Reader of ``render_chats``."""
+    """Reader of ``render_chats``: of each chat, messages and own variables."""
     source, variables, chats, now = argument
     template = _compile(source, now)
     for chunk in batched(chats, _AT_ONCE):
-        yield [_render(template, messages, variables) for messages in chunk]
+        yield [_render(template, messages, variables | own) for messages, own in chunk]
 
 
 def render_each(files: Sequence[BinaryIO], argument: tuple[str, dict[str, Any], str]) -> Iterator[Rendered]:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,15 +14,36 @@ from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.boxed import last_box
+from rpg_megatron.data.chat_messages import (
+    Message,
+    check_plain,
+    read_chat,
+    template_variables_of,
+    without_nulls,
+)
 from rpg_megatron.data.presets import Preset, find_preset
 from rpg_megatron.data.rows import read_rows, source_name, type_name
-from rpg_megatron.data.stored_problems import LeftOut, Message, Problem, keep_problems
+from rpg_megatron.data.stored_problems import Found, LeftOut, Problem, keep_problems
 
 logger = logging.getLogger(__name__)
 
 _PROBLEMS = (("prompt", "answer"),)
 _CONVERSATIONS = (("messages", ""), ("prompt", "completion"), ("prompt", "response"))
 """Columns of problems and answers, and of conversations to train on; "": the chat has the response."""
+_NOT_READ: tuple[str, ...] = (
+    "functions",
+    "function_call",
+    "documents",
+    "system",
+    "images",
+    "videos",
+    "audios",
+    "input_ids",
+)
+_NOT_READ += ("labels", "mask", "loss_mask", "train_mask", "weight", "weights", "parallel_tool_calls")
+"""Columns that say what to train or what a chat has, of forms that are not read."""
+_LINE = re.compile(r":\d+$")
+"""End of the position of a row in JSON lines."""
 _CHINESE = re.compile("[\u3400-\u9fff]")
 
 
@@ -40,23 +61,23 @@ def read_problems(
     UserError. Raises UserError, with file, row (from 1) and fix, for a malformed row unless
     ``data.malformed`` is ``skip``, and for a source without any problem.
     """
-    problems, left_out, first_bad = read_problems_with_counts(settings, key, rows=rows, first=first)
-    warn_left_out(left_out, first_bad, len(problems))
+    problems, left_out = read_problems_with_counts(settings, key, rows=rows, first=first)
+    warn_left_out(left_out, len(problems))
     return problems
 
 
-def warn_left_out(counts: Mapping[str, int], first_bad: UserError | None, used: int) -> None:
-    """Log how many rows were left out, if any. counts: by reason. used: number of the others."""
-    if counts:
-        reasons = ", ".join(f"{count:,} {why}" for why, count in counts.items())
-        example = f"; first malformed row: {first_bad}" if first_bad else ""
+def warn_left_out(left_out: LeftOut, used: int) -> None:
+    """Log how many rows were left out, if any. used: number of the others."""
+    if left_out.counts:
+        reasons = ", ".join(f"{count:,} {why}" for why, count in left_out.counts.items())
+        example = f"; malformed: {left_out.first}" if left_out.first else ""
         logger.warning("prompts left out: %s (%d are used)%s", reasons, used, example)
 
 
 def read_problems_with_counts(
     settings: DataSettings, key: str = "data", *, rows: bool = False, first: int | None = None
-) -> tuple[Sequence[Problem], dict[str, int], UserError | None]:
-    """The problems, the number of rows left out by reason, and the error of the first malformed row.
+) -> Found:
+    """The problems, and the rows that were left out.
 
     Parameters and errors are those of ``read_problems``. The problems are a list, or for more than
     ``IN_MEMORY`` a ``RowStore``. They are in the order of the rows, or of ``data.order_by``.
@@ -69,7 +90,7 @@ def read_problems_with_counts(
             )
         left_out = LeftOut()
         problems = list(islice(iterate_problems(settings, key, rows, left_out), first))
-        return problems, dict(left_out.counts), left_out.first_bad
+        return problems, left_out
     return keep_problems(
         settings, key, rows, lambda left_out: iterate_problems(settings, key, rows, left_out)
     )
@@ -93,15 +114,13 @@ def iterate_problems(settings: DataSettings, key: str, rows: bool, left_out: Lef
             if isinstance(problem, UserError):
                 if settings.malformed == "stop":
                     raise problem
-                left_out.first_bad = left_out.first_bad or problem
-                left_out.counts["malformed"] += 1
+                left_out.add(problem)
                 continue
             if problem is None:
                 left_out.counts["filtered"] += 1
                 continue
             if settings.deduplicate or (preset is not None and preset.repeated):
-                text = " ".join(problem.text.split())
-                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                digest = hashlib.blake2b(problem.identity.encode(), digest_size=16).digest()
                 if digest in seen:
                     left_out.counts["duplicate"] += 1
                     continue
@@ -109,7 +128,7 @@ def iterate_problems(settings: DataSettings, key: str, rows: bool, left_out: Lef
             used = True
             yield problem
         if not used:
-            raise _no_problems(source, preset, total, left_out.first_bad, key, at)
+            raise _no_problems(source, preset, total, left_out.first, key, at)
         offset += total
 
 
@@ -128,7 +147,7 @@ def first_problems(settings: DataSettings, key: str) -> Iterator[Problem]:
 
 
 def _no_problems(
-    source: SourceSettings, preset: Preset | None, rows: int, bad: UserError | None, key: str, at: str
+    source: SourceSettings, preset: Preset | None, rows: int, bad: str, key: str, at: str
 ) -> UserError:
     name = source_name(source, preset)
     if rows:
@@ -169,11 +188,16 @@ def _read_source(
         try:
             fields = fields or Fields.of(source, preset, row, key, pairs)
             if fields.accepts(row):
-                prompt, answer = fields.read(row, where)
+                # Columns of Parquet and Arrow give every object the keys of all others, with null as value.
+                filled = source.source is None and not _LINE.search(where)
+                read = {key: without_nulls(value) for key, value in row.items()} if filled else row
+                prompt, answer, completion = fields.read(read, where)
                 chinese = fields.english and _CHINESE.search(str(prompt))
-                kept = row if rows else None
+                kept, variables = row if rows else None, template_variables_of(read)
                 rank = 0.0 if order is None or chinese else _rank(row, *order, where)
-                problem = Problem(offset + index, prompt, answer, number, where, kept, rank)
+                problem = Problem(
+                    offset + index, prompt, answer, number, where, kept, rank, variables, completion
+                )
                 used = index + 1
                 yield index + 1, None if chinese else problem
             else:
@@ -235,19 +259,35 @@ class Fields(NamedTuple):
             row.get(key, value) == value for key, value in self.optional.items()
         )
 
-    def read(self, row: dict[str, Any], where: str) -> tuple[str | tuple[Message, ...], str]:
-        """Problem and answer of a row. Raises UserError if one is missing, empty or of the wrong type."""
+    def read(
+        self, row: dict[str, Any], where: str
+    ) -> tuple[str | tuple[Message, ...], str, tuple[Message, ...]]:
+        """Problem, answer, and the messages of a response that is a chat. Raises UserError if one is missing,
+        empty or of the wrong type.
+        """
         prompt = _prompt(_field(row, self.prompt, f"{self.key}.prompt_key", where), self.prompt, where)
+        _check_text(prompt, "", where)
+        if self.recorded and (
+            other := next(
+                (c for c in _NOT_READ if row.get(c) not in (None, "", [], {}) and c not in self[:2]), ""
+            )
+        ):
+            raise UserError(
+                f"{where}: the column {other!r} is not read; put what it says into the messages (a system "
+                "message, weight 0 or 1) or into tools, or remove it"
+            )
         if self.recorded and not self.answer:
-            _check_text(prompt, "", where)
-            return prompt, ""
+            return prompt, "", ()
         value = _field(row, self.answer, f"{self.key}.answer_key", where)
         if (self.listed or self.recorded) and isinstance(value, list) and len(value) == 1:
             value = value[0]
-        if self.recorded and isinstance(value, dict) and value.get("role") == "assistant":
-            value = value.get("content")  # a prompt and a completion, both as messages
+        if self.recorded and isinstance(value, dict | list):  # a prompt and a completion, both as messages
+            messages = _chat(value if isinstance(value, list) else [value], self.answer, where)
+            if len(messages) > 1 or messages[0].fields or messages[0].role != "assistant":
+                return prompt, "", messages
+            value = messages[0].content
         answer = _answer(value, self.answer, where)
-        _check_text(prompt, answer, where)
+        _check_text("", answer, where)
         if self.after is not None:
             _before, marker, answer = answer.rpartition(self.after)
             if not marker:
@@ -268,37 +308,29 @@ class Fields(NamedTuple):
         for key, nothing in ((self.prompt, empty), (self.answer, not answer)):
             if nothing:
                 raise UserError(f"{where}: {key!r} is empty; fill it in or remove the line")
-        return prompt, answer
+        return prompt, answer, ()
 
 
 def _check_text(prompt: str | tuple[Message, ...], answer: str, where: str) -> None:
     try:
-        (str(prompt) if isinstance(prompt, str) else "".join(m.content for m in prompt)).encode("utf-8")
-        answer.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{where}: contains a lone surrogate (\\ud800 to \\udfff), which is no character; remove it"
-        ) from None
+        check_plain([prompt, answer])
+    except ValueError as e:
+        raise UserError(f"{where}: {e}; remove it") from None
 
 
 def _prompt(value: Any, key: str, where: str) -> str | tuple[Message, ...]:
+    if isinstance(value, list):
+        return _chat(value, key, where)
     if isinstance(value, str):
         return value
-    if isinstance(value, list):
-        chat = []
-        for turn in value:
-            role = turn.get("role") if isinstance(turn, dict) else None
-            content = turn.get("content") if isinstance(turn, dict) else None
-            if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
-                break
-            chat.append(Message(role, content, turn.get("weight") != 0))
-        if chat and len(chat) == len(value):
-            return tuple(chat)
-        raise UserError(
-            f"{where}: {key!r} is a list, but not of chat messages; give each item a role and a content, "
-            "both text"
-        )
     raise UserError(f"{where}: {key!r} is a {type_name(value)}, not text; put it in quotes")
+
+
+def _chat(value: list[Any], key: str, where: str) -> tuple[Message, ...]:
+    try:
+        return read_chat(value)
+    except ValueError as e:
+        raise UserError(f"{where}: {key!r} {e}") from None
 
 
 def _answer(value: Any, key: str, where: str) -> str:

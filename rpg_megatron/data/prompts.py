@@ -19,12 +19,13 @@ import numpy as np
 from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import shorten
-from rpg_megatron.data.chat_template import render_chats
+from rpg_megatron.data.chat_messages import Message
+from rpg_megatron.data.chat_rendering import chat_template, render_messages, template_variables
 from rpg_megatron.data.problems import read_problems
-from rpg_megatron.data.stored_problems import Message, Problem
+from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.data.tokenizer_file import added_after, open_tokenizer, read_backend, without_lengths
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.data.vocabulary import check_ids
-from rpg_megatron.system.foreign_input import ForeignInputError
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,10 @@ def load_tokenizer(model: Path) -> Any:
 
     try:
         # Without an explicit False, transformers may ask on the terminal whether to run the folder's code.
-        return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            without_lengths(backend)
+        return tokenizer
     except BaseException as e:
         # Transformers raises what its code meets, and the Rust library plain Exceptions and, for an assertion
         # that fails in it, a PanicException, which is no Exception.
@@ -92,6 +96,17 @@ def load_tokenizer(model: Path) -> Any:
             f"model.path: no usable tokenizer in {model} ({shorten(why, 500)}); copy the model's tokenizer "
             "files there"
         ) from None
+
+
+def quick_tokenizer(model: Path, *, chat: bool = True) -> Any:
+    """The tokenizer in a checkpoint's folder, by transformers only if it takes that. Errors of
+    ``load_tokenizer``. chat: see ``open_tokenizer``.
+    """
+    tokenizer = open_tokenizer(model, chat=chat)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return tokenizer
+    with without_torch():
+        return load_tokenizer(model)
 
 
 class TextCodec(NamedTuple):
@@ -125,23 +140,23 @@ def save_codec(tokenizer: Any, file: Path) -> None:
 
 
 def save_chat_template(tokenizer: Any, settings: DataSettings, file: Path) -> None:
-    """Write the source and the variables of the chat template, if there is one."""
+    """Write the source and the variables of the chat template, and the source for chats with tools."""
     if getattr(tokenizer, "chat_template", None):
-        content = [chat_template(tokenizer), template_variables(tokenizer, settings)]
+        templates = [chat_template(tokenizer), chat_template(tokenizer, tools=True)]
+        content = [templates[0], template_variables(tokenizer, settings), templates[1]]
         file.write_text(json.dumps(content, default=str), encoding="utf-8")
 
 
 def load_codec(file: Path, model: Path) -> TextCodec:
     """``codec_of`` the tokenizer in a checkpoint's folder. Needs no transformers if ``file`` exists."""
     if file.exists():
-        from tokenizers import Tokenizer
-
-        return _codec_of_backend(Tokenizer.from_file(str(file)))
+        return _codec_of_backend(read_backend(file.read_text(encoding="utf-8")))
     with without_torch():
         return codec_of(load_tokenizer(model))
 
 
 def _codec_of_backend(backend: Any) -> TextCodec:
+    without_lengths(backend)
     return TextCodec(
         partial(backend.decode, skip_special_tokens=True),
         lambda text: backend.encode(text, add_special_tokens=False).ids,
@@ -259,10 +274,12 @@ def tokenize(
     problems: Sequence[Problem], texts: Sequence[str], settings: DataSettings, tokenizer: Any
 ) -> Iterator[list[int]]:
     """The token ids of each text. Raises UserError for a text without tokens."""
+    suffix = [] if settings.chat else added_after(tokenizer)
     for chunk in batched(zip(problems, texts, strict=True), _AT_ONCE):
         # A chat template adds the special tokens itself.
         encoded = tokenizer([text for _, text in chunk], add_special_tokens=not settings.chat)["input_ids"]
         for (problem, text), ids in zip(chunk, encoded, strict=True):
+            ids = ids[: len(ids) - len(suffix)]
             if not ids:
                 raise UserError(f"{problem.where}: {text!r} has no tokens; fix or remove the row")
             yield ids
@@ -278,21 +295,6 @@ def render_prompts(
     return chats, _render(problems, chats, settings, tokenizer, key)
 
 
-def chat_template(tokenizer: Any) -> str:
-    """The source of the tokenizer's default chat template."""
-    template = tokenizer.chat_template
-    return str(template.get("default", "") if isinstance(template, dict) else template)  # several with names
-
-
-def template_variables(tokenizer: Any, settings: DataSettings) -> dict[str, Any]:
-    """Variables of the chat template besides ``messages``, as transformers sets them."""
-    variables = {**getattr(tokenizer, "special_tokens_map", {}), "add_generation_prompt": True}
-    variables |= {"tools": None, "documents": None}
-    if settings.thinking is not None:
-        variables["enable_thinking"] = settings.thinking
-    return variables
-
-
 def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
     """The messages of a prompt; without ``chat``, one message with the prompt as content."""
     chat = [Message("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
@@ -301,9 +303,14 @@ def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
             raise UserError(
                 f"{problem.where}: the problem is a chat of {len(chat)} messages; set {key}.chat to true"
             )
-        return [Message(chat[0].role, settings.template.replace("{prompt}", chat[0].content))]
+        return [Message(chat[0].role, settings.template.replace("{prompt}", chat[0].text))]
     if isinstance(problem.prompt, str):
         chat = [Message("user", settings.template.replace("{prompt}", problem.prompt))]
+    elif chat[-1].role == "assistant":
+        raise UserError(
+            f"{problem.where}: the chat ends with a message of the assistant, and the policy begins a turn "
+            "of its own; remove that message"
+        )
     if settings.system is not None and chat[0].role != "system":
         chat.insert(0, Message("system", settings.system))
     return chat
@@ -314,23 +321,12 @@ def _render(
 ) -> list[str]:
     """The text of each chat."""
     if not settings.chat:
-        return [chat[0].content for chat in chats]
-    template, variables = chat_template(tokenizer), template_variables(tokenizer, settings)
-    messages = [[message.plain for message in chat] for chat in chats]
+        return [chat[0].text for chat in chats]
     texts = []
-    try:
-        for problem, chat, (text, error) in zip(
-            problems, chats, render_chats(template, variables, messages), strict=True
-        ):
-            if error:
-                roles = ", ".join(message.role for message in chat)
-                raise UserError(
-                    f"{problem.where}: the chat template cannot render it (roles {roles}): {error}"
-                )
-            texts.append(text)
-    except ForeignInputError as e:
-        raise UserError(
-            f"{key}.chat: the model's chat template cannot be used ({e}); correct it, or set {key}.chat to "
-            "false"
-        ) from None
+    rendered = render_messages(chats, problems, settings, tokenizer, key)
+    for problem, chat, (text, error) in zip(problems, chats, rendered, strict=True):
+        if error:
+            roles = ", ".join(message.role for message in chat)
+            raise UserError(f"{problem.where}: the chat template cannot render it (roles {roles}): {error}")
+        texts.append(text)
     return texts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,28 +26,15 @@ from rpg_megatron.data.cache_files import (
     find_cached,
     new_cached,
 )
+from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.data.row_store import RowStore, StoredRow, write_rows
 
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = 10_000
 """Data sets of at most this many problems are kept in memory, and nothing is written."""
-_FORM = 1
+_FORM = 2
 """To be raised when problems are read differently, so that files of earlier versions are not used."""
-
-
-class Message(NamedTuple):
-    """One message of a chat."""
-
-    role: str
-    content: str
-    trained: bool = True
-    """Fine-tuning: whether a turn of the assistant is trained (``weight`` in OpenAI's format)."""
-
-    @property
-    def plain(self) -> dict[str, str]:
-        """As chat templates and rewards read it."""
-        return {"role": self.role, "content": self.content}
 
 
 class Problem(NamedTuple):
@@ -65,11 +54,26 @@ class Problem(NamedTuple):
     """All columns, if ``rows`` was set."""
     rank: float = 0.0
     """The value of the column ``data.order_by``."""
+    variables: dict[str, Any] = {}  # noqa: RUF012  nobody changes it
+    """What the row gives its chat template besides the messages (``template_variables_of``)."""
+    completion: tuple[Message, ...] = ()
+    """Fine-tuning: the messages to train on, if they are apart from the prompt."""
 
     @property
     def text(self) -> str:
         """The problem as one text."""
-        return self.prompt if isinstance(self.prompt, str) else "\n".join(m.content for m in self.prompt)
+        return self.prompt if isinstance(self.prompt, str) else "\n".join(m.text for m in self.prompt)
+
+    @property
+    def identity(self) -> str:
+        """The same for two rows only if they are the same problem: spaces do not count."""
+        messages = () if isinstance(self.prompt, str) else self.prompt
+        more = [m.fields for m in messages if m.fields], self.variables, [m.plain for m in self.completion]
+        return " ".join(self.text.split()) + (json.dumps(more, default=str) if any(more) else "")
+
+
+_VARYING, _KINDS = re.compile(r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\d+"), 20
+"""What differs between the messages of one kind; kinds that are counted apart."""
 
 
 class LeftOut:
@@ -78,12 +82,27 @@ class LeftOut:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """By reason."""
-        self.first_bad: UserError | None = None
-        """The error of the first malformed row."""
+        self.malformed: dict[str, tuple[int, str]] = {}
+        """Malformed rows: kind -> their number, and the message of the first."""
+
+    def add(self, error: UserError) -> None:
+        """Count a malformed row."""
+        self.counts["malformed"] += 1
+        kind = _VARYING.sub("", str(error))
+        if kind not in self.malformed and len(self.malformed) >= _KINDS:
+            kind = ""
+        count, first = self.malformed.get(kind, (0, str(error)))
+        self.malformed[kind] = count + 1, first
+
+    @property
+    def first(self) -> str:
+        """The first malformed row of each kind, for a message; empty if there is none."""
+        kinds = sorted(self.malformed.values(), reverse=True)
+        return "; ".join(f"{count:,} rows such as {text}" if count > 1 else text for count, text in kinds)
 
 
-Found = tuple[Sequence[Problem], dict[str, int], UserError | None]
-"""The problems, the number of rows left out by reason, and the error of the first malformed row."""
+Found = tuple[Sequence[Problem], LeftOut]
+"""The problems, and the rows that were left out."""
 
 
 def keep_problems(
@@ -109,7 +128,7 @@ def keep_problems(
         if len(problems) <= IN_MEMORY:
             if settings.order_by is not None:
                 problems.sort(key=lambda problem: problem.rank)
-            return problems, dict(left_out.counts), left_out.first_bad
+            return problems, left_out
         all_rows = (_encode(problem) for problem in chain(problems, each))
         del problems
         try:
@@ -165,19 +184,21 @@ def _write(
     marks: list[list[int]] | None = None,
 ) -> dict[str, Any]:
     description = write_rows(writer, rows)
-    first_bad = str(left_out.first_bad) if left_out.first_bad else None
-    description |= {"content": content, "marks": marks, "left_out": left_out.counts, "first_bad": first_bad}
+    description |= {"content": content, "marks": marks}
+    description |= {"left_out": left_out.counts, "malformed": left_out.malformed}
     writer.finish(description)
     return description
 
 
 def _from_store(store: RowStore[Problem]) -> Found:
-    left_out, bad = store.description["left_out"], store.description["first_bad"]
-    return store, dict(left_out), UserError(bad) if bad else None
+    left_out = LeftOut()
+    left_out.counts.update(store.description["left_out"])
+    left_out.malformed = {k: (int(n), str(first)) for k, (n, first) in store.description["malformed"].items()}
+    return store, left_out
 
 
 def _encode(problem: Problem) -> StoredRow:
-    value = [problem.id, problem.prompt, problem.answer, problem.source, problem.where, problem.row]
+    value = [*problem[: Problem._fields.index("rank")], problem.variables, problem.completion]
     return StoredRow(value, problem.id, problem.source, _length(problem.prompt), problem.rank)
 
 
@@ -189,7 +210,11 @@ def _length(prompt: str | tuple[Message, ...]) -> int:
 
 
 def _decode(value: Any) -> Problem:
-    number, prompt, answer, source, where, row = value
+    number, prompt, answer, source, where, row, variables, completion = value
     if not isinstance(prompt, str):
-        prompt = tuple(Message(*message) for message in prompt)
-    return Problem(number, prompt, answer, source, where, row)
+        prompt = _messages(prompt)
+    return Problem(number, prompt, answer, source, where, row, 0.0, variables, _messages(completion))
+
+
+def _messages(values: Any) -> tuple[Message, ...]:
+    return tuple(Message(*message) for message in values)

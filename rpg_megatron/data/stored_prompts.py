@@ -19,12 +19,12 @@ import numpy as np
 
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.cache_files import digest_of, find_cached, new_cached
+from rpg_megatron.data.chat_rendering import chat_template
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompt_stream import FingerprintSum, Numbers, PromptList, Prompts
 from rpg_megatron.data.prompts import (
     Prompt,
     all_too_long,
-    chat_template,
     fit_prompts,
     render_prompts,
     tokenize,
@@ -37,7 +37,7 @@ from rpg_megatron.data.token_bound import TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
 
-_FORM = 1
+_FORM = 2
 """To be raised when prompts are tokenized differently."""
 _BLOCK = 10_000
 """Prompts in memory at a time: a chat template needs a process for each block."""
@@ -186,7 +186,9 @@ def _cache_name(problems: RowStore[Problem], settings: DataSettings, tokenizer: 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or problems.place is None:
         return ""
-    template = chat_template(tokenizer) if settings.chat and tokenizer.chat_template else ""
+    template = ""
+    if settings.chat and tokenizer.chat_template:
+        template = chat_template(tokenizer) + chat_template(tokenizer, tools=True)
     if "strftime_now" in template:
         return ""
     import tokenizers

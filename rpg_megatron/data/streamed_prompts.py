@@ -143,7 +143,7 @@ class StreamedPrompts:
         left_out, rows = self._left_out.counts.total(), self._read_to.drawn
         if left_out + self._too_long > 2 * self._reported:
             self._reported = left_out + self._too_long
-            warn_left_out(self._left_out.counts, self._left_out.first_bad, rows - left_out)
+            warn_left_out(self._left_out, rows - left_out)
             warn_too_long(self._too_long, rows - left_out, self._settings, self._key)
 
     def _encode(self, problems: list[Problem]) -> tuple[list[Prompt], int]:

@@ -12,6 +12,8 @@ from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
 
 _LARGEST = 100_000_000
 """Maximum bytes of ``tokenizer.json``."""
+_MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates, one a file, as transformers writes them."""
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -34,6 +36,11 @@ class FileTokenizer:
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The added tokens by id, as in transformers."""
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
+    @property
     def largest_id(self) -> int:
         """The largest id of its tokens; -1 without any."""
         return max(self.vocabulary.values(), default=-1)
@@ -48,17 +55,37 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
+def read_backend(text: str) -> Any:
+    """The tokenizer of the ``tokenizers`` library that a ``tokenizer.json`` describes, for whole texts.
+
+    The file may keep a maximum length or a padding of an earlier use: they are switched off.
+    """
+    from tokenizers import Tokenizer
+
+    return without_lengths(Tokenizer.from_str(text))
+
+
+def without_lengths(backend: Any) -> Any:
+    """A tokenizer of the ``tokenizers`` library, which from now on neither truncates nor pads."""
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def added_after(tokenizer: Any) -> list[int]:
+    """Token ids that a tokenizer adds after each text, such as EOS: no prompt ends with them."""
+    plain, whole = (tokenizer(["a"], add_special_tokens=on)["input_ids"][0] for on in (False, True))
+    ends = range(len(plain), len(whole) + 1)
+    return next((list(whole[n:]) for n in ends if list(whole[n - len(plain) : n]) == list(plain)), [])
+
+
 def open_tokenizer(model: Path, *, chat: bool) -> FileTokenizer | None:
     """The tokenizer of a checkpoint; None if this module cannot read it.
 
     chat: whether its chat template is needed too.
     """
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_str(read_text(model / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = read_backend(read_text(model / "tokenizer.json"))
         file = model / "tokenizer_config.json"
         config = json.loads(read_text(file)) if chat or file.is_file() else {}
         special = {key: _text(config[key]) for key in _SPECIAL if config.get(key)}
@@ -110,7 +137,11 @@ def _template(model: Path, config: dict[str, Any]) -> Any:
     """The chat template: a text, or name -> text, as transformers has it."""
     file = model / "chat_template.jinja"
     template = read_text(file) if file.is_file() else config.get("chat_template")
-    return {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}
+    if more := {file.stem: read_text(file) for file in sorted((model / _MORE_TEMPLATES).glob("*.jinja"))}:
+        return (template if isinstance(template, dict) else {"default": template} if template else {}) | more
+    return template
 
 
 def _text(token: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.sft import ConversationSettings
@@ -14,9 +14,6 @@ from rpg_megatron.rollout.seeds import stop_tokens
 
 if TYPE_CHECKING:  # numpy, which a login node may lack
     from rpg_megatron.data.conversations import Conversations
-
-_MANY = 0.1
-"""Fraction of conversations that are left out or cut from which a warning is given."""
 
 
 def check_conversations(settings: Settings, *, offline: bool = False) -> list[str]:
@@ -37,9 +34,10 @@ def check_conversations(settings: Settings, *, offline: bool = False) -> list[st
                 continue
             raise
         total, left_out = len(rows), rows.left_out
-        if sum(left_out.values()) >= _MANY * total:
-            counts = ", ".join(f"{count:,} {why}" for why, count in left_out.items())
-            warnings.append(f"{key}: of its conversations were left out or cut: {counts}; {total:,} are used")
+        if left_out.counts:
+            counts = ", ".join(f"{count:,} {why}" for why, count in left_out.counts.items())
+            first = f" ({left_out.first})" if left_out.first else ""
+            warnings.append(f"{key}: conversations left out or cut: {counts}{first}; {total:,} rows are used")
         if key == "sft.data" and total < settings.sft.batch_size:
             warnings.append(
                 f"{key}: {total} conversations, fewer than sft.batch_size ({settings.sft.batch_size})"
@@ -67,12 +65,10 @@ def _read(settings: Settings, key: str) -> Conversations:
 @lru_cache(maxsize=2)  # the checks read the data, and the number of steps needs them again
 def _read_once(part: str, key: str, model: Path, more_stops: tuple[int, ...]) -> Conversations:
     from rpg_megatron.data.conversations import read_conversations
-    from rpg_megatron.data.prompts import load_tokenizer, without_torch
+    from rpg_megatron.data.prompts import quick_tokenizer
 
     settings = ConversationSettings.model_validate_json(part)
-    tokenizer: Any = open_tokenizer(model, chat=settings.chat)
-    if tokenizer is None or tokenizer.eos_token_id is None:
-        with without_torch():
-            tokenizer = load_tokenizer(model)
-    stops = stop_tokens(model, tokenizer, more_stops)
-    return read_conversations(settings, tokenizer, key, stops=stops, vocab=read_model_shape(model).vocab_size)
+    tokenizer = quick_tokenizer(model, chat=settings.chat)
+    stops, end = stop_tokens(model, tokenizer, more_stops, chats=settings.chat), next(iter(more_stops), None)
+    vocab = read_model_shape(model).vocab_size
+    return read_conversations(settings, tokenizer, key, stops=stops, end=end, vocab=vocab)

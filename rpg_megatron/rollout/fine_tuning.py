@@ -32,9 +32,10 @@ class ConversationSampler(Sampler):
         settings = self._settings
         assert settings.sft is not None
         self._sft, data = settings.sft, settings.sft.data
-        stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
+        more = settings.rollout.stop_token_ids
+        stops = stop_tokens(settings.model.path, tokenizer, more, chats=settings.chats)
         self._rows: list[Conversations] = [
-            read_conversations(part, tokenizer, key, stops=stops, vocab=vocab)
+            read_conversations(part, tokenizer, key, stops=stops, end=next(iter(more), None), vocab=vocab)
             for key, part in self._sft.parts
         ]
         """Training rows, and those held out."""

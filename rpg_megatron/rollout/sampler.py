@@ -327,7 +327,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
 
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
-    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids, chats=settings.chats)
     check_stops(stops, read_model_shape(settings.model.path).vocab_size)
     save_codec(tokenizer, work / CODEC)
     if settings.data is not None:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import read_json
+from rpg_megatron.data.chat_rendering import turn_end
 
 
 def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> int:
@@ -25,12 +26,12 @@ def segment_seed(seed: int, start: int) -> int:
     return seed if start == 0 else seed_of(seed, "segment", 0, start, 0)
 
 
-def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = ()) -> list[int]:
+def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = (), *, chats: bool = False) -> list[int]:
     """Token ids that end a response: the tokenizer's end-of-sequence token, those of the checkpoint's
-    generation_config.json (config.json if there is none), and ``more``. Raises UserError if neither tokenizer
-    nor checkpoint names one.
+    generation_config.json (config.json if there is none), ``more``, and with ``chats`` the one that the chat
+    template writes after a turn. Raises UserError if neither tokenizer nor checkpoint names one.
     """
-    ids = {tokenizer.eos_token_id}
+    ids = {tokenizer.eos_token_id, turn_end(tokenizer) if chats else None}
     listed = None
     for name in ("generation_config.json", "config.json"):
         try:
@@ -46,3 +47,13 @@ def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = ()) -> list[i
             "end-of-sequence token; set eos_token in tokenizer_config.json"
         )
     return sorted({*stops, *more})
+
+
+def chat_ends(settings: Settings) -> list[int]:
+    """Token ids that end a response of a run with chats, which its exports name; empty for other runs."""
+    from rpg_megatron.data.prompts import quick_tokenizer  # needs numpy, which a login node may lack
+
+    if not settings.chats:
+        return []
+    model = settings.model.path
+    return stop_tokens(model, quick_tokenizer(model), settings.rollout.stop_token_ids, chats=True)

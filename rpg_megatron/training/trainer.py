@@ -6,6 +6,7 @@ Methods are collective unless they say otherwise: every rank calls them in the s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
 from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.policy.teacher import HeldTeacher
+from rpg_megatron.rollout.seeds import chat_ends
 from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import advantages_of, build_advantages
@@ -168,6 +170,7 @@ class Trainer:
             dtype=written,
             max_shard_bytes=max_shard_bytes,
             replace=True,  # a run that was killed right after its export exports again when resumed
+            ends=partial(chat_ends, self.settings),
         )
 
     def prepare_batch(self, index: BatchIndex | None, source: TrajectorySource | None) -> Batch:

@@ -166,10 +166,10 @@ def test_long_conversations_are_dropped_or_cut_and_counted(tmp_path: Path) -> No
     length = sum(len(ids) for _, ids in whole[0])
     dropped = data.read(rows, chat=True, max_tokens=length)
     assert data.parts(dropped) == whole[:1]
-    assert dropped.left_out == {"too long": 1}
+    assert dropped.left_out.counts == {"too long": 1}
     cut = data.read(rows, chat=True, max_tokens=length, too_long="cut")
     assert data.parts(cut) == [whole[0], whole[0]], "the second begins as the first"
-    assert cut.left_out == {"cut": 1}
+    assert cut.left_out.counts == {"cut": 1}
     assert cut.trained == 2 * len(whole[0][1][1])
     shortest = len(whole[0][0][1]) + 1
     assert len(data.read(rows, chat=True, max_tokens=shortest, too_long="cut")) == 2
@@ -205,13 +205,14 @@ def test_malformed_rows_are_skipped_and_counted(tmp_path: Path) -> None:
     ]
     kept = data.read(rows, chat=True, malformed="skip")
     assert len(kept) == 2
-    assert kept.left_out == {"malformed": 1}, "the other one is counted as it is read"
+    assert kept.left_out.counts == {"malformed": 2}
+    assert kept.left_out.first.count("rows.jsonl:") == 2, "each kind has its first row"
 
 
 def test_long_chats_are_rendered_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, rows = Data(tmp_path), [{"messages": CHAT[: 1 + 2 * turns]} for turns in (1, 2, 3, 1)]
     whole = data.parts(data.read(rows, chat=True))
-    monkeypatch.setattr("rpg_megatron.data.conversations._CHARACTERS", 100)
+    monkeypatch.setattr("rpg_megatron.data.conversation_encoder._CHARACTERS", 100)
     assert data.parts(data.read(rows, chat=True)) == whole
 
 
@@ -288,7 +289,7 @@ def test_rollouts_are_filtered_and_keep_their_tokens(tmp_path: Path) -> None:
         [False, True],
     ]
     assert rows[1][1][1] + rows[1][2][1] + rows[1][3][1] == odd.response.tolist(), "not tokenized again"
-    assert found.left_out == {"not good enough": 2, "truncated": 1}
+    assert found.left_out.counts == {"not good enough": 2, "truncated": 1}
     assert len(data.open(ConversationSettings(rollouts=run, min_reward=0.5))) == 4
     assert len(data.open(ConversationSettings(rollouts=run, deduplicate=True))) == 2
     assert len(data.open(ConversationSettings(rollouts=run, limit=1))) == 1

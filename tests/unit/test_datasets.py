@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
+from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.data.presets import PRESETS, find_preset
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
-from rpg_megatron.data.stored_problems import Message
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(10)]
 
@@ -57,9 +57,9 @@ def test_parquet_arrow_folder_and_hub_give_the_same(tmp_path: Path, monkeypatch:
 def test_filters_and_duplicates_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = parquet(tmp_path / "d.parquet", [*ROWS, {"prompt": " 0+0\n", "answer": "0", "level": 0}])
     settings = DataSettings(path=file, where={"level": (0, 1)}, deduplicate=True)
-    problems, left_out, _ = read_problems_with_counts(settings)
+    problems, left_out = read_problems_with_counts(settings)
     assert [p.id for p in problems] == [0, 1, 3, 4, 6, 7, 9]
-    assert left_out == {"filtered": 3, "duplicate": 1}
+    assert left_out.counts == {"filtered": 3, "duplicate": 1}
     read_problems(settings)
     assert "3 filtered, 1 duplicate (7 are used)" in caplog.text
     with pytest.raises(UserError, match=r"none of its 11 rows can be used; check data\.where"):
@@ -122,7 +122,7 @@ def test_a_malformed_row_of_a_parquet_file_is_named_or_skipped(
     assert str(error.value).startswith(f"{file}: row 5: ")
     assert message in str(error.value)
     assert len(read_problems(DataSettings(path=file, malformed="skip"))) == 9
-    assert f"1 malformed (9 are used); first malformed row: {file}: row 5: " in caplog.text
+    assert f"1 malformed (9 are used); malformed: {file}: row 5: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_malformed_row_of_a_parquet_file_is_named_or_skipped(
         ([{"prompt": "1+1", "answer": ["2", "3"]}], "'answer' is a list"),
         ([{"prompt": "1+1", "answer": float("nan")}], "'answer' is nan"),
         ([{"prompt": ["1+1"], "answer": "2"}], "not of chat messages"),
-        ([{"prompt": [{"role": "user", "content": ""}], "answer": "2"}], "not of chat messages"),
+        ([{"prompt": [{"role": "user", "content": ""}], "answer": "2"}], "has no text in any message"),
     ],
 )
 def test_wrong_columns_and_types(tmp_path: Path, rows: list[dict[str, object]], message: str) -> None:
@@ -193,10 +193,12 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     good = json.dumps(ROWS[1]).encode()
     file.write_bytes(b"\n".join([good, b"{broken", b'{"prompt": "\xff"}', b"[]", b'{"prompt": "1"}', good]))
-    problems, left_out, first = read_problems_with_counts(DataSettings(path=file, malformed="skip"))
+    problems, left_out = read_problems_with_counts(DataSettings(path=file, malformed="skip"))
     assert [p.id for p in problems] == [0, 5]
-    assert left_out == {"malformed": 4}
-    assert str(first).startswith(f"{file}:2: not valid JSON")
+    assert left_out.counts == {"malformed": 4}
+    kinds = left_out.first.split("; ")
+    assert f"{file}:2: not valid JSON" in left_out.first, "each kind with its first row"
+    assert [f"{file}:{n}: " in left_out.first for n in (2, 3, 4, 5)] == [True] * 4, kinds
 
 
 # -- known data sets -----------------------------------------------------------------------------------------

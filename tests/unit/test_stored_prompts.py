@@ -480,10 +480,10 @@ def test_errors_come_before_anything_is_kept(data: DataSettings, tmp_path: Path)
     assert files(tmp_path) == []
     skip = data.model_copy(update={"malformed": "skip"})
     for _ in range(2):
-        problems, left_out, bad = read_problems_with_counts(skip)
+        problems, left_out = read_problems_with_counts(skip)
         assert isinstance(problems, RowStore)
-        assert left_out == {"malformed": 1}
-        assert "not valid JSON" in str(bad)
+        assert left_out.counts == {"malformed": 1}
+        assert "not valid JSON" in left_out.first
     with pytest.raises(UserError, match=r"all \d+ prompts are longer than 1 tokens"):
         open_prompts(skip.model_copy(update={"max_prompt_tokens": 1, "template": "Q {prompt}"}), byte_level())
 
@@ -584,8 +584,8 @@ def test_a_column_to_order_by_must_have_numbers(tmp_path: Path, level: str | Non
     with pytest.raises(UserError) as error:
         read_problems_with_counts(data)
     assert str(error.value).startswith(f"{data.path}:2: {message}")
-    problems, left_out, _ = read_problems_with_counts(data.model_copy(update={"malformed": "skip"}))
-    assert (len(problems), left_out) == (1, {"malformed": 1})
+    problems, left_out = read_problems_with_counts(data.model_copy(update={"malformed": "skip"}))
+    assert (len(problems), left_out.counts) == (1, {"malformed": 1})
 
 
 def test_an_order_needs_shuffle_to_be_off(config_file: Path) -> None:

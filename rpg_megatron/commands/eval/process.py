@@ -59,7 +59,8 @@ def load_set(
     vocab: rows of the model's embedding. rows: whether to keep the rows, for ``Prompt.context``.
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
-    problems, counts, _ = read_problems_with_counts(part.data, rows=rows)
+    problems, left_out = read_problems_with_counts(part.data, rows=rows)
+    counts = dict(left_out.counts)
     prompts, too_long = fit_prompts(problems, part.data, tokenizer, vocab=vocab)
     if too_long:
         counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
@@ -88,7 +89,7 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     total = sum(map(len, prompts.values()))
     events = EventSender(work / EVENTS)
     engines = engine_clients(settings, work, token)
-    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids, chats=settings.chats)
     check_stops(stops, vocab)
     save_codec(tokenizer, work / CODEC)
     if settings.data is not None:
