@@ -88,12 +88,11 @@ class ConversationEncoder:
             rest = iter(self._encode([text for _, pieces in chunk for text in pieces[1:]]))
             for (problem, pieces), ids in zip(chunk, first, strict=True):
                 try:
-                    row = self._row(problem, [ids, *(next(rest) for _ in pieces[1:])], left_out.counts)
+                    rows = self._rows(problem, [ids, *(next(rest) for _ in pieces[1:])], left_out.counts)
                 except UserError as e:
                     left_out.add(e)
-                    continue
-                if row is not None:
-                    yield row
+                else:
+                    yield from rows
 
     def _encode(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
         if not texts:
@@ -203,24 +202,38 @@ class ConversationEncoder:
             rows.append(pieces)
         return rows[::-1]
 
-    def _row(self, problem: Problem, encoded: list[list[int]], left_out: Counter[str]) -> Row | None:
-        """A row from the tokens of its pieces. None: it is left out."""
+    def _rows(self, problem: Problem, encoded: list[list[int]], left_out: Counter[str]) -> list[Row]:
+        """The rows from the tokens of a row's pieces. A turn for which the template writes no end becomes the
+        end of a row of its own.
+        """
+        rows: list[Row] = []
         masks = [np.full(len(ids), bool(place % 2)) for place, ids in enumerate(encoded)]
         for place in range(1, len(encoded), 2):
-            last = place == len(encoded) - 1
+            after = encoded[place + 1] if place + 1 < len(encoded) else []
             if (end := self._find_end(encoded[place])) is not None:
                 masks[place][end + 1 :] = False  # what the template adds after the end of a turn
-            elif not last and encoded[place + 1][:1] and encoded[place + 1][0] in self._stops:
+            elif after and after[0] in self._stops:
                 masks[place + 1][0] = True  # the next message begins with the token that ends a turn
-            elif last:
-                encoded[place].append(self._own_end(problem))
-                masks[place] = np.append(masks[place], True)
+            else:
+                tokens = [*encoded[: place + 1], [self._own_end(problem)]]
+                rows += self._row(problem, tokens, [*masks[: place + 1], np.array([True])], left_out)
+                for mask in masks[: place + 1]:
+                    mask[:] = False  # trained now
+        if any(mask.any() for mask in masks):
+            rows += self._row(problem, encoded, masks, left_out)
+        return rows
+
+    def _row(
+        self, problem: Problem, encoded: list[list[int]], masks: list[Mask], left_out: Counter[str]
+    ) -> list[Row]:
+        """A row, or none if it is left out."""
         tokens, mask = np.array([*chain.from_iterable(encoded)], np.int32), np.concatenate(masks)
         mask[:1] = False
         if not mask.any():
             raise UserError(f"{problem.where}: has no token to train on; fix or remove the row")
         check_ids(tokens, self._vocab, problem.where, self._tokenizer)
-        return fit_row(tokens, mask, problem.source, self._settings, left_out)
+        row = fit_row(tokens, mask, problem.source, self._settings, left_out)
+        return [] if row is None else [row]
 
     def _find_end(self, ids: Sequence[int]) -> int | None:
         """Place of the token that ends a turn: the first of those after its text. None: it has none."""

@@ -21,8 +21,8 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.data.chat_rendering import chat_template, render_messages, template_variables
-from rpg_megatron.data.problems import read_problems
-from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.data.problems import read_problems, warn_left_out
+from rpg_megatron.data.stored_problems import LeftOut, Problem
 from rpg_megatron.data.tokenizer_file import added_after, open_tokenizer, read_backend, without_lengths
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.data.vocabulary import check_ids
@@ -190,9 +190,10 @@ def load_prompts(
     Prompts that are too long are left out or truncated (``data.too_long``); a warning gives their number.
     Raises UserError as ``read_problems`` and ``fit_prompts`` do.
     """
-    problems = read_problems(settings, key, rows=rows, first=first)
-    prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab)
+    problems, refused = read_problems(settings, key, rows=rows, first=first), LeftOut()
+    prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab, refused=refused)
     warn_too_long(too_long, len(problems), settings, key)
+    warn_left_out(refused, len(prompts))
     return prompts
 
 
@@ -216,14 +217,17 @@ def fit_prompts(
     key: str = "data",
     *,
     vocab: int | None = None,
+    refused: LeftOut | None = None,
 ) -> tuple[list[Prompt], int]:
     """Render and tokenize problems; returns prompts of at most ``max_prompt_tokens`` tokens, and the number
     of longer ones, which are left out or truncated to their last tokens.
 
-    vocab: rows of the model's embedding, if known.
+    vocab: rows of the model's embedding, if known. refused: see ``render_prompts``.
     Raises UserError as ``encode_prompts`` does, and if no prompt is short enough.
     """
-    prompts, too_long = encode_prompts(problems, settings, tokenizer, key, vocab=vocab)
+    prompts, too_long = encode_prompts(problems, settings, tokenizer, key, vocab=vocab, refused=refused)
+    if not prompts and refused is not None and refused.first:
+        raise UserError(f"{key}: no prompt can be used: {refused.first}")
     if not prompts:
         raise all_too_long(problems, settings, key)
     return prompts, too_long
@@ -236,16 +240,17 @@ def encode_prompts(
     key: str,
     *,
     vocab: int | None,
+    refused: LeftOut | None = None,
 ) -> tuple[list[Prompt], int]:
     """``fit_prompts`` that allows for all prompts being too long.
 
     Raises UserError if ``chat`` is on and the tokenizer has no chat template or the template fails on a
     problem, and if a problem has no tokens or one that the model does not have.
     """
-    chats, texts = render_prompts(problems, settings, tokenizer, key)
-    encoded = tokenize(problems, texts, settings, tokenizer)
+    rendered = render_prompts(problems, settings, tokenizer, key, refused)
+    encoded = tokenize([r.problem for r in rendered], [r.text for r in rendered], settings, tokenizer)
     prompts, too_long, limit = [], 0, settings.max_prompt_tokens
-    for problem, chat, text, ids in zip(problems, chats, texts, encoded, strict=True):
+    for (problem, chat, text), ids in zip(rendered, encoded, strict=True):
         if len(ids) > limit:
             too_long += 1
             if settings.too_long == "drop":
@@ -285,23 +290,63 @@ def tokenize(
             yield ids
 
 
+class RenderedPrompt(NamedTuple):
+    """A problem with the messages and the text of its prompt."""
+
+    problem: Problem
+    chat: list[Message]
+    text: str
+
+
 def render_prompts(
-    problems: Sequence[Problem], settings: DataSettings, tokenizer: Any, key: str
-) -> tuple[list[list[Message]], list[str]]:
-    """The messages and the text of each problem's prompt. Raises UserError as ``fit_prompts`` does."""
+    problems: Sequence[Problem],
+    settings: DataSettings,
+    tokenizer: Any,
+    key: str,
+    refused: LeftOut | None = None,
+) -> list[RenderedPrompt]:
+    """The text of each problem's prompt. Raises UserError as ``fit_prompts`` does.
+
+    refused: with ``malformed`` skip, problems that cannot be rendered are left out and counted there.
+    """
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{key}.chat: the model's tokenizer has no chat template; set {key}.chat to false")
-    chats = [_chat(problem, settings, key) for problem in problems]
-    return chats, _render(problems, chats, settings, tokenizer, key)
+
+    def refuse(error: UserError) -> None:
+        if refused is None or settings.malformed == "stop":
+            raise error
+        refused.add(error)
+
+    chats: list[tuple[Problem, list[Message]]] = []
+    for problem in problems:
+        try:
+            chats.append((problem, _chat(problem, settings, key)))
+        except UserError as e:
+            refuse(e)
+    if not settings.chat:
+        return [RenderedPrompt(problem, chat, chat[0].text) for problem, chat in chats]
+    found = []
+    texts = render_messages([c for _, c in chats], [p for p, _ in chats], settings, tokenizer, key)
+    for (problem, chat), (text, error) in zip(chats, texts, strict=True):
+        if error:
+            roles = ", ".join(message.role for message in chat)
+            why = f"the chat template cannot render it (roles {roles}): {error}"
+            refuse(UserError(f"{problem.where}: {why}"))
+        else:
+            found.append(RenderedPrompt(problem, chat, text))
+    return found
 
 
 def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
     """The messages of a prompt; without ``chat``, one message with the prompt as content."""
     chat = [Message("user", problem.prompt)] if isinstance(problem.prompt, str) else list(problem.prompt)
     if not settings.chat:
-        if len(chat) != 1:
+        if len(chat) != 1 or chat[0].fields:
             raise UserError(
                 f"{problem.where}: the problem is a chat of {len(chat)} messages; set {key}.chat to true"
+                if len(chat) != 1
+                else f"{problem.where}: its message has the field {min(chat[0].fields or '')!r}; set "
+                f"{key}.chat to true, or remove it"
             )
         return [Message(chat[0].role, settings.template.replace("{prompt}", chat[0].text))]
     if isinstance(problem.prompt, str):
@@ -314,19 +359,3 @@ def _chat(problem: Problem, settings: DataSettings, key: str) -> list[Message]:
     if settings.system is not None and chat[0].role != "system":
         chat.insert(0, Message("system", settings.system))
     return chat
-
-
-def _render(
-    problems: Sequence[Problem], chats: list[list[Message]], settings: DataSettings, tokenizer: Any, key: str
-) -> list[str]:
-    """The text of each chat."""
-    if not settings.chat:
-        return [chat[0].text for chat in chats]
-    texts = []
-    rendered = render_messages(chats, problems, settings, tokenizer, key)
-    for problem, chat, (text, error) in zip(problems, chats, rendered, strict=True):
-        if error:
-            roles = ", ".join(message.role for message in chat)
-            raise UserError(f"{problem.where}: the chat template cannot render it (roles {roles}): {error}")
-        texts.append(text)
-    return texts

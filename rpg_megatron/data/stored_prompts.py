@@ -17,10 +17,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.cache_files import digest_of, find_cached, new_cached
 from rpg_megatron.data.chat_rendering import chat_template
-from rpg_megatron.data.problems import read_problems
+from rpg_megatron.data.problems import read_problems, warn_left_out
 from rpg_megatron.data.prompt_stream import FingerprintSum, Numbers, PromptList, Prompts
 from rpg_megatron.data.prompts import (
     Prompt,
@@ -31,7 +32,7 @@ from rpg_megatron.data.prompts import (
     warn_too_long,
 )
 from rpg_megatron.data.row_store import RowStore
-from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.data.stored_problems import LeftOut, Problem
 from rpg_megatron.data.streamed_prompts import StreamedPrompts
 from rpg_megatron.data.token_bound import TokenBound, token_bound
 
@@ -59,8 +60,10 @@ def open_prompts(
     problems = read_problems(settings, key, rows=rows)
     if isinstance(problems, RowStore):
         return StoredPrompts(problems, settings, tokenizer, key, vocab)
-    prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab)
+    refused = LeftOut()
+    prompts, too_long = fit_prompts(problems, settings, tokenizer, key, vocab=vocab, refused=refused)
     warn_too_long(too_long, len(problems), settings, key)
+    warn_left_out(refused, len(prompts))
     return PromptList(prompts)
 
 
@@ -81,16 +84,23 @@ class StoredPrompts:
         self._name = _cache_name(problems, settings, tokenizer)
         self.fingerprints: Future[tuple[str, str]] = Future()
         """See ``Prompts``."""
-        too_long = self._read_cache()
+        too_long, refused, unused = self._read_cache(), LeftOut(), set[int]()
         if too_long is None:
-            too_long = np.fromiter(self._find_too_long(), np.int64)
+            too_long = np.fromiter(self._find_too_long(refused, unused), np.int64)
+        if unused:
+            self._name = ""  # found again at each start, so that they are counted again
+            warn_left_out(refused, len(problems) - len(unused))
+        if len(problems) == len(unused):
+            raise UserError(f"{key}: no prompt can be used: {refused.first}")
         if len(too_long) == len(problems) and settings.too_long == "drop":
             raise all_too_long(problems, settings, key)
         warn_too_long(len(too_long), len(problems), settings, key)
         self._kept: Numbers = np.arange(len(problems))
         """Indices of the problems whose prompts are used."""
         if settings.too_long == "drop":
-            self._kept = np.delete(self._kept, too_long)
+            self._kept = np.delete(self._kept, [*too_long, *unused])
+        elif unused:
+            self._kept = np.delete(self._kept, [*unused])
         if not self.fingerprints.done():
             threading.Thread(target=self._run_pass, args=[too_long], name="prompts").start()
 
@@ -110,21 +120,25 @@ class StoredPrompts:
             raise RuntimeError("a prompt is longer than the bound of its tokens, or than it was at the start")
         return prompts
 
-    def _find_too_long(self) -> Iterator[int]:
-        """Indices of the problems whose prompts are too long."""
+    def _find_too_long(self, refused: LeftOut, unused: set[int]) -> Iterator[int]:
+        """Indices of the problems whose prompts are too long. Those that cannot be rendered are added to
+        ``refused``, and their indices to ``unused``.
+        """
         settings, limit = self._settings, self._settings.max_prompt_tokens
         bound = token_bound(self._tokenizer, special=not settings.chat)
         unknown = range(len(self._problems)) if bound is None or settings.chat else self._unbounded(bound)
         for indices in batched(unknown, _BLOCK):
             block = [self._problems[index] for index in indices]
-            _, texts = render_prompts(block, settings, self._tokenizer, self._key)
+            places = {problem.id: index for problem, index in zip(block, indices, strict=True)}
+            rendered = render_prompts(block, settings, self._tokenizer, self._key, refused)
+            unused.update(places.values() - {places[each.problem.id] for each in rendered})
             unsure = [
-                i for i, text in enumerate(texts) if not text or bound is None or bound.of(text) > limit
+                each for each in rendered if not each.text or bound is None or bound.of(each.text) > limit
             ]
-            unsure_rows = [block[i] for i in unsure], [texts[i] for i in unsure]
-            for i, ids in zip(unsure, tokenize(*unsure_rows, settings, self._tokenizer), strict=True):
+            texts = [each.problem for each in unsure], [each.text for each in unsure]
+            for each, ids in zip(unsure, tokenize(*texts, settings, self._tokenizer), strict=True):
                 if len(ids) > limit:
-                    yield indices[i]
+                    yield places[each.problem.id]
 
     def _unbounded(self, bound: TokenBound) -> Sequence[int]:
         """Indices of the problems whose prompts, without a chat template, may be too long or are unknown."""

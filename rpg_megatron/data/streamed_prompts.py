@@ -147,4 +147,6 @@ class StreamedPrompts:
             warn_too_long(self._too_long, rows - left_out, self._settings, self._key)
 
     def _encode(self, problems: list[Problem]) -> tuple[list[Prompt], int]:
-        return encode_prompts(problems, self._settings, self._tokenizer, self._key, vocab=self._vocab)
+        return encode_prompts(
+            problems, self._settings, self._tokenizer, self._key, vocab=self._vocab, refused=self._left_out
+        )

@@ -30,7 +30,7 @@ from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.data.stored_problems import LeftOut, Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.vocabulary import check_stops, warn_of_unused
 from rpg_megatron.launcher.preflight import has_tokenizer
@@ -112,12 +112,13 @@ def check_prompts(
         vocab = read_model_shape(model).vocab_size
     except UserError:  # check_model reports it
         vocab = None
-    _, too_long = fit_prompts(measured, data, tokenizer, where, vocab=vocab)
-    warnings = []
+    refused = LeftOut()
+    _, too_long = fit_prompts(measured, data, tokenizer, where, vocab=vocab, refused=refused)
+    warnings = [f"{where}: prompts that are left out: {refused.first}"] if refused.first else []
     if vocab is not None:
         if tokenizer.eos_token_id is not None:  # else it may stand in a file that only transformers reads
             check_stops(stop_tokens(model, tokenizer, stops), vocab)
-        warnings = warn_of_unused(tokenizer.largest_id, vocab)
+        warnings += warn_of_unused(tokenizer.largest_id, vocab)
     if too_long < _MANY * len(measured):
         return warnings
     effect = "are left out" if data.too_long == "drop" else "lose their beginning"

@@ -77,7 +77,7 @@ PARSERS = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3": "llama3_json"}
 
 
 @functools.cache
-def _trained() -> str:
+def trained_tokenizer() -> str:
     """A byte-level BPE with merges, so that most texts have several encodings."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,7 +94,7 @@ def _trained() -> str:
 def write_chat_tokenizer(folder: Path, family: str) -> None:
     """The tokenizer's files, with the template and the end token of a family."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(_trained())
+    (folder / "tokenizer.json").write_text(trained_tokenizer())
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ENDS[family]}
     described |= {"pad_token": "<|endoftext|>", "chat_template": TEMPLATES[family]}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))

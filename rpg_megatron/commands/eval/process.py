@@ -60,8 +60,8 @@ def load_set(
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
     problems, left_out = read_problems_with_counts(part.data, rows=rows)
+    prompts, too_long = fit_prompts(problems, part.data, tokenizer, vocab=vocab, refused=left_out)
     counts = dict(left_out.counts)
-    prompts, too_long = fit_prompts(problems, part.data, tokenizer, vocab=vocab)
     if too_long:
         counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
     return prompts, counts
