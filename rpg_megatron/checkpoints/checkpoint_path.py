@@ -30,7 +30,7 @@ from rpg_megatron.checkpoints.run_folder import (
     list_steps,
     read_step,
 )
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import real_path
 from rpg_megatron.config.lora import LoraSettings
@@ -135,6 +135,14 @@ def find_lora(step: Step) -> LoraSettings | None:
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
         return None  # with --config, whole weights are converted without the settings
+
+
+def find_settings(step: Step) -> Settings | None:
+    """The settings of a step; None if they are not those of this version. No code that they name is run."""
+    try:
+        return Settings.model_validate(read_yaml(step.folder / CONFIG, real_path(step.root)))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError, UserError):
+        return None
 
 
 def find_model_files(step: Step, *, base: bool = False) -> tuple[Path, Path]:

@@ -136,12 +136,12 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 def _template(model: Path, config: dict[str, Any]) -> Any:
     """The chat template: a text, or name -> text, as transformers has it."""
     file = model / "chat_template.jinja"
-    template = read_text(file) if file.is_file() else config.get("chat_template")
-    if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}
-    if more := {file.stem: read_text(file) for file in sorted((model / _MORE_TEMPLATES).glob("*.jinja"))}:
-        return (template if isinstance(template, dict) else {"default": template} if template else {}) | more
-    return template
+    files = {"default": read_text(file)} if file.is_file() else {}
+    more = {each.stem: read_text(each) for each in sorted((model / _MORE_TEMPLATES).glob("*.jinja"))}
+    if files or more:
+        return files | more if more else files["default"]
+    template = config.get("chat_template")
+    return {each["name"]: each["template"] for each in template} if isinstance(template, list) else template
 
 
 def _text(token: Any) -> str:

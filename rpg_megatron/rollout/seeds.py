@@ -49,11 +49,14 @@ def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = (), *, chats:
     return sorted({*stops, *more})
 
 
-def chat_ends(settings: Settings) -> list[int]:
-    """Token ids that end a response of a run with chats, which its exports name; empty for other runs."""
+def chat_ends(settings: Settings, model: Path | None = None) -> list[int]:
+    """Token ids that end a response of a run with chats, which its exports name; empty for other runs.
+
+    model: folder of the tokenizer, if not the run's.
+    """
     from rpg_megatron.data.prompts import quick_tokenizer  # needs numpy, which a login node may lack
 
     if not settings.chats:
         return []
-    model = settings.model.path
+    model = model or settings.model.path
     return stop_tokens(model, quick_tokenizer(model), settings.rollout.stop_token_ids, chats=True)

@@ -2,9 +2,9 @@
 
 Why: bases whose template was written for their chat models train, evaluate and export with the wrong end
 otherwise: the loss falls, and each answer is cut at the limit. Proved with the quickstart's model, fine-tuned
-on chats with three such templates and sampled by a real engine: held-out answers end by themselves, the export
-names the end, and a plain evaluation of the export stops there too. A template without any end is refused with
-what to set, and works with that. Default: one template; long: the others.
+on chats with three such templates and sampled by a real engine: held-out answers end by themselves, the
+export names the end, and a plain evaluation of the export stops there too. A template without any end is
+refused with what to set, and works with that. Default: one template; long: the others.
 Not covered here: which tokens are trained (tests/unit/test_chat_properties), generation on GPUs.
 """
 

@@ -5,9 +5,9 @@ say, without a word. Generated chats (roles, nulls, tools, calls, thoughts, weig
 are read as training rows and as prompts, with twelve templates and three kinds of tokenizer files. The oracle
 is transformers' ``apply_chat_template`` with the fields as they are, except that arguments of calls given as
 JSON text are objects. A trained text is the assistant's content and the end of the turn by a rule of this
-test: the turn as the template writes it after the prompt, up to its first end, with all that the message says.
-A row may be refused if the message names it, one in five at most; all are counted. Default: 1,440 chats; long:
-10,080. Not covered here: what the gateway sends (tests/unit/test_gateway), runs.
+test: the turn as the template writes it after the prompt, up to its first end, with all that the message
+says. A row may be refused if the message names it, one in five at most; all are counted. Default: 1,440;
+long: 10,080. Not covered here: what the gateway sends (tests/unit/test_gateway), runs.
 """
 
 from __future__ import annotations

@@ -9,11 +9,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.checkpoint_path import find_lora, find_model_files, kind_of, open_step
+from rpg_megatron.checkpoints.checkpoint_path import (
+    find_lora,
+    find_model_files,
+    find_settings,
+    kind_of,
+    open_step,
+)
 from rpg_megatron.checkpoints.hf_files import list_copied, open_copied, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
@@ -36,6 +42,7 @@ from rpg_megatron.models.lora import AdapterMapping, check_heads, with_adapters
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import check_layout, mapping_for
+from rpg_megatron.rollout.seeds import chat_ends
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 RANK = "rpg_megatron.commands.convert.rank"
@@ -109,6 +116,8 @@ class Source:
     pipeline: int
     lora: LoraSettings | None = None
     """Of a LoRA run's checkpoint, which has adapters and no other weights."""
+    ends: list[int] = field(default_factory=list)
+    """Of a run with chats: the tokens that end a response (``chat_ends``)."""
 
     @property
     def parameters(self) -> int:
@@ -170,6 +179,7 @@ def open_megatron(
     metadata = CheckpointMetadata("", "", 1, 1)
     files: dict[str, dict[str, Any]] = {}
     lora: LoraSettings | None = None
+    ends: list[int] = []
     if kind == "megatron":
         folder = whole = find_checkpoint(megatron)
         if (manifest := read_manifest(folder, *places_of(folder))) is not None:
@@ -187,6 +197,8 @@ def open_megatron(
         files = {name: f for name, f in step.files.items() if name.startswith(f"{folder.name}/")}
         lora = find_lora(step)
         source, root = (config, config) if config else find_model_files(step, base=lora is not None)
+        if (settings := find_settings(step)) is not None:
+            ends = chat_ends(settings, source)
     try:
         shape = _read_shape(source, root)
     except UserError:
@@ -204,7 +216,8 @@ def open_megatron(
             verify_hf_checkpoint(source, layout)
     elif adapter:
         raise UserError(f"--adapter: {megatron} is not a LoRA run or its checkpoint; leave out --adapter")
-    return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, tensor, pipeline, lora)
+    dtype = metadata.dtype
+    return Source(shape, layout, dtype, source, root, folder, whole, files, tensor, pipeline, lora, ends)
 
 
 def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, verify: bool = False) -> Report:
@@ -331,6 +344,7 @@ def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool,
         dtype=source.dtype,
         max_shard_bytes=bound,
         sequences=_sequences(source.shape) if verify else [],
+        ends=source.ends,
         lora=None if source.lora is None else source.lora.model_dump(mode="json"),
     )
 

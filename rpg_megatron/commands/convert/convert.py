@@ -121,6 +121,7 @@ class Conversion:
                 dtype=dtype,
                 max_shard_bytes=job.max_shard_bytes,
                 root=Path(job.root),
+                ends=lambda: job.ends,
             )
         self._report_memory(parameters)
 

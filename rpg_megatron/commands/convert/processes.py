@@ -58,6 +58,8 @@ class Job:
     """Largest size of an HF file."""
     sequences: list[list[int]]
     """Token ids whose logits to save in ``work`` for comparison; empty: none."""
+    ends: list[int]
+    """Tokens that end a response, which an HF folder is to name besides its own."""
     lora: dict[str, Any] | None = None
     """Settings of the adapters that the Megatron checkpoint has instead of whole weights."""
 
