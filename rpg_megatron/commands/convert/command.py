@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.checkpoint_path import find_lora, find_model_files, kind_of, open_step
-from rpg_megatron.checkpoints.hf_files import list_copied, open_copied, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import (
+    describe_computed,
+    list_checkpoint,
+    list_copied,
+    open_copied,
+    verify_hf_checkpoint,
+)
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     LATEST,
@@ -109,6 +115,8 @@ class Source:
     pipeline: int
     lora: LoraSettings | None = None
     """Of a LoRA run's checkpoint, which has adapters and no other weights."""
+    note: str = ""
+    """About tensors that are not converted."""
 
     @property
     def parameters(self) -> int:
@@ -124,6 +132,7 @@ class Source:
             f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
             f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
             f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"
+            f"{f'; {self.note}' if self.note else ''}"
         )
 
 
@@ -144,7 +153,8 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
     layout = mapping_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
-    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, tensor, pipeline)
+    note = describe_computed(list_checkpoint(hf))
+    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, tensor, pipeline, note=note)
 
 
 def open_megatron(
