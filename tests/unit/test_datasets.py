@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,6 +31,11 @@ ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in ra
 def parquet(path: Path, rows: list[dict[str, object]], **options: object) -> Path:
     pq.write_table(pa.Table.from_pylist(rows), path, **options)
     return path
+
+
+def write_arrow(table: pa.Table, path: Path) -> None:
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
 
 
 def pairs(settings: DataSettings) -> list[tuple[object, str]]:
@@ -99,6 +106,73 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             load_settings(file, [override])
         assert message in str(error.value)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "answer"),
+    [
+        (pa.float32(), 0.1, "0.1"),
+        (pa.float32(), -2.7, "-2.7"),
+        (pa.float32(), 1 / 3, "0.33333334"),
+        (pa.float32(), 5.0, "5.0"),
+        (pa.float32(), 16777216.0, "16777216.0"),
+        (pa.float32(), -0.0, "-0.0"),
+        (pa.float32(), 3.4028235e38, "3.4028235e+38"),  # its largest number
+        (pa.float32(), 1e-45, "1e-45"),  # its smallest
+        (pa.float16(), 0.1, "0.1"),
+        (pa.float16(), 65504.0, "65500.0"),  # its largest: no shorter decimal is it
+        (pa.float64(), 0.1, "0.1"),
+        (pa.float64(), 0.10000000149011612, "0.10000000149011612"),
+        (pa.int64(), 5, "5"),
+        (pa.decimal128(10, 2), Decimal("0.10"), "0.10"),
+        (pa.decimal128(5, -2), Decimal("1E+2"), "100"),
+        (pa.decimal128(9, 9), Decimal("1E-7"), "0.000000100"),
+    ],
+)
+@pytest.mark.parametrize("write", [pq.write_table, write_arrow])
+def test_an_answer_is_the_shortest_decimal_of_its_own_type(
+    tmp_path: Path, write: Callable[[pa.Table, Path], None], kind: pa.DataType, value: object, answer: str
+) -> None:
+    if kind == pa.decimal128(5, -2) and write is pq.write_table:
+        return  # Parquet has no negative scale
+    file = tmp_path / ("d.arrow" if write is write_arrow else "d.parquet")
+    write(pa.table({"prompt": ["?"], "answer": pa.array([value], kind)}), file)
+    (problem,) = read_problems(DataSettings(path=file), rows=True)
+    assert problem.answer == answer
+    assert str(problem.row["answer"]) == answer  # for reward functions
+
+
+@pytest.mark.parametrize("short", [pa.float16(), pa.float32()])
+def test_numbers_within_others_are_the_shortest_too(tmp_path: Path, short: pa.DataType) -> None:
+    struct = pa.struct({"truth": short, "parts": pa.list_(pa.struct({"x": short}))})
+    columns = {
+        "list": pa.array([[0.1, None, 0.7]], pa.list_(short)),
+        "large": pa.array([[0.1]], pa.large_list(short)),
+        "fixed": pa.array([[0.1, 0.7]], pa.list_(short, 2)),
+        "map": pa.array([[("k", 0.1)]], pa.map_(pa.string(), short)),
+        "reward": pa.array([{"truth": 0.3, "parts": [{"x": 0.1}, None]}], struct),
+        "times": pa.array(
+            [[{"at": 0, "x": 0.1}]], pa.list_(pa.struct({"at": pa.timestamp("ns"), "x": short}))
+        ),
+    }
+    if short == pa.float32():
+        columns["repeated"] = pa.array([0.1], short).dictionary_encode()
+    file = tmp_path / "d.arrow"
+    write_arrow(pa.table({"prompt": ["?"], **columns}), file)
+    (problem,) = read_problems(DataSettings(path=file, answer_key="reward.truth"), rows=True)
+    assert problem.answer == "0.3"
+    assert {key: problem.row[key] for key in columns} == {
+        "list": [0.1, None, 0.7],
+        "large": [0.1],
+        "fixed": [0.1, 0.7],
+        "map": [["k", 0.1]],
+        "reward": {"truth": 0.3, "parts": [{"x": 0.1}, None]},
+        "times": [{"at": "1970-01-01 00:00:00", "x": 0.1}],
+        **({"repeated": 0.1} if "repeated" in columns else {}),
+    }
 
 
 # -- malformed -----------------------------------------------------------------------------------------------
