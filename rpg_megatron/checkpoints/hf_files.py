@@ -30,6 +30,17 @@ CONFIG = "config.json"
 CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files besides the weights: configuration, tokenizer, chat template."""
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPUTED = (
+    ".rotary_emb.inv_freq",
+    ".rotary_pos_emb.inv_freq",
+    ".rotary_emb.cos_cached",
+    ".rotary_emb.sin_cached",
+)
+"""Ends of names of buffers that old versions have saved; config.json determines them, and vLLM passes over
+the same names."""
+_CHUNK = 1 << 20  # numbers compared at a time
+
 MAX_DIMENSIONS = 64
 """Maximum dimensions of a tensor, as in torch."""
 _POINTER = b"version "
@@ -40,11 +51,12 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...) and shape."""
+    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...), shape, first byte."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -66,9 +78,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raw.pop("__metadata__", None)
         tensors, end = {}, 0
         for name, entry in sorted(raw.items(), key=lambda item: item[1]["data_offsets"]):
-            tensors[name] = tensor = StoredTensor(
-                file, str(entry["dtype"]), _shape(file, name, entry["shape"])
-            )
+            shape = _shape(file, name, entry["shape"])
+            tensors[name] = tensor = StoredTensor(file, str(entry["dtype"]), shape, 8 + length + end)
             start, end = end, _offset(file, name, entry["data_offsets"], end)
             dtype = SAFETENSORS.get(tensor.dtype)
             if dtype and end - start != ITEM_BYTES[dtype] * math.prod(tensor.shape):
@@ -106,13 +117,20 @@ def _offset(file: Path, name: str, offsets: Any, expected: int) -> int:
 def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, in one file or in several with an index.
 
-    Raises UserError if there is no checkpoint, or if a file that the index names is missing or corrupt.
+    Raises UserError if there is no checkpoint, if a file that the index names is missing or corrupt, or if
+    another reader would take other tensors: vLLM takes all that is in the files, whatever the index says, and
+    without an index every file; transformers prefers ``SINGLE`` to the index.
     """
     single, index = model_dir / SINGLE, model_dir / INDEX
     if not index.exists():
         if not single.exists():
             raise UserError(
                 f"{model_dir}: holds neither {SINGLE} nor {INDEX}; give the folder of an HF checkpoint"
+            )
+        if others := sorted(file.name for file in model_dir.glob("*.safetensors") if file != single):
+            raise UserError(
+                f"{model_dir}: holds {_some(others)} besides {SINGLE}, and no {INDEX}, so that engines would "
+                "read all of them; move what is not of this model to another folder"
             )
         return read_header(single)
     try:
@@ -122,6 +140,10 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{outside[0]!r} is not the name of a file in this folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise _corrupt(index, f"not a valid index ({type(e).__name__}: {e})") from None
+    if single.exists() and SINGLE not in names:
+        raise UserError(
+            f"{model_dir}: holds {SINGLE}, which {INDEX} does not list; remove the older one of the two"
+        )
     files, damage = {}, []
     for name in names:
         try:
@@ -135,7 +157,26 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
         raise UserError(
             f"{index}: lists tensors that their files lack: {_some(lost)}; copy the checkpoint again"
         )
-    return {name: files[file][name] for name, file in weight_map.items()}
+    tensors = {name: files[file][name] for name, file in weight_map.items()}
+    for file, stored in files.items():
+        if twice := [name for name in stored if weight_map.get(name, file) != file]:
+            raise UserError(
+                f"{model_dir / file}: holds tensors that are in another file according to {INDEX}: "
+                f"{_some(twice)}; copy the checkpoint again"
+            )
+        tensors |= {name: tensor for name, tensor in stored.items() if name not in tensors}
+    return tensors
+
+
+def list_computed(stored: Iterable[str]) -> list[str]:
+    """The names of buffers that follow from config.json, and are not read."""
+    return [name for name in stored if f".{name}".endswith(_COMPUTED)]
+
+
+def describe_computed(stored: Iterable[str]) -> str:
+    """One phrase about the buffers of ``list_computed``; empty if there are none."""
+    names = list_computed(stored)
+    return f"{len(names)} buffers are not read ({_some(names[:2])}): config.json has them" if names else ""
 
 
 def open_copied(model_dir: Path, root: Path | None = None) -> Iterator[tuple[str, BinaryIO]]:
@@ -173,16 +214,52 @@ def verify_hf_checkpoint(
 ) -> dict[str, StoredTensor]:
     """Check that a checkpoint has exactly the tensors of the mapping; returns them by name.
 
-    A ``lm_head.weight`` with tied embeddings is ignored, as in transformers. ``one_dtype``: all tensors must
-    have the same dtype.
-    Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files.
+    Left out are buffers that follow from config.json, and with tied embeddings a ``lm_head.weight`` that
+    equals the embedding, for which both are read. ``one_dtype``: all tensors must have the same dtype.
+    Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files;
+    also for a head that is not the embedding: transformers and vLLM use it in spite of config.json.
     """
     stored = list_checkpoint(model_dir)
-    if mapping.shape.tied_embeddings:
-        stored.pop("lm_head.weight", None)
+    for name in list_computed(stored):
+        del stored[name]
+    head = stored.pop(HEAD, None) if mapping.shape.tied_embeddings else None
     described = f"config.json ({mapping.shape.family}, {mapping.shape.num_layers} layers)"
     check_stored(model_dir, stored, mapping, described, one_dtype=one_dtype)
+    if head is not None and not _equal(head, stored[EMBEDDING]):
+        raise UserError(
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, and config.json says that they are one "
+            "(tie_word_embeddings is true); set tie_word_embeddings to false there, or remove the tensor if "
+            "the embedding is the output layer"
+        )
     return stored
+
+
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have the same shape and numbers, of whichever dtypes."""
+    if a.shape != b.shape or a.dtype not in SAFETENSORS:
+        return False
+    left = math.prod(a.shape)
+    with open_regular(a.file) as one, open_regular(b.file) as other:
+        one.seek(a.begin)
+        other.seek(b.begin)
+        while left > 0:
+            count = min(left, _CHUNK)
+            x, y = (f.read(count * ITEM_BYTES[SAFETENSORS[t.dtype]]) for f, t in ((one, a), (other, b)))
+            if (x != y or a.dtype != b.dtype) and not _same_numbers(x, a.dtype, y, b.dtype):
+                return False
+            left -= count
+    return True
+
+
+def _same_numbers(x: bytes, kind: str, y: bytes, other: str) -> bool:
+    import numpy as np  # late: bytes are nearly always enough
+
+    def read(data: bytes, dtype: str) -> np.ndarray[Any, Any]:
+        if dtype == "BF16":  # the upper half of a float32
+            return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        return np.frombuffer(data, SAFETENSORS[dtype])
+
+    return np.array_equal(read(x, kind), read(y, other))
 
 
 def check_stored(
@@ -200,9 +277,13 @@ def check_stored(
     expected = mapping.hf_tensors()
     problems = []
     if missing := [n for n in expected if n not in stored]:
-        problems.append(f"missing: {_some(missing)}")
+        tied = "; if the embedding is the output layer, set tie_word_embeddings to true"
+        problems.append(f"missing: {_some(missing)}{tied if missing == [HEAD] else ''}")
     if unexpected := [n for n in stored if n not in expected]:
-        problems.append(f"unexpected: {_some(unexpected)}")
+        problems.append(
+            f"unexpected: {_some(unexpected)}; give the model of config.json, unquantised if these are "
+            "scales, or remove what it does not use"
+        )
     if shapes := [
         f"{n} is {list(stored[n].shape)}, not {list(s)}"
         for n, s in expected.items()

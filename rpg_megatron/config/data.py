@@ -15,7 +15,8 @@ class SourceSettings(Section):
     """Problems with reference answers: a file, a dataset on the Hugging Face hub, a preset, or your code."""
 
     path: InputPath | None = None
-    """A file: JSON lines, .parquet or .arrow; or a folder written by ``datasets``' save_to_disk."""
+    """A file: JSON lines, .parquet or .arrow; a folder of such files of one kind, in the order of their
+    names; or a folder written by ``datasets``' save_to_disk."""
     hub: str | None = None
     """Name of a dataset on the hub, such as openai/gsm8k. Without network access it must be in the local
     cache."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import places_of, read_json
 
 FAMILIES = {
@@ -200,7 +200,7 @@ def read_model_shape(path: Path) -> ModelShape:
             num_kv_heads=kv_heads,
             head_dim=sizes.get("head_dim", head_dim),
             vocab_size=sizes["vocab_size"],
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tied_embeddings=_flag(raw, "tie_word_embeddings"),
             qk_norm=family in ("qwen3", "qwen3_moe"),
             qkv_bias=family == "qwen2",
             rope_theta=_positive("rope_theta", rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
@@ -234,6 +234,11 @@ _LARGEST = {
 """Key -> maximum value, far above that of any model."""
 
 
+_QUANTISATION = "hf_quant_config.json"
+_QUANTISED = (
+    "the trainer does not read quantised weights; give the model in bfloat16, or remove this if its weights "
+    "are not quantised (engine.quantization quantises those of the engines)"
+)
 _MOST_EXPERTS = 2**17
 """In all layers: each has tensors with names of their own."""
 _SIZES = list(_LARGEST)[:8]
@@ -245,6 +250,13 @@ def _size(key: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[key]:
         raise ValueError(f"{key} is {repr(value)[:80]}; it must be an integer of 1 to {_LARGEST[key]:,}")
     return value
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    """A key that is true or false, false where it is absent, as in transformers' classes of all families."""
+    if not isinstance(value := raw.get(key), bool | None):
+        raise ValueError(f"{key} is {repr(value)[:80]}; it must be true or false")
+    return bool(value)
 
 
 def _positive(key: str, value: Any) -> float:
@@ -259,16 +271,26 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
     Ignoring them would give plausible but wrong log-probs.
     """
     problems = []
+    for key in ("quantization_config", "compression_config"):
+        if (how := raw.get(key)) is not None:
+            method = str(how.get("quant_method") or how.get("quant_algo")) if isinstance(how, dict) else how
+            problems.append(f"{key} ({shorten(ascii(method), 80)}): {_QUANTISED}")
+    if (file.parent / _QUANTISATION).exists():
+        problems.append(f"{_QUANTISATION} beside it: {_QUANTISED}")
     # Qwen2 has biases in any case, and transformers ignores the key there.
-    if raw.get("attention_bias") and family != "qwen2":
+    if _flag(raw, "attention_bias") and family != "qwen2":
         problems.append(f"attention_bias=true is not supported for {family}: released models have none")
-    if raw.get("mlp_bias"):
+    if _flag(raw, "mlp_bias"):
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
     layers = int(raw["num_hidden_layers"])
     kinds = raw.get("layer_types") or ["full_attention"] * layers
-    if raw.get("layer_types") is None and raw.get("use_sliding_window") and raw.get("sliding_window", 4096):
+    if (
+        raw.get("layer_types") is None
+        and _flag(raw, "use_sliding_window")
+        and raw.get("sliding_window", 4096)
+    ):
         # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
         full = min(max(0, int(raw.get("max_window_layers", 28))), layers)
         kinds = [*kinds[:full], *["sliding_attention"] * (layers - full)]
@@ -330,7 +352,7 @@ def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
     if layers * count > _MOST_EXPERTS:
         raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
     per_token = _size("num_experts_per_tok", raw.get("num_experts_per_tok", 8))
-    normalised = bool(raw.get("norm_topk_prob", False))
+    normalised = _flag(raw, "norm_topk_prob")
     if per_token > count:
         raise ValueError(f"num_experts_per_tok is {per_token}, more than num_experts ({count})")
     if per_token == 1 and normalised:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from importlib.abc import MetaPathFinder
 from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+_SHORT_FLOATS = {pa.float16(): np.float16, pa.float32(): np.float32}
 BATCH = 16
 """Rows decoded at a time: rows may be long, and a batch is in memory more than once."""
 TOO_LARGE = "too large"
@@ -118,7 +121,7 @@ def table_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
         broken = None
         for column, values in columns.items():
             try:
-                row[column] = _plain(values[index].as_py())
+                row[column] = _plain(values[index].as_py(), values.type)
             except UnicodeDecodeError as e:
                 broken = f"{column!r} is not UTF-8 (byte {e.start + 1}); save the file as UTF-8"
             except (ValueError, OverflowError, OSError, ImportError) as e:  # such as a date beyond Python's
@@ -147,12 +150,25 @@ def _simple_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _plain(value: Any) -> Any:
-    """Values that JSON has, and bytes; others, such as dates, as text."""
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """Values that JSON has, and bytes; others, such as dates, as text. kind: the type in the file.
+
+    A float of 16 or 32 bits becomes the shortest decimal that is it in its own type: 0.1, and not
+    0.10000000149011612, its exact value.
+    """
+    while isinstance(kind, pa.BaseExtensionType | pa.DictionaryType | pa.RunEndEncodedType):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(each, kind.field(key).type) for key, each in value.items()}
+    if isinstance(value, list | tuple) and pa.types.is_map(kind):
+        return [[_plain(key, kind.key_type), _plain(each, kind.item_type)] for key, each in value]
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        inner = getattr(kind, "value_type", kind)
+        return [_plain(each, inner) for each in value]
+    if isinstance(value, float) and kind in _SHORT_FLOATS:
+        return float(str(_SHORT_FLOATS[kind](value)))
+    if isinstance(value, Decimal):
+        return format(value, "f")  # without an exponent
     return value if value is None or isinstance(value, bool | int | float | str | bytes) else str(value)
 
 

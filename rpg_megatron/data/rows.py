@@ -17,6 +17,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_regular, parse_json, read_json
 from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.data.presets import Preset
+from rpg_megatron.data.shards import list_shards
 
 Row = tuple[int, str, dict[str, Any] | UserError]
 """Index from 0, position for messages (``file:line`` or ``file: row 3``), and the row or its error."""
@@ -47,16 +48,31 @@ def read_rows(source: SourceSettings, preset: Preset | None, key: str = "data") 
         rows = _hub_rows(source, preset, key)
     elif (source.path / "dataset_info.json").is_file():
         rows = _bounded(source.path, _saved_rows(source.path))
-    elif source.path.suffix == ".parquet":
-        rows = _bounded(source.path, _arrow_rows(source.path, _PARQUET, key))
-    elif source.path.suffix == ".arrow":
-        rows = _bounded(source.path, _arrow_rows(source.path, _ARROW, key))
+    elif source.path.is_dir():
+        rows = _folder_rows(source.path, key)
     else:
-        rows = _json_rows(source.path, key)
+        rows = _file_rows(source.path, key)
     for row in rows:
         if source.limit is not None and row[0] >= source.limit:
             return
         yield row
+
+
+def _folder_rows(folder: Path, key: str) -> Iterator[Row]:
+    """The rows of all files, numbered through; positions are those in the files."""
+    before = 0
+    for file in list_shards(folder, key):
+        count = 0
+        for index, where, row in _file_rows(file, key):
+            count = index + 1
+            yield before + index, where, row
+        before += count
+
+
+def _file_rows(path: Path, key: str) -> Iterator[Row]:
+    if path.suffix in (".parquet", ".arrow"):
+        return _bounded(path, _arrow_rows(path, _PARQUET if path.suffix == ".parquet" else _ARROW, key))
+    return _json_rows(path, key)
 
 
 def _bounded(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
@@ -125,8 +141,6 @@ def _json_rows(path: Path, key: str) -> Iterator[Row]:
                     yield index, where, _parse_json(raw, where, index == 0)
     except FileNotFoundError:
         raise UserError(f"{key}.path: {path} does not exist; give a JSON lines file") from None
-    except IsADirectoryError:
-        raise UserError(f"{key}.path: {path} is a directory; give a JSON lines file") from None
     except OSError as e:
         raise UserError(f"{key}.path: {path} cannot be read ({e.strerror or e})") from None
 
@@ -247,8 +261,8 @@ def _dataset_rows(name: str, dataset: Any) -> Iterator[Row]:
 
 def _check_file(path: Path, key: str) -> None:
     if not path.is_file():
-        state = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"{key}.path: {path} {state}; give a {path.suffix} file")
+        state = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"{key}.path: {path} {state}; give a {path.suffix} file, or a folder of them")
 
 
 def _first_line(error: BaseException) -> str:

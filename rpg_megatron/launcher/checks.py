@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
@@ -138,8 +139,11 @@ def _check_placement(run: CheckedRun) -> None:
         assign_node(run.settings, node, run.nodes)
 
 
-def _check_weights(settings: Settings) -> None:
-    check_model(with_local_model(settings).model.path)
+def _check_weights(settings: Settings) -> list[str]:
+    path = with_local_model(settings).model.path
+    check_model(path)
+    note = describe_computed(list_checkpoint(path))
+    return [f"model.path: {note}"] if note else []
 
 
 def _check_adapter(run: CheckedRun) -> None:
@@ -178,7 +182,7 @@ CHECKS = (
     RunCheck("packages", ("machine",), _settings_check(check_packages)),
     RunCheck("engine options", ("engines",), _settings_check(check_engine_arguments)),
     RunCheck("placement", ("trainer", "engines"), _check_placement),
-    RunCheck("model", ("weights",), _settings_check(_check_weights)),
+    RunCheck("model", ("weights",), _settings_check(_check_weights), 330.0),
     RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
     RunCheck("adapters", ("model", "trainer"), _shape_check(check_lora)),
     RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),

@@ -20,6 +20,7 @@ import rpg_megatron
 from rpg_megatron.config.base import IMPORTED, tag_of
 from rpg_megatron.config.files import read_text
 from rpg_megatron.rewards.custom_reward import INPUTS, RESPONSE
+from rpg_megatron.rewards.foreign_functions import FORMS
 
 _POSITIONAL = {"advantage": 3, "schedule": 2, "trackers": 1, "dynamic": 1, "episode": 3}
 """Key of a section -> arguments that a call passes by position; elsewhere none."""
@@ -58,6 +59,8 @@ def _read_defaults(path: str, positional: int | None) -> Iterator[tuple[str, Any
         return
     arguments = list(_arguments(definition))
     if positional is None:
+        if any(argument in FORMS for argument, *_ in arguments):
+            return  # its arguments are columns, too
         positional = 0
         if not isinstance(definition, ast.ClassDef):
             positional = 0 if any(argument in RESPONSE for argument, *_ in arguments) else 2

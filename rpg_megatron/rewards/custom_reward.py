@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.rewards.foreign_functions import FORMS, adapt
 from rpg_megatron.rewards.worker_process import serve, serve_async
 from rpg_megatron.system.custom_code import CustomCode, load_custom
 from rpg_megatron.system.fork_server import Serve
@@ -57,8 +58,9 @@ class CustomReward(NamedTuple):
 def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Sequence[str]) -> CustomReward:
     """Import a function, or a class, which is instantiated once with its settings.
 
-    A function with an argument ``response`` or ``responses`` gets its inputs by name. Any other is called
-    with the response and the answer; further inputs are passed by name. The remaining arguments are settings.
+    A function with an argument ``response`` or ``responses`` gets its inputs by name; one of verl's or TRL's
+    form is called as it is there (``foreign_functions``). Any other is called with the response and the
+    answer; further inputs are passed by name. The remaining arguments are settings.
     Raises UserError, one line for each problem.
     """
     try:
@@ -74,11 +76,21 @@ def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Seque
     except (TypeError, ValueError):  # of C code
         parameters = []
     keywords = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    positional = not any(name in keywords for name in RESPONSE)
+    form = next((FORMS[name] for name in keywords if name in FORMS), None)
+    positional = form is None and not any(name in keywords for name in RESPONSE)
     rest = parameters[2:] if positional else parameters
     inputs = tuple(p.name for p in rest if p.name in keywords and p.name in INPUTS)
     _check_inputs(where, path, [p.name for p in parameters[:2]] if positional else [], inputs)
-    if is_class:
+    if form is not None:
+        bound: dict[str, Any] = {} if is_class else settings
+        if not is_class:
+            taken = tuple(name for name in keywords if name not in settings)
+            function = load_custom(
+                CustomCode(where, path, settings, 0, keywords=taken, reserved=tuple(reserved))
+            )
+        more = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        function, inputs = adapt(function, form, None if more else keywords, bound), form.inputs
+    elif is_class:
         required = [p.name for p in rest if p.default is p.empty and p.name in keywords]
         if unknown := [name for name in required if name not in inputs]:
             raise UserError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +68,23 @@ async def raises(response):
         task.cancel()
         await task
     return 1.0
+
+def verl(data_source, solution_str, ground_truth, extra_info=None, *, scale: float = 1):
+    seen = [data_source, solution_str, ground_truth, extra_info, scale]
+    if scale != 1: return len(repr(seen))
+    return {"score": solution_str == ground_truth, "acc": 1.5, "pred": repr(seen)}
+async def verl_async(data_source, solution_str, ground_truth): return solution_str == ground_truth
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    assert list(map(len, (data_sources, ground_truths, extra_infos))) == [len(solution_strs)] * 3
+    return [{"score": float(s == t)} for s, t in zip(solution_strs, ground_truths)]
+def trl(completions, answer, level, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    Path("trl").write_text(repr([completions, answer, level, kwargs]))
+    return [text == right for text, right in zip(texts, answer)]
+async def trl_async(prompts, completions): return [len(p) + len(c) for p, c in zip(prompts, completions)]
+class TRL:
+    def __init__(self, weighted: float): self.weighted = weighted
+    def __call__(self, completions, **columns): return [self.weighted * len(c) for c in completions]
 
 def wrong(prompt, answer): return 1
 def both(response, responses): return 1
@@ -144,6 +163,45 @@ def test_several_terms_each_with_what_it_asks_for(scores: Callable[..., Any], tm
     for i, text in enumerate(texts):
         whole = [text, "5", *context, list(range(i + 1)), "stop", 2]
         assert (tmp_path / f"seen{i + 1}").read_text() == repr(whole)
+
+
+def with_context(monkeypatch: pytest.MonkeyPatch, **context: Any) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONTEXT", json.dumps(json.loads(CONTEXT) | context))
+
+
+def test_a_function_of_verls_form(scores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"data_source": "math", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
+    with_context(monkeypatch, row=row)
+    results, counts = scores(reward_of("verl"), ["7", "5"])
+    assert [(s.reward, s.correct) for s in results] == [(1.0, True), (0.0, False)]
+    assert counts["reward/correctness/acc"] == 3.0
+    (scaled,), _ = scores(reward_of("verl", scale=2), ["7"])
+    assert scaled.reward == len(repr(["math", "7", "7", {"index": 3}, 2.0]))
+    for name in ("verl_async", "verl_batch"):
+        results, _ = scores(reward_of(name), ["7", "5"])
+        assert [s.reward for s in results] == [1.0, 0.0]
+    with_context(monkeypatch, row={"level": 2})  # the answer is that of the data
+    for name in ("verl", "verl_async", "verl_batch"):
+        results, _ = scores(reward_of(name), ["7", "5"])
+        assert [s.reward for s in results] == [0.0, 1.0]
+
+
+def test_a_function_of_trls_form(
+    scores: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, _ = scores(reward_of("trl"), ["7", "5"])
+    assert [(s.reward, s.correct) for s in results] == [(0.0, False), (1.0, True)]
+    more = {"prompts": ["P", "P"], "completion_ids": [[0], [0, 1]]}
+    assert literal_eval((tmp_path / "trl").read_text()) == [["7", "5"], ["5", "5"], [2, 2], more]
+    assert [s.reward for s in scores(reward_of("trl_async"), ["7", "555"])[0]] == [2.0, 4.0]
+    assert [s.reward for s in scores(reward_of("TRL", weighted=2), ["7", "555"])[0]] == [2.0, 6.0]
+    with_context(monkeypatch, prompt="<user>P<assistant>")  # of a chat
+    assert [s.reward for s in scores(reward_of("trl"), ["7", "5"])[0]] == [0.0, 1.0]
+    completions, *_, columns = literal_eval((tmp_path / "trl").read_text())
+    assert completions == [[{"role": "assistant", "content": text}] for text in ("7", "5")]
+    assert columns["prompts"] == [[{"role": "user", "content": "P"}]] * 2
+    with pytest.raises(UserError, match="has no setting 'scale'"):
+        load_reward("reward", "custom_rewards_of_test:trl_async", {"scale": 1}, ())
 
 
 def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., Any]) -> None:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +24,7 @@ from pydantic import ValidationError
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.data.chat_messages import Message
+from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.presets import PRESETS, find_preset
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 
@@ -29,6 +34,11 @@ ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in ra
 def parquet(path: Path, rows: list[dict[str, object]], **options: object) -> Path:
     pq.write_table(pa.Table.from_pylist(rows), path, **options)
     return path
+
+
+def write_arrow(table: pa.Table, path: Path) -> None:
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
 
 
 def pairs(settings: DataSettings) -> list[tuple[object, str]]:
@@ -52,6 +62,79 @@ def test_parquet_arrow_folder_and_hub_give_the_same(tmp_path: Path, monkeypatch:
     assert pairs(DataSettings(hub=str(hub), split="test")) == expected
     with pytest.raises(UserError, match=r"data\.hub: .*split train cannot be loaded .*set data\.path to"):
         read_problems(DataSettings(hub=str(hub)))
+
+
+def write_lines(rows: list[dict[str, object]], path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+WRITERS: dict[str, Callable[[list[dict[str, object]], Path], object]] = {
+    "parquet": lambda rows, path: parquet(path, rows),
+    "arrow": lambda rows, path: write_arrow(pa.Table.from_pylist(rows), path),
+    "jsonl": write_lines,
+    "json": write_lines,
+}
+
+
+@pytest.mark.parametrize("end", WRITERS)
+@pytest.mark.parametrize("name", ["train-{:05d}-of-00003", "train-{}-of-3", "part-{}", "c{}.snappy"])
+@pytest.mark.parametrize("kind", [DataSettings, ConversationSettings])
+def test_a_folder_is_its_shards(
+    tmp_path: Path, name: str, end: str, kind: type[DataSettings], caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = (0, 1, 2) if "of" in name else (2, 9, 10)
+    parts = (ROWS[:4], ROWS[4:5], ROWS[5:])
+    folder = tmp_path / "data.parquet"  # Spark writes a folder of such a name
+    folder.mkdir()
+    for number, rows in sorted(zip(numbers, parts, strict=True), reverse=True):
+        WRITERS[end](rows, folder / f"{name.format(number)}.{end}")
+    for about in ("README.md", "LICENSE", ".gitattributes", "_SUCCESS", "dataset_infos.json", "notes.md"):
+        (folder / about).write_text("no data")
+    (folder / ".cache").mkdir()
+    columns = {"prompt_key": "prompt", "answer_key": "answer"}
+    problems = read_problems(kind(path=folder, **columns), rows=True)
+    assert [p.row for p in problems] == ROWS
+    assert [p.id for p in problems] == list(range(10))
+    last = folder / f"{name.format(numbers[2])}.{end}"
+    assert problems[9].where == (f"{last}:5" if "json" in end else f"{last}: row 5")
+    assert [p.row for p in read_problems(kind(path=folder, limit=5, **columns), rows=True)] == ROWS[:5]
+    WRITERS[end](
+        [*ROWS[:4], {"prompt": "", "answer": "1", "level": 0}], folder / f"{name.format(numbers[0])}.{end}"
+    )
+    with pytest.raises(
+        UserError, match=re.escape(f"{name.format(numbers[0])}.{end}") + r":( row )?5: 'prompt' is empty"
+    ):
+        read_problems(kind(path=folder, **columns))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "is a directory without data; give a file, or a folder of .jsonl, .parquet or .arrow files"),
+        (["README.md", ".hidden.jsonl"], "is a directory without data"),
+        (["a.jsonl", "b.parquet"], r"several kinds \(JSON, Parquet\): a.jsonl, b.parquet; move"),
+        (["a.jsonl", "b.csv"], "holds b.csv, which cannot be read"),
+        (["a.jsonl", "b.jsonl.gz"], "holds b.jsonl.gz, which cannot be read; decompress"),
+        (["data/"], r"has the folders data; give one of them, such as .*/data$"),
+        (["test/", "train/", "dataset_dict.json"], "has the folders test, train; give one of them"),
+        (["a.jsonl", "more/"], "has the folders more"),
+        (["train-00000-of-00001.parquet", "test-00000-of-00001.parquet"], r"several splits \(test, train\)"),
+        (["train.jsonl", "validation.jsonl"], r"several splits \(train, validation\)"),
+        (
+            ["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"],
+            r"2 of the 3 files train-\*-of-\*",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_one_data_set_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in names:
+        (folder / name).mkdir() if name.endswith("/") else (folder / name).write_text("")
+    for key, read in (("data", read_problems), ("sft.data", partial(read_problems, key="sft.data"))):
+        with pytest.raises(UserError, match=message) as error:
+            read(DataSettings(path=folder))
+        assert str(error.value).startswith(f"{key}.path: {folder} ")
 
 
 def test_filters_and_duplicates_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,6 +182,73 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             load_settings(file, [override])
         assert message in str(error.value)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "answer"),
+    [
+        (pa.float32(), 0.1, "0.1"),
+        (pa.float32(), -2.7, "-2.7"),
+        (pa.float32(), 1 / 3, "0.33333334"),
+        (pa.float32(), 5.0, "5.0"),
+        (pa.float32(), 16777216.0, "16777216.0"),
+        (pa.float32(), -0.0, "-0.0"),
+        (pa.float32(), 3.4028235e38, "3.4028235e+38"),  # its largest number
+        (pa.float32(), 1e-45, "1e-45"),  # its smallest
+        (pa.float16(), 0.1, "0.1"),
+        (pa.float16(), 65504.0, "65500.0"),  # its largest: no shorter decimal is it
+        (pa.float64(), 0.1, "0.1"),
+        (pa.float64(), 0.10000000149011612, "0.10000000149011612"),
+        (pa.int64(), 5, "5"),
+        (pa.decimal128(10, 2), Decimal("0.10"), "0.10"),
+        (pa.decimal128(5, -2), Decimal("1E+2"), "100"),
+        (pa.decimal128(9, 9), Decimal("1E-7"), "0.000000100"),
+    ],
+)
+@pytest.mark.parametrize("write", [pq.write_table, write_arrow])
+def test_an_answer_is_the_shortest_decimal_of_its_own_type(
+    tmp_path: Path, write: Callable[[pa.Table, Path], None], kind: pa.DataType, value: object, answer: str
+) -> None:
+    if kind == pa.decimal128(5, -2) and write is pq.write_table:
+        return  # Parquet has no negative scale
+    file = tmp_path / ("d.arrow" if write is write_arrow else "d.parquet")
+    write(pa.table({"prompt": ["?"], "answer": pa.array([value], kind)}), file)
+    (problem,) = read_problems(DataSettings(path=file), rows=True)
+    assert problem.answer == answer
+    assert str(problem.row["answer"]) == answer  # for reward functions
+
+
+@pytest.mark.parametrize("short", [pa.float16(), pa.float32()])
+def test_numbers_within_others_are_the_shortest_too(tmp_path: Path, short: pa.DataType) -> None:
+    struct = pa.struct({"truth": short, "parts": pa.list_(pa.struct({"x": short}))})
+    columns = {
+        "list": pa.array([[0.1, None, 0.7]], pa.list_(short)),
+        "large": pa.array([[0.1]], pa.large_list(short)),
+        "fixed": pa.array([[0.1, 0.7]], pa.list_(short, 2)),
+        "map": pa.array([[("k", 0.1)]], pa.map_(pa.string(), short)),
+        "reward": pa.array([{"truth": 0.3, "parts": [{"x": 0.1}, None]}], struct),
+        "times": pa.array(
+            [[{"at": 0, "x": 0.1}]], pa.list_(pa.struct({"at": pa.timestamp("ns"), "x": short}))
+        ),
+    }
+    if short == pa.float32():
+        columns["repeated"] = pa.array([0.1], short).dictionary_encode()
+    file = tmp_path / "d.arrow"
+    write_arrow(pa.table({"prompt": ["?"], **columns}), file)
+    (problem,) = read_problems(DataSettings(path=file, answer_key="reward.truth"), rows=True)
+    assert problem.answer == "0.3"
+    assert {key: problem.row[key] for key in columns} == {
+        "list": [0.1, None, 0.7],
+        "large": [0.1],
+        "fixed": [0.1, 0.7],
+        "map": [["k", 0.1]],
+        "reward": {"truth": 0.3, "parts": [{"x": 0.1}, None]},
+        "times": [{"at": "1970-01-01 00:00:00", "x": 0.1}],
+        **({"repeated": 0.1} if "repeated" in columns else {}),
+    }
 
 
 # -- malformed -----------------------------------------------------------------------------------------------

@@ -5,14 +5,16 @@ Not covered: an export by several ranks (tests/distributed/test_hf_export_ranks.
 
 import resource
 import struct
+import tracemalloc
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
-from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import read_model_shape
 from rpg_megatron.models.boxes import MappingError
@@ -44,10 +46,9 @@ def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, p
     shape = tiny_shape(family, tied_embeddings=tied)
     layout = mapping_for(shape)
     sd = random_state_dict(layout)
-    # Tied checkpoints in the wild often carry lm_head.weight too; it must be ignored, not refused.
-    write_checkpoint(
-        tmp_path, shape, {**sd, "lm_head.weight": torch.zeros(53, 24)} if tied else sd, files=files
-    )
+    # Tied checkpoints in the wild often have a copy of the embedding as lm_head.weight.
+    head = {"lm_head.weight": sd["model.embed_tokens.weight"].clone()} if tied else {}
+    write_checkpoint(tmp_path, shape, {**sd, **head}, files=files)
     assert read_model_shape(tmp_path) == shape
     total = 0
     for place in grid(shape, 2, pipeline, vocab_multiple=16):
@@ -128,6 +129,147 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match=r"model-00001-of-00002\.safetensors: cannot be read"):
         verify_hf_checkpoint(tmp_path, layout)
+
+
+TIED = tiny_shape(tied_embeddings=True)
+
+
+def with_head(sd, change=lambda head: head):
+    return {**sd, "lm_head.weight": change(sd["model.embed_tokens.weight"].clone())}
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_tied_head_that_equals_the_embedding_is_left_out(tmp_path, files, embedding, head):
+    # Eighths of small integers, which all of these dtypes have.
+    sd = {n: (t * 8).round().clamp(-99, 99) / 8 for n, t in random_state_dict(mapping_for(TIED)).items()}
+    sd["model.embed_tokens.weight"] = sd["model.embed_tokens.weight"].to(embedding)
+    write_checkpoint(tmp_path, TIED, with_head(sd, lambda x: x.to(head)), files=files)
+    assert set(verify_hf_checkpoint(tmp_path, mapping_for(TIED))) == set(mapping_for(TIED).hf_tensors())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: torch.randn(head.shape),
+        lambda head: head.index_put((torch.tensor(52), torch.tensor(23)), torch.tensor(7.0)),  # the last one
+        lambda head: head.bfloat16(),  # rounded
+        lambda head: torch.cat([head, head[:1]]),
+        lambda head: head.to(torch.float8_e4m3fn),
+        lambda head: head.view(24, 53),
+    ],
+)
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_tied_head_that_differs_is_refused(tmp_path, files, change):
+    layout = mapping_for(TIED)
+    write_checkpoint(tmp_path, TIED, with_head(random_state_dict(layout), change), files=files)
+    with pytest.raises(UserError, match=r"lm_head\.weight differs .*set tie_word_embeddings to false"):
+        verify_hf_checkpoint(tmp_path, layout)
+
+
+def test_a_large_head_is_compared_to_its_end_in_little_memory(tmp_path):
+    shape = tiny_shape(tied_embeddings=True, vocab_size=2**20)
+    layout = mapping_for(shape)
+    sd = {n: torch.zeros(s, dtype=torch.bfloat16) for n, s in layout.hf_tensors().items()}
+    head = torch.zeros(2**20, 24, dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, shape, {**sd, "lm_head.weight": head})
+    tracemalloc.start()
+    verify_hf_checkpoint(tmp_path, layout)
+    assert tracemalloc.get_traced_memory()[1] < head.nbytes / 4
+    tracemalloc.stop()
+    head[-1, -1] = 1.0
+    write_checkpoint(tmp_path, shape, {**sd, "lm_head.weight": head})
+    with pytest.raises(UserError, match="differs"):
+        verify_hf_checkpoint(tmp_path, layout)
+
+
+def test_a_missing_head_names_the_setting(tmp_path):
+    layout = mapping_for(TINY)
+    sd = random_state_dict(layout)
+    del sd["lm_head.weight"]
+    write_checkpoint(tmp_path, TINY, sd)
+    with pytest.raises(UserError, match=r"missing: lm_head\.weight; .*tie_word_embeddings to true"):
+        verify_hf_checkpoint(tmp_path, layout)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.3.self_attn.rotary_emb.inv_freq",  # Llama 2
+        "layers.3.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+        "rotary_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_pos_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_emb.cos_cached",
+        "model.layers.0.self_attn.rotary_emb.sin_cached",
+    ],
+)
+def test_buffers_that_follow_from_the_configuration_are_not_read(tmp_path, name):
+    layout = mapping_for(TINY)
+    sd = random_state_dict(layout, dtype=torch.bfloat16)
+    write_checkpoint(tmp_path, TINY, {**sd, name: torch.ones(3)})  # of another dtype than the weights
+    assert set(verify_hf_checkpoint(tmp_path, layout, one_dtype=True)) == set(layout.hf_tensors())
+    assert f"1 buffers are not read ({name})" in describe_computed(list_checkpoint(tmp_path))
+    shown = inspect_checkpoint(tmp_path)
+    assert not shown.problems
+    assert f"1 buffers are not read ({name})" in shown.checked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.masked_bias",  # vLLM refuses these two
+        "model.position_ids",
+        "model.layers.0.self_attn.q_proj.weight_scale",
+        "model.layers.0.self_attn.q_proj.weight_scale_inv",
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.mlp.up_proj.qweight",
+        "my_rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq.weight",
+        "model.lm_head.weight",
+    ],
+)
+@pytest.mark.parametrize("shape", [TINY, TIED])
+def test_other_tensors_are_refused_by_name(tmp_path, name, shape):
+    layout = mapping_for(shape)
+    write_checkpoint(tmp_path, shape, {**random_state_dict(layout), name: torch.ones(3)})
+    with pytest.raises(UserError, match=f"unexpected: {name}; give the model"):
+        verify_hf_checkpoint(tmp_path, layout)
+
+
+def test_files_that_readers_would_read_differently_are_refused(tmp_path):
+    # vLLM takes all that is in the files, and without an index every file.
+    layout, sd = mapping_for(TIED), random_state_dict(mapping_for(TIED))
+    one = write_checkpoint(tmp_path / "one", TIED, sd)
+    save_file({"lm_head.weight": torch.ones(53, 24)}, one / "more.safetensors")
+    with pytest.raises(UserError, match=r"holds more\.safetensors besides model\.safetensors"):
+        verify_hf_checkpoint(one, layout)
+    two = write_checkpoint(tmp_path / "two", TIED, sd, files=2)
+    second = two / "model-00002-of-00002.safetensors"
+    stored = load_file(second)
+    save_file({**stored, "lm_head.weight": torch.ones(53, 24)}, second)  # not in the index
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        verify_hf_checkpoint(two, layout)
+    save_file({**stored, "model.embed_tokens.weight": torch.ones(53, 24)}, second)
+    with pytest.raises(
+        UserError, match=r"model-00002-of-00002\.safetensors: holds tensors that are in another"
+    ):
+        verify_hf_checkpoint(two, layout)
+    save_file(stored, second)
+    assert verify_hf_checkpoint(two, layout)
+    save_file(sd, two / "model.safetensors")
+    with pytest.raises(UserError, match=r"holds model\.safetensors, which .* does not list"):
+        verify_hf_checkpoint(two, layout)
 
 
 def test_a_model_built_with_other_sizes_is_refused(tmp_path):

@@ -13,8 +13,12 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from rpg_megatron.commands.convert.command import open_hf
+from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.problems import read_problems
@@ -204,6 +208,35 @@ def test_tokens_that_the_model_does_not_have(config_file: Path, checkpoint: Path
     with pytest.raises(UserError, match="its token 258"):  # as the sampler does, which sees every prompt
         load_prompts(settings.data, open_tokenizer(model, chat=False), vocab=258)
     assert check_data(load_settings(config_file, [f"model.path={checkpoint}"]))[1:] == []
+
+
+def test_a_checkpoint_is_one_model_for_trainer_and_engine(
+    config_file: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Engines use a head that differs from the embedding, though config.json ties them."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        weights | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in (0, 1)},
+        model / "model.safetensors",
+    )
+    settings = load_settings(config_file, [f"model.path={model}"])
+    (note,) = run_checks(CheckedRun(settings))
+    assert note.startswith("model.path: 2 buffers are not read (model.layers.0.self_attn.rotary_emb.inv_freq")
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(config))
+    requests = [
+        lambda: check_start(CheckedRun(settings)),
+        lambda: run_plan(settings, None, sweep=False, as_json=True),
+        lambda: open_hf(model, 1, 1),
+        lambda: run_checks(CheckedRun(settings, frozenset({"weights", "engines"}))),  # as eval does
+    ]
+    for request in requests:
+        with pytest.raises(UserError, match=r"lm_head\.weight differs .* set tie_word_embeddings to false"):
+            request()
+    (problem,) = inspect_checkpoint(model).problems
+    assert "lm_head.weight differs" in problem
 
 
 def test_responses_that_cannot_end(config_file: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -156,6 +156,17 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             QWEN2 | {"use_sliding_window": True, "max_window_layers": -3_000_000_000},
             "4 of 4 layers have sliding_attention; only full attention",
         ),
+        (
+            LLAMA | {"quantization_config": {"quant_method": "fp8"}},
+            r"quantization_config \('fp8'\): the trainer does not read quantised weights",
+        ),
+        (LLAMA | {"quantization_config": {}}, "quantization_config .* give the model in bfloat16"),
+        (LLAMA | {"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config"),
+        (
+            LLAMA | {"tie_word_embeddings": "false"},
+            "tie_word_embeddings is 'false'; it must be true or false",
+        ),
+        (LLAMA | {"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
         (LLAMA | {"architectures": ["x\n\nerror: y"]}, r"architecture 'x\\n\\nerror: y' is not supported"),
         (
             QWEN3 | {"layer_types": ["full_attention", "sliding_attention"] * 2},
@@ -200,6 +211,25 @@ def test_sizes_that_no_model_has_are_refused(tmp_path: Path, raw: dict[str, obje
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path, LLAMA | raw)
     assert str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("raw", [LLAMA, QWEN2, QWEN3, QWEN3_MOE])
+@pytest.mark.parametrize(("value", "tied"), [(True, True), (False, False), (None, False), ("absent", False)])
+def test_tied_embeddings_are_read_as_transformers_does(
+    tmp_path: Path, raw: dict[str, object], value: object, tied: bool
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    key = {} if value == "absent" else {"tie_word_embeddings": value}
+    shape = read(tmp_path, raw | key)
+    theirs = CONFIG_MAPPING[shape.family](**key if value is not None else {})
+    assert shape.tied_embeddings == theirs.tie_word_embeddings == tied
+
+
+def test_a_quantisation_in_a_file_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(UserError, match=r"hf_quant_config\.json beside it: the trainer does not read"):
+        read(tmp_path, LLAMA)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"])

@@ -116,8 +116,9 @@ def test_no_problems_no_file_no_place_in_the_template(tmp_path: Path) -> None:
         read_problems(data(tmp_path, "\n\n"))
     with pytest.raises(UserError, match="does not exist"):
         read_problems(DataSettings(path=tmp_path / "no.jsonl"))
-    with pytest.raises(UserError, match="is a directory"):
-        read_problems(DataSettings(path=tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="is a directory without data; give a file, or a folder of"):
+        read_problems(DataSettings(path=tmp_path / "empty"))
     with pytest.raises(ValueError, match="no placeholder for the problem"):
         read_problems(data(tmp_path, line(), template="Solve it."))
 

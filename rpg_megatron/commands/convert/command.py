@@ -20,7 +20,13 @@ from rpg_megatron.checkpoints.checkpoint_path import (
     kind_of,
     open_step,
 )
-from rpg_megatron.checkpoints.hf_files import list_copied, open_copied, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import (
+    describe_computed,
+    list_checkpoint,
+    list_copied,
+    open_copied,
+    verify_hf_checkpoint,
+)
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     LATEST,
@@ -118,6 +124,8 @@ class Source:
     """Of a LoRA run's checkpoint, which has adapters and no other weights."""
     ends: list[int] = field(default_factory=list)
     """Of a run with chats: the tokens that end a response (``chat_ends``)."""
+    note: str = ""
+    """About tensors that are not converted."""
 
     @property
     def parameters(self) -> int:
@@ -133,6 +141,7 @@ class Source:
             f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
             f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
             f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"
+            f"{f'; {self.note}' if self.note else ''}"
         )
 
 
@@ -153,7 +162,8 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
     layout = mapping_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
-    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, tensor, pipeline)
+    note = describe_computed(list_checkpoint(hf))
+    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, tensor, pipeline, note=note)
 
 
 def open_megatron(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.checkpoint_path import Step, find_model_files, kind_of, open_step
-from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_folder import (
     HF,
     find_checkpoint,
@@ -131,6 +131,8 @@ def _inspect_hf(folder: Path) -> Inspection:
     if stored:
         _attempt(inspection, lambda: verify_hf_checkpoint(folder, mapping_for(shape)))
     inspection.checked = "files are as long as their headers say; tensors are those of config.json"
+    if note := describe_computed(stored):
+        inspection.checked += f"; {note}"
     return inspection
 
 

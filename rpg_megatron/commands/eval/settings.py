@@ -319,7 +319,7 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
 def _find_copy(name: str, folder: Path) -> Path:
     """The file of a suite: its name, or the name and ``_test`` or ``-test``."""
     tried = [folder / f"{stem}{end}" for stem in (name, f"{name}_test", f"{name}-test") for end in _ENDINGS]
-    path = next((p for p in tried if p.is_file() or (p / "dataset_info.json").is_file()), None)
+    path = next((p for p in tried if p.exists()), None)
     if path is None:
         raise UserError(
             f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
