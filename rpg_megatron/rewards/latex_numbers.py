@@ -37,7 +37,7 @@ _PI = Decimal(
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[0-9]{1,100})(?![0-9.,])"
     r"|(?P<command>\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|ln|log)(?![a-zA-Z]))"
-    r"|(?P<sign>[-+/^(){}\[\]*|_!\u2212]|e(?![a-z])))"
+    r"|(?P<sign>[-+/^(){}\[\]*|_!\u2212]|e(?![a-z]|(?<=[0-9]e)[-+]?[0-9])))"
 )
 _SPELT = {"\u2212": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
 _FACTORS = ("\\sqrt", "\\pi", "e", "\\ln", "\\log", "\\binom")

@@ -27,7 +27,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _ABOUT = re.compile(
-    r"(?:(?:about|approximately|approx\.?|roughly|around|nearly|exactly|a total of|only|just)\s+"
+    r"(?:(?:about|at|approximately|approx\.?|roughly|around|nearly|exactly|a total of|only|just)\s+"
     r"|\\approx\s*|~\s*)+(?=[-\d.\\¤£€¥({])",
     re.IGNORECASE,
 )

@@ -108,8 +108,10 @@ def _without_unit(text: str) -> tuple[str, Unit | None, bool, Fraction]:
     spaces = [m.start() for m in re.finditer(" ", text)][:12]
     for space in spaces:
         head, tail = text[:space].rstrip(), text[space:].strip()
-        if not _VALUE_END.search(head) or (
-            not re.search(r"\d|\\pi|\\infty", head) and head.lower() not in prose.NUMBERS
+        if (
+            head.count("{") != head.count("}")
+            or not _VALUE_END.search(head)
+            or (not re.search(r"\d|\\pi|\\infty", head) and head.lower() not in prose.NUMBERS)
         ):
             continue
         if len(tail) == 1 and _LETTER.search(head):  # in \pi r^2 h, h does not mean hours
