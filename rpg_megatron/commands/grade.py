@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write, open_regular
+from rpg_megatron.rewards.extraction import opens_thoughts
 from rpg_megatron.rewards.failures import RewardFailure, first_of_each
 from rpg_megatron.system.fork_server import FAILURES
 
@@ -51,6 +52,7 @@ class Line(NamedTuple):
     tokens: Sequence[int] = (0,)
     finish: str = "stop"
     sampled: int | None = None
+    opened: bool = False
 
 
 class Summary(NamedTuple):
@@ -205,7 +207,7 @@ def _scores(lines: Callable[[], Iterator[Line | UserError]], scorer: Scorer) -> 
 
     async def score(groups: Sequence[list[Line]]) -> list[list[Score]]:
         async def one(group: list[Line]) -> list[Score]:
-            responses = [Response(line.response, line.tokens, line.finish, line.sampled) for line in group]  # type: ignore[arg-type]
+            responses = [Response(r.response, r.tokens, r.finish, r.sampled, r.opened) for r in group]  # type: ignore[arg-type]
             return await scorer.score(responses, group[0].answer, group[0].context)
 
         return await asyncio.gather(*map(one, groups))
@@ -335,7 +337,8 @@ def _parse(where: str, row: int, raw: bytes) -> Line:
     if not answer.strip():
         raise UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
     prompt = str(record.get("prompt", ""))
-    return Line(row, response, answer, prompt or row, _context(prompt, record))
+    context, opened = _context(prompt, record), opens_thoughts(prompt[-100:])
+    return Line(row, response, answer, prompt or row, context, opened=opened)
 
 
 def _as_text(value: Any) -> str | None:

@@ -143,6 +143,9 @@ class RewardSettings(Section):
     """KL penalty in the reward; null: none."""
     format: float = Field(0.0, le=0)
     """Added to the reward of a response without an answer in the format of ``type``, or of the first term."""
+    answer_in_thoughts: bool = False
+    """Whether a built-in ``type`` also looks for the answer between <think> and </think>, and in a response
+    that ends before </think>."""
     workers: int = Field(2, ge=1)
     """Number of worker processes that grade answers other than plain numbers."""
     deadline: float = Field(5.0, gt=0)

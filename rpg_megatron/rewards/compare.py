@@ -5,10 +5,12 @@ The function ``algebra`` compares two expressions or two equations; without it, 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 
 from rpg_megatron.rewards.latex_numbers import compare_constants
+from rpg_megatron.rewards.notations import Clock, Congruence, Ratio, read_clock, residues_of, same_time
 from rpg_megatron.rewards.quantity import Quantity, compact, read_quantity
 from rpg_megatron.rewards.reading import (
     BasedNumber,
@@ -79,6 +81,12 @@ def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
         return _options(a, b, algebra)
     if isinstance(a, BasedNumber) or isinstance(b, BasedNumber):
         return _based_numbers(a, b)
+    if isinstance(a, Clock) and isinstance(b, Clock):
+        return same_time(a, b)
+    if isinstance(a, Ratio) or isinstance(b, Ratio):
+        return _ratios(a, b, algebra)
+    if isinstance(a, Congruence) or isinstance(b, Congruence):
+        return _congruences(a, b)
     if isinstance(a, Quantity) and isinstance(b, Quantity):
         return _quantities(a, b, algebra)
     if isinstance(a, Region) and isinstance(b, Region):
@@ -143,6 +151,35 @@ def _based_numbers(a: Reading, b: Reading) -> bool | None:
         except ValueError:
             return False
     return False
+
+
+def _ratios(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
+    """Ratios agree if they are proportional, but 2:40 and 1:20 are times; 9:16 is also the fraction 9/16."""
+    if isinstance(a, Ratio) and isinstance(b, Ratio):
+        if len(a.parts) != len(b.parts) or (read_clock(":".join(a.parts)) and read_clock(":".join(b.parts))):
+            return a == b
+        pairs = itertools.pairwise(zip(a.parts, b.parts, strict=True))
+        return _all(
+            _compare_texts(f"({p}) \\cdot ({t})", f"({q}) \\cdot ({s})", algebra) for (p, q), (s, t) in pairs
+        )
+    ratio, other = (a, b) if isinstance(a, Ratio) else (b, a)
+    assert isinstance(ratio, Ratio)
+    if len(ratio.parts) != 2 or not isinstance(other, Quantity) or not re.search(r"/|\\frac", other.text):
+        return False
+    return _compare_texts(other.text, f"\\frac{{{ratio.parts[0]}}}{{{ratio.parts[1]}}}", algebra)
+
+
+def _congruences(a: Reading, b: Reading) -> bool:
+    """The same residues by the same modulus, of the same name if both have one. A remainder is a number."""
+    if isinstance(a, Congruence) and isinstance(b, Congruence):
+        if a.modulus != b.modulus or (a.left != b.left and a.left and b.left):
+            return False
+        return residues_of(a.residues, a.modulus) == residues_of(b.residues, b.modulus)
+    congruence, other = (a, b) if isinstance(a, Congruence) else (b, a)
+    assert isinstance(congruence, Congruence)
+    if not isinstance(other, Quantity) or other.number is None or (congruence is a and a.left):
+        return False  # x \\equiv 3 \\pmod 7 as the reference is more than 3
+    return congruence.residues == str(other.number) and 0 <= other.number < congruence.modulus
 
 
 def _quantities(a: Quantity, b: Quantity, algebra: Algebra | None) -> bool | None:
@@ -232,14 +269,18 @@ def _cells(matrix: Matrix) -> list[str]:
 
 def _regions(a: Region, b: Region, algebra: Algebra | None) -> bool | None:
     first, second = merge_intervals(a), merge_intervals(b)
-    if first is not None and second is not None:
-        return bool(first) and first == second
-    if len(a.atoms) != 1 or len(b.atoms) != 1:
+    if first is None or second is None:  # an end with a letter
+        first, second = list(a.atoms), list(b.atoms)
+        if len(first) != 1:
+            return False
+    ends = [[(t.closed_low, t.closed_high) for t in atoms] for atoms in (first, second)]
+    if not first or ends[0] != ends[1]:
         return False
-    (x,), (y,) = a.atoms, b.atoms
-    if (x.closed_low, x.closed_high) != (y.closed_low, y.closed_high):
-        return False
-    return _all((_compare_texts(x.low, y.low, algebra), _compare_texts(x.high, y.high, algebra)))
+    return _all(
+        _compare_texts(p, q, algebra)
+        for x, y in zip(first, second, strict=True)
+        for p, q in ((x.low, y.low), (x.high, y.high))
+    )
 
 
 def _relations(a: Relation, b: Relation, algebra: Algebra | None) -> bool | None:

@@ -125,11 +125,22 @@ class Grader:
         # Responses of a group often have the same answer; one that hangs should occupy one worker only.
         self._cache: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()
 
-    def submit(self, response: str, answer: str, style: Style = "auto") -> Future[Verdict]:
-        """Grade one response, for any text. Raises ValueError for an unknown style."""
+    def submit(
+        self,
+        response: str,
+        answer: str,
+        style: Style = "auto",
+        *,
+        thoughts: bool = False,
+        opened: bool = False,
+    ) -> Future[Verdict]:
+        """Grade one response, for any text. thoughts, opened: see ``find_answer``.
+
+        Raises ValueError for an unknown style.
+        """
         if style not in STYLES:
             raise ValueError(f"style {style!r} is not known; use one of {', '.join(STYLES)}")
-        return self.grade_answer(find_answer(response, style), answer)
+        return self.grade_answer(find_answer(response, style, thoughts=thoughts, opened=opened), answer)
 
     def grade_answer(self, extracted: str | None, answer: str) -> Future[Verdict]:
         """Grade an answer that was extracted from a response."""
@@ -178,10 +189,11 @@ _shared: tuple[int, Grader] | None = None
 _shared_lock = threading.Lock()
 
 
-def grade(response: str, answer: str, *, style: Style = "auto") -> Verdict:
+def grade(response: str, answer: str, *, style: Style = "auto", thoughts: bool = False) -> Verdict:
     """Grade one response against the reference answer.
 
-    style: where to search for the answer, see ``extraction.Style``; the last match counts. Most answers are
+    style: where to search for the answer, see ``extraction.Style``; the last match counts. thoughts: whether
+    an answer in the thoughts (``<think>``) counts. Most answers are
     compared by rules, others by math-verify in a worker process that is killed after ``DEADLINE`` seconds.
     Works for any text. For many responses use a ``Grader`` with several workers.
     """
@@ -191,4 +203,4 @@ def grade(response: str, answer: str, *, style: Style = "auto") -> Verdict:
             grader = Grader()
             atexit.register(grader.close)
             _shared = os.getpid(), grader
-    return _shared[1].submit(response, answer, style).result()
+    return _shared[1].submit(response, answer, style, thoughts=thoughts).result()

@@ -27,7 +27,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _ABOUT = re.compile(
-    r"(?:(?:about|approximately|approx\.?|roughly|around|nearly|exactly|a total of|only|just)\s+"
+    r"(?:(?:about|at|approximately|approx\.?|roughly|around|nearly|exactly|a total of|only|just)\s+"
     r"|\\approx\s*|~\s*)+(?=[-\d.\\¤£€¥({])",
     re.IGNORECASE,
 )
@@ -42,100 +42,27 @@ _NOT_AN_ANSWER = re.compile(
     re.IGNORECASE,
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_ONE_NUMBER = re.compile(r"(?<![\w\\.,/^])-?[¤£€¥]?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?%?(?![\w^/])")
+_ONE_NUMBER = re.compile(
+    r"(?<![\w\\.,/^])-?[¤£€¥]?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+|(?::\d+)+)?%?(?![\w^/]|:\d)"
+)
 
 # Words after a number that change its value or meaning, so they are kept.
-_CHANGING = frozenset(
-    [
-        "squared",
-        "cubed",
-        "factorial",
-        "and",
-        "or",
-        "plus",
-        "minus",
-        "times",
-        "mod",
-        "modulo",
-        "base",
-        "choose",
-        "over",
-        "divided",
-        "percentage",
-        "not",
-        "per",
-        "off",
-        "less",
-        "more",
-        "fewer",
-        "than",
-        "below",
-        "above",
-        "under",
-        "root",
-        "square",
-        "cube",
-        "pi",
-        "theta",
-        "alpha",
-        "beta",
-        "pair",
-        "couple",
-        "pairs",
-        "couples",
-        "percent",
-        "to",
-        "by",
-        "with",
-        "from",
-        "of",
-        "out",
-        "at",
-        "in",
-        "on",
-        "is",
-        "are",
-        "was",
-        "degrees",
-        "radians",
-        "log",
-        "ln",
-        "sin",
-        "cos",
-        "tan",
-        "x",
-        "through",
-        "thru",
-        "until",
-        "till",
-    ]
+_CHANGING_WORDS = (
+    "squared cubed factorial and or plus minus times mod modulo base choose over divided percentage "
+    "not per off less more fewer than below above under root square cube pi theta alpha beta pair "
+    "couple pairs couples percent to by with from of out at in on is are was degrees radians log ln "
+    "sin cos tan x through thru until till"
 )
+_CHANGING = frozenset(_CHANGING_WORDS.split())
 # A unit or noun may have an ending without meaning: "1.2 kg in total", "14 days left".
 _NOUNS = re.compile(r"[A-Za-z][A-Za-z'-]*(?: [A-Za-z][A-Za-z'-]*){0,5}")
 _ENDING = re.compile(r"\s+(?:in total|in all|altogether|total|left|each|overall)$")
 
-_SMALL = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+_SMALL_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+)
+_SMALL = _SMALL_WORDS.split()
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 NUMBERS = {word: n for n, word in enumerate(_SMALL)} | {
     f"{ten}{join}{unit}" if n else ten: 10 * (i + 2) + n
@@ -146,17 +73,20 @@ NUMBERS = {word: n for n, word in enumerate(_SMALL)} | {
 """Numbers in words, up to ninety-nine."""
 
 _ARTICLE = re.compile(r"^(?:an?|the)\s+(?=[A-Za-z])", re.IGNORECASE)
-_TIME = re.compile(r"(\d{1,2})(?::(\d\d))?\s*([ap])\.?\s?m\.?", re.IGNORECASE)
 _CAPITALS = re.compile(r"[A-Z]{2,4}")
 _SAME_WORDS = {
     "dne": "does not exist",
-    "no solutions": "no solution",
-    "there is no solution": "no solution",
     "infinitely many solutions": "infinitely many",
     "infinite solutions": "infinitely many",
     "none of these": "none of the above",
 }
 _GENERIC = re.compile(r" (?:triangle|function|number|angle|sequence|series|curve|graph)$")
+NO_SOLUTION = re.compile(
+    r"(?:there (?:is|are|exists?) |(?:[a-z]+ ){1,3}(?:has|have) )?no (?:such |real )?"
+    r"(?:solutions?|roots?|values?|numbers?|x)(?: exists?)?|(?:the )?empty(?: set)?|none",
+    re.IGNORECASE,
+)
+"""Words for the empty set of solutions."""
 _FREE_CASE = {"YES", "NO", "TRUE", "FALSE", "NONE", "ODD", "EVEN", "DNE", "EAST", "WEST"}
 
 
@@ -227,10 +157,7 @@ def multiplier(word: str) -> str | None:
 
 
 def canonical_words(text: str) -> str:
-    """Words in a normal form: no article, lower case except for labels such as ABC, times as 3:00pm."""
-    time = _TIME.fullmatch(text)
-    if time:
-        return f"{int(time[1])}:{time[2] or '00'}{time[3].lower()}m"
+    """Words in a normal form: no article, lower case except for labels such as ABC."""
     text = _ARTICLE.sub("", text.strip(" \"'."))
     if _CAPITALS.fullmatch(text) and text not in _FREE_CASE:
         return text

@@ -59,10 +59,11 @@ _POWER_OF_TEN = re.compile(
 )
 _PLAIN_FRACTION = re.compile(r"(-?)\s*\\frac\{\s*([+-]?\d+(?:\.\d+)?)\s*\}\{\s*([+-]?\d+(?:\.\d+)?)\s*\}")
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+_BEFORE_NUMBER = re.compile(r"(?:(?<![A-Za-z\\])\w\^\{[^{}]*\}|!)(?=\s*\d)|(?<![\w^_.])\d+(?=\(\d+\))")
+"""math-verify reads e^{-40}40^3 as one with 4 and 0^3, and 2(3) as a mixed number."""
 _VALUE_END = re.compile(r"[\d)}\]|!]$|\\pi$|\\infty$|[a-z]$")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _UNITS_OF_ANYTHING = re.compile(r"(?:square |cubic |sq\.? )?units?(?: squared| cubed|\s?\^\d)?")
-_TIME = re.compile(r"\d{1,2}(?::\d\d)?\s*[apAP]\.?\s?[mM]\.?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .,:-]*")
 
 
@@ -86,9 +87,7 @@ def _quantity(value: str, unit: Unit | None, percent: bool, factor: Fraction) ->
         return Quantity(str(number), number, unit, percent, False)
     if factor != 1:
         value = f"{factor} \\cdot ({value})"
-    words = (
-        _WORDS.fullmatch(value) is not None and (re.search(r"[A-Za-z]{4}|[A-Z]{2}| ", value) is not None)
-    ) or _TIME.fullmatch(value) is not None
+    words = _WORDS.fullmatch(value) is not None and re.search(r"[A-Za-z]{4}|[A-Z]{2}| ", value) is not None
     return Quantity(prose.canonical_words(value) if words else compact(value), None, unit, percent, words)
 
 
@@ -106,13 +105,13 @@ def _without_unit(text: str) -> tuple[str, Unit | None, bool, Fraction]:
     match = re.fullmatch(r"(.+?)\s*(\^\s*\{?\\circ\s*\}?\s*[CF]?|[" + CURRENCY + r"]|(?<=\d)'{1,2})", text)
     if match and parse_unit(match[2]):
         return match[1].strip(), parse_unit(match[2]), False, one
-    if _TIME.fullmatch(text):
-        return text, None, False, one
     spaces = [m.start() for m in re.finditer(" ", text)][:12]
     for space in spaces:
         head, tail = text[:space].rstrip(), text[space:].strip()
-        if not _VALUE_END.search(head) or (
-            not re.search(r"\d|\\pi|\\infty", head) and head.lower() not in prose.NUMBERS
+        if (
+            head.count("{") != head.count("}")
+            or not _VALUE_END.search(head)
+            or (not re.search(r"\d|\\pi|\\infty", head) and head.lower() not in prose.NUMBERS)
         ):
             continue
         if len(tail) == 1 and _LETTER.search(head):  # in \pi r^2 h, h does not mean hours
@@ -187,8 +186,9 @@ def _repeating(text: str) -> Fraction | None:
 
 
 def compact(text: str) -> str:
-    """Remove spaces without meaning; write decimals and mixed numbers as fractions."""
+    """Remove spaces without meaning; write decimals and mixed numbers as fractions; dots in some products."""
     text = _MIXED_IN.sub(lambda m: f"\\frac{{{int(m[1]) * int(m[3]) + int(m[2])}}}{{{m[3]}}}", text)
+    text = _BEFORE_NUMBER.sub(r"\g<0> \\cdot ", text)
     if "." in text:
         text = _DECIMAL.sub(_as_fraction, text)
     text = (

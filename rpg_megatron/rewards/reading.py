@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rpg_megatron.rewards import prose
+from rpg_megatron.rewards.notations import Clock, Congruence, Ratio, read_clock, read_congruence, read_ratio
 from rpg_megatron.rewards.quantity import Quantity, as_number, constant_value, exact, read_quantity
 from rpg_megatron.rewards.regions import Region, read_region
 from rpg_megatron.rewards.spelling import join_comma_groups, normalise_spelling
@@ -65,7 +66,19 @@ class BasedNumber(NamedTuple):
     base: int
 
 
-type Reading = Quantity | Collection | Matrix | NamedValue | Relation | Option | BasedNumber | Region
+type Reading = (
+    Quantity
+    | Collection
+    | Matrix
+    | NamedValue
+    | Relation
+    | Option
+    | BasedNumber
+    | Region
+    | Clock
+    | Ratio
+    | Congruence
+)
 
 _EQUALS = re.compile(r"(?<![<>!:=])=+(?!=)")
 _LETTER = r"(?:[A-Za-z]|\\[a-z]+|\\[A-Z][a-z]+|[A-Z]{2,4})"
@@ -129,6 +142,11 @@ def read_expression(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
         if matrix is not None:
             return (matrix,)
     text = _approximation(text)
+    if "mod" in text and (congruence := read_congruence(text)) is not None:
+        return (congruence,)
+    clock, ratio = read_clock(text), read_ratio(text)
+    if clock is not None or ratio is not None:
+        return tuple(r for r in (clock, ratio) if r is not None)
     region = read_region(text)
     if region is not None and (len(region.atoms) != 1 or region.explicit):
         return (region,)
@@ -235,7 +253,7 @@ def _collection(text: str) -> list[Reading] | None:
     """Readings of several values; None for one value."""
     if "\\either" in text:
         return [r for side in text.split("\\either") for r in read_expression(side)]
-    if text in ("\\emptyset", "\\{\\}", "\\{ \\}"):
+    if text in ("\\emptyset", "\\{\\}", "\\{ \\}") or prose.NO_SOLUTION.fullmatch(text):
         return [Collection("set", ())]
     inside = _inside(text)
     if inside is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from decimal import Decimal
+from decimal import Context, Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -159,14 +159,14 @@ def _without(points: list[str]) -> list[Atom] | None:
 
 
 def bound(text: str) -> Fraction | None:
-    """Value of an interval's end, with infinity as a very large number; None if it is not a constant."""
+    """Value of an interval's end, with infinity as a very large number; None if it is not a constant. Forty
+    digits of what is not rational, so that equal ends have equal values.
+    """
     infinity = _INFINITY.fullmatch(text.strip())
     if infinity:
         return Fraction(-(10**300) if infinity[1] == "-" else 10**300)
     value = constant_value(text)
-    if isinstance(value, Decimal):
-        return Fraction(value).limit_denominator(10**20)
-    return value
+    return Fraction(Context(prec=40).plus(value)) if isinstance(value, Decimal) else value
 
 
 def _intersect(parts: list[list[Atom]]) -> list[Atom] | None:
@@ -187,23 +187,23 @@ def _intersect(parts: list[list[Atom]]) -> list[Atom] | None:
     return meet
 
 
-def merge_intervals(region: Region) -> list[tuple[Fraction, bool, Fraction, bool]] | None:
-    """The region's intervals by value, sorted and joined if they touch; None if an end is not a constant."""
+def merge_intervals(region: Region) -> list[Atom] | None:
+    """The region's intervals, sorted by value and joined if they touch; None if an end is not a constant."""
     pieces = []
     for atom in region.atoms:
         low, high = bound(atom.low), bound(atom.high)
         if low is None or high is None:
             return None
         if low < high or (low == high and atom.closed_low and atom.closed_high):
-            pieces.append((low, atom.closed_low, high, atom.closed_high))
-    pieces.sort(key=lambda p: (p[0], not p[1]))
-    result: list[tuple[Fraction, bool, Fraction, bool]] = []
-    for piece in pieces:
-        if result:
-            low, closed_low, high, closed_high = result[-1]
-            if piece[0] < high or (piece[0] == high and (closed_high or piece[1])):
-                end = max((high, closed_high), (piece[2], piece[3]))
-                result[-1] = (low, closed_low, *end)
-                continue
-        result.append(piece)
+            pieces.append((low, not atom.closed_low, high, atom.closed_high, atom))
+    result: list[Atom] = []
+    last: tuple[Fraction, bool] | None = None
+    """Value of the last interval's high end, and whether it is closed."""
+    for low, opened, high, closed, atom in sorted(pieces):
+        if last is None or low > last[0] or (low == last[0] and opened and not last[1]):
+            result.append(atom)
+            last = high, closed
+        elif (high, closed) > last:
+            result[-1] = result[-1]._replace(high=atom.high, closed_high=closed)
+            last = high, closed
     return result

@@ -36,6 +36,8 @@ class Response(NamedTuple):
     """"stop" (end of sequence) or "length" (truncated at the limit)."""
     sampled: int | None = None
     """Number of the tokens that the policy sampled, if it did not sample all of them."""
+    opened: bool = False
+    """Whether it begins within thoughts, because the prompt ends with ``<think>``."""
 
 
 class Score(NamedTuple):
@@ -91,7 +93,7 @@ class Scorer:
                     self._terms[name] = _CustomTerm(term, server, workers, concurrency)
                     continue
                 grader = grader or Grader(workers=workers, deadline=settings.deadline, memory=memory)
-                self._terms[name] = _BuiltInTerm(term, grader)
+                self._terms[name] = _BuiltInTerm(term, grader, settings.answer_in_thoughts)
             if problems:
                 raise UserError("\n".join(problems))
         except BaseException:
@@ -213,11 +215,12 @@ class _Term(Protocol):
 class _BuiltInTerm:
     is_async = is_group = reads_prompts = False
 
-    def __init__(self, term: RewardTerm, grader: Grader):
-        self._term, self._grader = term, grader
+    def __init__(self, term: RewardTerm, grader: Grader, thoughts: bool):
+        self._term, self._grader, self._thoughts = term, grader, thoughts
 
     def submit(self, responses: Sequence[Response], answer: str, context: str) -> list[Future[Verdict]]:
-        return [self._grader.submit(r.text, answer, cast(Style, self._term.type)) for r in responses]
+        style, submit = cast(Style, self._term.type), self._grader.submit
+        return [submit(r.text, answer, style, thoughts=self._thoughts, opened=r.opened) for r in responses]
 
     async def collect(self, pending: list[Future[Verdict]]) -> list[TermResult]:
         return [self._judge(await _result(future)) for future in pending]
@@ -260,7 +263,7 @@ class _CustomTerm:
             futures = [self._pool.submit(common | {"responses": lists.pop("response")} | lists)]
         else:
             futures = [self._pool.submit(common | arguments) for arguments in each]
-        return [find_answer(r.text) for r in responses], futures
+        return [find_answer(r.text, opened=r.opened) for r in responses], futures
 
     async def collect(self, pending: tuple[list[str | None], list[Future[Outcome]]]) -> list[TermResult]:
         answers, futures = pending

@@ -12,6 +12,14 @@ import unicodedata
 DOLLAR = "\u00a4"
 """The currency, since dollar signs in LaTeX are delimiters and are removed."""
 
+_NAMES = (
+    "alpha beta gamma delta theta lambda mu mu pi rho sigma phi omega Omega Omega Delta times div cdot cdot "
+    "pm mp le le ge ge ne approx equiv infty emptyset cup cap in wedge vee angle langle rangle"
+)
+_SIGNS = (
+    "αβγδθλ\u03bc\u00b5π\u03c1\u03c3φω\u03a9\u2126Δ\u00d7\u00f7\u00b7\u22c5\u00b1\u2213\u2264\u2a7d\u2265\u2a7e"
+    "\u2260\u2248\u2261\u221e\u2205\u222a\u2229\u2208\u2227\u2228\u2220\u27e8\u27e9"
+)
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"),  # minus and dashes
@@ -19,75 +27,9 @@ _CHARACTERS = str.maketrans(
         **dict.fromkeys("\u2018\u2019\u2032", "'"),
         **dict.fromkeys("\u00a0\u2009\u202f\u2007\u2002\u2003\u200a", " "),
         **dict.fromkeys("\u200b\u2060\ufeff", None),
-        "\u3001": ",",
-        "\u3002": ".",
-        "\u00d7": r"\times ",
-        "\u00f7": r"\div ",
-        "\u00b7": r"\cdot ",
-        "\u22c5": r"\cdot ",
-        "\u2217": "*",
-        "\u00b1": r"\pm ",
-        "\u2213": r"\mp ",
-        "\u2264": r"\le ",
-        "\u2a7d": r"\le ",
-        "\u2265": r"\ge ",
-        "\u2a7e": r"\ge ",
-        "\u2260": r"\ne ",
-        "\u2248": r"\approx ",
-        "\u221e": r"\infty ",
-        "\u2205": r"\emptyset ",
-        "\u222a": r"\cup ",
-        "\u2229": r"\cap ",
-        "\u2208": r"\in ",
-        "\u211d": r"\mathbb{R}",
-        "\u2223": "|",
-        "\u2227": r"\wedge ",
-        "\u2228": r"\vee ",
-        "\u00b0": r"^\circ ",
-        "\u2220": r"\angle ",
-        "\u2026": "...",
-        "\u27e8": r"\langle ",
-        "\u27e9": r"\rangle ",
-        "\u2126": r"\Omega ",
-        "\u00b5": r"\mu ",
-        **{
-            chr(code): f"\\{name} "
-            for code, name in zip(
-                (
-                    0x3B1,
-                    0x3B2,
-                    0x3B3,
-                    0x3B4,
-                    0x3B8,
-                    0x3BB,
-                    0x3BC,
-                    0x3C0,
-                    0x3C1,
-                    0x3C3,
-                    0x3C6,
-                    0x3C9,
-                    0x3A9,
-                    0x394,
-                ),
-                [
-                    "alpha",
-                    "beta",
-                    "gamma",
-                    "delta",
-                    "theta",
-                    "lambda",
-                    "mu",
-                    "pi",
-                    "rho",
-                    "sigma",
-                    "phi",
-                    "omega",
-                    "Omega",
-                    "Delta",
-                ],
-                strict=True,
-            )
-        },
+        **dict(zip("\u3001\u3002\u2217\u2223", ",.*|", strict=True)),
+        **{"\u2026": "...", "\u211d": r"\mathbb{R}", "\u00b0": r"^\circ "},
+        **{sign: f"\\{name} " for sign, name in zip(_SIGNS, _NAMES.split(), strict=True)},
     }
 )
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"
@@ -98,36 +40,34 @@ _EMPHASIS = re.compile(r"(?<![\w*])(\*\*|\*|__)(?=[^\s*_])([^*]*?)(?<=[^\s*])\1(
 
 # Replacements of LaTeX commands; empty for commands without meaning, such as \left and \displaystyle.
 _COMMANDS = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
-    **dict.fromkeys(("leq", "leqslant"), r"\le"),
-    **dict.fromkeys(("geq", "geqslant"), r"\ge"),
-    "neq": r"\ne",
-    **dict.fromkeys(("varnothing", "O"), r"\emptyset"),
+    name: command
+    for command, names in {
+        r"\frac": "dfrac tfrac cfrac",
+        r"\binom": "dbinom tbinom",
+        r"\le": "leq leqslant",
+        r"\ge": "geq geqslant",
+        r"\emptyset": "varnothing O",
+        r"\approx": "sim thickapprox",
+        r"^\circ ": "degree degrees",
+        "|": "lvert rvert vert mid",
+        "...": "dots ldots cdots",
+        " ": "quad qquad enspace thinspace",
+        "": "left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr",
+    }.items()
+    for name in names.split()
+}
+_COMMANDS |= {"neq": r"\ne", "land": r"\wedge", "lor": r"\vee", "varphi": r"\phi", "iff": r"\iff"}
+_COMMANDS |= {
     "lbrace": r"\{",
     "rbrace": r"\}",
-    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
-    **dict.fromkeys(("left", "right", "displaystyle", "textstyle", "limits"), ""),
-    **dict.fromkeys(("big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr"), ""),
-    **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
-    **dict.fromkeys(("degree", "degrees"), r"^\circ "),
-    **dict.fromkeys(("dots", "ldots", "cdots"), "..."),
-    **dict.fromkeys(("land",), r"\wedge"),
-    **dict.fromkeys(("lor",), r"\vee"),
     "lt": "<",
     "gt": ">",
-    "sim": r"\approx",
-    "thickapprox": r"\approx",
     "colon": ":",
     "ast": "*",
-    "varphi": r"\phi",
-    "pounds": "\u00a3",
-    "euro": "\u20ac",
-    "yen": "\u00a5",
     "bf": "",
     "rm": "",
-    "iff": r"\iff",
 }
+_COMMANDS |= {"pounds": "\u00a3", "euro": "\u20ac", "yen": "\u00a5"}
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _TEXT = (
     r"text|textbf|textit|textrm|textsf|texttt|textup|textnormal|mathrm|mathsf|mathit|mathtt|mbox|hbox|emph"
@@ -144,6 +84,7 @@ _ACCENT = re.compile(
 )
 _BAR = re.compile(r"\\(?:overline|bar)\s*\{([A-Za-z]+)\}")
 _SPACE = re.compile(r"\\[,;:> ]|~(?!~)|\\!|\\\n")
+_MOD = re.compile(r"\\(?:[bp]?mod|(?:operatorname|mathrm|text)\s*\{\s*mod\s*\})(?![A-Za-z])")
 _REAL = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R(?![a-zA-Z])|all real numbers|the reals", re.IGNORECASE)
 
 # 1/2 may follow the command without braces: \frac12, \frac 1x, \sqrt 2, \frac{a}b.
@@ -159,6 +100,12 @@ _FUNCTION = re.compile(
 )
 _SQRT = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+))")
 _EXP = re.compile(r"\\?(?<![A-Za-z])exp\s*\(([^()]*)\)")
+_CHOOSE = re.compile(  # C(5,2), 5C2, {}_5C_2, C_5^2, 5 \choose 2
+    r"(?<![A-Za-z\\])C\((\d+), ?(\d+)\)|(?<![\w.])[_^]?\{?(\d+)\}? ?C_?\{?(\d+)\}?(?!\w)"
+    r"|(?<![A-Za-z\\])C_\{?(\d+)\}? ?\^\{?(\d+)\}?|\{?(\d+) ?\\choose ?(\d+)\}?"
+)
+_ANGLE = r"(\d+(?:\.\d+)?) ?\^\{?\\circ ?\}?"
+_DEGREES = re.compile(rf"(\\(?:sin|cos|tan|sec|csc|cot)) ?(?:\({_ANGLE}\)|\{{{_ANGLE}\}}|{_ANGLE})")
 _INFINITY = re.compile(r"(?<![\\A-Za-z])(?:\+\s*)?(?:inf|infinity)(?![A-Za-z])", re.IGNORECASE)
 _POWER = re.compile(r"\^\s*\(([^()]*)\)|\^(-?\d{2,}|-\d)")
 _POWER_OF_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\^)")
@@ -190,7 +137,11 @@ def normalise_spelling(text: str) -> str:
     text = _dollars(text)
     if "\\" in text or "~" in text:
         text = _latex(text)
-    text = text.replace(r"\%", "%").replace("{}", "")
+    text = (
+        r"\emptyset"
+        if text.strip() == "{}"
+        else text.replace(r"\%", "%").replace("{}", "").replace("{:}", ":")
+    )
     if not _LETTERS_OR_SIGNS.search(text):
         return _without_stop(text.strip())
     for written, spelt in _RELATIONS:
@@ -204,6 +155,9 @@ def normalise_spelling(text: str) -> str:
         text = text.replace("**", "^")
         text = _POWER.sub(lambda m: f"^{{{m[1] or m[2]}}}", text)
         text = _POWER_OF_TEN.sub(r"\\times ", text)
+        text = _DEGREES.sub(lambda m: f"{m[1]}(\\frac{{{m[2] or m[3] or m[4]}\\pi}}{{180}})", text)
+    if "C" in text or "choose" in text:
+        text = _CHOOSE.sub(_binomial, text)
     if "{" in text:
         text = _SHORT_GROUP.sub(r"\1\2", text)
         if "{,}" in text:
@@ -272,6 +226,8 @@ def _dollars(text: str) -> str:
 def _latex(text: str) -> str:
     text = text.replace("\\\\", "\\cr " if "\\begin" in text else " ")
     text = re.sub(r"\\[()\[\]](?!\d+(?:pt|em|ex|mm)\b)", " ", text)
+    if "mod" in text:
+        text = _MOD.sub(" mod ", text)
     if "color" in text or "operatorname" in text:
         text = _COLOUR.sub("", _OPERATOR.sub(r"\\\1", text))
     for _ in range(8 if _WRAPPERS.search(text) else 0):  # innermost braces first; any text may come
@@ -302,6 +258,13 @@ def _accent(match: re.Match[str]) -> str:
     inside = (match[1] or match[2] or "").strip()
     inside = {"\\imath": "i", "\\jmath": "j"}.get(inside, inside)
     return f"\\unit_{inside} " if inside in ("i", "j", "k") else inside
+
+
+def _binomial(match: re.Match[str]) -> str:
+    n, k = (g for g in match.groups() if g)
+    if match[6]:  # C_5^2 has the smaller number above
+        n, k = max(n, k, key=int), min(n, k, key=int)
+    return f"\\binom{{{n}}}{{{k}}}" if int(k) <= int(n) else match[0]
 
 
 def _numerator(match: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
@@ -10,81 +11,35 @@ type Unit = tuple[tuple[str, int], ...]
 """Base units with their exponents, sorted: km/h is (("h", -1), ("km", 1))."""
 
 # Each unit: its symbols (case matters), then its names in the singular.
-_PREFIXED = {
-    "m": ("m", "meter metre"),
-    "g": ("g gm", "gram gramme"),
-    "s": ("s sec", "second"),
-    "L": ("L l", "liter litre"),
-    "N": ("N", "newton"),
-    "J": ("J", "joule"),
-    "W": ("W", "watt"),
-    "V": ("V", "volt"),
-    "A": ("A", "ampere amp"),
-    "ohm": (r"\Omega", "ohm"),
-    "eV": ("eV", "electronvolt"),
-    "Pa": ("Pa", "pascal"),
-    "Hz": ("Hz", "hertz"),
-    "K": ("K", "kelvin"),
-    "C": ("C", "coulomb"),
-    "mol": ("mol", "mole"),
-    "cal": ("cal", "calorie"),
-    "T": ("T", "tesla"),
-    "F": ("F", "farad"),
-    "B": ("B", "byte"),
-    "bit": ("bit", "bit"),
-    "pc": ("pc", "parsec"),
-}
-_PREFIXES = {
-    "k": "kilo",
-    "M": "mega",
-    "G": "giga",
-    "m": "milli",
-    "c": "centi",
-    "d": "deci",
-    r"\mu ": "micro",
-    "u": "micro",
-    "n": "nano",
-    "p": "pico",
-    "f": "femto",
-}
-_OTHERS = {
-    "min": ("min mins", "minute"),
-    "h": ("h hr hrs", "hour"),
-    "day": ("", "day"),
-    "week": ("wk", "week"),
-    "month": ("", "month"),
-    "year": ("yr yrs", "year"),
-    "in": ("in", "inch"),
-    "ft": ("ft", "foot"),
-    "yd": ("yd yds", "yard"),
-    "mi": ("mi", "mile"),
-    "lb": ("lb lbs \u00a3 GBP", "pound"),
-    "oz": ("oz", "ounce"),
-    "gal": ("gal", "gallon"),
-    "acre": ("", "acre"),
-    "ha": ("ha", "hectare"),
-    "ton": ("t", "ton tonne"),
-    "USD": ("USD \u00a4 $", "dollar buck"),
-    "EUR": ("EUR \u20ac", "euro"),
-    "JPY": ("JPY \u00a5", "yen yuan"),
-    "cent": ("\u00a2", "cent"),
-    "rad": ("rad", "radian"),
-    "deg": (r"^\circ", "degree deg"),
-    "degC": (r"^\circC", "celsius"),
-    "degF": (r"^\circF", "fahrenheit"),
-    "arcmin": ("'", "arcminute"),
-    "arcsec": ("''", "arcsecond"),
-    "atm": ("atm", "atmosphere"),
-    "bar": ("bar", ""),
-    "M_sun": (r"M_\odot", ""),
-    "AU": ("AU", ""),
-    "erg": ("erg", ""),
-    "dyn": ("dyn", "dyne"),
-    "ly": ("ly", ""),
-}
+_PREFIXED = r"""
+    m = m / meter metre; g = g gm / gram gramme; s = s sec / second; L = L l / liter litre; N = N / newton;
+    J = J / joule; W = W / watt; V = V / volt; A = A / ampere amp; ohm = \Omega / ohm;
+    eV = eV / electronvolt; Pa = Pa / pascal; Hz = Hz / hertz; K = K / kelvin; C = C / coulomb;
+    mol = mol / mole; cal = cal / calorie; T = T / tesla; F = F / farad; B = B / byte; bit = bit / bit;
+    pc = pc / parsec
+"""
+_PREFIXES = {"k": "kilo", "M": "mega", "G": "giga", "m": "milli", "c": "centi", "d": "deci"}
+_PREFIXES |= {r"\mu ": "micro", "u": "micro", "n": "nano", "p": "pico", "f": "femto"}
+_OTHERS = r"""
+    min = min mins / minute; h = h hr hrs / hour; day = / day; week = wk / week; month = / month;
+    year = yr yrs / year; in = in / inch; ft = ft / foot; yd = yd yds / yard; mi = mi / mile;
+    lb = lb lbs £ GBP / pound; oz = oz / ounce; gal = gal / gallon; acre = / acre; ha = ha / hectare;
+    ton = t / ton tonne; USD = USD ¤ $ / dollar buck; EUR = EUR € / euro; JPY = JPY ¥ / yen yuan;
+    cent = ¢ / cent; rad = rad / radian; deg = ^\circ / degree deg; degC = ^\circC / celsius;
+    degF = ^\circF / fahrenheit; arcmin = ' / arcminute; arcsec = '' / arcsecond; atm = atm / atmosphere;
+    bar = bar /; M_sun = M_\odot /; AU = AU /; erg = erg /; dyn = dyn / dyne; ly = ly /
+"""
 _COMPOUND = {"mph": "mi/h", "kph": "km/h", "kmph": "km/h", "kmh": "km/h", "cc": "cm^3", "fps": "ft/s"}
 _IRREGULAR = {"feet": "ft", "inches": "in", "hertz": "Hz"}
 CURRENCY = "\u00a3\u20ac\u00a5\u00a4"
+
+
+def _rows(table: str) -> Iterator[tuple[str, str, str]]:
+    """Unit, symbols and names of each row of a table."""
+    for row in table.split(";"):
+        unit, rest = row.split("=")
+        symbols, names = rest.split("/")
+        yield unit.strip(), symbols, names
 
 
 def _table() -> dict[str, str]:
@@ -96,14 +51,14 @@ def _table() -> dict[str, str]:
         for name in names.split():
             table[name] = table[name + "s"] = unit
 
-    for unit, (symbols, names) in _PREFIXED.items():
+    for unit, symbols, names in _rows(_PREFIXED):
         add(unit, symbols, names)
         for symbol, name in _PREFIXES.items():
             prefixed = ("u" if name == "micro" else symbol) + unit
             add(prefixed, "", " ".join(name + n for n in names.split()))
             for s in symbols.split():
                 table[symbol + s] = prefixed
-    for unit, (symbols, names) in _OTHERS.items():
+    for unit, symbols, names in _rows(_OTHERS):
         add(unit, symbols, names)
     return table
 
@@ -180,36 +135,20 @@ def same_unit(a: Unit | None, b: Unit | None) -> bool:
     return a in degrees and b in degrees and (("deg", 1),) in (a, b)
 
 
+_WHOLE = {"ten": 10, "dozen": 12, "score": 20, "hundred": 100, "gross": 144, "thousand": 10**3, "lakh": 10**5}
+_WHOLE |= {"million": 10**6, "crore": 10**7, "billion": 10**9, "trillion": 10**12, "quadrillion": 10**15}
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
+_PARTS |= {
+    "eighth": 8,
+    "ninth": 9,
+    "tenth": 10,
+    "eleventh": 11,
+    "twelfth": 12,
+    "sixteenth": 16,
+    "twentieth": 20,
+}
+_PARTS |= {"hundredth": 100, "thousandth": 1000, "millionth": 10**6}
 # Words after a number that multiply it: 2 dozen, 5 eighths, 3 lakh.
-MULTIPLIERS: dict[str, Fraction] = {
-    "hundred": Fraction(100),
-    "thousand": Fraction(1000),
-    "million": Fraction(10**6),
-    "billion": Fraction(10**9),
-    "trillion": Fraction(10**12),
-    "quadrillion": Fraction(10**15),
-    "lakh": Fraction(10**5),
-    "crore": Fraction(10**7),
-    "ten": Fraction(10),
-    "dozen": Fraction(12),
-    "score": Fraction(20),
-    "gross": Fraction(144),
-    "half": Fraction(1, 2),
-    "halve": Fraction(1, 2),
-    "third": Fraction(1, 3),
-    "quarter": Fraction(1, 4),
-    "fourth": Fraction(1, 4),
-    "fifth": Fraction(1, 5),
-    "sixth": Fraction(1, 6),
-    "seventh": Fraction(1, 7),
-    "eighth": Fraction(1, 8),
-    "ninth": Fraction(1, 9),
-    "tenth": Fraction(1, 10),
-    "eleventh": Fraction(1, 11),
-    "twelfth": Fraction(1, 12),
-    "sixteenth": Fraction(1, 16),
-    "twentieth": Fraction(1, 20),
-    "hundredth": Fraction(1, 100),
-    "thousandth": Fraction(1, 1000),
-    "millionth": Fraction(1, 10**6),
+MULTIPLIERS = {word: Fraction(n) for word, n in _WHOLE.items()} | {
+    w: Fraction(1, n) for w, n in _PARTS.items()
 }

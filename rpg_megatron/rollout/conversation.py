@@ -15,10 +15,14 @@ import numpy as np
 from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.data.trajectory import NOT_SAMPLED, Tokens, Trajectory
 from rpg_megatron.engine.client import Sample
+from rpg_megatron.rewards.extraction import opens_thoughts
 from rpg_megatron.rewards.failures import RewardFailure
 from rpg_megatron.rewards.reward import Response, Score
 from rpg_megatron.rollout.episode import TokenLimit, Turn, token_array
 from rpg_megatron.rollout.groups import GroupTask
+
+_MARK_TOKENS = 16
+"""Tokens at the end of a prompt that may be the mark at which thoughts begin."""
 
 
 class RetokenizedError(ValueError):
@@ -237,7 +241,8 @@ class Conversation:
         """The response so far, for the reward: the row of the last turn, which has the whole conversation."""
         tokens, last = self.row.tokens, self.row.pieces[-1].finish if self.row.pieces else ""
         finish = "length" if self.truncated else last or "stop"
-        return Response(self._codec.decode(tokens.tolist()), tokens, finish, self.sampled)
+        opened = opens_thoughts(self._codec.decode_all(self.row.prompt[-_MARK_TOKENS:].tolist()))
+        return Response(self._codec.decode(tokens.tolist()), tokens, finish, self.sampled, opened)
 
     def trajectories(self, response: Response, score: Score) -> list[Trajectory]:
         """The rows with tokens that the policy sampled, with the score; that of the last turn is the last."""

@@ -143,7 +143,7 @@ async def _score(conversation: Conversation, scorer: Scorer, text: str | None = 
     """``episode.ScoreText``."""
     task, response = conversation.task, conversation.response()
     if text is not None:
-        response = response._replace(text=text)
+        response = response._replace(text=text, opened=False)
     with conversation.waiting():
         (result,) = await scorer.score(
             [response], task.answer, task.context, first_only=task.correctness_only
