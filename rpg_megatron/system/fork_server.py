@@ -1,7 +1,8 @@
 """Fork server: imports code once; each worker is a fork of it and starts in milliseconds.
 
-``python -m rpg_megatron.system.fork_server LOAD ARGUMENTS MEMORY PARENT FD``, started by
-``forked_workers.ForkServer``. LOAD is the ``module:function`` that is called with ARGUMENTS, a JSON object.
+``python -m rpg_megatron.system.fork_server LOAD MEMORY PARENT FD``, started by
+``forked_workers.ForkServer``. LOAD is the ``module:function`` that is called with the arguments in the
+first line that the socket FD receives, a JSON object: all users can read command lines.
 It returns what a worker runs, with its end of a connection, and a description for the parent
 (``forked_workers``). Replacing a killed worker is cheap. The server reads a socket: each byte carries a file
 descriptor, and the server forks a worker that serves it.
@@ -108,10 +109,12 @@ def _run_worker(fd: int, serve: Serve, memory: int, server: int) -> None:
 def main() -> None:
     """Run the fork server."""
     protect_streams()
-    load, arguments, memory, parent = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    load, memory, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
-    with socket.socket(fileno=int(sys.argv[5])) as control:
+    with socket.socket(fileno=int(sys.argv[4])) as control:
+        with control.makefile("rb") as lines:  # nothing else is sent before the answer
+            arguments = json.loads(lines.readline() or b"null")
         try:
             serve, description = load_function(load)(**arguments)
         except (ValueError, UserError) as e:
