@@ -1,8 +1,8 @@
 """Commands that run what a run's settings name refuse a run that another user owns.
 
-Why: ``sample --live RUN`` of a colleague's run executed ``data.source: {type: subprocess:run, ...}`` as the one who
-looked at it. Each command is started as a user starts it. Not covered: modes (a file that all may write), and
-configs that the user names (they are the user's choice).
+Why: ``sample --live RUN`` of a colleague's run executed ``data.source: {type: subprocess:run}`` as the one
+who looked at it. Each command is started as a user starts it. Not covered: modes (a file that all may write),
+and configs that the user names (they are the user's choice).
 """
 
 from __future__ import annotations
