@@ -143,11 +143,11 @@ class RewardSettings(Section):
     """KL penalty in the reward; null: none."""
     format: float = Field(0.0, le=0)
     """Added to the reward of a response without an answer in the format of ``type``, or of the first term."""
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=10_000)
     """Number of worker processes that grade answers other than plain numbers."""
     deadline: float = Field(5.0, gt=0)
     """Time limit for one answer, in seconds; then the worker is killed and the answer counts as wrong."""
-    memory_gib: float = Field(2.0, gt=0)
+    memory_gib: float = Field(2.0, ge=0.25, le=1e6)
     """Address space limit of one worker, in GiB; an answer that needs more counts as wrong."""
     async_deadline: float = Field(300.0, gt=0)
     """Time limit for one call of an async function, including retries, in seconds."""

@@ -39,6 +39,8 @@ from rpg_megatron.system.terminal import protect_streams
 
 _MAX_GROWTH = 256 * 1024
 """Growth of a worker's memory, in KiB, after which it is replaced."""
+_LEAST_MEMORY = 96 << 20
+"""Address space that a worker needs besides what was imported, in bytes."""
 _MAX_DETAIL = 300
 """Characters of an exception's message that are kept."""
 
@@ -119,6 +121,11 @@ def main() -> None:
             serve, description = load_function(load)(**arguments)
         except (ValueError, UserError) as e:
             control.sendall(json.dumps({"error": str(e)}).encode())
+            return
+        with open("/proc/self/statm") as sizes:
+            size = int(sizes.read().split()[0]) * resource.getpagesize()
+        if memory < size + _LEAST_MEMORY:
+            control.sendall(json.dumps({"size": size}).encode())
             return
         control.sendall(json.dumps(description).encode())
         gc.freeze()  # imported objects stay in memory shared with the forks

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, gib
 from rpg_megatron.system.fork_server import FailureKind
 from rpg_megatron.system.process_groups import holding_warnings
 
@@ -191,6 +191,11 @@ class ForkServer:
             reply = {"error": f"{imports}: importing it took more than {_START_SECONDS:.0f} s"}
         except ConnectionError:
             reply = None
+        if isinstance(reply, dict) and "size" in reply:
+            reply = {
+                "error": f"{imports}: has {gib(reply['size'])} of address space after its imports, and "
+                f"memory_gib of that section allows {gib(memory)}; raise it, to 2 or more"
+            }
         if not isinstance(reply, dict) or "error" in reply:
             parent_end.close()
             process.kill()
