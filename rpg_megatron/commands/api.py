@@ -20,7 +20,7 @@ from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.commands.exit_codes import UNSAVED
 from rpg_megatron.commands.report.run_files import read_run, step_in_name
 from rpg_megatron.commands.report.samples import decode_prompts, read_problems
-from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
@@ -58,6 +58,7 @@ def train(
     command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train"]
     with ExitStack() as stack:
         if isinstance(settings, str | Path):
+            load_settings(Path(settings), arguments)  # refuses secrets, which all users could read there
             command += [str(settings), *arguments]
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-settings-")))

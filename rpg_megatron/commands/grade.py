@@ -276,15 +276,15 @@ def _rollouts(file: Path, contexts: dict[int, str]) -> Iterator[Line]:
 
 def _read_contexts(file: Path) -> dict[int, str]:
     """``Prompt.context`` of the run's prompts, by id. Raises UserError if the run or its data are missing."""
-    from rpg_megatron.config import load_settings
     from rpg_megatron.data.prompts import load_prompts, load_tokenizer, without_torch
+    from rpg_megatron.launcher.run_dir import load_run_settings
 
     config = file.absolute().parents[1] / "config.yaml"
     if not config.is_file():
         raise UserError(
             f"{file}: the function reads prompts, which rollouts do not hold; leave it in its run's folder"
         )
-    settings = load_settings(config)
+    settings = load_run_settings(config)
     with without_torch():
         prompts = load_prompts(settings.prompts("grade"), load_tokenizer(settings.model.path), rows=True)
     return {prompt.id: prompt.context for prompt in prompts}

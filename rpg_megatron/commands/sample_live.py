@@ -13,11 +13,11 @@ from rpg_megatron.checkpoints.run_folder import CHECKPOINTS
 from rpg_megatron.commands.eval.command import run_evaluation
 from rpg_megatron.commands.eval.output_dir import open_output_dir
 from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
-from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, read_text
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.evaluation.results_file import results_file
-from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
 from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 from rpg_megatron.system.terminal import one_line, printable
 
@@ -35,7 +35,7 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
     """
     if kind_of(run, "RUN") != "run":
         raise UserError(f"RUN: {run} is not the folder of a run; choose its checkpoint with --step")
-    trained = load_settings(run / CONFIG)
+    trained = load_run_settings(run / CONFIG)
     rows = _choose_rows(trained, prompt, count)
     graded = rows is not None
     rows = rows or [{"prompt": prompt, "answer": "-"}]

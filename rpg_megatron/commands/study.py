@@ -13,8 +13,10 @@ from pathlib import Path
 
 import typer
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.study import Study, is_study, load_study
+from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import list_runs
 from rpg_megatron.launcher.summary import display_path
@@ -48,12 +50,21 @@ def run_study(
         typer.echo(f"all {len(study.runs)} runs are finished")
     elif local:
         if not dry_run:
+            check_start(CheckedRun(with_local_model(study.runs[unfinished[0] - 1].settings)))
             _train_here(study, unfinished)
     elif numbers := sorted(set(unfinished) - _queued(study.name)):
         _submit(study, file, overrides, numbers, script or _SCRIPT, options, dry_run=dry_run)
     else:
         typer.echo("all runs that are not finished wait or run in a job")
     typer.echo(f"report: rpg-megatron report {shlex.quote(str(file))}")
+
+
+def _warn_of(settings: Settings) -> None:
+    """Print what is wrong with the first run, and maybe with all. Jobs may see other files."""
+    try:
+        check_start(CheckedRun(with_local_model(settings), ALL - {"machine", "engines"}, prepares=True))
+    except UserError as e:
+        typer.echo(f"warning: {settings.name} would fail here: {e}", err=True)
 
 
 def settings_of_task(file: Path, overrides: Sequence[str], task: int) -> Settings | None:
@@ -125,6 +136,7 @@ def _submit(
     typer.echo(shlex.join(command))
     if dry_run:
         return
+    _warn_of(study.runs[numbers[0] - 1].settings)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")

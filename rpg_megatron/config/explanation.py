@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -24,10 +25,14 @@ _PLAIN = {
     "model_type": "must be a section of keys and values",
     "dict_type": "must be a section of keys and values",
     "tuple_type": "must be a list, such as [a, b]",
+    "list_type": "must be a list, such as [a, b]",
+    "too_short": "must not be empty",
     "string_type": "must be text; put it in quotes",
     "invalid_key": "keys must be text",
 }
 """Replacements for pydantic's messages that name Python types."""
+_KIND = re.compile(r"(bool|int|float|str)$|(constrained|function|literal|tuple|list|dict|set)\W|\[key\]")
+"""Kind of value in a union, which pydantic puts into the place of an error."""
 _PATTERN = "string_pattern_mismatch"
 """Only fields that are names have patterns."""
 
@@ -122,32 +127,41 @@ def valid_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def explain_errors(settings: type[BaseModel], file: str, validation: ValidationError) -> str:
     """One line for each of the first errors, starting with the file."""
     errors = validation.errors(include_url=False)
-    lines = [f"{file}: {shorten(_explain(settings, error), _MAX_LINE)}" for error in errors[:_MAX_ERRORS]]
-    if len(errors) > len(lines):
-        lines.append(f"{file}: and {len(errors) - len(lines):,} more problems")
+    found: dict[str, tuple[str, str]] = {}  # key -> problem, value
+    for error in errors[:_MAX_ERRORS]:
+        parts, siblings = _locate(settings, error["loc"])
+        key, (text, got) = ".".join(parts), _explain(settings, error, parts, siblings)
+        if key in found:  # one for each kind of value that the key may have
+            text = f"{found[key][0]}, or {text.removeprefix(f'{key}: ')}"
+        found[key] = text, got
+    # That a list with a wrong element is no text either is not said.
+    keys = [key for key in found if not any(other.startswith((f"{key}[", f"{key}.")) for other in found)]
+    lines = [f"{file}: {shorten(''.join(found[key]), _MAX_LINE)}" for key in keys]
+    if len(errors) > _MAX_ERRORS:
+        lines.append(f"{file}: and {len(errors) - _MAX_ERRORS:,} more problems")
     return "\n".join(lines)
 
 
-def _explain(settings: type[BaseModel], error: Any) -> str:
-    parts, siblings = _locate(settings, error["loc"])
+def _explain(settings: type[BaseModel], error: Any, parts: list[str], siblings: list[str]) -> tuple[str, str]:
+    """The problem, and the value in parentheses. parts, siblings: see ``_locate``."""
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        return _explain_unknown(settings, parts, siblings)
+        return _explain_unknown(settings, parts, siblings), ""
     if error["type"] == "missing":
-        return f"the key {key!r} is missing; add it, or give {key}=... on the command line"
+        return f"the key {key!r} is missing; add it, or give {key}=... on the command line", ""
     if error["type"] == "union_tag_invalid":
         known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
-        return f"{key}.type: {_show(error['ctx']['tag'])} is unknown; use one of {known}"
+        return f"{key}.type: {_show(error['ctx']['tag'])} is unknown; use one of {known}", ""
     if error["type"] == "union_tag_not_found":
-        return f"{key}: must be a section such as {{type: rpg}} (got {_show(error['input'])})"
+        return f"{key}: must be a section such as {{type: rpg}}", f" (got {_show(error['input'])})"
     message: str = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
     if error["type"] == _PATTERN:
         message = "must be 1 to 128 letters, digits, dots, dashes and underscores; no dot or dash first"
     if not key:
-        return message
+        return message, ""
     # A message about a whole section names its keys.
-    suffix = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
-    return f"{key}: {message}{suffix}"
+    got = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
+    return f"{key}: {message.replace('Input should be', 'must be')}", got
 
 
 def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str]) -> str:
@@ -202,6 +216,8 @@ def _locate(settings: type[BaseModel], location: tuple[Any, ...]) -> tuple[list[
     for part in (shorten(str(part)) for part in location):
         if part.isdigit() and parts:  # an index in a list
             parts[-1] += f"[{part}]"
+            continue
+        if parts and not sections and _KIND.match(part):
             continue
         if named:  # a key of a dictionary, which the user chooses
             parts.append(part)

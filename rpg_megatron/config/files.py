@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -264,10 +265,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether a folder belongs to this user, or to the owner of the one that it is in (see ``remove``)."""
+def is_ours(path: Path) -> bool:
+    """Whether a file or folder belongs to this user: to the owner of what it creates there.
+
+    NFS may show what root has made as another user's.
+    """
     try:
-        return folder.stat().st_uid in (os.geteuid(), folder.parent.stat().st_uid)
+        owner = path.stat().st_uid
+        if owner == os.geteuid():
+            return True
+        with tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent) as new:
+            return owner == os.fstat(new.fileno()).st_uid
     except OSError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import typing
 from pathlib import Path
@@ -106,6 +107,15 @@ def _merge(
             del below[key]
         else:
             below[key] = value
+
+
+def merge_section(raw: dict[str, Any], key: str, section: Any, settings: type[BaseModel]) -> Any:
+    """Merge a section into plain values at a dotted key, as a file merges what it extends; returns it."""
+    parts = key.split(".")
+    for part in reversed(parts):
+        section = {part: section}
+    _merge(raw, section, [settings])
+    return functools.reduce(dict.__getitem__, parts, raw)
 
 
 def _accepts_null(field: FieldInfo) -> bool:

@@ -9,7 +9,7 @@ import yaml
 
 from rpg_megatron.config.files import read_text
 
-MAX_YAML = 1_000_000
+MAX_YAML = 250_000
 """Maximum characters of a YAML file, and of its values after aliases are expanded."""
 _MAX_LEVELS = 100
 """Maximum nesting of YAML, with its aliases expanded; code that walks through the values is recursive."""
@@ -29,7 +29,7 @@ def parse_yaml(text: str) -> Any:
     """``yaml.safe_load`` for untrusted text. Raises yaml.YAMLError for every invalid text.
 
     Also refuses duplicate keys, of which PyYAML silently uses the last, and aliases that expand to more than
-    a million characters.
+    ``MAX_YAML`` characters.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)

@@ -36,6 +36,10 @@ class ModelSettings(Section):
     local."""
 
 
+_MOST_RANKS = 100_000
+"""A plan looks at each of them."""
+
+
 class ParallelSettings(Section):
     """Parallel layout of the policy: tensor x pipeline x context x data ranks."""
 
@@ -71,6 +75,14 @@ class ParallelSettings(Section):
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(
                 f"virtual={self.virtual} needs pipeline of 2 or more; raise pipeline, or set virtual to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_world(self) -> ParallelSettings:
+        if self.world > _MOST_RANKS:
+            raise ValueError(
+                f"{self.world:,} ranks (tensor x pipeline x context x data); at most {_MOST_RANKS:,}"
             )
         return self
 

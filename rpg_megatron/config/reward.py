@@ -146,11 +146,11 @@ class RewardSettings(Section):
     answer_in_thoughts: bool = False
     """Whether a built-in ``type`` also looks for the answer between <think> and </think>, and in a response
     that ends before </think>."""
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=10_000)
     """Number of worker processes that grade answers other than plain numbers."""
     deadline: float = Field(5.0, gt=0)
     """Time limit for one answer, in seconds; then the worker is killed and the answer counts as wrong."""
-    memory_gib: float = Field(2.0, gt=0)
+    memory_gib: float = Field(2.0, ge=0.25, le=1e6)
     """Address space limit of one worker, in GiB; an answer that needs more counts as wrong."""
     async_deadline: float = Field(300.0, gt=0)
     """Time limit for one call of an async function, including retries, in seconds."""

@@ -83,7 +83,7 @@ AnyDynamicSamplingSettings = Annotated[
 class EpisodeSettings(ImportedSettings):
     """An episode of your own, by import path. The other keys are its settings; docs/environments.md."""
 
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, le=10_000)
     """Number of processes that run episodes, many at a time in each; at least one for each of
     rollout.workers."""
     deadline: float = Field(300.0, gt=0)
@@ -91,7 +91,7 @@ class EpisodeSettings(ImportedSettings):
     failed. Waiting for a turn or for the reward takes none of it."""
     max_turns: int = Field(1000, ge=1)
     """Most turns of a response; then it counts as truncated."""
-    memory_gib: float = Field(4.0, gt=0)
+    memory_gib: float = Field(4.0, ge=0.5, le=1e6)
     """Address space limit of one process, in GiB."""
     failed: float = Field(0.0, allow_inf_nan=False)
     """Reward of a response whose episode raised, was ended at its deadline, or crashed."""
@@ -139,7 +139,7 @@ class RolloutSettings(Section):
     """With ``ahead``: what happens to unfinished responses at a weight update. continue: the engines continue
     them with the new weights, so a response may have tokens of several versions. drain: all groups that have
     started are finished first, so each batch has one version (``ahead`` 1 only)."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, le=10_000)
     """Number of processes that send requests to the engines, detokenise and grade; 1: the sampler process
     does it. The batch does not depend on it. Increase it if many responses end at once: one process handles
     about 350 responses of 8,192 tokens per second."""
@@ -239,7 +239,7 @@ _WITHOUT_ROUTES = {
 class EngineSettings(Section):
     """vLLM rollout engines."""
 
-    replicas: int = Field(1, ge=0)
+    replicas: int = Field(1, ge=0, le=10_000)
     """Number of engines; prompts are distributed over them. With sft and no evaluation: always 0."""
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size of one engine; independent of the trainer's."""
@@ -250,7 +250,7 @@ class EngineSettings(Section):
     rank i. During training, the engines are in vLLM's sleep mode, without weights and KV cache; during
     sampling, the optimizer state is in host memory. On a CPU they also take turns, but vLLM frees no
     memory."""
-    kv_cache_gib: float = Field(1.0, gt=0)
+    kv_cache_gib: float = Field(1.0, gt=0, le=1e6)
     """KV cache of one worker, in GiB, on a CPU or when colocated. Otherwise vLLM uses the free memory of its
     GPU."""
     cpu_threads: int | None = Field(None, ge=1)
@@ -300,7 +300,7 @@ class BridgeSettings(Section):
     address, or loopback on a single node."""
     timeout: float = Field(120.0, gt=0)
     """process_group: time limit for one message, in seconds."""
-    bucket_mib: int = Field(256, ge=1)
+    bucket_mib: int = Field(256, ge=1, le=1_000_000)
     """process_group: buffer for messages in flight at each engine worker, in MiB."""
 
 
@@ -311,7 +311,7 @@ class ExportSettings(Section):
     """Write <run>/hf/step_NNNNNN when training ends."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of the exported weights; null: precision.dtype."""
-    max_shard_gib: float = Field(4.0, gt=0)
+    max_shard_gib: float = Field(4.0, gt=0, le=1e6)
     """Maximum size of one safetensors file, in GiB."""
 
 
@@ -330,7 +330,7 @@ class KeepBestSettings(Section):
     """With export.enabled: when training ends, also write the best one to <run>/hf/step_NNNNNN."""
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kMGT]?)(i?)B")
 
 
 class RolloutFilesSettings(Section):

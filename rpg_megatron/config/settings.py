@@ -44,6 +44,7 @@ from rpg_megatron.config.rollout import (
     RolloutFilesSettings,
     RolloutSettings,
 )
+from rpg_megatron.config.secret_values import refuse_secrets
 from rpg_megatron.config.sft import SFTSettings
 from rpg_megatron.config.teacher import TeacherSettings
 from rpg_megatron.config.trackers import NamedTracker, TensorBoardSettings
@@ -144,6 +145,12 @@ class Settings(Section):
     trackers: tuple[NamedTracker, ...] = (TensorBoardSettings(),)
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb and mlflow, or of sections such as
     {type: wandb, project: math}; your own by import path; docs/trackers.md. []: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_secrets(cls, raw: Any) -> Any:
+        refuse_secrets(raw)
+        return raw
 
     @model_validator(mode="before")
     @classmethod

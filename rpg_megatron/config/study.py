@@ -18,7 +18,8 @@ from pydantic import Field, ValidationError
 from rpg_megatron.config.base import NAME, Section
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.explanation import explain_errors
-from rpg_megatron.config.merging import read_merged
+from rpg_megatron.config.files import flatten
+from rpg_megatron.config.merging import apply_override, merge_section, read_merged
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.config.settings import Settings, make_settings
 
@@ -38,7 +39,8 @@ class StudySettings(Section):
     name: Annotated[str, Field(pattern=NAME)] | None = None
     """The runs' names begin with it; null: the name of this file."""
     settings: Changes = Field(default_factory=dict)
-    """Settings of all runs, by dotted key: {training.steps: 100}."""
+    """Settings of all runs, by dotted key: {training.steps: 100}. A section is merged with the config's, as
+    with extends; also in arms and grid."""
     arms: dict[Annotated[str, Field(pattern=NAME)], Changes] | list[Changes] | None = Field(
         None, min_length=1
     )
@@ -109,7 +111,9 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
     count = len(seeds) * len(_arms(study)) * math.prod(map(len, study.grid.values()))
     if count > _MOST:
         raise UserError(f"{file}: {count:,} runs; a study has at most {_MOST:,}")
-    arms = [arm | point for arm in _arms(study) for point in _points(study.grid)]
+    _check_keys(study, file)
+    pairs = list(itertools.product(_arms(study), _points(study.grid)))
+    arms = [arm | point for arm, point in pairs]
     names = _names(study, arms)
     for kind, values in (("seeds", seeds), ("arms", names)):
         twice: Any = next((v for i, v in enumerate(values) if v in values[:i]), None)
@@ -125,14 +129,44 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
     base = read_merged(config, Settings)
     runs = []
     for number, (seed, (arm, changes)) in enumerate(
-        itertools.product(seeds, zip(names, arms, strict=True)), 1
+        itertools.product(seeds, zip(names, pairs, strict=True)), 1
     ):
         full = "-".join([name, *filter(None, [arm, None if seed is None else f"s{seed}"])])
-        own = [f"{key}={_as_yaml(value)}" for key, value in (study.settings | changes).items()]
+        own = _overrides(base, [study.settings, *changes])
         own += [*overrides, *([] if seed is None else [f"seed={seed}"]), f"name={full}"]
         settings = make_settings(copy.deepcopy(base), own, f"{file}: run {number} ({full})")
         runs.append(StudyRun(number, arm, seed, tuple(own), settings))
+    known: dict[str, str] = {}
+    for run in runs[: len(arms)]:
+        plain = run.settings.model_dump(mode="json") | {"name": ""}
+        same = known.setdefault(json.dumps(plain, sort_keys=True), run.arm)
+        if same != run.arm:
+            raise UserError(f"{file}: arms {same} and {run.arm} have the same settings; change or remove one")
     return Study(name, config, tuple(runs), study.at_once)
+
+
+def _check_keys(study: StudySettings, file: Path) -> None:
+    """Raise UserError if a setting is given in two places, of which one would have no effect."""
+    arms = {key for arm in _arms(study) for key in flatten(arm) if arm}
+    grid = {key for point in _points(study.grid) for key in flatten(point) if point}
+    for where, keys in (("settings", study.settings), ("arms", arms), ("grid", grid)):
+        if "name" in keys:
+            raise UserError(f"{file}: {where} sets name, which the study gives each run; remove it")
+        if study.seeds and "seed" in keys:
+            raise UserError(f"{file}: {where} and seeds both set seed; remove one of the two")
+    for key, other in itertools.product(sorted(arms), sorted(grid)):
+        if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+            raise UserError(f"{file}: arms set {key}, and grid sets {other}; remove one of the two")
+
+
+def _overrides(base: dict[str, Any], changes: Sequence[Changes]) -> list[str]:
+    """key=value for each change. A section is merged with what is below it, as with ``extends``."""
+    raw, own = copy.deepcopy(base), []
+    for key, value in (item for part in changes for item in part.items()):
+        whole = merge_section(raw, key, value, Settings) if isinstance(value, dict) else value
+        own.append(f"{key}={_as_yaml(whole)}")
+        apply_override(raw, own[-1])
+    return own
 
 
 def _arms(study: StudySettings) -> list[Changes]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from rpg_megatron.config.base import IMPORTED, ImportedSettings, Section, tag_of
 
@@ -14,7 +12,6 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Type of tracker -> Python package; the optional dependency of pyproject.toml has the same name."""
 RESPONSES = 16
 """Default number of responses in the table of a step."""
-_SECRET = re.compile(r"(^|_)(api_?key|key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 
 
 class TensorBoardSettings(Section):
@@ -64,28 +61,9 @@ class MLflowSettings(Section):
     system: bool = True
     """Log CPU, memory and GPU use of the first node."""
 
-    @model_validator(mode="after")  # a field's validator would show the value in its message
-    def _check_uri(self) -> MLflowSettings:
-        if self.uri is not None and urlsplit(self.uri).password:
-            raise ValueError(
-                "uri must not hold a password, since settings are written to the run's folder; set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
-            )
-        return self
-
 
 class ImportedTrackerSettings(ImportedSettings):
     """A tracker of your own, by import path. The other keys are its settings; docs/trackers.md."""
-
-    @model_validator(mode="after")
-    def _check_keywords(self) -> ImportedTrackerSettings:
-        for key in self.keywords:
-            if _SECRET.search(key):
-                raise ValueError(
-                    f"{key} looks like a secret, and settings are written to the run's folder; have your "
-                    "class read it from an environment variable"
-                )
-        return self
 
 
 def _parse_name(value: Any) -> Any:

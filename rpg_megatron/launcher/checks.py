@@ -12,7 +12,8 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,7 +64,7 @@ ALL: frozenset[Need] = frozenset(get_args(Need))
 LAYOUT: frozenset[Need] = frozenset({"trainer", "engines", "model"})
 """What a layout needs: its checks read no file but config.json, so that many layouts can be compared."""
 _SILENT_SECONDS = 3.0
-"""A message is printed if the checks take longer, usually because of large data."""
+"""A message is printed if a check takes longer, because of large data, say."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,11 @@ CHECKS = (
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 
 
-def run_checks(run: CheckedRun) -> list[str]:
-    """Run the checks whose needs the command meets; returns warnings. Raises UserError at the first error."""
+def run_checks(run: CheckedRun, *, told: bool = False) -> list[str]:
+    """Run the checks whose needs the command meets; returns warnings. Raises UserError at the first error.
+
+    told: print what is waited for, if a check takes long.
+    """
     warnings: list[str] = []
     for check in CHECKS:
         if not run.has.issuperset(check.needs):
@@ -218,7 +222,8 @@ def run_checks(run: CheckedRun) -> list[str]:
         if check.about_engines and not run.settings.engine.replicas:
             continue
         try:
-            warnings += check.run(run) or ()
+            with _told_if_slow(check, run.settings) if told else nullcontext():
+                warnings += check.run(run) or ()
         except ImportError as e:  # a login node without numpy or tokenizers
             if not run.prepares:
                 raise
@@ -228,15 +233,28 @@ def run_checks(run: CheckedRun) -> list[str]:
 
 def check_start(run: CheckedRun) -> None:
     """Run the checks before processes are started, and print the warnings. Raises UserError."""
-    slow = threading.Timer(_SILENT_SECONDS, print, ["reading the data"], {"file": sys.stderr, "flush": True})
+    for text in run_checks(run, told=True):
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _told_if_slow(check: RunCheck, settings: Settings) -> Iterator[None]:
+    code: list[str] = []  # of the user, which may hang
+    if check.name == "data":
+        code = [s.source.type for p in settings.prompt_sets for s in p.data.sources if s.source is not None]
+    elif check.name == "reward":
+        code = [term.type for term in settings.reward.all_terms.values() if term.is_custom]
+    elif check.name == "own code":
+        code = [item.path for item in list_custom_code(settings)]
+    text = "reading the data" if check.name == "data" else f"waiting for the check: {check.name}"
+    text += f" ({', '.join(dict.fromkeys(code))})" if code else ""
+    slow = threading.Timer(_SILENT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
     slow.daemon = True
     slow.start()
     try:
-        warnings = run_checks(run)
+        yield
     finally:
         slow.cancel()
-    for text in warnings:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def has_weights(model: Path) -> bool:

@@ -194,7 +194,7 @@ def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
         yield CustomCode("advantage", settings.advantage.type, settings.advantage.keywords, 3)
     schedule, steps = settings.optimizer.schedule, settings.training.steps
     if isinstance(schedule, ImportedSettings):
-        trial_calls = tuple((step, steps) for step in range(1, steps + 1))
+        trial_calls = tuple((step, steps) for step in range(1, steps + 1, -(-steps // 10_000)))
         yield CustomCode("optimizer.schedule", schedule.type, schedule.keywords, 2, trial_calls=trial_calls)
     for place, tracker in enumerate(settings.trackers):
         if isinstance(tracker, ImportedTrackerSettings):

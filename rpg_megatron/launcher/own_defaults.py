@@ -19,6 +19,7 @@ from pydantic import BaseModel
 import rpg_megatron
 from rpg_megatron.config.base import IMPORTED, tag_of
 from rpg_megatron.config.files import read_text
+from rpg_megatron.config.secret_values import looks_secret
 from rpg_megatron.rewards.custom_reward import INPUTS, RESPONSE
 from rpg_megatron.rewards.foreign_functions import FORMS
 
@@ -44,7 +45,8 @@ def with_own_defaults[Value](value: Value, key: str = "", *, reward: bool = Fals
     if type(value).model_config.get("extra") == "allow" and tag_of(value, "") == IMPORTED:
         passed = None if reward else _POSITIONAL.get(key, 0)
         known = {*update, *(value.model_extra or {})}
-        update |= {k: v for k, v in _read_defaults(update["type"], passed) if k not in known}
+        defaults = _read_defaults(update["type"], passed)
+        update |= {k: v for k, v in defaults if k not in known and not looks_secret(k, v)}
     return value.model_copy(update=update)
 
 

@@ -20,7 +20,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
-from rpg_megatron.models.lora import AdapterMapping, check_heads
+from rpg_megatron.models.lora import AdapterMapping, check_heads, projection_shape
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -101,11 +101,14 @@ def check_parallel(settings: Settings, shape: ModelShape) -> None:
         raise UserError(f"parallel: {e}") from None
 
 
-def check_lora(settings: Settings, shape: ModelShape) -> None:
-    """Check that the model has the layers that adapters are added to, and that they can be cut."""
+def check_lora(settings: Settings, shape: ModelShape) -> list[str]:
+    """Check that the model has the layers that adapters are added to, and that they can be cut.
+
+    Returns a warning if a rank is larger than a product with it can have.
+    """
     lora = settings.lora
     if lora is None:
-        return
+        return []
     problems: list[str] = []
     if OUTPUT_LAYER in lora.names:
         problems += _output_layer_problems(settings, shape)
@@ -117,6 +120,10 @@ def check_lora(settings: Settings, shape: ModelShape) -> None:
     if problems:
         raise UserError("; ".join(problems))
     check_heads(shape, settings.parallel.tensor, "parallel.tensor")
+    smaller = {name: min(projection_shape(shape, name)) for name in lora.names}
+    wide = [f"{name} ({side})" for name, side in smaller.items() if side < lora.rank]
+    fix = f"more memory and no more can be learnt; {max(smaller.values())} or less is enough"
+    return [f"lora.rank {lora.rank} exceeds the smaller side of {', '.join(wide)}: {fix}"] if wide else []
 
 
 def _output_layer_problems(settings: Settings, shape: ModelShape) -> Iterator[str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.explanation import explained_yaml
-from rpg_megatron.config.files import atomic_write_text, read_json, read_text, remove
+from rpg_megatron.config.files import atomic_write_text, is_ours, read_json, read_text, remove
 from rpg_megatron.launcher.own_defaults import with_own_defaults
 
 CONFIG = "config.yaml"
@@ -75,6 +75,20 @@ def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:
     settings = with_own_defaults(settings)
     values = _absolute(settings.model_dump())
     return explained_yaml(settings, values) if explained else yaml.safe_dump(values, sort_keys=False)
+
+
+def load_run_settings(file: Path, overrides: list[str] | None = None) -> Settings:
+    """The settings of a run, for a command that runs the code that they name.
+
+    file: in the run's folder. Raises UserError, also if one of the two belongs to neither this user nor root.
+    """
+    for path in (file.parent, file):
+        if path.exists() and (owner := path.stat().st_uid) and not is_ours(path):
+            raise UserError(
+                f"{path} belongs to another user (uid {owner}), and this command would run the code that its "
+                f"settings name; read {file.name}, then give a copy of the run, or for eval of a checkpoint"
+            )
+    return load_settings(file, overrides)
 
 
 def settings_file(run: Path, step: int) -> Path:

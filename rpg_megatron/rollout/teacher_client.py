@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 from typing import Any
 
@@ -18,6 +17,7 @@ from rpg_megatron.data.trajectory import Floats, Trajectory
 
 _BYTES_PER_TOKEN, _MOST_BYTES = 4096, 1 << 20
 """Largest valid answer: for each token, and besides."""
+_LEAST = float(np.finfo(np.float32).min)
 _TRIES, _WAIT_SECONDS = 3, 1.0
 """Requests for a trajectory, and the time before the first retry, which doubles."""
 _CHECK_SECONDS = 30.0
@@ -30,9 +30,12 @@ class TeacherError(Exception):
 class TeacherClient:
     """Asks the server of a teacher. For one event loop."""
 
-    def __init__(self, settings: TeacherSettings, share: int = 1):
-        """share: number of clients among which ``concurrency`` is divided. Raises UserError."""
+    def __init__(self, settings: TeacherSettings, share: int = 1, vocab: int = 2**31):
+        """share: number of clients among which ``concurrency`` is divided. vocab: number of the model's
+        tokens. Raises UserError.
+        """
         assert settings.url is not None
+        self._vocab = vocab
         self._url, self._settings = settings.url.rstrip("/"), settings
         self._model = settings.model
         self._running = asyncio.Semaphore(max(1, settings.concurrency // share))
@@ -111,14 +114,12 @@ class TeacherClient:
                 raise TeacherError("gives no prompt_logprobs; use a vLLM server")
             if len(rows) != len(tokens):
                 raise TeacherError(f"gave log-probs of {len(rows)} tokens, not {len(tokens)}")
-            values = [
-                float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], tokens[1:], strict=True)
-            ]
-        except (LookupError, TypeError, ValueError):
+            values = [_log_prob(row[str(token)]) for row, token in zip(rows[1:], tokens[1:], strict=True)]
+            ids, logps = _likeliest(rows[1:], k)
+        except (LookupError, TypeError, ValueError, OverflowError):
             raise TeacherError("answered with something else than log-probs of the tokens") from None
-        if not all(map(math.isfinite, values)):
-            raise TeacherError("gave a log-prob that is not finite")
-        ids, logps = _likeliest(rows[1:], k)
+        if ids.max(initial=0) >= self._vocab:
+            raise TeacherError(f"gave token {ids.max()}, and the model has {self._vocab} tokens")
         return np.array(values, np.float32), ids, logps
 
     async def _name(self) -> str:
@@ -161,21 +162,31 @@ class TeacherClient:
 
 
 def _likeliest(rows: list[dict[str, Any]], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The k likeliest tokens of each place, by rank, and their log-probs."""
+    """The k likeliest tokens of each place, by rank, and their log-probs. Raises as reading JSON does."""
     if not k:
         return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
     ids, logps = np.zeros((len(rows), k), np.int32), np.zeros((len(rows), k), np.float32)
-    try:
-        for place, row in enumerate(rows):
-            best = sorted(
-                (int(entry["rank"]), int(token), float(entry["logprob"])) for token, entry in row.items()
-            )
-            if len(best) < k or best[k - 1][0] > k:
-                raise TeacherError(f"gave fewer than {k} of the likeliest tokens (teacher.top_k)")
-            ids[place] = [token for _, token, _ in best[:k]]
-            logps[place] = [logp for *_, logp in best[:k]]
-    except (LookupError, TypeError, ValueError, OverflowError):
-        raise TeacherError("answered with something else than log-probs of the tokens") from None
-    if not np.isfinite(logps).all() or (logps > 0).any() or (ids < 0).any():
-        raise TeacherError("gave log-probs that are none")
+    for place, row in enumerate(rows):
+        best = sorted((entry["rank"], _token(text), _log_prob(entry)) for text, entry in row.items())
+        if any(type(rank) is not int or rank < 1 for rank, *_ in best):
+            raise TypeError
+        if len(best) < k or best[k - 1][0] > k:
+            raise TeacherError(f"gave fewer than {k} of the likeliest tokens (teacher.top_k)")
+        ids[place] = [token for _, token, _ in best[:k]]
+        logps[place] = [logp for *_, logp in best[:k]]
     return ids, logps
+
+
+def _token(text: str) -> int:
+    if str(int(text)) != text or text[0] == "-":  # two texts of one number would be one token twice
+        raise ValueError
+    return int(text)
+
+
+def _log_prob(entry: dict[str, Any]) -> float:
+    value = entry["logprob"]
+    if type(value) not in (int, float):  # no text, no bool
+        raise TypeError
+    if not _LEAST <= (number := float(value)) <= 0:
+        raise TeacherError("gave a log-prob that is above 0 or not finite")
+    return number

@@ -86,7 +86,8 @@ class Worker:
         self._groups: dict[int, RunningGroup] = {}
         self._teacher: TeacherClient | None = None
         if settings.teacher is not None and settings.teacher.url is not None:
-            self._teacher = TeacherClient(settings.teacher, rollout.workers)
+            vocab = read_model_shape(settings.model.path).vocab_size
+            self._teacher = TeacherClient(settings.teacher, rollout.workers, vocab)
         self._episode: EpisodeRunner | None = episode
         self._vocab = 0
         if rollout.episode is not None:

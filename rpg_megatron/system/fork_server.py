@@ -1,7 +1,8 @@
 """Fork server: imports code once; each worker is a fork of it and starts in milliseconds.
 
-``python -m rpg_megatron.system.fork_server LOAD ARGUMENTS MEMORY PARENT FD``, started by
-``forked_workers.ForkServer``. LOAD is the ``module:function`` that is called with ARGUMENTS, a JSON object.
+``python -m rpg_megatron.system.fork_server LOAD MEMORY PARENT FD``, started by
+``forked_workers.ForkServer``. LOAD is the ``module:function`` that is called with the arguments in the
+first line that the socket FD receives, a JSON object: all users can read command lines.
 It returns what a worker runs, with its end of a connection, and a description for the parent
 (``forked_workers``). Replacing a killed worker is cheap. The server reads a socket: each byte carries a file
 descriptor, and the server forks a worker that serves it.
@@ -38,6 +39,8 @@ from rpg_megatron.system.terminal import protect_streams
 
 _MAX_GROWTH = 256 * 1024
 """Growth of a worker's memory, in KiB, after which it is replaced."""
+_LEAST_MEMORY = 96 << 20
+"""Address space that a worker needs besides what was imported, in bytes."""
 _MAX_DETAIL = 300
 """Characters of an exception's message that are kept."""
 
@@ -108,14 +111,21 @@ def _run_worker(fd: int, serve: Serve, memory: int, server: int) -> None:
 def main() -> None:
     """Run the fork server."""
     protect_streams()
-    load, arguments, memory, parent = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    load, memory, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
-    with socket.socket(fileno=int(sys.argv[5])) as control:
+    with socket.socket(fileno=int(sys.argv[4])) as control:
+        with control.makefile("rb") as lines:  # nothing else is sent before the answer
+            arguments = json.loads(lines.readline() or b"null")
         try:
             serve, description = load_function(load)(**arguments)
         except (ValueError, UserError) as e:
             control.sendall(json.dumps({"error": str(e)}).encode())
+            return
+        with open("/proc/self/statm") as sizes:
+            size = int(sizes.read().split()[0]) * resource.getpagesize()
+        if memory < size + _LEAST_MEMORY:
+            control.sendall(json.dumps({"size": size}).encode())
             return
         control.sendall(json.dumps(description).encode())
         gc.freeze()  # imported objects stay in memory shared with the forks

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, gib
 from rpg_megatron.system.fork_server import FailureKind
 from rpg_megatron.system.process_groups import holding_warnings
 
@@ -172,7 +172,7 @@ class ForkServer:
         parent_end, child_end = socket.socketpair()
         with child_end:
             command = [sys.executable, "-P", "-m", "rpg_megatron.system.fork_server", path]
-            command += [json.dumps(arguments), str(memory), str(os.getpid()), str(child_end.fileno())]
+            command += [str(memory), str(os.getpid()), str(child_end.fileno())]
             # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
             # ``start_child``: any thread may start it, and it watches the process, not the thread.
             with holding_warnings():
@@ -185,11 +185,17 @@ class ForkServer:
                 )
         parent_end.settimeout(_START_SECONDS)
         try:
+            parent_end.sendall(json.dumps(arguments).encode() + b"\n")
             reply = json.loads(parent_end.recv(65536) or b"null")
         except TimeoutError:
             reply = {"error": f"{imports}: importing it took more than {_START_SECONDS:.0f} s"}
         except ConnectionError:
             reply = None
+        if isinstance(reply, dict) and "size" in reply:
+            reply = {
+                "error": f"{imports}: has {gib(reply['size'])} of address space after its imports, and "
+                f"memory_gib of that section allows {gib(memory)}; raise it, to 2 or more"
+            }
         if not isinstance(reply, dict) or "error" in reply:
             parent_end.close()
             process.kill()

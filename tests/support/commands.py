@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -41,8 +42,8 @@ def read_proc_file(pid: int, name: str) -> bytes:
 
 
 def without_notice(err: str) -> str:
-    """What a command wrote to stderr, without the line that it adds on a busy machine."""
-    return err.replace("reading the data\n", "", 1)
+    """What a command wrote to stderr, without the lines that it adds on a busy machine."""
+    return re.sub(r"^(reading the data|waiting for the check: .*)\n", "", err, flags=re.MULTILINE)
 
 
 def wait_for_our_code(process: subprocess.Popen[Any]) -> None:

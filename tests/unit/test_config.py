@@ -113,7 +113,7 @@ def test_overrides_are_yaml_and_reach_into_sections(config_file: Path):
             "parallel={data: 4, expert: 2, expert_tensor: 4}",
             "expert=2 x expert_tensor=4 must divide the 4 ranks",
         ),
-        ("parallel.virtual=0", "parallel.virtual: Input should be greater than or equal to 1"),
+        ("parallel.virtual=0", "parallel.virtual: must be greater than or equal to 1"),
         ("name=../up", "name"),
         ("training.steps=[", "not valid YAML"),
         ("training=3", "training: must be a section of keys and values (got 3)"),

@@ -23,8 +23,8 @@ from pydantic import ValidationError
 
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
-from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.config.sft import ConversationSettings
+from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.data.presets import PRESETS, find_preset
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
 

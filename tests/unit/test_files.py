@@ -7,7 +7,9 @@ overwrite or remove a file of ours that its author may not touch. Not covered: w
 
 from __future__ import annotations
 
+import ctypes
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,11 +263,33 @@ def test_what_belongs_to_others_is_not_removed(folder: Path) -> None:
         remove(folder / "sub")
     remove(folder / "sub", ignore_errors=True)
     assert (folder / "sub").is_dir()
-    assert not is_ours(folder / "sub")
     os.chown(folder, OTHER, OTHER)  # as NFS shows root what it has made there itself
-    assert is_ours(folder / "sub")
     remove(folder / "sub")
     assert not (folder / "sub").exists()
+
+
+@as_root
+def test_what_this_user_creates_is_ours() -> None:
+    """Also where NFS gives to another user what root creates; not all that lies in another user's folder."""
+    with tempfile.TemporaryDirectory() as place:  # whose parents that user can enter
+        _look_at_owners(Path(place))
+
+
+def _look_at_owners(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "file").touch()
+    assert is_ours(folder / "sub")
+    for path in (folder / "file", folder / "sub", folder):
+        os.chown(path, OTHER, OTHER)
+        assert not is_ours(path)
+    assert not is_ours(folder / "missing")
+    set_owner_of_new_files = ctypes.CDLL(None).setfsuid
+    set_owner_of_new_files(OTHER)
+    try:
+        assert is_ours(folder / "file")
+        assert is_ours(folder)
+    finally:
+        set_owner_of_new_files(0)
 
 
 # -- folders -------------------------------------------------------------------------------------------------

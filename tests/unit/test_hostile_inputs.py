@@ -63,7 +63,7 @@ def bomb(levels: int) -> str:
         ("seed: 0x" + "f" * 50_000, "a number has too many digits"),
         ("seed: 2026-99-99", "a value cannot be read"),
         ("? [a]\n: b\n", "unhashable"),
-        ("#" * 1_100_000, "larger than 1,000,000 bytes"),
+        ("#" * 1_100_000, "larger than 250,000 bytes"),
         ("seed: " + ":".join(["59"] * 400) + ".5\n", "c.yaml:1: not valid YAML: a value cannot be read"),
         ("seed: !!bool maybe\n", "a value cannot be read"),
         ('name: "\\UFFFFFFFF"\n', "a value cannot be read"),
@@ -94,7 +94,7 @@ def test_files_that_extend_each_other_many_times_are_refused(tmp_path: Path, mon
     for i in range(14):
         (tmp_path / f"{i}.yaml").write_text(f"extends: [{i + 1}.yaml, {i + 1}.yaml]\n")
     (tmp_path / "14.yaml").write_text("seed: 1\n")
-    with pytest.raises(UserError, match="extends leads to more than 100 files or 1,000,000 bytes"):
+    with pytest.raises(UserError, match="extends leads to more than 100 files or 250,000 bytes"):
         load_settings(tmp_path / "0.yaml")
     assert len(files_read) < 110
     files_read.clear()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rpg_megatron.cli import app
 from rpg_megatron.commands import study as command
-from rpg_megatron.config import UserError
+from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.study import is_study, load_study
 from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import create_run, newest_run
@@ -220,3 +220,81 @@ def test_the_newest_run_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert newest_run(Path("runs/math-001")) == Path("runs/math-001")
     assert newest_run(Path("none")) == Path("none")
     assert newest_run(Path("Qwen/Qwen3-4B")) == Path("Qwen/Qwen3-4B")
+
+
+# -- no setting is lost --------------------------------------------------------------------------------------
+
+
+def test_a_section_is_merged_as_by_extends(write, config_file: Path) -> None:
+    """A section that replaces the config's would train with other settings than the file says."""
+    (config_file.parent / "base.yaml").write_text(
+        f"extends: {config_file.name}\noptimizer: {{beta1: 0.8, schedule: {{type: cosine}}}}\n"
+        "evaluation: {data: {path: train.jsonl}}\n"
+    )
+    file = write(
+        "arms:\n  plain: {}\n  merged: {optimizer: {lr: 1.0e-5}, training: {epochs: 2}}\n"
+        "  other: {optimizer: {schedule: {type: linear}}, evaluation: null}\n"
+        "grid: {optimizer: [{warmup_steps: 3}, {warmup_steps: 4}]}\n"
+    )
+    file.write_text(file.read_text().replace(f"config: {config_file.name}", "config: base.yaml"))
+    study = load_study(file)
+    plain, merged, other = study.runs[0].settings, study.runs[2].settings, study.runs[4].settings
+    assert [run.settings.optimizer.warmup_steps for run in study.runs] == [3, 4] * 3
+    assert {run.settings.optimizer.beta1 for run in study.runs} == {0.8}
+    assert (plain.optimizer.lr, merged.optimizer.lr, merged.training.epochs) == (1e-6, 1e-5, 2)
+    assert merged.optimizer.schedule.type == "cosine"
+    assert merged.training.steps == plain.training.steps
+    assert (other.optimizer.schedule.type, other.evaluation) == ("linear", None)
+    # What is started has the same settings.
+    for run in study.runs:
+        assert load_settings(study.config, list(run.overrides)) == run.settings
+
+
+def test_settings_of_all_runs_are_merged_with_those_of_an_arm(write) -> None:
+    text = "arms:\n  a: {optimizer: {beta2: 0.9}}\n  b: {optimizer.lr: 0.5}\n"
+    file = write(text)
+    file.write_text(file.read_text().replace("settings: {", "settings: {optimizer: {beta1: 0.7}, "))
+    a, b = (run.settings.optimizer for run in load_study(file).runs)
+    assert (a.beta1, a.beta2, b.beta1, b.lr) == (0.7, 0.9, 0.7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arms:\n- {seed: 4}\n- {}\nseeds: [1, 2]\n", "arms and seeds both set seed; remove one of the two"),
+        ("grid: {seed: [4, 5]}\nseeds: [1, 2]\n", "grid and seeds both set seed; remove one of the two"),
+        ("grid: {name: [a, b]}\n", "grid sets name, which the study gives each run; remove it"),
+        ("arms:\n- {name: a}\n- {name: b}\n", "arms sets name"),
+        (
+            "arms: {a: {}, b: {optimizer.lr: 1.0e-6}}\n",
+            "arms a and b have the same settings; change or remove",
+        ),
+        (
+            "arms: {a: {training: {epochs: 2}}, b: {training.epochs: 2}}\n",
+            "arms a and b have the same settings",
+        ),
+        ("grid: {optimizer.lr: [1.0e-6, 0.000001]}\n", "arms has .* twice|have the same settings"),
+        (
+            "arms: {a: {optimizer.lr: 1.0}}\ngrid: {optimizer.lr: [2.0, 3.0]}\n",
+            "arms set optimizer.lr, and grid",
+        ),
+        (
+            "arms: {a: {optimizer: {lr: 1.0}}}\ngrid: {optimizer.lr: [2.0]}\n",
+            "arms set optimizer.lr, and grid",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_refused(write, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        load_study(write(text))
+    assert "rates.yaml" in str(error.value)
+
+
+def test_an_error_of_all_runs_is_said_once_before_the_first(
+    write, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (config_file.parent / "train.jsonl").write_text('{"prompt": "no answer"}\n')
+    monkeypatch.setattr(command, "_train_here", lambda *_: pytest.fail("started a run"))
+    result = CliRunner().invoke(app, ["study", str(write("seeds: [1, 2]\n")), "--local"])
+    assert isinstance(result.exception, UserError), result.output
+    assert "train.jsonl:1" in str(result.exception)

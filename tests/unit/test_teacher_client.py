@@ -122,7 +122,7 @@ def sampled() -> Trajectory:
 
 def score(server: Server, *trajectories: Trajectory, **settings: Any) -> None:
     async def ask() -> None:
-        client = TeacherClient(TeacherSettings(url=server.url, **settings))
+        client = TeacherClient(TeacherSettings(url=server.url, **settings), vocab=8000)
         try:
             await asyncio.gather(*map(client.score, trajectories))
         finally:
@@ -184,7 +184,7 @@ def test_requests_are_limited_and_retried(server: Server) -> None:
                 ["null", *(f'{{"{token}": {{"logprob": NaN}}}}' for token in (PROMPT + RESPONSE)[1:])]
             )
             + "]}]}",
-            "a log-prob that is not finite",
+            "a log-prob that is above 0 or not finite",
         ),
     ],
     ids=["status", "no JSON", "empty", "none", "too few", "another token", "nested", "too long", "NaN"],
@@ -197,6 +197,67 @@ def test_what_is_no_answer(server: Server, answer: Any, message: str) -> None:
     assert "secret" not in str(error.value)
     assert len(t.anchor) == 0
     assert len(server.bodies) == 3
+
+
+def answer_with(**changed: Any) -> dict[str, Any]:
+    """An answer in which the entry of the last token is changed, or its key."""
+    rows = rows_of(PROMPT + RESPONSE)
+    key = str(changed.pop("key", RESPONSE[-1]))
+    rows[-1][str(RESPONSE[-1])] |= changed
+    if key != str(RESPONSE[-1]):
+        rows[-1] = {key: rows[-1].pop("7777"), **rows[-1]}
+    return {"choices": [{"prompt_logprobs": rows}]}
+
+
+NONE, WRONG = "above 0 or not finite", "something else than log-probs"
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"logprob": 10**400}, WRONG),
+        ({"logprob": -(10**400)}, WRONG),
+        ({"logprob": 1e-3}, NONE),
+        ({"logprob": 7}, NONE),
+        ({"logprob": float("-inf")}, NONE),
+        ({"logprob": -1e300}, NONE),  # is not finite in float32
+        ({"logprob": "-1.5"}, WRONG),
+        ({"logprob": False}, WRONG),
+        ({"logprob": None}, WRONG),
+        ({"logprob": [-1.0]}, WRONG),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_log_prob_that_is_none(server: Server, changed: Any, message: str, top_k: int | None) -> None:
+    server.answer = lambda body, number: answer_with(**changed)
+    t = sampled()
+    with pytest.raises(TeacherError, match=message):
+        score(server, t, top_k=top_k)
+    assert len(t.anchor) == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rank": "2"}, WRONG),
+        ({"rank": 1.5}, WRONG),
+        ({"rank": 0}, WRONG),
+        ({"rank": True}, WRONG),
+        ({"rank": 10**400}, "fewer than 2 of the likeliest"),
+        ({"key": 8000}, "gave token 8000, and the model has 8000 tokens"),
+        ({"key": 2**40}, WRONG),
+        ({"key": -1}, WRONG),
+        ({"key": "07"}, WRONG),
+        ({"key": "٣"}, WRONG),
+        ({"key": "the"}, WRONG),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_likely_token_that_is_none(server: Server, changed: Any, message: str) -> None:
+    server.answer = lambda body, number: answer_with(**changed)
+    with pytest.raises(TeacherError, match=message):
+        score(server, sampled(), top_k=2)
 
 
 def test_a_server_that_does_not_answer(server: Server) -> None:

@@ -280,8 +280,8 @@ def test_tensorboard_has_a_few_responses_as_text(make: Callable[..., Settings]) 
         ("[{type: wandb, projct: x}]", "unknown key 'trackers[0].projct'; did you mean"),
         ("[wandb, {type: wandb}]", "trackers has wandb twice"),
         ("[3]", "trackers[0]: must be a name such as wandb"),
-        ("[{type: mlflow, uri: 'http://me:hidden@host'}]", "trackers[0]: uri must not hold a password"),
-        ("[{type: 'a:B', api_key: hidden}]", "trackers[0]: api_key looks like a secret"),
+        ("[{type: mlflow, uri: 'http://me:hidden@host'}]", "trackers[0].uri must not hold a password"),
+        ("[{type: 'a:B', api_key: hidden}]", "trackers[0].api_key looks like a secret"),
     ],
 )
 def test_wrong_settings_are_one_line_and_show_no_secret(

@@ -18,7 +18,7 @@ from rpg_megatron.config.files import atomic_write_text, read_text, remove
 from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.run import RunLauncher
-from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
@@ -107,7 +107,7 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     else:
         if not (target / CONFIG).is_file():
             raise UserError(f"{target}: holds no {CONFIG}; give a config file, or the folder of a run")
-        settings = load_settings(target / CONFIG, overrides)
+        settings = load_run_settings(target / CONFIG, overrides)
         settings.prompts("audit")
         exports = sorted((target / "hf").glob("step_*/"))
         if exports:

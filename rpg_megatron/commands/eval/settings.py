@@ -15,7 +15,7 @@ from rpg_megatron.checkpoints.checkpoint_path import EXPORTS, kind_of, list_expo
 from rpg_megatron.checkpoints.hf_hub import download
 from rpg_megatron.checkpoints.run_folder import MODEL
 from rpg_megatron.commands.convert.command import Source, open_megatron
-from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.evaluation import OWN_SAMPLING, EvaluationSettings
@@ -26,7 +26,7 @@ from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.presets import find_preset
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.preflight import has_gpu
-from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
 
 _SECTIONS = ("data", "reward", "guards", "engine", "precision")
 """Sections that KEY=VALUE may set; the others have no effect without trainers."""
@@ -87,7 +87,7 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     """Settings whose ``model.path`` is the checkpoint, and the model. Raises UserError for bad options."""
     model_source = find_model(request.model)
     model, run = model_source.path, model_source.run
-    trained = load_settings(run / CONFIG) if run is not None else None
+    trained = load_run_settings(run / CONFIG) if run is not None else None
     run_evaluation = _own_sets(trained, request)
     sets = [] if run_evaluation else find_sets(request.suites, request.files, request.folder)
     sampling = _sampling(trained, request)

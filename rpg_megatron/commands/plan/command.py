@@ -47,7 +47,7 @@ def run_plan(
     for_target = settings.model_copy(update={"device": target.device})
     settings = with_local_model(for_target, weights=False)
     subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
-    notes = [*run_checks(subject), *not_checked(subject)]
+    notes = [*run_checks(subject, told=True), *not_checked(subject)]
     plan = make_plan(settings, gpu)
     taken = None if from_run is None else take_from(from_run, plan, assumed)
     if taken is not None:

@@ -10,13 +10,13 @@ import yaml
 
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
 from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
-from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, open_regular, read_json, read_text, real_path
 from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollouts_file
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run import RunLauncher
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, resolved_yaml, settings_file
+from rpg_megatron.launcher.run_dir import CONFIG, METRICS, load_run_settings, resolved_yaml, settings_file
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system.console import PlainTextConsole
@@ -56,7 +56,7 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
     """Settings and request of a replay. Raises UserError if a file that it needs is missing."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: holds no {CONFIG}; give the folder of a run")
-    load_settings(folder / CONFIG).prompts("replay")
+    load_run_settings(folder / CONFIG).prompts("replay")
     _check_row(folder, step)
     checkpoint = _start(folder, step)
     done = read_state(checkpoint)["step"] if checkpoint else 0
@@ -68,11 +68,11 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
             f"{folder}: the rollouts of step {listed} are missing ({rollouts_file(folder, missing[0])}); to "
             f"replay step {step} from {start} they are needed; choose a step after a checkpoint"
         )
-    settings = load_settings(settings_file(folder, step), overrides)
+    settings = load_run_settings(settings_file(folder, step), overrides)
     if settings.training.router_replay != "off":
         _check_routes(folder, range(done + 1, step + 1))
     made = {settings_file(folder, s) for s in range(done + 1, step + 1)}
-    same = all(_order_of(load_settings(file)) == _order_of(settings) for file in made)
+    same = all(_order_of(load_run_settings(file)) == _order_of(settings) for file in made)
     exact = same and settings.device == "cpu"
     request = {
         "run": str(folder.absolute()),
