@@ -80,6 +80,9 @@ class RunningGroup:
                     gateway.end(keys[number])
             ended = self.conversations[number]
             ended.end()
+            limited = ended.truncated and ended.sampled and result.failure is not None
+            if limited and result.failure.kind == "error":
+                result = EpisodeResult()  # it raised what it was told: that no token or turn is left
             result = result._replace(metrics={**result.metrics, **ended.counts})
             if not ended.sampled:
                 if result.failure is None:
