@@ -47,7 +47,8 @@ async def numbered(
     task: EpisodeTask, generate: Generate, score: ScoreText, turns: int = 100, ended: str = "passes"
 ) -> Episode:
     """Turns with a number as reward; those with an odd seed want no more than one. ended: what becomes of a
-    limit: it passes, is caught or is another exception."""
+    limit: it passes, is caught or is another exception.
+    """
     context, wanted = task.prompt, 1 if task.seed % 2 else turns
     try:
         for _ in range(wanted):

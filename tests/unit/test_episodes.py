@@ -205,7 +205,8 @@ def test_a_limit_ends_a_response_and_never_a_run(
     config_file: Path, tmp_path: Path, ended: str, limit: str
 ) -> None:
     """Two of four responses reach it; whatever their episodes make of it, they are no failures, and have the
-    number ``failed`` unless they return another."""
+    number ``failed`` unless they return another.
+    """
     keys: dict[str, Any] = {"failed": -0.5, "ended": ended} | ({"max_turns": 2} if limit == "turns" else {})
     settings = make_settings(config_file, "tests.support.episodes:numbered", **keys)
     group, scores = sample(
@@ -221,7 +222,8 @@ def test_a_limit_ends_a_response_and_never_a_run(
 
 def test_groups_that_a_limit_has_ended_whole(config_file: Path, tmp_path: Path) -> None:
     """They have the number too, once a response has shown that episodes return numbers; and the run's reward
-    where episodes leave it to the run."""
+    where episodes leave it to the run.
+    """
 
     async def run(episode: str, **keys: Any) -> list[list[float]]:
         settings = make_settings(config_file, f"tests.support.episodes:{episode}", failed=-0.5, **keys)
