@@ -64,7 +64,7 @@ async def _serve(connection: socket.socket, function: EpisodeFunction, codec: Te
             answer = {"value": await episode.run(function)}
             line = answer | {"number": number, "exits": must_exit(answer, start)}
             send_line(connection, line)
-        except (Exception, SystemExit, asyncio.CancelledError) as e:
+        except BaseException as e:  # also SystemExit, and a panic of a library in Rust
             answer = failure_of(e, file)
             send_line(connection, answer | {"number": number, "exits": must_exit(answer, start)})
         del episodes[number]

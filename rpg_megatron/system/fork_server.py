@@ -102,6 +102,7 @@ def _run_worker(fd: int, serve: Serve, memory: int, server: int) -> None:
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     with socket.socket(fileno=fd) as connection:
+        connection.set_inheritable(False)  # a received descriptor is: programs would answer for this process
         serve(connection)
 
 
@@ -112,6 +113,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     with socket.socket(fileno=int(sys.argv[5])) as control:
+        control.set_inheritable(False)
         try:
             serve, description = load_function(load)(**arguments)
         except (ValueError, UserError) as e:
