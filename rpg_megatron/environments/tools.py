@@ -244,9 +244,18 @@ def function_tool(function: Callable[..., Any], name: str, close: Callable[[], N
             problems = (f"{'.'.join(map(str, p['loc'])) or name}: {p['msg']}" for p in e.errors())
             raise ToolError("; ".join(problems)) from None
         run = partial(function, **checked)
-        return str(await (run() if is_async else asyncio.get_running_loop().run_in_executor(_threads(), run)))
+        if is_async:
+            return str(await run())
+        return str(await asyncio.get_running_loop().run_in_executor(_threads(), _call, run))
 
     return Tool(name, description, parameters, call, close)
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except StopIteration as e:  # a future cannot hold it
+        raise RuntimeError("StopIteration") from e
 
 
 @lru_cache

@@ -23,6 +23,7 @@ from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.engine.tool_calls import ParsedText, ToolCallParser
 from rpg_megatron.rollout.episode import Turn
+from rpg_megatron.system.foreign_input import ForeignInputError
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -84,9 +85,11 @@ class ChatFormat:
         if self.parser:
             await asyncio.get_running_loop().run_in_executor(self._threads, self.parser.check, tools)
         plain = [_for_template(message) for message in messages]
-        if await self.tools_renderer.render(plain, add_generation_prompt=True) == await self.render(
-            messages, tools
-        ):
+        try:
+            without = await self.tools_renderer.render(plain, add_generation_prompt=True)
+        except ForeignInputError:  # it needs some
+            without = ""
+        if without == await self.render(messages, tools):
             raise ValueError(
                 "tools: the model's chat template does not write them, so the policy would not know of them; "
                 "describe them in a message, and send no tools, or give the model a template with tools"
