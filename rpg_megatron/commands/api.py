@@ -95,7 +95,7 @@ def _stream(command: list[str]) -> Path:
     folder, message, interrupted = "", "", False
     while True:
         try:
-            line = process.stdout.readline()
+            line = process.stdout.readline(1 << 20)
             if not line:
                 break
             print(line, end="", flush=True)

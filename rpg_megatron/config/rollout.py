@@ -94,7 +94,8 @@ class EpisodeSettings(ImportedSettings):
     memory_gib: float = Field(4.0, ge=0.5, le=1e6)
     """Address space limit of one process, in GiB."""
     failed: float = Field(0.0, allow_inf_nan=False)
-    """Reward of a response whose episode raised, was ended at its deadline, or crashed."""
+    """Reward of a response whose episode raised, was ended at its deadline or crashed; if episodes return
+    numbers, also of one that a limit of tokens or turns has ended without a number."""
     weight: float | None = Field(None, allow_inf_nan=False)
     """Factor of the episode's reward, which is then added to the run's reward; null: an episode's reward
     replaces it."""

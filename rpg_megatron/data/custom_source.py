@@ -27,6 +27,8 @@ from rpg_megatron.system.terminal import protect_streams
 
 MAX_ROWS = 10_000_000
 """Maximum number of rows of a source without ``limit``; a source with more is assumed to be endless."""
+_LONGEST = 256 << 20
+"""Bytes of a row."""
 ROW_SECONDS = 300
 """Time limit for each row of a source that is asked during the run; the first one includes its imports."""
 
@@ -58,8 +60,10 @@ def custom_rows(
                             f"{key}: {source.type} gives no row {index + 1} within {ROW_SECONDS} s; the run "
                             "waits for it, so make it faster"
                         )
-                if not (line := process.stdout.readline()):
+                if not (line := process.stdout.readline(_LONGEST)):
                     break
+                if not line.endswith(b"\n"):
+                    raise UserError(f"{key}: {source.type}: row {index + 1} has more than {_LONGEST:,} bytes")
                 message = json.loads(line)
                 if "error" in message:
                     raise UserError(message["error"])

@@ -60,4 +60,21 @@ class ToolCallParser:
             mark = getattr(parser, "tool_call_start_token", None)
             return ParsedText(text, [], mark in text if mark else text.lstrip().startswith("{"))
         calls = [ToolCall(call.function.name, call.function.arguments) for call in found.tool_calls]
+        if not all(map(_is_plain, calls)):
+            return ParsedText(text, [], failed=True)
         return ParsedText(found.content or "", calls)
+
+
+def _is_plain(call: ToolCall) -> bool:
+    """Whether clients can read a call: it has no half of a surrogate pair, which is no character."""
+    try:
+        read = json.loads(call.arguments)
+    except ValueError:  # for the tool to say
+        read = None
+    except RecursionError:
+        return False
+    try:
+        json.dumps([*call, read], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.forked_workers import ForkServer, Loader, WorkerProcess
@@ -102,7 +104,15 @@ class Sandbox:
         limit = min(seconds or self._limits.seconds, self._limits.seconds)
         arguments = {"exec": list(command), "input": input, "seconds": limit}
         answer = await self._call(arguments, limit)
-        return SandboxResult("", None, "closed") if answer is None else SandboxResult(*answer)
+        try:
+            return (
+                SandboxResult("", None, "closed")
+                if answer is None
+                else msgspec.convert(answer, SandboxResult)
+            )
+        except msgspec.ValidationError:  # not of the sandbox
+            self.close()
+            return SandboxResult("", None, "closed")
 
     async def write(self, path: str, content: bytes) -> None:
         """Write a file; its folders are made. Raises OSError."""
@@ -300,6 +310,7 @@ def _become(command: list[str], stdin: int, out: int, limits: SandboxLimits, use
         set_parent_death_signal(signal.SIGKILL)
         for target, descriptor in enumerate((stdin, out, out)):
             os.dup2(descriptor, target)
+        os.closerange(3, 1 << 20)  # such as the sandbox's own connection
         space = 4 * limits.memory_mib << 20
         fixed = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 256}
         if limits.image:

@@ -79,23 +79,29 @@ class Toolbox:
         if tool is None:
             self.metrics["unknown_tool_calls"] += 1
             return f"error: there is no tool {name!r}; there are: {', '.join(self._tools)}"
-        began = time.monotonic()
+        began, limit, task = time.monotonic(), asyncio.timeout(self._seconds), asyncio.current_task()
         try:
-            result = await asyncio.wait_for(tool.call(_object_in(arguments)), self._seconds)
-        except TimeoutError:
-            result = self._failed(name, f"no result after {self._seconds:g} s")
+            async with limit:
+                result = await tool.call(_object_in(arguments))
+        except GeneratorExit:
+            raise
         except ToolError as e:
             result = self._failed(name, str(e))
-        except Exception as e:  # of the tool's code
-            result = self._failed(name, f"{type(e).__name__}: {e}")
-            self.metrics[f"{name}_raised"] += 1
-            _warn(name, *_place_of(e))
+        except BaseException as e:  # of the tool's code, such as sys.exit or a panic of a library in Rust
+            if isinstance(e, asyncio.CancelledError) and task and task.cancelling():
+                raise
+            if limit.expired():
+                result = self._failed(name, f"no result after {self._seconds:g} s")
+            else:
+                result = self._failed(name, f"{type(e).__name__}: {e}")
+                self.metrics[f"{name}_raised"] += 1
+                _warn(name, *_place_of(e))
         self.metrics[f"{name}_calls"] += 1
         self.metrics[f"{name}_seconds"] += time.monotonic() - began
         if (left_out := len(result) - self._characters) > 0:
             half = self._characters // 2
             result = f"{result[:half]}\n[{left_out} characters left out]\n{result[-half:]}"
-        return result
+        return result.encode(errors="replace").decode()  # half a surrogate pair is no character
 
     def close(self) -> None:
         """Close the tools."""
@@ -110,6 +116,7 @@ class Toolbox:
 def _object_in(arguments: str) -> dict[str, Any]:
     try:
         given = json.loads(arguments or "{}")
+        json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no character
     except (ValueError, RecursionError) as e:
         raise ToolError(f"the arguments are not valid JSON: {str(e)[:200]}") from None
     if not isinstance(given, dict):
@@ -117,7 +124,7 @@ def _object_in(arguments: str) -> dict[str, Any]:
     return given
 
 
-def _place_of(error: Exception) -> tuple[str, str, str]:
+def _place_of(error: BaseException) -> tuple[str, str, str]:
     """Type and message of an exception, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return (
@@ -227,26 +234,37 @@ def function_tool(function: Callable[..., Any], name: str, close: Callable[[], N
         called = next((names["__call__"] for names in classes if "__call__" in names), None)
     if called is None:
         raise ValueError(f"{name} has no __call__, which is the tool; add it")
-    description, parameters, model = _describe(called, name, called is not function)
+    description, parameters, model, names = _describe(called, name, called is not function)
     is_async = inspect.iscoroutinefunction(called)
 
     async def call(arguments: dict[str, Any]) -> str:
         try:
-            checked = dict(model(**arguments))
+            checked = {names[field]: value for field, value in model(**arguments)}
         except ValidationError as e:
             problems = (f"{'.'.join(map(str, p['loc'])) or name}: {p['msg']}" for p in e.errors())
             raise ToolError("; ".join(problems)) from None
         run = partial(function, **checked)
-        return str(await (run() if is_async else asyncio.get_running_loop().run_in_executor(_threads(), run)))
+        if is_async:
+            return str(await run())
+        return str(await asyncio.get_running_loop().run_in_executor(_threads(), _call, run))
 
     return Tool(name, description, parameters, call, close)
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except StopIteration as e:  # a future cannot hold it
+        raise RuntimeError("StopIteration") from e
 
 
 @lru_cache
 def _describe(
     called: Callable[..., Any], name: str, is_method: bool
-) -> tuple[str, dict[str, Any], type[BaseModel]]:
-    """What the policy is told of a function, the JSON schema of its arguments, and what checks them."""
+) -> tuple[str, dict[str, Any], type[BaseModel], dict[str, str]]:
+    """What the policy is told of a function, the JSON schema of its arguments, and what checks them, with
+    the parameter of each of its fields.
+    """
     description = " ".join((called.__doc__ or "").strip().split("\n\n")[0].split())
     if not description:
         raise ValueError(f"{name} has no docstring, from which the policy learns what it does; add one")
@@ -255,18 +273,21 @@ def _describe(
     except NameError as e:
         raise ValueError(f"{name}: {e}; import what its annotations name") from None
     fields: dict[str, Any] = {}
-    for parameter in parameters:
+    names = {f"parameter_{i}": p.name for i, p in enumerate(parameters)}  # pydantic's have no _ in front
+    for field, parameter in zip(names, parameters, strict=True):
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.annotation is parameter.empty:
             raise ValueError(f"{name}: parameter {parameter.name} needs an annotation, and a name of its own")
-        fields[parameter.name] = (
+        fields[field] = (
             parameter.annotation,
             ... if parameter.default is parameter.empty else parameter.default,
         )
-    model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    model = create_model(
+        name, __config__=ConfigDict(extra="forbid", alias_generator=names.__getitem__), **fields
+    )
     schema = {key: value for key, value in model.model_json_schema().items() if key != "title"}
     for value in schema.setdefault("properties", {}).values():
         value.pop("title", None)
-    return description, schema, model
+    return description, schema, model, names
 
 
 def _make(entry: str | dict[str, dict[str, Any]]) -> Tool:

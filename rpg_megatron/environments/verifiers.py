@@ -114,7 +114,7 @@ class _Server:
         self._reading = asyncio.create_task(self._read(process, reader))
 
     async def _read(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # also of a line that is too long
             while line := await reader.readline():
                 answer = json.loads(line)
                 if (call := self._calls.get(answer["number"])) and not call.done():
@@ -122,6 +122,7 @@ class _Server:
         if self._writer is not None:
             self._writer.close()
         self._writer = None
+        process.kill()
         process.wait()
         for call in self._calls.values():
             if not call.done():
@@ -162,7 +163,7 @@ def _start(venv: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _read(lines: IO[bytes]) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(lines.readline() or _ENDED)
+    answer: dict[str, Any] = json.loads(lines.readline(_LONGEST) or _ENDED)
     return answer
 
 

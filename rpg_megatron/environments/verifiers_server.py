@@ -147,6 +147,7 @@ def main(descriptor: int) -> None:
         suppress(ConnectionError),
     ):
         subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
+        connection.set_inheritable(False)  # programs of the environment would answer for this process
         if line := _first_line(connection):
             asyncio.run(serve(connection, json.loads(line)))
     os._exit(0)  # threads that make tasks do not end

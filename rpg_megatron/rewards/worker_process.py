@@ -45,7 +45,7 @@ def serve(connection: socket.socket, call: Call, file: str = "") -> None:
         number, arguments = json.loads(line)
         try:
             answer = read_result(call(arguments), _group_size(arguments))
-        except (Exception, SystemExit) as e:
+        except BaseException as e:  # also SystemExit, and a panic of a library in Rust
             answer = _failure_of(e, file)
         exits = must_exit(answer, start)
         send_line(connection, answer | {"number": number, "exits": exits})
@@ -68,7 +68,7 @@ def serve_async(connection: socket.socket, call: Call, deadline: float, file: st
         try:
             async with limit:
                 answer = read_result(await call(arguments), _group_size(arguments))
-        except (Exception, SystemExit, asyncio.CancelledError) as e:  # the function may cancel tasks itself
+        except BaseException as e:  # the function may cancel tasks itself
             expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
             timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
             answer = timeout if expired else _failure_of(e, file)

@@ -108,7 +108,9 @@ class Conversation:
         self._turns, self._max_turns = 0, max_turns
         self._waited, self._waiting_since, self._waiters = 0.0, 0.0, 0
         self._before: tuple[ConversationRow, int] | None = None
-        """Of the turn that is sampled: the row of the turn before, and the pieces that its row had."""
+        """Of the last turn: the row of the turn before, and the pieces that its own row had."""
+        self._open = False
+        """Whether the last turn has not reached who asked for it, as far as is known."""
         self.turn: asyncio.Future[Turn] | None = None
         """The last turn that was asked for."""
         self.row = self.rows[0]
@@ -145,21 +147,27 @@ class Conversation:
         self, tokens: Sequence[int] | Tokens, max_tokens: int | None = None, *, branch: bool = False
     ) -> Turn:
         """See ``episode.Generate``. Raises ValueError if the tokens continue no row, and may not branch."""
-        if self.turn is not None and not self.turn.done():
+        turn = await self.sample(tokens, max_tokens, branch=branch)
+        self.confirm()
+        return turn
+
+    async def sample(
+        self, tokens: Sequence[int] | Tokens, max_tokens: int | None = None, *, branch: bool = False
+    ) -> Turn:
+        """``generate`` for a client that the turn has yet to reach: call ``confirm`` then, or ``discard``."""
+        if self._open and self.turn is not None and not self.turn.cancelled():
             raise ValueError("generate is called while it samples another turn of the response; await that")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"generate is called with max_tokens {max_tokens}; at least 1 is needed")
-        self._give_up()
+        self.discard()
         row, added = self._row_of(tokens, branch)
         if self._turns == self._max_turns:
             self.truncated = True
             raise TokenLimit(f"the response has reached its limit of {self._turns} turns")
-        limit = len(self.task.prompt) + self.task.max_tokens
-        remaining = limit - len(row.prompt) - row.length - len(added)
+        remaining = self.limit - len(row.prompt) - row.length - len(added)
         if remaining < 1:
-            self.truncated = True
-            raise TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens")
-        self._before = self.row, len(row.pieces)
+            raise self.full()
+        self._before, self._open = (self.row, len(row.pieces)), True
         self.truncated, self.row = False, row
         if row not in self.rows:
             self.rows.append(row)
@@ -176,8 +184,42 @@ class Conversation:
                 return await turn
         except asyncio.CancelledError:  # by a time limit of the episode
             if turn is self.turn:
-                self._give_up()
+                self.discard()
             raise
+
+    def confirm(self) -> None:
+        """The last turn has reached who asked for it: it stays in the response."""
+        self._open = False
+
+    def reopen(self) -> None:
+        """The last turn has not reached who asked for it after all."""
+        self._open = self._before is not None
+
+    def discard(self) -> bool:
+        """Remove the last turn, unless it was confirmed: what nobody got is not trained.
+
+        Returns whether there was one.
+        """
+        if not self._open or self._before is None:
+            return False
+        if self.turn is not None and not self.turn.done():
+            self.turn.cancel()
+        row, (self.row, pieces), self._before, self._open = self.row, self._before, None, False
+        row.cut(pieces)
+        if not row.pieces and row is not self.rows[0]:
+            self.rows.remove(row)
+        return True
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a row."""
+        return len(self.task.prompt) + self.task.max_tokens
+
+    def full(self, what: str = "") -> TokenLimit:
+        """The error of a turn for which there is no room: it truncates the response. what: fills it."""
+        self.truncated = True
+        reason = f" ({what} cannot leave room for a turn)" if what else ""
+        return TokenLimit(f"the response has reached its limit of {self.task.max_tokens} tokens{reason}")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -198,20 +240,6 @@ class Conversation:
         """Seconds in which the episode waited for turns and rewards."""
         now = asyncio.get_running_loop().time()
         return self._waited + (now - self._waiting_since if self._waiters else 0.0)
-
-    def end(self) -> None:
-        """Give up the turn that is sampled, if there is one: it is not in the response."""
-        if self.turn is not None and not self.turn.done():
-            self.turn.cancel()
-        self._give_up()
-
-    def _give_up(self) -> None:
-        if self.turn is None or not self.turn.cancelled() or self._before is None:
-            return
-        row, (self.row, pieces), self._before = self.row, self._before, None
-        row.cut(pieces)
-        if not row.pieces and row is not self.rows[0]:
-            self.rows.remove(row)
 
     def check_tokens(self, tokens: Tokens) -> None:
         """Raise RetokenizedError if the tokens of a turn's prompt encode again what was sampled."""

@@ -29,6 +29,7 @@ OWN_METRICS = (
     "branches",
     "retokenized",
     "unparsed_calls",
+    "undelivered",
     "turns",
     "turns_max",
     "turn_length",

@@ -171,13 +171,20 @@ class _Turns:
     def __init__(self, attempt: Attempt, process: WorkerProcess):
         self._attempt, self._process = attempt, process
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._turn = -1
+        """Request of the last turn."""
 
     def on_request(self, request: dict[str, Any]) -> None:
         """Begin to answer a request, or give it up."""
         ask = request["ask"]
+        if request.get("read"):
+            self._attempt.conversation.confirm()
+            return
         if request.get("drop"):
             if task := self._tasks.get(ask):
                 task.cancel()
+            elif ask == self._turn:  # its answer is under way, and nobody waits for it any more
+                self._attempt.conversation.discard()
             return
         task = self._tasks[ask] = asyncio.create_task(
             self._answer(ask, request["method"], request["arguments"])
@@ -194,7 +201,8 @@ class _Turns:
         try:
             if method == "generate":
                 tokens, most, branch = arguments
-                turn = await self._attempt.conversation.generate(tokens, most, branch=branch)
+                turn = await self._attempt.conversation.sample(tokens, most, branch=branch)
+                self._turn = ask
                 answer["turn"] = turn.sampled.tolist(), turn.finish, turn.logprobs.tolist()
             else:
                 answer["score"] = await self._attempt.score(*arguments)

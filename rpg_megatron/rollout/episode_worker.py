@@ -2,7 +2,8 @@
 
 A line that it gets is the number of a call and an object: ``task`` begins an episode, ``cancel`` ends it,
 ``reply`` answers a request. A request has ``ask`` (its number), ``method`` and ``arguments``, or ``drop`` if
-its answer is no longer needed. The last line of a call is as in ``system/fork_server.py``.
+its answer is no longer needed, or ``read`` if the episode has got it. The last line of a call is as in
+``system/fork_server.py``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ async def _serve(connection: socket.socket, function: EpisodeFunction, codec: Te
             answer = {"value": await episode.run(function)}
             line = answer | {"number": number, "exits": must_exit(answer, start)}
             send_line(connection, line)
-        except (Exception, SystemExit, asyncio.CancelledError) as e:
+        except BaseException as e:  # also SystemExit, and a panic of a library in Rust
             answer = failure_of(e, file)
             send_line(connection, answer | {"number": number, "exits": must_exit(answer, start)})
         del episodes[number]
@@ -116,6 +117,7 @@ class _Episode:
         before = token_array(tokens)
         most = None if max_tokens is None else operator.index(max_tokens)
         answer = await self._ask("generate", before.tolist(), most, bool(branch))
+        send_line(self._connection, {"number": self._number, "ask": 0, "read": True})
         sampled, finish, logprobs = answer["turn"]
         arrays = before.astype(np.int32), np.array(sampled, np.int32), np.array(logprobs, np.float32)
         return Turn(arrays[0], arrays[1], finish, arrays[2], self._decode)

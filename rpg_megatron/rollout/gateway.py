@@ -10,49 +10,49 @@ listens on this machine's loopback address.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import socket
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.config.files import read_json
 from rpg_megatron.data.chat_template import ChatRenderer
 from rpg_megatron.data.prompts import TextCodec, load_tokenizer
 from rpg_megatron.engine.tool_calls import ToolCallParser
-from rpg_megatron.rollout.chat import Chat, ChatFormat, Message, Tools
+from rpg_megatron.rollout.chat import Chat, ChatFormat, Message
 from rpg_megatron.rollout.conversation import Conversation, RetokenizedError
 from rpg_megatron.rollout.episode import TokenLimit, Turn
+from rpg_megatron.rollout.gateway_connections import TIMES, Connections, is_reset, warn_once, write_out
+from rpg_megatron.rollout.gateway_requests import (
+    CHAT_FIELDS,
+    PLAIN,
+    SAMPLING_FIELDS,
+    TOKEN_FIELDS,
+    RefusedRequestError,
+    TokenId,
+    count_in,
+    messages_in,
+    object_in,
+    refuse,
+    tools_in,
+)
 from rpg_megatron.system.foreign_input import ForeignInputError
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 CHAT = "chat.json"
-"""File in the work folder: source and variables of the model's chat template."""
-_LARGEST = 64 << 20
-"""Maximum bytes of a request."""
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
-_CHAT_FIELDS = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens"}
-_CHAT_FIELDS |= {"logprobs", "return_token_ids", "user", "metadata", "store", "seed"}
-_TOKEN_FIELDS = {"model", "token_ids", "sampling_params", "request_id"}
-_SAMPLING_FIELDS = {"max_tokens", "logprobs", "seed", "detokenize", "skip_special_tokens", "output_kind"}
-_SAMPLING_FIELDS |= {"stop_token_ids", "spaces_between_special_tokens"}
-_PLAIN = {"n": 1, "stream": False, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-_PLAIN |= {"top_logprobs": 0, "parallel_tool_calls": True, "ignore_eos": False, "min_tokens": 0}
-"""Fields that may only have these values."""
-
-
-class RefusedRequestError(Exception):
-    """A request that the gateway does not answer; the message says why."""
-
-    def __init__(self, message: str, code: str = "invalid_request", status: int = 400):
-        super().__init__(message)
-        self.code, self.status = code, status
+"""File in the work folder: source and variables of the model's chat template, and its source for tools."""
+_LARGEST, _SPARE, _ESCAPED = 64 << 20, 1 << 20, 16
+"""Most bytes of a request; and those that one may have beside this many times the bytes that its tokens can
+stand for: a template leaves out a part of the messages, and JSON escapes characters."""
 
 
 @dataclass(eq=False)
@@ -62,6 +62,26 @@ class _Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """A response has one turn at a time."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    answered: tuple[socket.socket, object, Chat | None] | None = None
+    """Of the last turn that was written: the connection, the turn, and its chat."""
+
+    def lose(self) -> None:
+        """Remove the last turn, which has not reached its client."""
+        self.conversation.discard()
+        self.conversation.counts["undelivered"] = self.conversation.counts.get("undelivered", 0.0) + 1
+        warn_once("an answer of the gateway did not reach its client; its turn is left out (env/undelivered)")
+
+    def settle(self) -> None:
+        """Remove the last turn if its connection was reset: its client has left without reading it."""
+        if self.answered is None:
+            return
+        (connection, turn, chat), self.answered = self.answered, None
+        with connection:
+            if is_reset(connection) and turn is self.conversation.turn:
+                self.conversation.reopen()
+                self.lose()
+                if chat:
+                    chat.forget()
 
 
 class Gateway:
@@ -74,36 +94,41 @@ class Gateway:
         self._secret = secrets.token_urlsafe(24)
         """First part of all keys; the second part is a response's name, which is no secret."""
         self._form: ChatFormat | None = None
-        self._server: asyncio.Server | None = None
+        self._connections: Connections | None = None
         self._starting = asyncio.Lock()
+        self._longest = 1
+        """Most bytes of a token."""
         self.base_url = ""
         """URL of the OpenAI API; valid after ``start``."""
 
     async def start(self) -> None:
         """Start to listen, if it does not yet."""
         async with self._starting:
-            if self._server is not None:
+            if self._connections is not None:
                 return
             self._form = await asyncio.to_thread(self._load_format)
-            application = web.Application(client_max_size=_LARGEST)
+            application = web.Application(client_max_size=_LARGEST, middlewares=[_as_json])
             application.router.add_get("/v1/models", self._models)
             application.router.add_post("/v1/chat/completions", self._answer)
             application.router.add_post("/inference/v1/generate", self._answer)
-            runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+            quiet = logging.getLogger(f"{__name__}.http")  # it has a record for each malformed request
+            quiet.disabled = True
+            runner = web.AppRunner(
+                application, handler_cancellation=True, access_log=None, logger=quiet, **TIMES
+            )
             await runner.setup()
             assert runner.server is not None
-            self._server = await asyncio.get_running_loop().create_server(runner.server, "127.0.0.1", 0)
-            host, port = self._server.sockets[0].getsockname()
-            self.base_url = f"http://{host}:{port}/v1"
+            self._connections = Connections(runner.server)
+            self.base_url = f"http://{await self._connections.listen()}/v1"
 
     def close(self) -> None:
         """Stop to listen, and end all requests."""
         for key in [*self._sessions]:
             self.end(key)
-        if self._server is not None:
-            self._server.close()
+        if self._connections is not None:
+            self._connections.close()
         if self._form is not None:
-            self._form.renderer.close()
+            self._form.close()
 
     def open(self, conversation: Conversation) -> str:
         """The key with which clients sample turns of a response."""
@@ -113,20 +138,30 @@ class Gateway:
 
     def end(self, key: str, _: Any = None) -> None:
         """Refuse further requests with a key, and end those that wait."""
-        session = self._sessions.pop(key, None)
-        for request in session.requests if session else ():
+        if (session := self._sessions.pop(key, None)) is None:
+            return
+        session.settle()
+        if session.requests and session.conversation.discard():
+            session.lose()
+        for request in session.requests:
             request.cancel()
 
     def _load_format(self) -> ChatFormat | None:
         """None: the model has no chat template."""
+        vocab = read_model_shape(self._settings.model.path).vocab_size
+        # A decoder may leave out a space at the beginning of a text.
+        self._longest = 3 + max(len(self._codec.decode_all([token]).encode()) for token in range(vocab))
         file = self._work / CHAT
         if not file.exists():
             return None
         name = self._settings.rollout.tool_call_parser
         parser = ToolCallParser(name, load_tokenizer(self._settings.model.path)) if name else None
-        template, variables = read_json(file)
+        template, variables, *more = read_json(file)
+        for_tools = more[0] if more else template
         renderer = ChatRenderer(template, variables)
-        return ChatFormat(renderer, self._codec, self._stops, parser, "</think>" in template)
+        tools_renderer = renderer if for_tools == template else ChatRenderer(for_tools, variables)
+        thinks = "</think>" in template + for_tools
+        return ChatFormat(renderer, tools_renderer, self._codec, self._stops, parser, thinks)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -140,15 +175,17 @@ class Gateway:
         if session is None:
             message = "no response that is being sampled has this key; use api_key of the episode's task"
             raise RefusedRequestError(message, "invalid_api_key", 401)
+        assert self._connections is not None
+        self._connections.admit(request.protocol)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
         try:
-            task = self._session(request).conversation.task
+            limit = self._session(request).conversation.limit
         except RefusedRequestError as e:
             return _refusal(e)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rpg_megatron"}
-        model["max_model_len"] = len(task.prompt) + task.max_tokens
+        model["max_model_len"] = limit
         return web.json_response({"object": "list", "data": [model]})
 
     @property
@@ -161,16 +198,15 @@ class Gateway:
         assert task is not None
         try:
             session = self._session(request)
-            counts = session.conversation.counts
-            counts |= {"retokenized": 0.0, "unparsed_calls": 0.0} | counts
-            session.requests.add(task)
-            try:
-                body = _object_in(await request.read())
-                async with session.lock:
-                    chat = request.path.endswith("/completions")
-                    answer = await (self._chat if chat else self._tokens)(session, body)
-            finally:
-                session.requests.discard(task)
+        except RefusedRequestError as e:
+            return _refusal(e)
+        counts = session.conversation.counts
+        counts |= dict.fromkeys(("retokenized", "unparsed_calls", "undelivered"), 0.0) | counts
+        session.requests.add(task)
+        try:
+            async with session.lock:  # before the body is read: a response has one in memory
+                session.settle()
+                return await self._turn(session, request)
         except RefusedRequestError as e:
             return _refusal(e)
         except RetokenizedError as e:
@@ -178,23 +214,57 @@ class Gateway:
             return _refusal(RefusedRequestError(str(e), "retokenized", 409))
         except TokenLimit as e:
             return _refusal(RefusedRequestError(str(e), "context_length_exceeded"))
-        except (ValueError, ForeignInputError) as e:
+        except (ValueError, ForeignInputError, web.RequestPayloadError) as e:
             return _refusal(RefusedRequestError(str(e)))
-        return web.json_response(answer, dumps=lambda value: msgspec.json.encode(value).decode())
+        finally:
+            session.requests.discard(task)
+
+    async def _turn(self, session: _Session, request: web.Request) -> web.Response:
+        """The answer, which is written: a turn whose answer was not written out is not in the response."""
+        conversation, before = session.conversation, session.conversation.turn
+        try:
+            body = object_in(await self._read(request, conversation))
+            chat = request.path.endswith("/completions")
+            answer = await (self._chat if chat else self._tokens)(session, body)
+            response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+            connection = await write_out(request, response)
+        except BaseException:
+            if conversation.turn is not before:
+                session.lose()
+            raise
+        conversation.confirm()
+        if chat and session.chat:
+            session.chat.confirm()
+        session.answered = connection, conversation.turn, session.chat if chat else None
+        return response
+
+    async def _read(self, request: web.Request, conversation: Conversation) -> bytes:
+        """The body. Raises TokenLimit if it has far more bytes than the tokens of a response stand for."""
+        most, body = min(_LARGEST, _SPARE + _ESCAPED * conversation.limit * self._longest), bytearray()
+        async for part in request.content.iter_any():
+            body += part
+            if len(body) > most or (request.content_length or 0) > most:
+                raise conversation.full(f"a request of more than {most} bytes")
+        return bytes(body)
 
     async def _chat(self, session: _Session, body: Message) -> Message:
-        self._check_fields(session, body, _CHAT_FIELDS)
+        self._check_fields(session, body, CHAT_FIELDS)
         if self._form is None:
-            _refuse("the model's tokenizer has no chat template; send token ids to /inference/v1/generate")
-        messages, tools = _messages_in(body), _tools_in(body)
-        if self._form.parser and tools:
-            self._form.parser.check(tools)
+            refuse("the model's tokenizer has no chat template; send token ids to /inference/v1/generate")
+        conversation = session.conversation
+        messages, tools = messages_in(body), tools_in(body)
+        if len(messages) + len(tools) > conversation.limit:
+            raise conversation.full(f"{len(messages)} messages and {len(tools)} tools")
+        await self._form.check_tools(messages, tools)
         chat = session.chat = session.chat or Chat(self._form)
-        tokens, text = await chat.prompt(messages, tools)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        turn = await session.conversation.generate(tokens, _count(limit, "max_tokens"), branch=True)
+        messages, text, before = await chat.prompt(messages, tools)
+        if len(text.encode()) > conversation.limit * self._longest:
+            raise conversation.full(f"a chat of {len(text)} characters")
+        tokens = await chat.encode(text, before)
+        name = next((n for n in ("max_completion_tokens", "max_tokens") if body.get(n) is not None), "")
+        turn = await conversation.sample(tokens, count_in(body.get(name), name), branch=True)
         message, failed = chat.add(messages, tools, turn, text)
-        session.conversation.counts["unparsed_calls"] += failed
+        conversation.counts["unparsed_calls"] += failed
         choice: Message = {"index": 0, "message": message, "finish_reason": turn.finish, "logprobs": None}
         if "tool_calls" in message and turn.finish == "stop":
             choice["finish_reason"] = "tool_calls"
@@ -216,22 +286,24 @@ class Gateway:
     async def _tokens(self, session: _Session, body: Message) -> Message:
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, dict):
-            _refuse("sampling_params: an object is needed")
-        self._check_fields(session, body, _TOKEN_FIELDS)
-        self._check_fields(session, sampling, _SAMPLING_FIELDS)
+            refuse("sampling_params: an object is needed")
+        self._check_fields(session, body, TOKEN_FIELDS)
+        self._check_fields(session, sampling, SAMPLING_FIELDS)
         stops = sampling.get("stop_token_ids") or []
         if not isinstance(stops, list):
-            _refuse("stop_token_ids: a list is needed")
+            refuse("stop_token_ids: a list is needed")
         more = [token for token in stops if token not in [*self._stops]]
         if more:
-            _refuse(f"stop_token_ids: {more[0]} ends no turn of the run; add it to rollout.stop_token_ids")
-        limit = _count(sampling.get("max_tokens"), "max_tokens")
+            refuse(f"stop_token_ids: {more[0]} ends no turn of the run; add it to rollout.stop_token_ids")
+        limit = count_in(sampling.get("max_tokens"), "max_tokens")
         try:
             tokens = np.array(msgspec.convert(body.get("token_ids"), list[TokenId]), np.int32)
         except msgspec.ValidationError:
-            _refuse("token_ids: a list of integers from 0 is needed")
+            refuse("token_ids: a list of integers from 0 is needed")
+        if len(tokens) > session.conversation.limit:
+            raise session.conversation.full(f"{len(tokens)} tokens")
         session.conversation.check_tokens(tokens)
-        turn = await session.conversation.generate(tokens, limit, branch=True)
+        turn = await session.conversation.sample(tokens, limit, branch=True)
         choice: Message = {"index": 0, "token_ids": turn.sampled.tolist(), "finish_reason": turn.finish}
         choice["logprobs"] = _logprobs((f"token_id:{token}" for token in turn.tokens), turn)
         return {"request_id": body.get("request_id") or secrets.token_hex(12), "choices": [choice]}
@@ -239,19 +311,15 @@ class Gateway:
     def _check_fields(self, session: _Session, body: Message, fields: set[str]) -> None:
         """Raise RefusedRequestError for fields that would change how the policy is sampled."""
         task = session.conversation.task
-        only = _PLAIN | {"temperature": task.temperature, "top_p": task.top_p, "min_p": task.min_p}
+        only = PLAIN | {"temperature": task.temperature, "top_p": task.top_p, "min_p": task.min_p}
         only["top_k"] = task.top_k or -1
         for name, value in body.items():
             if value is None or name in fields:
                 continue
             if name not in only:
-                _refuse(f"{name}: the gateway has no such field; leave it out")
+                refuse(f"{name}: the gateway has no such field; leave it out")
             if value != only[name]:
-                _refuse(f"{name}: {value!r} is not possible; the run has {only[name]!r}; leave it out")
-
-
-def _refuse(message: str) -> NoReturn:
-    raise RefusedRequestError(message)
+                refuse(f"{name}: {value!r} is not possible; the run has {only[name]!r}; leave it out")
 
 
 def _refusal(error: RefusedRequestError) -> web.Response:
@@ -259,60 +327,20 @@ def _refusal(error: RefusedRequestError) -> web.Response:
     return web.json_response(body, status=error.status)
 
 
-def _object_in(body: bytes) -> Message:
+@web.middleware
+async def _as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as e:
-        _refuse(f"the request is not valid JSON ({e})")
-    if not isinstance(value, dict):
-        _refuse("the request is no JSON object")
-    return value
-
-
-def _messages_in(body: Message) -> list[Message]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        _refuse("messages: a list of at least one message is needed")
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            _refuse(f"messages[{place}]: an object with a role of {', '.join(sorted(_ROLES))} is needed")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        if not (content is None or isinstance(content, str | list)) or not all(map(_is_text, parts)):
-            _refuse(f"messages[{place}].content: only text is possible")
-        calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
-            _refuse(f"messages[{place}].tool_calls: calls of functions with name and arguments are needed")
-    return messages
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and {"name", "arguments"} <= function.keys()
-
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _tools_in(body: Message) -> Tools:
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        _refuse(f"tool_choice: {choice!r} is not possible; the policy chooses (auto), or has no tools (none)")
-    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
-        _refuse("tools: a list of functions with a name is needed")
-    return [] if choice == "none" else tools
-
-
-def _count(value: Any, name: str) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        _refuse(f"{name}: {value!r} is no number of tokens")
-    return value
+        return await handler(request)
+    except web.HTTPException as e:  # such as of an unknown path
+        return _refusal(RefusedRequestError(e.reason, status=e.status))
+    except ConnectionError:  # the client has left
+        raise
+    except Exception as e:
+        place = traceback.extract_tb(e.__traceback__)[-1]
+        warn_once(f"the gateway failed: {type(e).__name__}: {e} at {place.filename}:{place.lineno}")
+        return _refusal(RefusedRequestError(f"the gateway failed: {type(e).__name__}", "internal", 500))
 
 
 def _logprobs(texts: Iterable[str], turn: Turn) -> Message | None:

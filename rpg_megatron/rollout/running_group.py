@@ -79,7 +79,10 @@ class RunningGroup:
                 if gateway:
                     gateway.end(keys[number])
             ended = self.conversations[number]
-            ended.end()
+            ended.discard()
+            raised = result.failure is not None and result.failure.kind == "error"
+            if raised and ended.truncated and ended.sampled:
+                result = EpisodeResult()  # it raised what it was told: that no token or turn is left
             result = result._replace(metrics={**result.metrics, **ended.counts})
             if not ended.sampled:
                 if result.failure is None:

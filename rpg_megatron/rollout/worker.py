@@ -34,7 +34,7 @@ from rpg_megatron.rewards.grader import Grader
 from rpg_megatron.rewards.reward import Score, Scorer
 from rpg_megatron.rollout.conversation import Conversation
 from rpg_megatron.rollout.episode_pool import EpisodePool, EpisodeRunner, LocalEpisode
-from rpg_megatron.rollout.episode_scores import episode_scores, needs_run_scores
+from rpg_megatron.rollout.episode_scores import EpisodeRewards
 from rpg_megatron.rollout.gateway import Gateway
 from rpg_megatron.rollout.groups import (
     Generated,
@@ -89,6 +89,7 @@ class Worker:
             vocab = read_model_shape(settings.model.path).vocab_size
             self._teacher = TeacherClient(settings.teacher, rollout.workers, vocab)
         self._episode: EpisodeRunner | None = episode
+        self._rewards = EpisodeRewards(rollout.episode)
         self._vocab = 0
         if rollout.episode is not None:
             self._episode = episode or EpisodePool(settings, work / CODEC)
@@ -274,13 +275,13 @@ class Worker:
         if not task.graded:
             scores = [Score(0.0, False, None, "not graded", {})] * len(responses)
         else:
-            settings, run_scores = self._settings.rollout.episode, None
-            if needs_run_scores(results, settings):
+            results, run_scores = self._rewards.complete(results, responses, task.prompt_id), None
+            if self._rewards.needs_run_scores(results):
                 run_scores = await self._scorer.score(
                     responses, task.answer, task.context, first_only=task.correctness_only
                 )
             failures = [conversation.failures for conversation in group.conversations]
-            scores = episode_scores(results, run_scores, failures, settings, task.prompt_id)
+            scores = self._rewards.scores(results, run_scores, failures)
         each = zip(group.conversations, responses, scores, strict=True)
         rows = [conversation.trajectories(response, score) for conversation, response, score in each]
         if task.graded:

@@ -105,6 +105,7 @@ def _run_worker(fd: int, serve: Serve, memory: int, server: int) -> None:
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     with socket.socket(fileno=fd) as connection:
+        connection.set_inheritable(False)  # a received descriptor is: programs would answer for this process
         serve(connection)
 
 
@@ -115,6 +116,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     with socket.socket(fileno=int(sys.argv[4])) as control:
+        control.set_inheritable(False)
         with control.makefile("rb") as lines:  # nothing else is sent before the answer
             arguments = json.loads(lines.readline() or b"null")
         try:

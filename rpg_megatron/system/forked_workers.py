@@ -39,6 +39,8 @@ _START_SECONDS = 300.0
 """Limit for importing the code, and for a fork, on a busy machine."""
 GRACE_SECONDS = 5.0
 """A worker with many calls is killed this long after the deadline of a call that has not ended."""
+_LONGEST = 64 << 20
+"""Bytes of a line of a worker; one that sends more is killed."""
 _LATE_SECONDS = 0.05
 """Pause before the next look at a call that is late, if there are answers to read first."""
 
@@ -221,7 +223,7 @@ class ForkServer:
             socket.send_fds(server[1], [b"w"], [descriptor])
 
 
-def _decode(line: bytes) -> Any:
+def _decode(line: bytearray) -> Any:
     try:
         return msgspec.json.decode(line)
     except msgspec.MsgspecError:  # it refuses what ``json`` writes of NaN and of half a surrogate pair
@@ -250,7 +252,7 @@ class WorkerProcess(asyncio.Protocol):
         self._server, self._worker = server, worker
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
-        self._unread = b""
+        self._unread = bytearray()
         self._ended = False
 
     @classmethod
@@ -308,8 +310,13 @@ class WorkerProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read answers and requests."""
-        *lines, self._unread = (self._unread + data).split(b"\n")
+        self._unread += data
+        if b"\n" not in data and len(self._unread) <= _LONGEST:
+            return
+        *lines, self._unread = self._unread.split(b"\n")
         try:
+            if len(self._unread) > _LONGEST:
+                raise ValueError("a line without an end")
             for line in lines:
                 answer = _decode(line)
                 number = answer["number"]
@@ -323,7 +330,7 @@ class WorkerProcess(asyncio.Protocol):
                 self.is_full |= answer["exits"]
                 if not call.outcome.done():
                     call.outcome.set_result(read_answer(answer))
-        except (ValueError, LookupError, TypeError):  # something else has written to the connection
+        except (ValueError, LookupError, TypeError, RecursionError):  # something else has written to it
             self.end()
         if self.is_full and not self._calls:
             self.end()

@@ -61,6 +61,11 @@ def reward(response, answer):
         child = subprocess.Popen(["sleep", "1000"])
         child.terminate()
         return child.wait() == -15
+    if response == "interrupt":
+        raise KeyboardInterrupt
+    if response == "runs a program":  # as rewards do that run the code of a response
+        program = "for n in 3 4 5 6 7 8 9; do echo '[' >&$n; done 2>/dev/null"
+        return os.system("bash -c \"" + program + "\"") >> 8 == 1
     if response == "half":
         return 0.5
     if response == "minus":
@@ -114,6 +119,7 @@ def sleeps(pid: int) -> bool:
 def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
     pool = start()
     inputs = ["hang", "crash", "exit", "memory", "raise", "nan", "text", "half", "minus", "a", "b"]
+    inputs += ["interrupt"]
     outcomes = {a: pool.submit([a, "a"]) for a in inputs}
     results = {a: future.result(timeout=300) for a, future in outcomes.items()}
     assert {a: r.failure for a, r in results.items()} == {
@@ -128,11 +134,17 @@ def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
         "minus": None,
         "a": None,
         "b": None,
+        "interrupt": "error",
     }
-    assert [results[a].value for a in inputs[7:]] == [0.5, -2.0, True, False]
+    assert [results[a].value for a in inputs[7:-1]] == [0.5, -2.0, True, False]
     assert "no such key" in results["raise"].detail
-    assert pool.pop_counts() == {"timeout": 1, "crash": 1, "memory": 1, "error": 4}
+    assert pool.pop_counts() == {"timeout": 1, "crash": 1, "memory": 1, "error": 5}
     assert pool.pop_counts() == {"timeout": 0, "crash": 0, "memory": 0, "error": 0}
+
+
+def test_programs_of_a_function_have_none_of_its_connections(start: Callable[..., WorkerPool]) -> None:
+    """With one they would answer for it: a reward that the program itself chooses."""
+    assert start(workers=1).submit(["runs a program", ""]).result(timeout=300) == Outcome(True)
 
 
 def test_it_works_on_after_each_kind_of_death(start: Callable[..., WorkerPool]) -> None:

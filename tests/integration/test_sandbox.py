@@ -81,6 +81,30 @@ def test_nothing_is_left_of_a_call(sandboxes: Sandboxes) -> None:
     assert outside(mark) == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b"5\n", b"[]\n", b"{}\n", b'{"number": []}\n', b"[" * 100_000 + b"\n", b"no JSON\n",
+     b'{"number": 0, "exits": false, "value": 7}\n',
+     b'{"number": 0, "exits": false, "value": ["a", "b", []]}\n',
+     b'{"number": 0, "exits": "a", "value": null}\n', b"x" * 300_000],
+)  # fmt: skip
+def test_answers_that_are_none_end_a_sandbox(
+    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    """Whatever comes over its connection: ``exec`` raises nothing, and a line has a bound."""
+    monkeypatch.setattr("rpg_megatron.system.forked_workers._LONGEST", 200_000)
+
+    async def main() -> None:
+        sandbox = await sandboxes.open()
+        running = asyncio.create_task(sandbox.exec(["sleep", "1000"]))
+        await asyncio.sleep(0)
+        for start in range(0, len(line), 65536):
+            sandbox._process.data_received(line[start : start + 65536])
+        assert await running == SandboxResult("", None, "closed")
+
+    asyncio.run(main())
+
+
 def test_sandboxes_do_not_see_each_other_and_end_with_their_owner(sandboxes: Sandboxes) -> None:
     async def main() -> None:
         first, second = await sandboxes.open(), await sandboxes.open()

@@ -54,8 +54,8 @@ def make_settings(config_file: Path, episode: str, **keys: Any) -> Settings:
 
 def make_task(**changes: Any) -> GroupTask:
     prompt = np.frombuffer(PROMPT, np.uint8).astype(np.int32)
-    fields = {"samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
-    return GroupTask(7, 0, prompt, "2", **fields)
+    fields = {"ticket": 7, "samples": 3, "seed": 1000, "max_tokens": 64, "version": 5} | changes
+    return GroupTask(prompt_id=0, prompt=prompt, answer="2", **fields)
 
 
 def sample(

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.rollout.episode import Episode, EpisodeLost, EpisodeTask, Generate, ScoreText
+from rpg_megatron.rollout.episode import Episode, EpisodeLost, EpisodeTask, Generate, ScoreText, TokenLimit
 
 BETWEEN = (40, 41, 42)
 """Tokens that follow a turn."""
@@ -41,6 +41,28 @@ async def until_the_limit(task: EpisodeTask, generate: Generate, score: ScoreTex
     context = task.prompt
     while True:
         context = (await generate(context)).context
+
+
+async def numbered(
+    task: EpisodeTask, generate: Generate, score: ScoreText, turns: int = 100, ended: str = "passes"
+) -> Episode:
+    """Turns with a number as reward; those with an odd seed want no more than one. ended: what becomes of a
+    limit: it passes, is caught or is another exception.
+    """
+    context, wanted = task.prompt, 1 if task.seed % 2 else turns
+    try:
+        for _ in range(wanted):
+            context = (await generate(context, max_tokens=5)).context + BETWEEN
+    except TokenLimit:
+        match ended:
+            case "none":
+                return Episode()
+            case "score":
+                return Episode(await score("x"))
+            case "raises":
+                raise KeyError("choices") from None
+        raise
+    return Episode(await score("2") if ended == "score kind" else 1.5)
 
 
 async def scored(task: EpisodeTask, generate: Generate, score: ScoreText, kind: str = "number") -> Episode:

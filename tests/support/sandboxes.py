@@ -55,6 +55,10 @@ ENDED: dict[str, tuple[str, str]] = {
     "writes without end": ("while True: print('x' * 1000)", "output"),
 }
 REFUSED: dict[str, str] = {
+    "answers for the sandbox": "import json, os\n"
+    "line = json.dumps({'number': 0, 'exits': False, 'value': ['ALL PASSED', 0, '']}).encode() + b'\\n'\n"
+    "for n in range(3, 256):\n try: os.write(n, line)\n except OSError: pass\n else: raise SystemExit(9)\n"
+    "assert os.listdir('/proc/self/fd') == ['0', '1', '2', '3'], 'and that of this folder'",
     "forks without end": "import os\nn = 0\ntry:\n while True:\n  n += 1\n  if os.fork() == 0:\n"
     "   import time; time.sleep(1000)\nexcept BlockingIOError: assert n <= 17\nelse: raise SystemExit(9)",
     "fills the files": "try: open('f', 'wb').write(bytes(20 << 20))\n"

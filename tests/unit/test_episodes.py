@@ -199,6 +199,53 @@ def test_the_token_limit_ends_a_response(config_file: Path, tmp_path: Path) -> N
     assert scores.truncated == [True] * 3
 
 
+@pytest.mark.parametrize("limit", ["tokens", "turns"])
+@pytest.mark.parametrize("ended", ["passes", "none", "score", "raises"])
+def test_a_limit_ends_a_response_and_never_a_run(
+    config_file: Path, tmp_path: Path, ended: str, limit: str
+) -> None:
+    """Two of four responses reach it; whatever their episodes make of it, they are no failures, and have the
+    number ``failed`` unless they return another.
+    """
+    keys: dict[str, Any] = {"failed": -0.5, "ended": ended} | ({"max_turns": 2} if limit == "turns" else {})
+    settings = make_settings(config_file, "tests.support.episodes:numbered", **keys)
+    group, scores = sample(
+        settings, [Engine(random.Random(1))], tmp_path, make_task(samples=4, max_tokens=40)
+    )
+    assert scores.failures.failed == 0
+    assert scores.truncated[::2] == [True, True]
+    cut = -1.0 if ended == "score" else -0.5
+    assert [t.reward for t in group] == scores.rewards == [cut, 1.5, cut, 1.5]
+    assert [t.correct for t in group] == [False, True] * 2
+    assert ["episode" in t.parts for t in group] == [t.reward != -1.0 for t in group]
+
+
+def test_groups_that_a_limit_has_ended_whole(config_file: Path, tmp_path: Path) -> None:
+    """They have the number too, once a response has shown that episodes return numbers; and the run's reward
+    where episodes leave it to the run.
+    """
+
+    async def run(episode: str, **keys: Any) -> list[list[float]]:
+        settings = make_settings(config_file, f"tests.support.episodes:{episode}", failed=-0.5, **keys)
+        write_byte_codec(tmp_path / CODEC)
+        worker = Worker(settings, codec_of(ByteTokenizer()), [Engine(random.Random(1))], tmp_path, [0])
+        rewards = []
+        try:
+            for ticket, seed in ((1, 1001), (2, 1000), (3, 1002)):
+                task = make_task(ticket=ticket, samples=1, max_tokens=24, seed=seed)
+                assert (await worker.generate(task, 0, 0)).complete
+                rewards.append((await worker.score(ticket)).rewards)
+        finally:
+            worker.close()
+        return rewards
+
+    assert asyncio.run(run("numbered")) == [[1.5], [-0.5], [-0.5]]
+    assert asyncio.run(run("numbered", ended="'score kind'")) == [[-1.0]] * 3
+    assert asyncio.run(run("until_the_limit")) == [[-1.0]] * 3
+    both = asyncio.run(run("numbered", weight=2.0))
+    assert both == [[-1.0 + 2 * number] for number in (1.5, -0.5, -0.5)], "the run's, and the episode's"
+
+
 def test_an_episode_sets_its_reward(config_file: Path, tmp_path: Path) -> None:
     numbers, scores = sample(
         make_settings(config_file, "tests.support.episodes:scored"), [Engine(random.Random(1))], tmp_path

@@ -9,13 +9,20 @@ that often samples another encoding of a text than the tokenizer's. Not covered:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import random
+import select
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+import jinja2
+import msgspec
 import numpy as np
 import pytest
 
@@ -117,7 +124,7 @@ class Run:
                         await after(tasks[0])
                     fetched = await worker.fetch([7] * rows, list(range(rows)))
                     parts = {t.sample: t.parts for t in fetched}.values()
-                    names = ("env/retokenized", "env/unparsed_calls")
+                    names = ("env/retokenized", "env/unparsed_calls", "env/undelivered")
                     self.counts = {name: sum(p[name] for p in parts) for name in names}
                     return fetched
             finally:
@@ -196,6 +203,79 @@ def test_rows_are_what_the_engine_was_given_and_sampled(
     assert 0 < branches <= len(changes)
 
 
+def test_prompts_have_the_thoughts_that_the_template_writes(config_file: Path, tmp_path: Path) -> None:
+    """Of clients that drop ``reasoning_content``, or send it: each prompt is the template's text of the chat
+    with all that was thought, or of what a client has edited; never a mixture.
+    """
+    run = Run(config_file, tmp_path, "qwen3", tools=False, most=5000)
+    chats: list[tuple[list[dict[str, Any]], list[int]]] = []
+
+    def one(prompt: list[int], seed: int, most: int) -> Sample:
+        draw = random.Random(f"{prompt} {seed}")
+        text = draw.choice(["the answer is seven", "there are more"])
+        thoughts = draw.choice(["", "seven", "that is 7"])
+        text = f"<think>\n{thoughts}\n</think>\n\n{text}" if draw.random() < 0.7 else text
+        tokens = [*run.codec.encode(text), run.engine.stop]
+        run.engine.turns.append((prompt, tokens))
+        return Sample(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop")
+
+    run.engine.one = one  # type: ignore[method-assign]
+
+    async def client(task: EpisodeTask) -> float:
+        draw = random.Random(task.seed)
+        drops, sent = draw.random() < 0.7, [dict(QUESTION[0])]
+        thought = [dict(QUESTION[0])]
+        for _ in range(7):
+            status, answer = await post(task, {"messages": sent, "return_token_ids": True})
+            assert status == 200, answer
+            chats.append(([*thought], answer["prompt_token_ids"]))
+            message = answer["choices"][0]["message"]
+            thought.append(message)
+            kept = ("role", "content") if drops else tuple(message)
+            sent.append({key: message[key] for key in kept})
+            for messages in (thought, sent):
+                messages.append({"role": draw.choice(["user", "tool", "tool"]), "content": "more"})
+            thought[-1] = sent[-1]
+        return 1.0
+
+    run.sample(client, 40)
+    write = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES["qwen3"])
+    mixtures = []
+    for chat, prompt in chats:
+        plain = [message | {"content": message["content"] or ""} for message in chat]
+        expected = write.render(messages=plain, add_generation_prompt=True)
+        # The template gives the last turn empty thoughts, which a sampled one need not have.
+        texts = [
+            text.replace("<think>\n\n</think>\n\n", "") for text in (expected, run.codec.decode_all(prompt))
+        ]
+        mixtures += [texts] if texts[0] != texts[1] else []
+    assert mixtures == []
+    assert len(chats) == 280
+
+
+def test_a_template_without_tools_is_refused(config_file: Path, tmp_path: Path) -> None:
+    """The policy would not know of them. A template of its own for tools is used where there are some."""
+    run = Run(config_file, tmp_path, "qwen2.5", tools=False)
+    plain = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}answer:"
+    for_tools = "{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}answer:"
+    answers: list[Any] = []
+
+    async def client(task: EpisodeTask) -> float:
+        for tools in ([ADD], []):
+            answers.append(await post(task, {"messages": QUESTION, "tools": tools, "return_token_ids": True}))
+        return 1.0
+
+    (run.folder / CHAT).write_text(json.dumps([plain, {}, plain]))
+    run.sample(client)
+    (run.folder / CHAT).write_text(json.dumps([plain, {}, for_tools]))
+    run.sample(client)
+    (refused, error), *written = answers
+    assert (refused, [status for status, _ in written]) == (400, [200] * 3)
+    assert error["error"]["message"].startswith("tools: the model's chat template does not write them")
+    prompts = [run.codec.decode_all(answer["prompt_token_ids"]) for _, answer in written]
+    assert prompts == ["user:seven?answer:", "addseven?answer:", "user:seven?answer:"]
+
+
 @pytest.mark.parametrize("tools", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_agent_of_the_documentation(config_file: Path, tmp_path: Path, tools: bool) -> None:
     """It uses OpenAI's client, and its turns are one row."""
@@ -270,6 +350,261 @@ def test_what_the_gateway_refuses(config_file: Path, tmp_path: Path) -> None:
         assert part in message, message
     ((prompt, sampled),) = run.engine.turns
     assert (row.prompt.tolist(), row.response.tolist()) == (prompt, sampled)
+
+
+def test_a_client_gets_no_500(config_file: Path, tmp_path: Path) -> None:
+    """Whatever it sends: an error of a client is a 4xx with a JSON object, and leaves no trace."""
+    run = Run(config_file, tmp_path, "qwen2.5", tools=False)
+    deep = "[" * 200_000
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    first = [{"role": "assistant", "content": "x", "tool_calls": [call]}, *QUESTION]
+    large: list[Any] = [
+        [],
+        {},
+        2**64,
+        -(2**63) - 1,
+        10**400,
+        1e308,
+        "\ud800",
+        deep,
+        True,
+        None,
+        [[{}]],
+        {"role": []},
+    ]
+    bodies = [json.dumps(body) for body in (
+        {"messages": [{"role": []}]}, {"messages": [{"role": {}}]},
+        {"messages": [{"role": "user", "content": 2**65}]},
+        {"messages": QUESTION, "seed": 2**70}, {"messages": QUESTION, "max_tokens": 2**70},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 2**70, "arguments": 1}}]}]},
+        {"messages": [{"role": "tool", "tool_calls": [deep]}]}, {"token_ids": [2**70]},
+        {"messages": QUESTION, "tools": [{"function": {"name": 3}}]},
+        {"messages": QUESTION, "user": 10**4000},
+    )]  # fmt: skip
+    nested = {"function": {"name": "add", "arguments": deep}}
+    bodies += [json.dumps({"messages": [{"role": "assistant", "tool_calls": [nested]}, *QUESTION]})]
+    bodies += [deep, '{"messages": ' + deep, "1" * 100_000, '"\\ud800"', "\ufeff{}", "", "null", "NaN"]
+    draw = random.Random(int(os.environ.get("RPG_FUZZ_SEED", "0")))
+    for _ in range(300):
+        body: Any = {"messages": json.loads(json.dumps(first)), "tools": [json.loads(json.dumps(ADD))]}
+        if draw.random() < 0.3:
+            body = {"token_ids": [3, 4], "sampling_params": {"max_tokens": 3}, "messages": []}
+        at: Any = body
+        while draw.random() < 0.8:  # a value at a random place
+            inner = [
+                v for v in (at.values() if isinstance(at, dict) else at) if isinstance(v, dict | list) and v
+            ]
+            if not inner:
+                break
+            at = draw.choice(inner)
+        keys = [*at] if isinstance(at, dict) else range(len(at))
+        at[draw.choice(list(keys))] = draw.choice(large)
+        text = json.dumps(body)
+        bodies.append(text if draw.random() < 0.9 else text[: draw.randrange(len(text))])
+    statuses: list[int] = []
+
+    async def client(task: EpisodeTask) -> float:
+        headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+        root = task.base_url.removesuffix("/v1")
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for text in bodies:
+                path = "/inference/v1/generate" if "token_ids" in text else "/v1/chat/completions"
+                async with http.post(root + path, data=text.encode()) as answer:
+                    statuses.append(answer.status)
+                    assert answer.status < 500, text[:300]
+                    assert (answer.status == 200) == ("error" not in await answer.json()), text[:300]
+            for path in ("/", "/v1/other"):
+                async with http.post(root + path, data="{}") as answer:
+                    assert (answer.status, (await answer.json())["error"]["code"]) == (404, "invalid_request")
+            packed = {"Content-Encoding": "gzip"}
+            async with http.post(root + "/v1/chat/completions", data=b"x", headers=packed) as answer:
+                assert answer.status == 400
+        return 1.0
+
+    rows = run.sample(client)
+    assert set(statuses[:10]) == {400}
+    assert sum(t.sampled for t in rows) == sum(len(sampled) for _, sampled in run.engine.turns)
+
+
+def test_requests_that_cannot_fit_are_refused_at_once(config_file: Path, tmp_path: Path) -> None:
+    """By their bytes, tools and messages; before they are rendered and encoded."""
+    run = Run(config_file, tmp_path, "qwen2.5", tools=False, most=200)
+    encoded: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(len(text))
+        return run_encode(text)
+
+    run_encode = run.codec.encode
+    run.codec = run.codec._replace(encode=encode)
+
+    async def client(task: EpisodeTask) -> float:
+        codes = []
+        for body in (
+            {"messages": [{"role": "user", "content": "a" * (8 << 20)}]},
+            {"messages": [{"role": "user", "content": "a" * 100_000}]},
+            {"messages": QUESTION, "tools": [ADD] * 20_000},
+            {"messages": QUESTION * 1000},
+            {"token_ids": [3] * 10_000},
+        ):
+            path = "/inference/v1/generate" if "token_ids" in body else "/chat/completions"
+            status, answer = await post(task, body, path)
+            codes.append((status, answer["error"]["code"]))
+        assert codes == [(400, "context_length_exceeded")] * 5
+        status, _ = await post(task, {"messages": QUESTION})
+        assert status == 200
+        return 1.0
+
+    (row,) = run.sample(client)
+    assert row.finish == "stop" or len(row.response)
+    assert max(encoded) < 1000
+
+
+def test_a_response_has_one_body_in_memory(config_file: Path, tmp_path: Path) -> None:
+    """The bodies of others with its key wait in their connections."""
+    run = Run(config_file, tmp_path, "qwen2.5", tools=False)
+    held, answer = asyncio.Event(), run.engine.generate
+    waiting = asyncio.Event()
+
+    async def slow(prompt: Any, **request: Any) -> list[Sample]:
+        waiting.set()
+        await held.wait()
+        return await answer(prompt, **request)
+
+    run.engine.generate = slow  # type: ignore[method-assign]
+
+    async def client(task: EpisodeTask) -> float:
+        first = asyncio.create_task(post(task, {"messages": QUESTION}))
+        await waiting.wait()
+        url, key = urlsplit(task.base_url), f"Authorization: Bearer {task.api_key}\r\n"
+        sent = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.transport.set_write_buffer_limits(0)
+            size = 20 << 20
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n{key}Content-Length: {size}\r\n\r\n"
+            writer.write(head.encode())
+            writer.write(b" " * size)
+            sent.append((reader, writer))
+        await asyncio.sleep(0.5)
+        left = [writer.transport.get_write_buffer_size() for _, writer in sent]
+        assert min(left) > 10 << 20, "most of it is in the client"
+        for _, writer in sent:
+            writer.transport.abort()
+        held.set()
+        assert (await first)[0] == 200
+        return 1.0
+
+    run.sample(client)
+
+
+def test_connections_without_a_key_end(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By their number and after a time, also if they send; and there is not a record for each."""
+    monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._SECONDS", 0.5)
+    monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._STRANGERS", 20)
+    run = Run(config_file, tmp_path, "qwen2.5", tools=False)
+
+    async def client(task: EpisodeTask) -> float:
+        url = urlsplit(task.base_url)
+        headers = {"Authorization": f"Bearer {task.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.get(task.base_url + "/models") as answer:
+                assert answer.status == 200
+            opened = [await asyncio.open_connection(url.hostname, url.port) for _ in range(100)]
+            for number, (_, writer) in enumerate(opened):
+                writer.write(
+                    [b"GET / HTTP/1.1\r\n", b"\0\0\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"][number % 3]
+                )
+            for reader, writer in opened:  # each ends
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
+            async with http.get(task.base_url + "/models") as answer:  # on the connection that has a key
+                assert answer.status == 200
+            assert len(http.connector._conns) == 1  # type: ignore[union-attr]
+        await post(task, {"messages": QUESTION})
+        return 1.0
+
+    run.sample(client)
+    assert len(caplog.records) < 5
+
+
+def send_by_hand(task: EpisodeTask, route: str, body: Any) -> socket.socket:
+    url, text = urlsplit(task.base_url), json.dumps(body)
+    connection = socket.create_connection((url.hostname, url.port))
+    head = f"POST {route} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {task.api_key}\r\n"
+    connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+    return connection
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/inference/v1/generate"])
+@pytest.mark.parametrize(
+    "leaves", ["while it is sampled", "as it is sampled", "while it is made", "without reading it"]
+)
+def test_what_no_client_got_is_not_trained(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, leaves: str
+) -> None:
+    """The client asks again, as client libraries do: only that turn is in the response, and the loss is
+    counted.
+    """
+    run = Run(config_file, tmp_path, "qwen2.5", tools=False)
+    answer, turns = run.engine.generate, 0
+    asked, left = asyncio.Event(), asyncio.Event()
+    connections: list[socket.socket] = []
+
+    async def engine(prompt: Any, **request: Any) -> list[Sample]:
+        nonlocal turns
+        turns += 1
+        samples = await answer(prompt, **request)
+        if turns == 2:
+            asked.set()
+            if leaves == "while it is sampled":
+                await left.wait()
+            if leaves == "as it is sampled":  # before the event loop sees it
+                connections[0].shutdown(socket.SHUT_RDWR)
+        return samples
+
+    run.engine.generate = engine  # type: ignore[method-assign]
+    if leaves == "while it is made":
+        make = msgspec.json.encode
+        failing = iter([False, True])
+
+        def encode(value: Any) -> bytes:
+            if next(failing, False):
+                raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+            return make(value)
+
+        monkeypatch.setattr("rpg_megatron.rollout.gateway.msgspec.json.encode", encode)
+
+    async def client(task: EpisodeTask) -> float:
+        short = "/inference/v1/generate" if "inference" in route else "/chat/completions"
+        body: Any = {"token_ids": [*task.prompt]} if "inference" in route else {"messages": QUESTION}
+        status, first = await post(task, body, short)
+        assert status == 200
+        if "inference" in route:
+            body = {"token_ids": [*task.prompt, *first["choices"][0]["token_ids"], 5]}
+        else:
+            body = {"messages": [*QUESTION, first["choices"][0]["message"], *QUESTION]}
+        connections.append(connection := send_by_hand(task, route, body))
+        await asked.wait()
+        if leaves == "while it is made":
+            assert b" 400 " in await asyncio.to_thread(connection.recv, 100)
+        if leaves == "without reading it":
+            await asyncio.to_thread(select.select, [connection], [], [])
+        connection.close()
+        await asyncio.sleep(0.2)
+        left.set()
+        status, _ = await post(task, body, short)
+        assert status == 200
+        return 1.0
+
+    (row,) = run.sample(client)
+    sampled = [tokens for _, tokens in run.engine.turns]
+    assert row.sampled == len(sampled[0]) + len(sampled[-1])
+    assert row.response.tolist()[-len(sampled[-1]) :] == sampled[-1]
+    assert run.counts["env/undelivered"] == 1
 
 
 def test_token_ids_in_and_out(config_file: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -124,6 +125,94 @@ def test_failures_long_results_and_unknown_tools() -> None:
         "failing_errors": 2,
         "failing_raised": 1,
     }
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a library in Rust."""
+
+
+def leaving(kind: str) -> str:
+    """Raise what is no Exception."""
+    if kind == "exit":
+        sys.exit(3)
+    kinds: dict[str, BaseException] = {
+        "interrupt": KeyboardInterrupt(),
+        "panic": PanicException("index out of bounds"),
+        "cancelled": asyncio.CancelledError(),
+        "its own time": TimeoutError("no answer of the server"),
+        "stop": StopIteration(),
+    }
+    raise kinds[kind]
+
+
+async def leaving_later(kind: str) -> str:
+    """The same in the event loop."""
+    return leaving(kind)
+
+
+@pytest.mark.parametrize("tool", [leaving, leaving_later])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("panic", "PanicException: index out of bounds"),
+        ("cancelled", "CancelledError"),
+        ("its own time", "TimeoutError: no answer of the server"),
+        ("stop", "RuntimeError|StopIteration"),
+    ],
+)
+def test_a_tool_that_leaves_is_told_and_counted(tool: Callable[..., Any], kind: str, told: str) -> None:
+    """Whatever it raises: the response goes on."""
+    toolbox = box(tool)
+    answer = call(toolbox, tool.__name__, {"kind": kind})
+    assert re.match(f"error: ({told})", answer), answer
+    assert (toolbox.metrics[f"{tool.__name__}_errors"], toolbox.metrics[f"{tool.__name__}_raised"]) == (1, 1)
+
+
+def test_an_episode_that_is_ended_ends_its_call() -> None:
+    async def run() -> None:
+        ending = asyncio.create_task(box(slow).call("slow", '{"seconds": 1000}'))
+        await asyncio.sleep(0)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+
+    asyncio.run(run())
+
+
+def test_parameters_of_any_name() -> None:
+    """Pydantic has no fields of such names: each call would be refused."""
+
+    async def odd(
+        _x: int, model_config: str = "a", model_dump: int = 2, json: int = 3, parameter_0: int = 4
+    ) -> str:
+        """Take odd names."""
+        return f"{_x} {model_config} {model_dump} {json} {parameter_0}"
+
+    toolbox = box(odd)
+    (schema,) = toolbox.schemas
+    assert list(schema["function"]["parameters"]["properties"]) == [
+        "_x", "model_config", "model_dump", "json", "parameter_0",
+    ]  # fmt: skip
+    assert schema["function"]["parameters"]["required"] == ["_x"]
+    assert call(toolbox, "odd", {"_x": 1}) == "1 a 2 3 4"
+    every = {"_x": "5", "model_config": "b", "model_dump": 6, "json": 7, "parameter_0": 8}
+    assert call(toolbox, "odd", every) == "5 b 6 7 8"
+    assert call(toolbox, "odd", {"parameter_0": 1}) == "error: _x: Field required"
+    assert "parameter_9: Extra inputs" in call(toolbox, "odd", {"_x": 1, "parameter_9": 1})
+
+
+def test_half_a_character_stays_out_of_the_chat() -> None:
+    """The chat could not be encoded with it."""
+
+    async def names(text: str = "") -> str:
+        """A file's name."""
+        return "a\udcff" + text
+
+    toolbox = box(names)
+    assert call(toolbox, "names", {}) == "a?"
+    assert "surrogates not allowed" in call(toolbox, "names", '{"text": "\\ud83d"}')
 
 
 def test_functions_that_block_run_beside_each_other() -> None:
