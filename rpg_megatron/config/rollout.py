@@ -131,7 +131,8 @@ class RolloutSettings(Section):
     """Strings that end a response, also in evaluations; they are kept in the response. For special tokens
     use stop_token_ids."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, besides the end-of-sequence tokens; also in evaluations."""
+    """Token ids that end a response, besides the end-of-sequence tokens and, with chats, the end of a turn in
+    the chat template; also in evaluations. sft: the first ends turns for which the template has no end."""
     ahead: int = Field(0, ge=0)
     """Asynchronous rollouts: number of steps that the engines may sample ahead of the trainer, so that
     neither waits for the other. A token is sampled by weights at most this many updates old. 0: synchronous;

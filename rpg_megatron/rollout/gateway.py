@@ -156,8 +156,7 @@ class Gateway:
             return None
         name = self._settings.rollout.tool_call_parser
         parser = ToolCallParser(name, load_tokenizer(self._settings.model.path)) if name else None
-        template, variables, *more = read_json(file)
-        for_tools = more[0] if more else template
+        template, variables, for_tools = read_json(file)
         renderer = ChatRenderer(template, variables)
         tools_renderer = renderer if for_tools == template else ChatRenderer(for_tools, variables)
         thinks = "</think>" in template + for_tools

@@ -7,11 +7,13 @@ is transformers' ``apply_chat_template`` with the fields as they are, except tha
 JSON text are objects. A trained text is the assistant's content and the end of the turn by a rule of this
 test: the turn as the template writes it after the prompt, up to its first end, with all that the message
 says. A row may be refused if the message names it, one in five at most; all are counted. Default: 1,440;
-long: 10,080. Not covered here: what the gateway sends (tests/unit/test_gateway), runs.
+long: 10,080. The same chats are sent through the gateway's form of a chat. Not covered here: HTTP, turns that
+were sampled (tests/unit/test_gateway), runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
@@ -27,11 +29,15 @@ from transformers import AutoTokenizer
 
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.sft import ConversationSettings
+from rpg_megatron.data.chat_rendering import template_variables
+from rpg_megatron.data.chat_template import ChatRenderer
 from rpg_megatron.data.conversations import read_conversations
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompts import codec_of, fit_prompts, load_tokenizer
 from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.rollout.chat import Chat, ChatFormat
 from rpg_megatron.rollout.seeds import stop_tokens
+from rpg_megatron.system.foreign_input import ForeignInputError
 from tests.support.chat_templates import KINDS, STYLES, Style, write_model
 
 WORDS = [
@@ -231,6 +237,40 @@ def check_prompts(model: Model, file: Path, rows: list[dict[str, Any]]) -> Count
     return Counter({first.partition(": ")[2]: n for n, first in refused.malformed.values()})
 
 
+def check_gateway(model: Model, rows: list[dict[str, Any]]) -> int:
+    """What the gateway sends for the chats that clients may send; returns their number."""
+    variables = template_variables(model.ours, DataSettings(path=model.folder, chat=True))
+    renderer = ChatRenderer(model.style.source, variables)
+    form = ChatFormat(renderer, renderer, model.sampling, frozenset(model.stops), None, False)
+    compared = 0
+
+    async def compare() -> None:
+        nonlocal compared
+        for row in rows:
+            messages, tools = as_transformers(row)
+            sent = [
+                {k: v for k, v in m.items() if v is not None} | {"content": m.get("content") or ""}
+                for m in messages
+            ]
+            if any(not isinstance(m["content"], str) or "\ud83d" in m["content"] for m in sent):
+                continue
+            try:
+                expected = model.oracle.apply_chat_template(
+                    sent, tools=tools, add_generation_prompt=True, return_dict=False
+                )
+            except Exception:  # of the template, of any type
+                with pytest.raises(ForeignInputError):
+                    await form.render(row["messages"], tools or [])
+                continue
+            _, text, turn = await Chat(form).prompt(row["messages"], tools or [])
+            assert (await Chat(form).encode(text, turn)).tolist() == expected
+            compared += 1
+        form.close()
+
+    asyncio.run(compare())
+    return compared
+
+
 def run(folder: Path, name: str, count: int, seed: int) -> None:
     for number, kind in enumerate(KINDS):
         rng, model = random.Random(f"{seed} {name} {kind}"), Model(folder / str(number), name, kind)
@@ -242,6 +282,7 @@ def run(folder: Path, name: str, count: int, seed: int) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
         more = check_prompts(model, file, prompts)
         print(name, kind, refused, more)
+        assert check_gateway(model, prompts) >= (1 - MOST_REFUSED) * count
         for each in (refused, more):
             assert each.total() <= MOST_REFUSED * count, each
 
