@@ -131,7 +131,7 @@ class StoredPrompts:
             block = [self._problems[index] for index in indices]
             places = {problem.id: index for problem, index in zip(block, indices, strict=True)}
             rendered = render_prompts(block, settings, self._tokenizer, self._key, refused)
-            unused.update(places.values() - {places[each.problem.id] for each in rendered})
+            unused.update(set(places.values()) - {places[each.problem.id] for each in rendered})
             unsure = [
                 each for each in rendered if not each.text or bound is None or bound.of(each.text) > limit
             ]

@@ -488,6 +488,35 @@ def test_errors_come_before_anything_is_kept(data: DataSettings, tmp_path: Path)
         open_prompts(skip.model_copy(update={"max_prompt_tokens": 1, "template": "Q {prompt}"}), byte_level())
 
 
+def test_prompts_that_the_template_refuses_are_left_out_of_a_stored_data_set(
+    data: DataSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether long prompts are dropped or cut; and again in each later run."""
+    assert data.path is not None
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2"}]
+    bad, lines = {3, 17, 30}, [{"prompt": chat[1:], "answer": "4"} for _ in range(40)]
+    for number in bad:
+        lines[number]["prompt"] = chat
+    data.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = byte_level()
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{%- if m.role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
+        "{{ m.content }}{%- endfor %}"
+    )
+    chats = data.model_copy(update={"chat": True, "max_prompt_tokens": 1000})
+    with pytest.raises(UserError, match=r"train\.jsonl:\d+: the chat template cannot render it .* no system"):
+        open_prompts(chats, tokenizer)
+    for too_long in ("drop", "cut"):
+        skip = chats.model_copy(update={"malformed": "skip", "too_long": too_long})
+        for _ in range(2):
+            caplog.clear()
+            prompts = open_prompts(skip, tokenizer)
+            assert isinstance(prompts, StoredPrompts)
+            prompts.fingerprints.result(60)
+            assert {p.id for p in prompts.fetch(range(len(prompts)))} == set(range(len(lines))) - bad
+            assert f"3 malformed ({len(lines) - 3} are used)" in caplog.text
+
+
 def test_a_checkpoint_waits_for_the_fingerprints(config_file: Path) -> None:
     """Without blocking the requests; a cancelled request does not end the wait of others."""
     prompts = PromptList([Prompt(i, "p", "a", np.array([i], np.int32)) for i in range(5)])
