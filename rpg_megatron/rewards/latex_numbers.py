@@ -105,7 +105,9 @@ class _Number(NamedTuple):
         return self._with(_Number(value, roots=frozenset({(k, radicand)})), value, error, upper, lower)
 
     def exp(self) -> _Number:
-        if self.error > 1 or abs(self.value) > _MAX_EXPONENT:
+        if abs(self.value) > _MAX_EXPONENT:
+            raise _NotConstant
+        if self.error > 1:
             raise _TooFewDigits
         value, size = _checked(self.value).exp(), 1.5 * abs(float(self.value)) + 2
         bits = max(self.upper, size), max(self.lower, size)
@@ -156,8 +158,8 @@ _UNDECIDED = (_NotConstant, _TooFewDigits, decimal.DecimalException, RecursionEr
 
 def compare_constants(a: str, b: str) -> bool | None:
     """Whether two constants are equal; None if one cannot be parsed here, or if it takes too many digits."""
-    digits = _DIGITS
-    while digits <= _MAX_DIGITS:
+    digits, most = _DIGITS, _MAX_DIGITS
+    while True:
         try:
             with _precision(digits):
                 x, y = _parse(a), _parse(b)
@@ -168,12 +170,15 @@ def compare_constants(a: str, b: str) -> bool | None:
                 if gap.error < Decimal(2) ** -(bits + 1):
                     return True
                 whole = max(abs(x.value), abs(y.value)).adjusted()
-                digits = max(2 * digits, int(bits / _BITS_PER_DIGIT) + max(whole, 0) + 10)
+                needed = max(2 * digits, int(bits / _BITS_PER_DIGIT) + max(whole, 0) + 10)
+                most = _MAX_DIGITS if all(k == 2 for k, _ in gap.roots) else _MAX_FUNCTION_DIGITS
         except _TooFewDigits:
-            digits *= 4
+            needed = 4 * digits
         except _UNDECIDED:
             return None
-    return None
+        if digits >= most:
+            return None
+        digits = min(needed, most)
 
 
 def value_of(text: str) -> Decimal | None:
@@ -193,7 +198,7 @@ def integer_value(text: str) -> int | None:
     if re.fullmatch(r"(?:[-\d+*^!(){}\s]|\\cdot|\\times)+", text) is None:
         return None
     try:
-        with _precision(50_000):
+        with _precision(30_000):
             return _parse(text).integer
     except _UNDECIDED:
         return None
