@@ -431,7 +431,7 @@ def _rows(name: str) -> list[dict[str, str]]:
 )
 def test_accepted_share_of_the_labelled_rows(name: str, least: float, most: float) -> None:
     rows = _rows(name)
-    with Grader(deadline=60.0) as grader:
+    with Grader(deadline=20.0) as grader:
         verdicts = [grader.submit(r["response"], r["reference"]) for r in rows]
         share = sum(v.result().correct for v in verdicts) / len(rows)
     assert least <= share <= most

@@ -56,8 +56,6 @@ from rpg_megatron.rewards.latex_numbers import compare_constants, integer_value
         (r"\ln 6", r"\ln 2 + \ln 3", True),
         (r"\pi + 10^{-80}", r"\pi", False),
         (r"e^{\pi\sqrt{163}}", "262537412640768744", False),
-        ("9^{9^{9^{9}}}", "9^{9^{9}}", False),
-        ("e^{e^{e^{9}}}", "1", False),
     ],
 )
 def test_by_value(a: str, b: str, expected: bool) -> None:
@@ -82,6 +80,8 @@ def test_by_value(a: str, b: str, expected: bool) -> None:
         r"\sqrt{-1}",
         r"\frac{1}{0}",
         r"\frac{1}{\sqrt{2}\sqrt{3}-\sqrt{6}}",
+        "9^{9^{9^{9}}}",
+        "e^{e^{e^{9}}}",
         "1001!",
         "x",
         r"x = \pi",
@@ -139,7 +139,7 @@ def test_the_verdicts_are_those_of_math_verify() -> None:
 
 @pytest.mark.parametrize("size", [30, 300, 500])
 def test_a_difference_is_seen_however_small(size: int) -> None:
-    """Roots, sums and quotients that differ by less than the digits of a first look, and their equal forms."""
+    """Roots, sums and quotients that differ by less than the digits of a first look, and equal forms."""
     for a, near, same in (
         ("1", f"1+10^{{-{size}}}", f"10^{{-{size}}}+1-10^{{-{size}}}"),
         (f"10^{{{size}}}", rf"\sqrt{{10^{{{2 * size}}}-1}}", rf"\sqrt{{10^{{{2 * size}}}}}"),
