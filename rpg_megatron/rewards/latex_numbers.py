@@ -39,7 +39,15 @@ _TOKEN = re.compile(
     r"|(?P<command>\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|ln|log)(?![a-zA-Z]))"
     r"|(?P<sign>[-+/^(){}\[\]*|_!\u2212]|e(?![a-z]|(?<=[0-9]e)[-+]?[0-9])))"
 )
-_SPELT = {"\u2212": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
+_SPELT = {
+    "\u2212": "-",
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+}
+_SPELT |= {"\\dbinom": "\\binom", "\\tbinom": "\\binom"}
 _FACTORS = ("\\sqrt", "\\pi", "e", "\\ln", "\\log", "\\binom")
 """What may follow a factor without a sign."""
 
@@ -147,11 +155,12 @@ class _Number(NamedTuple):
         return math.ceil((degree - 1) * self.upper + self.lower) + margin
 
     def _with(self, b: _Number, value: Decimal, error: Decimal, upper: float, lower: float) -> _Number:
-        error += abs(value).scaleb(2 - decimal.getcontext().prec)
-        error *= Decimal("1.01")  # its own rounding
+        error = (error + abs(value).scaleb(2 - decimal.getcontext().prec)) * _ROUNDED_UP
         return _Number(value, error, upper, lower, self.roots | b.roots)
 
 
+_ROUNDED_UP = Decimal("1.01")
+"""For the rounding of the bound itself."""
 _FUNCTION = _Number(Decimal(0), roots=frozenset({(1, "")}))
 _UNDECIDED = (_NotConstant, _TooFewDigits, decimal.DecimalException, RecursionError, OverflowError)
 
@@ -239,7 +248,7 @@ class _Parser:
                 raise _NotConstant
             token = match[match.lastgroup or 0]
             if token not in ("\\left", "\\right"):
-                self._tokens.append(_SPELT.get(token, re.sub(r"^\\[dt](?=frac|binom)", r"\\", token)))
+                self._tokens.append(_SPELT.get(token, token))
             position = match.end()
         self._index = 0
 
