@@ -93,8 +93,8 @@ def drop_thoughts(response: str, opened: bool = False) -> str:
             kept += [response[start : mark.start()]] if start is not None else []
             start, begun = None, begun + 1
             continue
-        if start is not None and (begun or not ended):  # what seemed to be outside was inside
-            kept.clear()
+        if start is not None:
+            kept = [] if begun or not ended else [*kept, response[start : mark.start()]]
         start, begun, ended = mark.end(), max(begun - 1, 0), True
     return "\n".join([*kept, response[start:]] if start is not None else kept)
 

@@ -39,7 +39,15 @@ _TOKEN = re.compile(
     r"|(?P<command>\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|ln|log)(?![a-zA-Z]))"
     r"|(?P<sign>[-+/^(){}\[\]*|_!\u2212]|e(?![a-z]|(?<=[0-9]e)[-+]?[0-9])))"
 )
-_SPELT = {"\u2212": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
+_SPELT = {
+    "\u2212": "-",
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+}
+_SPELT |= {"\\dbinom": "\\binom", "\\tbinom": "\\binom"}
 _FACTORS = ("\\sqrt", "\\pi", "e", "\\ln", "\\log", "\\binom")
 """What may follow a factor without a sign."""
 
@@ -105,7 +113,9 @@ class _Number(NamedTuple):
         return self._with(_Number(value, roots=frozenset({(k, radicand)})), value, error, upper, lower)
 
     def exp(self) -> _Number:
-        if self.error > 1 or abs(self.value) > _MAX_EXPONENT:
+        if abs(self.value) > _MAX_EXPONENT:
+            raise _NotConstant
+        if self.error > 1:
             raise _TooFewDigits
         value, size = _checked(self.value).exp(), 1.5 * abs(float(self.value)) + 2
         bits = max(self.upper, size), max(self.lower, size)
@@ -145,19 +155,20 @@ class _Number(NamedTuple):
         return math.ceil((degree - 1) * self.upper + self.lower) + margin
 
     def _with(self, b: _Number, value: Decimal, error: Decimal, upper: float, lower: float) -> _Number:
-        error += abs(value).scaleb(2 - decimal.getcontext().prec)
-        error *= Decimal("1.01")  # its own rounding
+        error = (error + abs(value).scaleb(2 - decimal.getcontext().prec)) * _ROUNDED_UP
         return _Number(value, error, upper, lower, self.roots | b.roots)
 
 
+_ROUNDED_UP = Decimal("1.01")
+"""For the rounding of the bound itself."""
 _FUNCTION = _Number(Decimal(0), roots=frozenset({(1, "")}))
 _UNDECIDED = (_NotConstant, _TooFewDigits, decimal.DecimalException, RecursionError, OverflowError)
 
 
 def compare_constants(a: str, b: str) -> bool | None:
     """Whether two constants are equal; None if one cannot be parsed here, or if it takes too many digits."""
-    digits = _DIGITS
-    while digits <= _MAX_DIGITS:
+    digits, most = _DIGITS, _MAX_DIGITS
+    while True:
         try:
             with _precision(digits):
                 x, y = _parse(a), _parse(b)
@@ -168,12 +179,15 @@ def compare_constants(a: str, b: str) -> bool | None:
                 if gap.error < Decimal(2) ** -(bits + 1):
                     return True
                 whole = max(abs(x.value), abs(y.value)).adjusted()
-                digits = max(2 * digits, int(bits / _BITS_PER_DIGIT) + max(whole, 0) + 10)
+                needed = max(2 * digits, int(bits / _BITS_PER_DIGIT) + max(whole, 0) + 10)
+                most = _MAX_DIGITS if all(k == 2 for k, _ in gap.roots) else _MAX_FUNCTION_DIGITS
         except _TooFewDigits:
-            digits *= 4
+            needed = 4 * digits
         except _UNDECIDED:
             return None
-    return None
+        if digits >= most:
+            return None
+        digits = min(needed, most)
 
 
 def value_of(text: str) -> Decimal | None:
@@ -193,7 +207,7 @@ def integer_value(text: str) -> int | None:
     if re.fullmatch(r"(?:[-\d+*^!(){}\s]|\\cdot|\\times)+", text) is None:
         return None
     try:
-        with _precision(50_000):
+        with _precision(30_000):
             return _parse(text).integer
     except _UNDECIDED:
         return None
@@ -234,7 +248,7 @@ class _Parser:
                 raise _NotConstant
             token = match[match.lastgroup or 0]
             if token not in ("\\left", "\\right"):
-                self._tokens.append(_SPELT.get(token, re.sub(r"^\\[dt](?=frac|binom)", r"\\", token)))
+                self._tokens.append(_SPELT.get(token, token))
             position = match.end()
         self._index = 0
 

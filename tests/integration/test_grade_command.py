@@ -62,6 +62,22 @@ def test_verdicts_and_summary(tmp_path: Path) -> None:
     assert last.startswith(f"{file}: 3 of 5 correct (60.0%), 1 without answer; ")
 
 
+def test_thoughts_do_not_answer_unless_they_may(tmp_path: Path) -> None:
+    """A prompt of a line says whether the response begins in thoughts."""
+    box = "\\boxed{5}"
+    lines = [
+        {"response": f"<think>{box}", "answer": "5"},
+        {"prompt": "2+3?<think>\n", "response": box, "answer": "5"},
+        {"prompt": "2+3?<think>\n", "response": f"</think>{box}", "answer": "5"},
+        {"prompt": "2+3?<think>\n\n</think>\n\n", "response": box, "answer": "5"},
+    ]
+    file = write(tmp_path, *(json.dumps(line).encode() for line in lines))
+    done = run(file)
+    assert [json.loads(line)["correct"] for line in done.stdout.splitlines()] == [False, False, True, True]
+    done = run(file, "--reward", "boxed", "reward.answer_in_thoughts=true")
+    assert [json.loads(line)["correct"] for line in done.stdout.splitlines()] == [True] * 4
+
+
 def test_out_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = write(tmp_path, *good(0, 0, 2)), tmp_path / "out.jsonl"
     summary = grade_file(file, style="boxed", out=out, workers=1, deadline=5.0, skip_malformed=False)

@@ -70,6 +70,27 @@ def test_turns_continue_what_was_sampled(config_file: Path, tmp_path: Path) -> N
     assert not scores.repeatable
 
 
+class ThinkingEngine(Engine):
+    """Answers within thoughts that the prompt began, and in two of three responses after them."""
+
+    def _one(self, prompt: list[int], seed: int, most: int) -> Sample:
+        text = (b"\\boxed{3}", b"\\boxed{3}</think>\\boxed{2}", b"\\boxed{2}")[seed % 3] + b"\0"
+        return Sample(
+            np.frombuffer(text, np.uint8).astype(np.int32), np.full(len(text), -1, np.float32), "stop"
+        )
+
+
+@pytest.mark.parametrize(("end", "correct"), [(b"<think>\n", 1), (b"<think>\n\n</think>\n\n", 2)])
+def test_thoughts_that_the_prompt_begins_do_not_answer(
+    end: bytes, correct: int, config_file: Path, tmp_path: Path
+) -> None:
+    settings = load_settings(config_file, ["reward.type=boxed", "rollout.max_response_tokens=64"])
+    prompt = np.frombuffer(PROMPT + end, np.uint8).astype(np.int32)
+    engine, task = ThinkingEngine(random.Random(1)), replace(make_task(), prompt=prompt)
+    _, scores = sample(settings, [engine], tmp_path, task)
+    assert sum(scores.correct) == correct
+
+
 def test_a_rewritten_history_is_a_row_of_its_own(config_file: Path, tmp_path: Path) -> None:
     """A turn is sampled in one row; rows share what belongs to the response, and count as one."""
     settings = make_settings(config_file, "tests.support.episodes:branching")

@@ -1,17 +1,18 @@
-"""Constants compared by value say what math-verify says, and stay silent where a text can be read two ways.
+"""Constants compared by value say what is true, and stay silent where a text can be read two ways.
 
-Why: they decide before math-verify sees an answer. Not covered: math-verify's own readings
-(test_math_grader).
+Why: they decide before math-verify sees an answer. math-verify's own comparison takes any two constants below
+1e-15 for equal. Not covered: its readings (test_math_grader).
 """
 
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
 from rpg_megatron.rewards.grader import grade_by_rules
-from rpg_megatron.rewards.latex_numbers import compare_constants
+from rpg_megatron.rewards.latex_numbers import compare_constants, integer_value
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,31 @@ from rpg_megatron.rewards.latex_numbers import compare_constants
         (r"2^{3^2}", "512", True),
         (r"10^{20}+1", r"10^{20}", False),
         (r"\pi^2", r"\pi^{3}", False),
+        (r"2^{65}", "36893488147419103232", True),
+        (r"2^{1/2}", r"\sqrt{2}", True),
+        ("5!", "120", True),
+        ("7" * 30, "7" * 29 + "8", False),
+        (r"\sqrt{2}\sqrt{3}-\sqrt{6}", "0", True),
+        (r"\sqrt{2}\sqrt{3}-\sqrt{6}", "10^{-50}", False),
+        ("9/19!", "1/19!", False),
+        (r"\frac{10^{14}}{25!}", r"\frac{1}{25!}", False),
+        ("-1/30!", "1/30!", False),
+        ("0/30!", "1/30!", False),
+        (r"\frac{30}{30!}", r"\frac{1}{29!}", True),
+        ("e^{-100}", "2e^{-100}", False),
+        ("e^{-100}", r"\frac{1}{e^{100}}", True),
+        (r"1-\frac{1}{25!}", r"1-\frac{1}{24!}", False),
+        (r"\sqrt{2^{200}+1}", "2^{100}", False),
+        (r"\sqrt{2^{2000}+1}", "2^{1000}", False),
+        (r"\sqrt{2^{2000}}", "2^{1000}", True),
+        (r"\sqrt[3]{10^{60}+1}", "10^{20}", False),
+        (r"\sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5}", "1", True),
+        (r"\sqrt{2}+\sqrt{3}+\sqrt{5}+\sqrt{7}", r"\sqrt{7}+\sqrt{5}+\sqrt{3}+\sqrt{2}", True),
+        (r"\frac{4}{\binom{52}{13}}", r"\frac{4 \cdot 13! \cdot 39!}{52!}", True),
+        (r"\binom{60}{30}", r"\binom{60}{29}", False),
+        (r"\ln 6", r"\ln 2 + \ln 3", True),
+        (r"\pi + 10^{-80}", r"\pi", False),
+        (r"e^{\pi\sqrt{163}}", "262537412640768744", False),
     ],
 )
 def test_by_value(a: str, b: str, expected: bool) -> None:
@@ -47,22 +73,25 @@ def test_by_value(a: str, b: str, expected: bool) -> None:
         "0.5",  # math-verify rounds decimals
         "1,5",
         "2^10",  # LaTeX raises 1 only, people mean 10
-        "2^{65}",
-        r"2^{1/2}",
+        "1e-22",  # not e - 22
+        "5!!",
+        "2^{3}!",
+        r"\ln 2\pi",
         r"\sqrt{-1}",
         r"\frac{1}{0}",
-        r"\frac{1}{\sqrt{2}\sqrt{3}-\sqrt{6}}",  # nothing but rounding errors below
-        r"\sqrt{2}\sqrt{3}-\sqrt{6}",
+        r"\frac{1}{\sqrt{2}\sqrt{3}-\sqrt{6}}",
+        "9^{9^{9^{9}}}",
+        "e^{e^{e^{9}}}",
+        "1001!",
         "x",
         r"x = \pi",
         r"\pi i",
-        "5!",
         r"\pm 2",
         "(1, 2)",
         "(((",
         r"\frac{1}",
         "",
-        "7" * 30,
+        "7" * 101,
         "(" * 50 + "1" + ")" * 50,
         "\\sqrt" * 40,
     ],
@@ -106,6 +135,46 @@ def test_the_verdicts_are_those_of_math_verify() -> None:
             counts[verdict] += 1
             assert equal(b, a) is verdict, (b, a)
     assert min(counts.values()) > 15, counts
+
+
+@pytest.mark.parametrize("size", [30, 300, 500])
+def test_a_difference_is_seen_however_small(size: int) -> None:
+    """Roots, sums and quotients that differ by less than the digits of a first look, and equal forms."""
+    for a, near, same in (
+        ("1", f"1+10^{{-{size}}}", f"10^{{-{size}}}+1-10^{{-{size}}}"),
+        (f"10^{{{size}}}", rf"\sqrt{{10^{{{2 * size}}}-1}}", rf"\sqrt{{10^{{{2 * size}}}}}"),
+        (rf"\frac{{1}}{{10^{{{size}}}}}", rf"\frac{{1}}{{10^{{{size}}}+1}}", f"10^{{-{size}}}"),
+        (r"\sqrt{2}", rf"\sqrt{{2+10^{{-{size}}}}}", r"\frac{2}{\sqrt{2}}"),
+    ):
+        assert compare_constants(a, near) is False
+        assert compare_constants(a, same) is True
+
+
+def test_hostile_constants_take_little_time() -> None:
+    draw = random.Random(11)
+
+    def grow(depth: int) -> str:
+        if not depth:
+            return draw.choice(["9", "999", "e", r"\pi"])
+        a = grow(depth - 1)
+        forms = [
+            f"({a})!",
+            f"({a})^{{{grow(depth - 1)}}}",
+            rf"\sqrt[99]{{{a}}}",
+            rf"\ln({a})",
+            f"e^{{{a}}}",
+            f"{a}+1",
+        ]
+        return draw.choice(forms)
+
+    slowest = 0.0
+    for _ in range(500):
+        text = grow(draw.randint(1, 6))
+        started = time.thread_time()
+        compare_constants(text, f"{text}+0")
+        integer_value(text)
+        slowest = max(slowest, time.thread_time() - started)
+    assert slowest < 2.0  # a tower of powers takes for ever; a busy machine's caches cost tenths
 
 
 def test_the_grader_asks_them_first() -> None:

@@ -6,6 +6,7 @@ middle of the night ruins a run. Not covered: workers that are killed (test_rewa
 """
 
 import asyncio
+import re
 import time
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rpg_megatron.config.reward import BUILT_IN_REWARDS, OverlongSettings, RewardSettings
 from rpg_megatron.rewards import Grader, Verdict, grade
-from rpg_megatron.rewards.extraction import STYLES, WINDOW, find_answer
+from rpg_megatron.rewards.extraction import STYLES, WINDOW, Style, find_answer, opens_thoughts
 from rpg_megatron.rewards.grader import grade_by_rules
 from rpg_megatron.rewards.normalize import canonical
 from rpg_megatron.rewards.quantity import as_number
@@ -199,6 +200,91 @@ def test_the_last_form_counts(response: str, style: str, expected: str | None) -
     assert find_answer(response, style) == expected
 
 
+FORMS = {
+    "answer_line": "Answer: {}",
+    "boxed": "\\boxed{{{}}}",
+    "gsm8k": "#### {}",
+    "auto": "The answer is {}",
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>\nTwo and three.\n5", None),
+        ("<think>5</think>\nI am not sure.\nSorry", None),
+        ("<think>5</think>\n6", "6"),
+        ("5\n</think>\nSo\n6", "6"),
+        ("5\n</think>\nI do not\nknow", None),
+        ("<think>4</think>\n5\n<think>6</think>", "5"),
+        ("<think>4</think>\n5\n<think>6", "5"),
+        ("<think>4 <think>6</think>\n5", "5"),
+        ("<think>4 <think>6</think>\n5\n</think>\nI do not\nknow", None),
+        ("<think>4</think>\n5\n</think>", "5"),
+        ("[THINK]4[/THINK]\n5", "5"),
+        ("<thinking>4</thinking>\n5", "5"),
+        ("\u25c1think\u25b74\u25c1/think\u25b7\n5", "5"),
+        ("<|channel|>analysis<|message|>4<|end|><|start|>assistant<|channel|>final<|message|>\n5", "5"),
+        ("<|channel|>analysis<|message|>4<|end|>", None),
+        ("I think it is\n5", "5"),
+    ],
+)
+def test_thoughts_do_not_answer(style: Style, response: str, expected: str | None) -> None:
+    written = re.sub(r"(?<![\w])\d(?!\w)", lambda m: FORMS[style].format(m[0]), response)
+    found = find_answer(written, style)
+    assert (found.removesuffix(".") if found else None) == expected
+
+
+def test_thoughts_may_begin_in_the_prompt_and_may_count() -> None:
+    unfinished = "Two and three: \\boxed{5}"
+    assert grade(f"<think>{unfinished}", "5") == Verdict(False, None, "no answer found")
+    assert grade(f"<think>{unfinished}", "5", thoughts=True).correct
+    assert find_answer(unfinished, opened=True) is None
+    assert find_answer(f"{unfinished}</think>\\boxed{{6}}", opened=True) == "6"
+    for prompt, opened in (
+        ("<think>\n", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("in <think> tags: 1+1?", False),
+    ):
+        assert opens_thoughts(f"user: 2+3?\nassistant: {prompt}") is opened
+    long = "We add. " * 50_000
+    assert find_answer(f"<think>Answer: 4 {long}</think>Answer: 5") == "5"
+    assert find_answer(f"<think>{long}Answer: 5", "answer_line") is None
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("Answer:\n$$\n5\n$$", "$$ 5 $$"),
+        ("Answer: $$\nx = 7\n$$\nThat is all.", "$$ x = 7 $$"),
+        ("Answer:\n\\[\n\\frac{1}{2}\n+ 1\n\\]", "\\[ \\frac{1}{2} + 1 \\]"),
+        ("Answer:\n\n\\(5\\) cm", "\\(5\\) cm"),
+        ("Answer: $$5$$ or $$6$$", "$$5$$ or $$6$$"),
+        ("Answer:\n$$5$$\nor\n$$6$$", "$$5$$ or $$6$$"),
+        ("Answer:\n- 5", "5"),
+        ("Answer: - 5", "- 5"),
+        ("Answer:\n-5", "-5"),
+        ("Answer:\n* x = 1\n* x = 4\n", "x = 1, x = 4"),
+        ("Answer:\n1. 5\n2. 6", "5, 6"),
+        ("Answer:\n> 5", "5"),
+        ("**Answer:**\n\n---\n\n**5**", "**5**"),
+        ("Answer: the area is\n\n$$5$$", "$$5$$"),
+        ("Answer:\nSo we get:\n- 5", "5"),
+        ("Answer:\n```\n5\n```", "5"),
+        (
+            "Answer:\n$$\n\\begin{aligned} x &= 2 + 3 \\\\ &= 5 \\end{aligned}\n$$",
+            "$$ x = 2 + 3 = 5 $$",
+        ),
+        ("Answer:\n\\begin{align*}\nx &= 1 \\\\\ny &= 2\n\\end{align*}", "x = 1 , y = 2"),
+        ("Answer: 4\nAnswer:\n$$", "4"),
+        ("Answer:\n$$\n\n", None),
+    ],
+)
+def test_an_answer_below_its_mark_is_the_next_expression(response: str, expected: str | None) -> None:
+    assert find_answer(response, "answer_line") == find_answer(response, "auto") == expected
+
+
 @pytest.mark.parametrize(
     ("response_answer", "answer"),
     [
@@ -281,6 +367,11 @@ def test_score_keeps_reward_and_verdict_apart() -> None:
     settings = RewardSettings(correct=0.0, wrong=-0.5)
     assert score(settings, "Answer: 1")[:2] == (0.0, True)
     assert score(settings, "Answer: 2")[:2] == (-0.5, False)
+    assert score(settings, "<think>Answer: 1")[:3] == (-0.5, False, None)
+    assert score(settings.model_copy(update={"answer_in_thoughts": True}), "<think>Answer: 1")[:2] == (
+        0.0,
+        True,
+    )
 
 
 def test_a_reward_is_the_sum_of_its_parts() -> None:
