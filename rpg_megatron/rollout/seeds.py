@@ -9,7 +9,6 @@ from typing import Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import read_json
-from rpg_megatron.data.chat_rendering import turn_end
 
 
 def seed_of(seed: int, purpose: str, step: int, index: int, prompt_id: int) -> int:
@@ -31,7 +30,13 @@ def stop_tokens(model: Path, tokenizer: Any, more: Iterable[int] = (), *, chats:
     generation_config.json (config.json if there is none), ``more``, and with ``chats`` the one that the chat
     template writes after a turn. Raises UserError if neither tokenizer nor checkpoint names one.
     """
-    ids = {tokenizer.eos_token_id, turn_end(tokenizer) if chats else None}
+    ids = {tokenizer.eos_token_id}
+    if chats:
+        from rpg_megatron.data.chat_rendering import (
+            turn_end,
+        )  # it imports asyncio, which commands start without
+
+        ids.add(turn_end(tokenizer))
     listed = None
     for name in ("generation_config.json", "config.json"):
         try:
