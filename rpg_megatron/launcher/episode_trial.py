@@ -10,7 +10,6 @@ FOLDER/config.yaml, its answer is FOLDER/failures.json.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.files import atomic_write_text, read_json
 from rpg_megatron.data.problems import first_problems
 from rpg_megatron.launcher.run_dir import resolved_yaml
 
@@ -44,7 +44,7 @@ def try_episode(settings: Settings, *, offline: bool = False) -> list[str]:
     if offline:
         return [f"{name} was not called: it may need a server; train and doctor call it"]
     with tempfile.TemporaryDirectory(prefix="rpg-trial-") as folder:
-        Path(folder, "config.yaml").write_text(resolved_yaml(settings), encoding="utf-8")
+        atomic_write_text(Path(folder, "config.yaml"), resolved_yaml(settings))
         command = [sys.executable, "-P", "-m", "rpg_megatron.launcher.episode_trial", folder]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START)
@@ -53,7 +53,7 @@ def try_episode(settings: Settings, *, offline: bool = False) -> list[str]:
                 f"{name} has not ended after {_START:g} s, with an engine that answers at once"
             ) from None
         try:
-            failures = json.loads(Path(folder, "failures.json").read_text(encoding="utf-8"))
+            failures = read_json(Path(folder, "failures.json"))
         except FileNotFoundError:
             last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
             return [f"{name} could not be called: {last.removeprefix('error: ')}"]
@@ -130,6 +130,8 @@ class _Engine:
 
 def main() -> int:
     """Run the process."""
+    import asyncio  # a command that only checks does without
+
     folder = Path(sys.argv[1])
     settings = load_settings(folder / "config.yaml")
     section = settings.rollout.episode
@@ -142,7 +144,7 @@ def main() -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    (folder / "failures.json").write_text(json.dumps(failures), encoding="utf-8")
+    atomic_write_text(folder / "failures.json", json.dumps(failures))
     return 0
 
 

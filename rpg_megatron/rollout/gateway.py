@@ -226,7 +226,7 @@ class Gateway:
             body = object_in(await self._read(request, conversation))
             chat = request.path.endswith("/completions")
             answer = await (self._chat if chat else self._tokens)(session, body)
-            response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+            response = web.json_response(answer, dumps=lambda value: msgspec.json.encode(value).decode())
             connection = await write_out(request, response)
         except BaseException:
             if conversation.turn is not before:
