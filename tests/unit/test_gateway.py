@@ -272,7 +272,7 @@ def test_a_template_without_tools_is_refused(config_file: Path, tmp_path: Path) 
     run.sample(client)
     (refused, error), *written = answers
     assert (refused, [status for status, _ in written]) == (400, [200] * 3)
-    assert error["error"]["message"].startswith("tools: the model's chat template does not write them")
+    assert error["error"]["message"].startswith("tools: the model's chat template does not read them")
     prompts = [run.codec.decode_all(answer["prompt_token_ids"]) for _, answer in written]
     assert prompts == ["user:seven?answer:", "addseven?answer:", "user:seven?answer:"]
 
@@ -504,7 +504,6 @@ def test_connections_without_a_key_end(
 ) -> None:
     """By their number and after a time, also if they send; and there is not a record for each."""
     monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._SECONDS", 0.5)
-    monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._STRANGERS", 20)
     run = Run(config_file, tmp_path, "qwen2.5", tools=False)
 
     async def client(task: EpisodeTask) -> float:

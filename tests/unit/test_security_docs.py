@@ -92,7 +92,7 @@ unit/test_gateway.py::test_a_client_that_leaves_or_outlives_its_episode
   a key for each response
   it ends with the episode
 unit/test_gateway.py::test_connections_without_a_key_end
-  Connections that show none end after 30 s, and there are at most 256
+  Connections that show none end after 60 s, or before others are refused
 unit/test_episode_pool.py::test_only_the_faulty_episode_fails
   killed at its limits of time and memory
 unit/test_episodes.py::test_a_faulty_episode_is_counted
