@@ -33,6 +33,7 @@ SHARES = {"call": 0.5, "no brace": 0.2, "other argument": 0.15, "guess": 0.15}
 CHATS, PEAK_LR = 32, 3e-3
 """Chats of a training step."""
 TEMPLATE = """\
+{%- if tools %}{# the model has learned its tool by examples #}{%- endif %}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}{{ '= ' + m.content + '\\n' }}
 {%- elif m.role == 'assistant' %}{{ m.content or '' }}

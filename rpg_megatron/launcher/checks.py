@@ -25,6 +25,7 @@ from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
 from rpg_megatron.launcher.input_checks import (
     check_custom_code,
@@ -176,6 +177,10 @@ def _check_reward(run: CheckedRun) -> list[str]:
     return try_reward(run.settings, training="trainer" in run.has, offline=run.prepares)
 
 
+def _check_episode(run: CheckedRun) -> list[str]:
+    return try_episode(run.settings, offline=run.prepares)
+
+
 CHECKS = (
     RunCheck("settings", ("trainer", "engines"), _settings_check(_check_settings)),
     RunCheck("address space", ("machine",), lambda _: check_address_space()),
@@ -206,6 +211,7 @@ CHECKS = (
     RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
     RunCheck("teacher's server", ("data", "engines", "trainer"), _ask_teacher, 90.0),
     RunCheck("own code", ("code",), _settings_check(check_custom_code), 330.0),
+    RunCheck("episode", ("data", "code", "engines", "weights"), _check_episode, 430.0),
 )
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 

@@ -23,7 +23,6 @@ from rpg_megatron.data.prompts import TextCodec
 from rpg_megatron.data.trajectory import Tokens
 from rpg_megatron.engine.tool_calls import ParsedText, ToolCallParser
 from rpg_megatron.rollout.episode import Turn
-from rpg_megatron.system.foreign_input import ForeignInputError
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
@@ -32,8 +31,6 @@ _WHOLE_CHATS = 64
 """Chats whose token ids are kept."""
 _SHORT = 2048
 """Characters of a text that is encoded at once; a longer one in a thread, while others are answered."""
-_KNOWN_TOOLS = 1000
-"""Lists of tools of which it is kept that the template writes them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +47,8 @@ class ChatFormat:
     """None: tool calls are left in the text."""
     thinks: bool
     """Whether the template separates what is between ``<think>`` and ``</think>`` from the answer."""
-    _written: set[str] = field(default_factory=set)
-    """Lists of tools that the template writes, as JSON."""
+    reads_tools: bool
+    """Whether the template reads ``tools``."""
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "chat encoding"))
 
     @cached_property
@@ -75,28 +72,17 @@ class ChatFormat:
         plain = [_for_template(message) for message in messages]
         return await renderer.render(plain, tools=tools or None, add_generation_prompt=prompt)
 
-    async def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:
+    async def check_tools(self, tools: Tools) -> None:
         """Raise ValueError if the policy would not be told of the tools, or if they are not described as
         OpenAI's API has it.
         """
-        described = json.dumps(tools)
-        if not tools or described in self._written:
-            return
-        if self.parser:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self.parser.check, tools)
-        plain = [_for_template(message) for message in messages]
-        try:
-            without = await self.tools_renderer.render(plain, add_generation_prompt=True)
-        except ForeignInputError:  # it needs some
-            without = ""
-        if without == await self.render(messages, tools):
+        if tools and not self.reads_tools:
             raise ValueError(
-                "tools: the model's chat template does not write them, so the policy would not know of them; "
-                "describe them in a message, and send no tools, or give the model a template with tools"
+                "tools: the model's chat template does not read them, so the policy would not know of them; "
+                "give the model a template with tools, or describe them in a message and send none"
             )
-        if len(self._written) >= _KNOWN_TOOLS:
-            self._written.clear()
-        self._written.add(described)
+        if tools and self.parser:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self.parser.check, tools)
 
     def close(self) -> None:
         """End the processes and threads."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import socket
 import time
@@ -160,7 +161,10 @@ class Gateway:
         renderer = ChatRenderer(template, variables)
         tools_renderer = renderer if for_tools == template else ChatRenderer(for_tools, variables)
         thinks = "</think>" in template + for_tools
-        return ChatFormat(renderer, tools_renderer, self._codec, self._stops, parser, thinks)
+        reads = any(
+            re.search(r"\btools\b", code) for code in re.findall(r"{[{%].*?[%}]}", for_tools, re.DOTALL)
+        )
+        return ChatFormat(renderer, tools_renderer, self._codec, self._stops, parser, thinks, reads)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -225,7 +229,7 @@ class Gateway:
             body = object_in(await self._read(request, conversation))
             chat = request.path.endswith("/completions")
             answer = await (self._chat if chat else self._tokens)(session, body)
-            response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+            response = web.json_response(answer, dumps=lambda value: msgspec.json.encode(value).decode())
             connection = await write_out(request, response)
         except BaseException:
             if conversation.turn is not before:
@@ -234,7 +238,8 @@ class Gateway:
         conversation.confirm()
         if chat and session.chat:
             session.chat.confirm()
-        session.answered = connection, conversation.turn, session.chat if chat else None
+        if connection is not None:
+            session.answered = connection, conversation.turn, session.chat if chat else None
         return response
 
     async def _read(self, request: web.Request, conversation: Conversation) -> bytes:
@@ -254,7 +259,7 @@ class Gateway:
         messages, tools = messages_in(body), tools_in(body)
         if len(messages) + len(tools) > conversation.limit:
             raise conversation.full(f"{len(messages)} messages and {len(tools)} tools")
-        await self._form.check_tools(messages, tools)
+        await self._form.check_tools(tools)
         chat = session.chat = session.chat or Chat(self._form)
         messages, text, before = await chat.prompt(messages, tools)
         if len(text.encode()) > conversation.limit * self._longest:

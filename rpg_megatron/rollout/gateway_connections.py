@@ -15,8 +15,8 @@ from aiohttp import web
 logger = logging.getLogger("rpg_megatron.sampler")
 TIMES: dict[str, Any] = {"keepalive_timeout": 300.0, "lingering_time": 1.0}
 """Seconds of aiohttp: a connection without a request, and reading what is left of a refused one."""
-_STRANGERS, _SECONDS = 256, 30.0
-"""Most connections that have shown no key yet, and how long one may exist."""
+_SECONDS, _SPARE = 60.0, 256
+"""How long a connection may exist that has shown no key, and the files of this process that are none."""
 _GONE = select.POLLERR | select.POLLHUP
 
 warn_once = lru_cache(100)(logger.warning)
@@ -30,7 +30,7 @@ class Connections:
         """http: makes what serves a connection."""
         self._http = http
         self._strangers: dict[Any, asyncio.TimerHandle] = {}
-        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # there are other files
+        self._most = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE, _SPARE)
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> str:
@@ -56,9 +56,9 @@ class Connections:
 
     def _connect(self) -> asyncio.Protocol:
         if len(self._http.connections) >= self._most:
-            warn_once(f"the gateway refuses connections beyond {self._most}, half of the files of a process")
-            return _Refused()
-        if len(self._strangers) >= _STRANGERS:
+            warn_once(f"the gateway has {self._most} connections, and needs more open files; raise ulimit -n")
+            if not self._strangers:
+                return _Refused()
             self._end(next(iter(self._strangers)))
         protocol = self._http()
         ending = asyncio.get_running_loop().call_later(_SECONDS, self._end, protocol)
@@ -77,31 +77,32 @@ class _Refused(asyncio.Protocol):
 
 def is_reset(connection: socket.socket) -> bool:
     """Whether the other end has left without reading all that was written."""
-    return bool(_events(connection) & _GONE)
+    return bool(_events(connection.fileno()) & _GONE)
 
 
-async def write_out(request: web.Request, response: web.Response) -> socket.socket:
-    """Write an answer out; returns the connection. Raises ConnectionError if its client has left."""
+async def write_out(request: web.Request, response: web.Response) -> socket.socket | None:
+    """Write an answer out; returns the connection, if a file is left for it. Raises ConnectionError if its
+    client has left.
+    """
     transport = request.transport
     if transport is None:
         raise ConnectionResetError("the client has left")
-    connection = socket.socket(fileno=socket.dup(transport.get_extra_info("socket").fileno()))
+    file = transport.get_extra_info("socket").fileno()
+    transport.set_write_buffer_limits(0)  # so that the writing below waits until all is written
+    if _events(file) & (_GONE | select.POLLRDHUP):
+        raise ConnectionResetError("the client has left")
+    await response.prepare(request)
+    await response.write_eof()
+    if transport.is_closing() or transport.get_write_buffer_size() or _events(file) & _GONE:
+        raise ConnectionResetError("the client has left")
     try:
-        transport.set_write_buffer_limits(0)  # so that the writing below waits until all is written
-        if _events(connection) & (_GONE | select.POLLRDHUP):
-            raise ConnectionResetError("the client has left")
-        await response.prepare(request)
-        await response.write_eof()
-        if transport.is_closing() or transport.get_write_buffer_size() or is_reset(connection):
-            raise ConnectionResetError("the client has left")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        return socket.socket(fileno=socket.dup(file))
+    except OSError:
+        return None
 
 
-def _events(connection: socket.socket) -> int:
+def _events(file: int) -> int:
     """What has become of a connection, also if the event loop has not seen it yet."""
     poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
+    poll.register(file, select.POLLRDHUP)
     return sum(events for _, events in poll.poll(0))

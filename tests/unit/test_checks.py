@@ -46,7 +46,14 @@ WITHOUT_MACHINE = tuple(check for check in CHECKS if "machine" not in check.need
 
 # -- no check outside the table ------------------------------------------------------------------------------
 
-CHECK_MODULES = ("preflight", "input_checks", "reward_trial", "teacher_checks", "fine_tuning")
+CHECK_MODULES = (
+    "preflight",
+    "input_checks",
+    "reward_trial",
+    "episode_trial",
+    "teacher_checks",
+    "fine_tuning",
+)
 """In launcher/: the functions of the table."""
 
 
@@ -97,7 +104,9 @@ def test_only_the_table_imports_a_check() -> None:
             if not (node.module or "").startswith(tuple(f"rpg_megatron.{folder}" for folder in folders)):
                 continue
             names = {alias.name for alias in node.names}
-            checking = {n for n in names if n.startswith(("check_", "warn_of")) or n == "try_reward"}
+            checking = {
+                n for n in names if n.startswith(("check_", "warn_of")) or n in ("try_reward", "try_episode")
+            }
             if not module.startswith("commands.convert."):
                 assert checking == set(), f"{module} imports {checking}"
 

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ import pytest
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.engine.client import Sample
 from rpg_megatron.rollout.batch_metrics import batch_metrics
+from rpg_megatron.rollout.conversation import Conversation
 from rpg_megatron.rollout.dynamic_sampling import Group
-from rpg_megatron.rollout.episode_pool import EpisodePool
+from rpg_megatron.rollout.episode_pool import EpisodePool, _Turns
 from rpg_megatron.rollout.worker import CODEC, Worker
 from tests.support.episode_rig import Engine, contents, make_settings, make_task, sample
 from tests.support.ranks import ROOT
@@ -136,6 +138,34 @@ def test_time_and_death_while_a_turn_is_sampled(config_file: Path, tmp_path: Pat
     assert scores.failures.failed == 0
     whole, _ = sample(make_settings(config_file, UNRULY, fault="none", seeds=[]), [engine()], tmp_path)
     assert contents(group) == contents(whole)
+
+
+@pytest.mark.parametrize("then", ["read", "drop", "ends"])
+def test_an_answer_that_no_episode_got_is_not_in_the_response(then: str) -> None:
+    """It was under way when the episode gave it up, or ended."""
+    sent: list[Any] = []
+    process: Any = SimpleNamespace(send=lambda number, value: sent.append(value))
+
+    async def run() -> list[int]:
+        task = make_task()
+        prompt = tuple(task.prompt.tolist())
+        conversation = Conversation(task, 0, prompt, 256, codec_of(ByteTokenizer()), lambda: None)
+        attempt: Any = SimpleNamespace(conversation=conversation, score=None)
+        turns = _Turns(attempt, process)
+        turns.number, turns.outcome = 0, asyncio.get_running_loop().create_future()
+        turns.on_request({"ask": 5, "method": "generate", "arguments": [list(prompt), None, False]})
+        while conversation.turn is None:
+            await asyncio.sleep(0)
+        conversation.add(Sample(np.array([50, 0], np.int32), np.zeros(2, np.float32), "stop"))
+        while not sent:
+            await asyncio.sleep(0)
+        if then != "ends":
+            turns.on_request({"ask": 5, then: True})
+        turns.end()
+        conversation.discard()  # as when an episode has ended
+        return [int(token) for token in conversation.row.tokens]
+
+    assert asyncio.run(run()) == ([50, 0] if then == "read" else [])
 
 
 def test_a_limit_of_turns(config_file: Path, tmp_path: Path) -> None:

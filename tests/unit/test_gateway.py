@@ -30,6 +30,7 @@ from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.data.prompts import TextCodec, codec_of, load_tokenizer, save_chat_template
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import Sample
+from rpg_megatron.engine.tool_calls import ToolCall, _is_plain
 from rpg_megatron.rollout.episode import EpisodeTask
 from rpg_megatron.rollout.episode_pool import LocalEpisode
 from rpg_megatron.rollout.gateway import CHAT
@@ -271,7 +272,7 @@ def test_a_template_without_tools_is_refused(config_file: Path, tmp_path: Path) 
     run.sample(client)
     (refused, error), *written = answers
     assert (refused, [status for status, _ in written]) == (400, [200] * 3)
-    assert error["error"]["message"].startswith("tools: the model's chat template does not write them")
+    assert error["error"]["message"].startswith("tools: the model's chat template does not read them")
     prompts = [run.codec.decode_all(answer["prompt_token_ids"]) for _, answer in written]
     assert prompts == ["user:seven?answer:", "addseven?answer:", "user:seven?answer:"]
 
@@ -503,7 +504,6 @@ def test_connections_without_a_key_end(
 ) -> None:
     """By their number and after a time, also if they send; and there is not a record for each."""
     monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._SECONDS", 0.5)
-    monkeypatch.setattr("rpg_megatron.rollout.gateway_connections._STRANGERS", 20)
     run = Run(config_file, tmp_path, "qwen2.5", tools=False)
 
     async def client(task: EpisodeTask) -> float:
@@ -605,6 +605,42 @@ def test_what_no_client_got_is_not_trained(
     assert row.sampled == len(sampled[0]) + len(sampled[-1])
     assert row.response.tolist()[-len(sampled[-1]) :] == sampled[-1]
     assert run.counts["env/undelivered"] == 1
+
+
+SURROGATES = ['{"a": "\\ud83d"}', '{"\\udc00": 1}', '{"a": ["' + "\ud83d" + '"]}', "[" * 200_000]
+
+
+def test_calls_that_no_client_can_read_are_none() -> None:
+    assert [_is_plain(ToolCall("add", text)) for text in SURROGATES] == [False] * 4
+    assert not _is_plain(ToolCall("a\ud83d", "{}"))
+    fine = ['{"a": "\\ud83d\\ude00"}', '{"a": "ü 数"}', "{", "", '{"a": 1' + "0" * 5000 + "}", "[[1]]"]
+    assert [_is_plain(ToolCall("add", text)) for text in fine] == [True] * 6
+
+
+@pytest.mark.long
+def test_half_a_character_in_a_call_is_told(config_file: Path, tmp_path: Path) -> None:
+    """It stays in the text, is counted, and the chat goes on with the turn that was sampled."""
+    run = Run(config_file, tmp_path, "qwen2.5")
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+
+    def one(prompt: list[int], seed: int, most: int) -> Sample:
+        tokens = [*run.codec.encode(call), run.engine.stop]
+        run.engine.turns.append((prompt, tokens))
+        return Sample(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop")
+
+    run.engine.one = one  # type: ignore[method-assign]
+
+    async def client(task: EpisodeTask) -> float:
+        status, answer = await post(task, {"messages": QUESTION, "tools": [ADD]})
+        message = answer["choices"][0]["message"]
+        assert (status, message["content"], "tool_calls" in message) == (200, call, False)
+        status, _ = await post(task, {"messages": [*QUESTION, message, *QUESTION], "tools": [ADD]})
+        assert status == 200
+        return 1.0
+
+    (row,) = run.sample(client)
+    assert row.sampled == sum(len(tokens) for _, tokens in run.engine.turns)
+    assert (run.counts["env/unparsed_calls"], run.counts["env/undelivered"]) == (2, 0)
 
 
 def test_token_ids_in_and_out(config_file: Path, tmp_path: Path) -> None:

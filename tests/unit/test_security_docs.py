@@ -91,6 +91,8 @@ unit/test_gateway.py::test_a_client_that_leaves_or_outlives_its_episode
   the same, on the first node
   a key for each response
   it ends with the episode
+unit/test_gateway.py::test_connections_without_a_key_end
+  Connections that show none end after 60 s, or before others are refused
 unit/test_episode_pool.py::test_only_the_faulty_episode_fails
   killed at its limits of time and memory
 unit/test_episodes.py::test_a_faulty_episode_is_counted
@@ -100,6 +102,8 @@ integration/test_sandbox.py::test_what_a_program_cannot_do
   other processes can neither be seen
 integration/test_sandbox.py::test_a_program_that_goes_on_is_ended
   limits of time, memory, processes, files and output
+integration/test_sandbox.py::test_what_a_program_cannot_do
+  they get no open file but their standard streams;
 integration/test_sandbox.py::test_nothing_is_left_of_a_call
   what they have started is killed after each call
 limit: Apptainer's own work
