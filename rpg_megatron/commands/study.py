@@ -50,6 +50,7 @@ def run_study(
         typer.echo(f"all {len(study.runs)} runs are finished")
     elif local:
         if not dry_run:
+            # Once: an error of the data, say, would be the same in each run.
             check_start(CheckedRun(with_local_model(study.runs[unfinished[0] - 1].settings)))
             _train_here(study, unfinished)
     elif numbers := sorted(set(unfinished) - _queued(study.name)):
@@ -57,14 +58,6 @@ def run_study(
     else:
         typer.echo("all runs that are not finished wait or run in a job")
     typer.echo(f"report: rpg-megatron report {shlex.quote(str(file))}")
-
-
-def _warn_of(settings: Settings) -> None:
-    """Print what is wrong with the first run, and maybe with all. Jobs may see other files."""
-    try:
-        check_start(CheckedRun(with_local_model(settings), ALL - {"machine", "engines"}, prepares=True))
-    except UserError as e:
-        typer.echo(f"warning: {settings.name} would fail here: {e}", err=True)
 
 
 def settings_of_task(file: Path, overrides: Sequence[str], task: int) -> Settings | None:
@@ -136,7 +129,9 @@ def _submit(
     typer.echo(shlex.join(command))
     if dry_run:
         return
-    _warn_of(study.runs[numbers[0] - 1].settings)
+    first = study.runs[numbers[0] - 1].settings
+    if first.model.path.is_dir():  # jobs may see other files
+        check_start(CheckedRun(first, ALL - {"machine", "engines"}, prepares=True))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")

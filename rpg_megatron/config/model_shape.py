@@ -284,6 +284,8 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
+    if raw.get("quantization_config"):
+        problems.append("quantization_config is not supported: take the checkpoint with unquantised weights")
     layers = int(raw["num_hidden_layers"])
     kinds = raw.get("layer_types") or ["full_attention"] * layers
     if (

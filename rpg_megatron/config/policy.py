@@ -36,10 +36,6 @@ class ModelSettings(Section):
     local."""
 
 
-_MOST_RANKS = 100_000
-"""A plan looks at each of them."""
-
-
 class ParallelSettings(Section):
     """Parallel layout of the policy: tensor x pipeline x context x data ranks."""
 
@@ -80,10 +76,8 @@ class ParallelSettings(Section):
 
     @model_validator(mode="after")
     def _check_world(self) -> ParallelSettings:
-        if self.world > _MOST_RANKS:
-            raise ValueError(
-                f"{self.world:,} ranks (tensor x pipeline x context x data); at most {_MOST_RANKS:,}"
-            )
+        if self.world > 100_000:  # a plan looks at each of them
+            raise ValueError(f"tensor x pipeline x context x data is {self.world:,}; at most 100,000 ranks")
         return self
 
     @model_validator(mode="after")

@@ -11,8 +11,6 @@ from typing import Any
 
 _SECRET = {"password", "passwd", "pwd", "passphrase", "apikey", "secret", "credential", "authorization"}
 """Last word of a key whose text is a secret."""
-_NUMBERS = {"password", "passwd", "pwd", "passphrase", "apikey"}
-"""Those of them whose number is one, too."""
 _DOUBTFUL = {"key", "token", "auth", "pass", "cookie", "signature", "sig", "bearer", "pat"}
 """Last word of a key whose text is a secret if it looks like one, or if a word of ``_OWNERS`` is before."""
 _OWNERS = re.compile(
@@ -23,8 +21,6 @@ _OWNERS = re.compile(
 _NAMES = {"variable", "env", "file", "path", "user", "username", "name", "type", "url", "id", "scheme"}
 """Last word of a key whose text is about a secret, and none."""
 _VARIABLE = re.compile(r"\$?[A-Za-z_]\w*")
-_ROWS = re.compile(r"(^|\.)(data|heldout|sets\[\d+\]|mixture\[\d+\])$")
-"""Sections with a key ``where``."""
 _HARMLESS = re.compile(
     r"""(?:\w+\ )?\$\{?\w+\}?            # a variable
     | [A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+     # the name of one
@@ -66,7 +62,7 @@ def looks_secret(name: str, value: Any) -> bool:
     if last in _NAMES:
         return last == "variable" and isinstance(value, str) and not _VARIABLE.fullmatch(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return last in _NUMBERS or (before, last) == ("api", "key")
+        return (last in _SECRET and last != "secret") or (before, last) == ("api", "key")
     if not isinstance(value, str) or len(value) > _LONGEST or _HARMLESS.fullmatch(value):
         return False
     if last in _SECRET or (last in _DOUBTFUL and (_OWNERS.fullmatch(before) or name.lower() == "token")):
@@ -80,19 +76,15 @@ def _words(name: str) -> list[str]:
     return words if words[-1] in _DOUBTFUL else [*words[:-1], words[-1].removesuffix("s")]
 
 
-def _is_part(name: str, section: str) -> bool:
-    """Whether the key of a section, such as ``secrets``, names one of them, as in {search: x}."""
-    return _words(section)[-1] in _SECRET and _words(name)[-1] not in _NAMES
-
-
 def _find(value: Any, key: str, name: str) -> Iterator[tuple[str, str]]:
     """Dotted key of each secret, and what it is. name: the key that decides."""
     if isinstance(value, dict):
         for part, inner in value.items():
-            if part == "where" and _ROWS.search(key):
+            if part == "where" and key.startswith(("data", "sft.", "evaluation.")):
                 continue  # its keys are columns
-            place, whole = f"{key}.{part}".lstrip("."), f"{part}_{name}"
-            yield from _find(inner, place, whole if _is_part(str(part), name) else str(part))
+            # What a section such as ``secrets`` names by keys of its own, as in {search: x}.
+            inside = _words(name)[-1] in _SECRET and _words(str(part))[-1] not in _NAMES
+            yield from _find(inner, f"{key}.{part}".lstrip("."), f"{part}_{name}" if inside else str(part))
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
             option = value[i - 1] if i and isinstance(value[i - 1], str) else ""
@@ -106,11 +98,7 @@ def _find(value: Any, key: str, name: str) -> Iterator[tuple[str, str]]:
             if (word and not _HARMLESS.fullmatch(word)) if colon else looks_secret("key", who):
                 yield key, "must not hold a password"
         named = _HEADER.fullmatch(value)
-        pairs = [named.groups()] if named else _PAIR.findall(value) if _has_pairs(value) else []
+        listed = "://" in value or all("=" in word for word in value.split())  # no prompt
+        pairs = [named.groups()] if named else _PAIR.findall(value) if listed else []
         if _KNOWN.search(value) or any(looks_secret(*pair) for pair in pairs):
             yield key, "holds what looks like a secret"
-
-
-def _has_pairs(text: str) -> bool:
-    """Whether it is a URL or a list of NAME=VALUE, and not a prompt."""
-    return "://" in text or all("=" in word for word in text.split())

@@ -245,15 +245,14 @@ def check_start(run: CheckedRun) -> None:
 
 @contextmanager
 def _told_if_slow(check: RunCheck, settings: Settings) -> Iterator[None]:
-    code: list[str] = []  # of the user, which may hang
-    if check.name == "data":
-        code = [s.source.type for p in settings.prompt_sets for s in p.data.sources if s.source is not None]
-    elif check.name == "reward":
-        code = [term.type for term in settings.reward.all_terms.values() if term.is_custom]
-    elif check.name == "own code":
-        code = [item.path for item in list_custom_code(settings)]
+    code = {  # of the user, which may hang
+        "data": (s.source.type for part in settings.prompt_sets for s in part.data.sources if s.source),
+        "reward": (term.type for term in settings.reward.all_terms.values() if term.is_custom),
+        "own code": (item.path for item in list_custom_code(settings)),
+    }
+    names = ", ".join(dict.fromkeys(code.get(check.name, ())))
     text = "reading the data" if check.name == "data" else f"waiting for the check: {check.name}"
-    text += f" ({', '.join(dict.fromkeys(code))})" if code else ""
+    text += f" ({names})" if names else ""
     slow = threading.Timer(_SILENT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
     slow.daemon = True
     slow.start()

@@ -34,7 +34,7 @@ from typing import Any, Literal
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.import_path import load_function
 from rpg_megatron.system.parent_death import end_with_parent
-from rpg_megatron.system.process_groups import WARNINGS
+from rpg_megatron.system.process_groups import WARNINGS, address_space
 from rpg_megatron.system.terminal import protect_streams
 
 _MAX_GROWTH = 256 * 1024
@@ -124,9 +124,7 @@ def main() -> None:
         except (ValueError, UserError) as e:
             control.sendall(json.dumps({"error": str(e)}).encode())
             return
-        with open("/proc/self/statm") as sizes:
-            size = int(sizes.read().split()[0]) * resource.getpagesize()
-        if memory < size + _LEAST_MEMORY:
+        if memory < (size := address_space()) + _LEAST_MEMORY:
             control.sendall(json.dumps({"size": size}).encode())
             return
         control.sendall(json.dumps(description).encode())

@@ -55,6 +55,11 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
+def address_space() -> int:
+    """Bytes of this process's address space."""
+    return int(_stat_fields("self")[20])
+
+
 def members(*leaders: int) -> list[int]:
     """Pids of the running processes in the groups or sessions that ``leaders`` lead; no zombies."""
     return [pid for pid, _ in _members_of(leaders)]

@@ -474,3 +474,38 @@ def test_files_that_cannot_be_extended(tmp_path: Path, text: str, message: str) 
     with pytest.raises(UserError) as caught:
         load_settings(write(tmp_path / "top.yaml", text))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["abc", "[[x]]", "{a: 1}"])
+def test_messages_have_no_words_of_pydantic(config_file: Path, value: str) -> None:
+    """Such as "literal['all-linear']", which it adds to the place of an error in a union."""
+    words = re.compile(
+        r"Input should|constrained|(literal|tuple|list|dict)\[|\.(int|bool|str|float)\b|\[key\]"
+    )
+    for key in dict.fromkeys(valid_keys(Settings)):
+        message = ""
+        try:
+            load_settings(config_file, [f"{key}={value}"])
+        except UserError as e:
+            message = str(e)
+        assert not words.search(message), message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "lora.targets=q_proj",
+            "lora.targets: must be 'all-linear', or must be a list, such as [a, b] (got 'q_pr",
+        ),
+        ("lora.targets=[q_proj, x]", "lora.targets[1]: must be 'q_proj', 'k_proj'"),
+        ("training.share_prompts=x", "unable to interpret input, or must be 'auto' (got 'x')"),
+        ("rollout.journal_routes=[a, 2]", "rollout.journal_routes[0]: must be a valid integer"),
+        ("data.where={a: [[1]]}", "data.where.a[0]: must be a valid boolean, or must be"),
+    ],
+)
+def test_a_value_of_several_kinds_is_one_message(config_file: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_settings(config_file, [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

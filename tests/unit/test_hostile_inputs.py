@@ -13,6 +13,7 @@ import shutil
 import struct
 import time
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_files import list_checkpoint, list_copied, read_header
 from rpg_megatron.commands.convert.command import open_megatron
 from rpg_megatron.commands.convert.processes import StagingDir
+from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import UserError, load_settings, merging, read_model_shape
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.parsing import read_yaml
@@ -33,6 +35,7 @@ from rpg_megatron.data import chat_template, rows
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import fit_prompts, load_tokenizer
 from rpg_megatron.data.stored_problems import Problem
+from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.launcher.nodes import find_nodes
 from rpg_megatron.launcher.preflight import check_model
 from rpg_megatron.models.registry import mapping_for
@@ -70,6 +73,7 @@ def bomb(levels: int) -> str:
         ('model: {path: "a\\0b"}\n', "a NUL"),
         ('model: {path: "\\ud800"}\n', "half of a surrogate pair"),
         ("k: 1\n" * 2, "appears twice"),
+        ("".join(f"key_{i}: 1\n" for i in range(60_000)), "larger than 250,000 bytes"),
         ("".join(f"k{i}: 1\n" for i in range(2000)), "c.yaml: and 1,981 more problems"),
         ("seed: {" + ", ".join(f"k{i}: 1" for i in range(2000)) + "}\n", "seed: "),
         ("extends: {" + ", ".join(f"k{i}: 1" for i in range(2000)) + "}\n", "a file or a list of files"),
@@ -88,6 +92,47 @@ def test_settings_that_no_reader_can_take(tmp_path: Path, text: str, message: st
     assert len(str(error.value)) < 10_000
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        *((f"engine.replicas=1{'0' * n}", "less than or equal to 10000") for n in (6, 9, 18)),
+        *((f"parallel.context=1{'0' * n}", "at most 100,000 ranks") for n in (6, 9, 18)),
+        ("parallel={tensor: 1000, data: 1000}", "tensor x pipeline x context x data is 1,000,000; at most"),
+        *(
+            (f"engine.kv_cache_gib={value}", "less than or equal to 1000000")
+            for value in ("1.0e+308", ".inf")
+        ),
+        *((f"reward.memory_gib={value}", "reward.memory_gib: must be") for value in ("1.0e+308", "0.1")),
+        (
+            "rollout.episode={type: 'a:b', memory_gib: 0.1}",
+            "rollout.episode.memory_gib: must be greater than",
+        ),
+        ("rollout.workers=1000000", "less than or equal to 10000"),
+        (f"rollouts.keep={'9' * 400}GB", "rollouts.keep: must be a number of steps"),
+    ],
+)
+def test_numbers_that_a_plan_would_never_end_with(config_file: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_settings(config_file, [override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["training.steps", "rollout.prompts_per_step", "parallel.data", "engine.tensor"]
+)
+def test_other_large_numbers_are_planned_or_refused_at_once(config_file: Path, key: str) -> None:
+    with suppress(UserError):
+        run_plan(load_settings(config_file, [f"{key}=1{'0' * 18}"]), None, sweep=True, as_json=True)
+
+
+def test_a_schedule_of_ones_own_is_tried_for_a_few_of_the_steps(config_file: Path) -> None:
+    override = ["training.steps=1000000000", "optimizer.schedule={type: 'a:b'}"]
+    (code,) = list_custom_code(load_settings(config_file, override))
+    assert len(code.trial_calls) == 10_000
+    assert code.trial_calls[0] == (1, 10**9)
+
+
 def test_files_that_extend_each_other_many_times_are_refused(tmp_path: Path, monkeypatch) -> None:
     files_read: list[Path] = []
     monkeypatch.setattr(merging, "read_yaml", lambda file: files_read.append(file) or read_yaml(file))
@@ -98,7 +143,7 @@ def test_files_that_extend_each_other_many_times_are_refused(tmp_path: Path, mon
         load_settings(tmp_path / "0.yaml")
     assert len(files_read) < 110
     files_read.clear()
-    (tmp_path / "large.yaml").write_text("# " + "x" * 400_000)
+    (tmp_path / "large.yaml").write_text("# " + "x" * 100_000)
     (tmp_path / "c.yaml").write_text("extends: [" + "large.yaml, " * 50 + "]\n")
     with pytest.raises(UserError, match="extends leads to more than"):
         load_settings(tmp_path / "c.yaml")

@@ -6,7 +6,9 @@ lines of data (test_prompts, test_datasets), the doctor's report (tests/integrat
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from rpg_megatron.config import Settings, UserError, load_settings, read_model_s
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import fit_prompts, load_prompts
 from rpg_megatron.data.tokenizer_file import open_tokenizer
+from rpg_megatron.launcher import checks
 from rpg_megatron.launcher.checks import CheckedRun, check_start, run_checks
 from rpg_megatron.launcher.input_checks import check_data, check_disk, disk_bytes
 from tests.support.checks import doctor_rows
@@ -59,6 +62,40 @@ def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: s
     with pytest.raises(UserError) as planned:
         run_plan(settings, None, sweep=False, as_json=True)
     assert str(planned.value) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "waits"),
+    [
+        ("reward.type=my_slow:reward", "waiting for the check: reward (my_slow:reward)\n"),
+        ("advantage={type: 'my_slow:advantages'}", "waiting for the check: own code (my_slow:advantages)\n"),
+        ("data={source: {type: 'my_slow:rows'}, max_prompt_tokens: 64}", "reading the data (my_slow:rows)\n"),
+    ],
+)
+def test_a_module_that_is_waited_for_is_named(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, waits: str
+) -> None:
+    """Its import ends only when the line has been printed."""
+    go = tmp_path / "go"
+    (tmp_path / "my_slow.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.01)\n"
+        "def reward(response, answer):\n    return 1.0\n"
+        "def advantages(rewards, groups, lengths):\n    return rewards\n"
+        "def rows():\n    return ({'prompt': 'What is 1+1?', 'answer': '2'} for _ in range(8))\n"
+    )
+
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            if "my_slow" in text:
+                go.touch()
+            return super().write(text)
+
+    terminal = Terminal()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(checks, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    check_start(CheckedRun(load_settings(config_file, [override])))
+    assert waits in terminal.getvalue()
 
 
 def test_what_is_only_odd_is_a_warning(config_file: Path) -> None:

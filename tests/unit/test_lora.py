@@ -185,6 +185,16 @@ def test_output_layers_that_cannot_have_an_adapter(changes: Any, more: Any, mess
         check_lora(settings_with({"targets": ["lm_head"]}, **without), shape)
 
 
+def test_a_rank_that_no_matrix_can_have_is_told() -> None:
+    sides = {"q_proj": min(TINY.num_heads * TINY.head_dim, TINY.hidden_size)}
+    sides["k_proj"] = min(TINY.num_kv_heads * TINY.head_dim, TINY.hidden_size)
+    (warning,) = check_lora(settings_with({"rank": 512, "targets": ["q_proj", "k_proj"]}), TINY)
+    assert f"lora.rank 512 exceeds the smaller side of q_proj ({sides['q_proj']}), k_proj (" in warning
+    assert f"{max(sides.values())} or less is enough" in warning
+    fits = settings_with({"rank": min(sides.values()), "targets": ["q_proj", "k_proj"]})
+    assert check_lora(fits, TINY) == []
+
+
 def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", config_of(TINY), {})
 

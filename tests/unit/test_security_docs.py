@@ -83,9 +83,9 @@ unit/test_hostile_inputs.py::test_a_fifo_and_a_device_are_refused_at_once
   regular files, at most 100
   | regular files; lines
 unit/test_hostile_inputs.py::test_files_that_extend_each_other_many_times_are_refused
-  at most 100 and 1 MB
+  at most 100 and 250 KB
 unit/test_hostile_inputs.py::test_settings_that_no_reader_can_take
-  no aliases that expand beyond 1 MB
+  no aliases that expand beyond that
 unit/test_gateway.py::test_a_client_that_leaves_or_outlives_its_episode
   HTTP on the loopback address
   the same, on the first node
@@ -129,6 +129,17 @@ unit/test_resume_rules.py::test_a_damaged_checkpoint_is_passed_over
   before a resume: checkpoints by SHA-256
 unit/test_resume_rules.py::test_a_state_of_another_form_is_one_message
   the form of `state.json`
+unit/test_run_owner.py::test_code_of_another_users_run_is_not_run
+  its settings must belong to you or root
+unit/test_secret_values.py::test_a_secret_is_refused_by_its_key_and_not_shown
+  a secret among them is
+  by its key (`api_key`
+  in a URL (`http://user
+  Name an
+unit/test_secret_values.py::test_what_is_no_secret_passes
+  `$NAME`, names of variables
+unit/test_secret_values.py::test_settings_of_a_child_are_not_in_its_command_line
+  Settings reach the processes of a run
 unit/test_resume_rules.py::test_a_run_of_another_user_is_not_resumed
   the folder must belong to you
   Runs of other users are
@@ -165,10 +176,9 @@ unit/test_files.py::test_a_planted_part_is_not_written_through
 unit/test_files.py::test_a_file_of_ours_is_no_planted_link_or_fifo
   locks, logs and results are not opened
 unit/test_files.py::test_what_belongs_to_others_is_not_removed
-  unless the folder of runs is theirs
   Only what belongs to you is removed
 unit/test_foreign_rollouts.py::test_only_runs_of_ones_own_are_decoded_without_that_process
-  a run given to `replay` or `audit`
+  a run given to `replay`, `audit`
   Rollouts are decoded
 unit/test_hostile_inputs.py::test_a_tokenizer_with_code_of_its_own_asks_nothing
   No code of the folder is run
