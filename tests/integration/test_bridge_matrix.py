@@ -56,7 +56,7 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_hundred_syncs_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with weights and responses of its own, at its own moment; and ten controls."""
     place = random.Random(0).randrange
-    moments = [(place(1, 300),) for _ in range(55)] + [(m, m + 2, m + 3) for m in (1, 7, 54, 120, 250)]
+    moments = [(place(1, 200),) for _ in range(55)] + [(m, m + 2, m + 3) for m in (1, 7, 54, 120, 199)]
     with bridge_engines(tmp_path, "qwen3-moe", [1]) as engines:
         check_matrix(
             tmp_path, engines, "qwen3-moe", {1: EXPERTS[1]}, 1, capsys, tolerance=1e-4, moments=moments

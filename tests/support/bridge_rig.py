@@ -256,11 +256,12 @@ def check_matrix(
                     _check_switch(layout, syncs_at, switch)
             with capsys.disabled():
                 whole = [s for switches in result["switched"] for s in switches if not s["odd"]]
+                positions = [s["position"] for s in whole]
                 print(
                     f"\n{name}: {layout}: mismatch at most {max(result['mismatch']):.1e}; "
-                    f"{sum(s['length'] for s in whole)} tokens in {len(whole)} responses with a sync under "
-                    f"way: at most {max(s['gap'] for s in whole):.1e}, ties decided otherwise in "
-                    f"{sum(s['ties'] for s in whole)}; switches {[s['position'] for s in whole]}"
+                    f"{sum(s['length'] for s in whole)} tokens in {len(whole)} responses with a sync after "
+                    f"{min(positions)} to {max(positions)}: at most {max(s['gap'] for s in whole):.1e}, "
+                    f"ties decided otherwise in {sum(s['ties'] for s in whole)}"
                 )
 
 
