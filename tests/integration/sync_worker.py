@@ -34,8 +34,9 @@ from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.weight_sync import open_publisher
 from tests.support.one_switch import (
     MARGINS,
-    Switch,
-    find_switch,
+    Comparison,
+    compare_tokens,
+    engines_held,
     hold_at,
     near_ties_flipped,
 )
@@ -71,10 +72,9 @@ class Engines:
 
     async def wait_held(self, under_way: Any) -> None:
         """Until all engines have stopped for ``hold_at``."""
-        for client in self.clients:
-            while not json.loads(await client._ask("GET", "/is_paused", None, 900))["is_paused"]:
-                assert not under_way.done(), f"the responses ended: {under_way.result()}"
-                await asyncio.sleep(0.005)
+        while engines_held(self.bridge) < len(self.clients):
+            assert not under_way.done(), "the responses ended"
+            await asyncio.sleep(0.005)
 
     async def ranks_read(self) -> list[int]:
         """The trainer ranks that the engines read weights from in the last sync."""
@@ -146,16 +146,18 @@ def behaviours(samples: list[list[list[Sample]]]) -> list[np.ndarray]:
 
 
 def compare(
-    policy: Policy, samples: list[list[list[Sample]]], old: HeldAnchor | None, margins: Sequence[float]
-) -> list[Switch]:
-    """Each response's switch from the old weights to the policy's; old: None if all tokens are of these.
+    policy: Policy,
+    samples: list[list[list[Sample]]],
+    margins: Sequence[float],
+    old: HeldAnchor | None = None,
+    switch: int = 0,
+) -> list[Comparison]:
+    """Each response: tokens up to ``switch`` with the old weights, all others with the policy's.
 
     margins: see ``near_ties_flipped``. Every rank calls it; the result is rank 0's.
     """
     engine = behaviours(samples)
-    olds: list[list[np.ndarray]] = (
-        [[np.full_like(values, np.inf) for values in engine]] if old is None else []
-    )
+    olds = [] if old is not None else [engine]
     news = []
     for margin in margins:
         with near_ties_flipped(layers_with_experts(policy.chunks), margin):
@@ -163,15 +165,15 @@ def compare(
             if old is not None:
                 with old.swapped_in():
                     olds.append(score(policy, samples))
-        switches: list[Switch] = from_rank_0(
+        comparisons: list[Comparison] = from_rank_0(
             [
-                find_switch(values, [was[i] for was in olds], [now[i] for now in news])
+                compare_tokens(values, [was[i] for was in olds], [now[i] for now in news], switch)
                 for i, values in enumerate(engine)
             ]
         )
-        if not any(switch.odd for switch in switches):
+        if not any(comparison.odd for comparison in comparisons):
             break
-    return switches
+    return comparisons
 
 
 def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device, engines: Any) -> dict:
@@ -217,7 +219,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
             bring(kind)
             responses = engines.start(engines.generate(change, 12)).result() if engines else None
             samples = from_rank_0(responses)
-            out["mismatch"].append(max(switch.gap for switch in compare(policy, samples, None, margins)))
+            out["mismatch"].append(max(c.gap for c in compare(policy, samples, margins)))
     for number, (kind, moments) in enumerate((k, m) for k in publishers for m in case["moments"]):
         if engines:
             engines.hold_at(moments[0])
@@ -233,7 +235,7 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
             with old.swapped_in() if sync % 2 else nullcontext():
                 bring(kind)
         samples = from_rank_0(under_way.result() if engines else None)
-        out["switched"].append([asdict(switch) for switch in compare(policy, samples, old, margins)])
+        out["switched"].append([asdict(c) for c in compare(policy, samples, margins, old, moments[0])])
     for publisher in publishers.values():
         publisher.close()
     mpu.destroy_model_parallel()

@@ -2,8 +2,8 @@
 
 Real Megatron ranks, changed by random noise between syncs, and real vLLM engines with one and two workers
 that start with weights of their own. What is compared are log-probs of tokens that the engines sampled, also
-of responses that were under way when the weights changed: all tokens must be of the old weights up to one
-position, and of the new ones from there on. As a control, an engine gets the old weights back for one token,
+of responses that were under way when the weights changed: engines are held there, so that each token must
+be of the old weights or of the new ones. As a control, an engine gets the old weights back for one token,
 which the same comparison finds in each response. All but one layout of experts is long: test_bridge_vllm has
 the same for one dense family. Not covered: GPUs, CUDA IPC, NCCL, several machines.
 
@@ -56,7 +56,7 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_hundred_syncs_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with weights and responses of its own, at its own moment; and ten controls."""
     place = random.Random(0).randrange
-    moments = [(place(1, 200),) for _ in range(55)] + [(m, m + 2, m + 3) for m in (1, 7, 54, 120, 199)]
+    moments = [(place(1, 390),) for _ in range(55)] + [(m, m + 2, m + 3) for m in (1, 7, 54, 120, 380)]
     with bridge_engines(tmp_path, "qwen3-moe", [1]) as engines:
         check_matrix(
             tmp_path, engines, "qwen3-moe", {1: EXPERTS[1]}, 1, capsys, tolerance=1e-4, moments=moments

@@ -3,7 +3,7 @@
 An engine that is held has sampled a set number of tokens of each response. This file is also the plug-in that
 holds it (``register``).
 
-Every token of a response is compared with the trainer's log-probs, under the old weights up to one position
+Every token of a response is compared with the trainer's log-probs: under the old weights up to that number,
 and under the new ones from there on. A router that decides between two experts whose logits differ by no more
 than rounding may decide otherwise in the engine; all that follows is then different, by up to some nats. So
 there are further references, in which the trainer decides such ties the other way. No token is left out.
@@ -27,18 +27,25 @@ BOUND = 1e-4
 MARGINS = (0.0, 1e-6, 3e-6, 1e-5)
 """Ties that are decided the other way: logits of two experts that differ by less than this. Engines were seen
 to decide otherwise up to 2.2e-6."""
-_FILE = "held_at"
+_FILE, _HELD = "hold_at", "held_"
 
 Values = NDArray[np.float32]
 
 
 def hold_at(bridge: Path, requests: int, tokens: int) -> None:
-    """Engines of this bridge stop, as if paused, when they have this number of requests and each of these
-    has so many tokens or more. A resume lets them go on.
+    """Engines of this bridge begin when they have this number of requests, all at once, and stop, as if
+    paused, after so many tokens of each. A resume lets them go on. tokens: 0 for no hold.
     """
+    for file in bridge.glob(f"{_HELD}*"):
+        file.unlink()
     new = bridge / f"{_FILE}.new"
     new.write_text(f"{requests} {tokens}")
     new.rename(bridge / _FILE)
+
+
+def engines_held(bridge: Path) -> int:
+    """Number of engines that have stopped since ``hold_at``."""
+    return len(list(bridge.glob(f"{_HELD}*")))
 
 
 def register() -> None:
@@ -46,18 +53,30 @@ def register() -> None:
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    file, update = Path(os.environ["RPG_BRIDGE_DIR"]) / _FILE, Scheduler.update_from_output
+    bridge = Path(os.environ["RPG_BRIDGE_DIR"])
+    add, update = Scheduler.add_request, Scheduler.update_from_output
+
+    def hold() -> tuple[int, int]:
+        file = bridge / _FILE
+        requests, tokens = map(int, file.read_text().split()) if file.exists() else (0, 0)
+        return requests, tokens
+
+    def add_request(self: Any, request: Any) -> None:
+        add(self, request)
+        requests, tokens = hold()
+        if tokens:
+            begin = len(self.requests) == requests
+            self.set_pause_state(PauseState.UNPAUSED if begin else PauseState.PAUSED_ALL)
 
     def update_from_output(self: Any, *args: Any) -> Any:
         outputs = update(self, *args)
-        if file.exists():
-            requests, tokens = map(int, file.read_text().split())
-            lengths = [request.num_output_tokens for request in self.running]
-            if len(lengths) == requests and min(lengths) == tokens:
-                self.set_pause_state(PauseState.PAUSED_ALL)
+        _, tokens = hold()
+        if tokens and {request.num_output_tokens for request in self.running} == {tokens}:
+            self.set_pause_state(PauseState.PAUSED_ALL)
+            (bridge / f"{_HELD}{os.getpid()}").touch()
         return outputs
 
-    Scheduler.update_from_output = update_from_output
+    Scheduler.add_request, Scheduler.update_from_output = add_request, update_from_output
 
 
 @contextmanager
@@ -89,36 +108,32 @@ def near_ties_flipped(layers: Iterable[tuple[int, Any]], margin: float) -> Itera
 
 
 @dataclass(frozen=True)
-class Switch:
-    """How one change of weights explains the tokens of a response."""
+class Comparison:
+    """A response's log-probs, and those of the weights that its tokens should be of."""
 
-    position: int
-    """Tokens from here on are of the new weights, those before of the old ones."""
-    length: int
     gap: float
-    """Largest difference of a token's log-probs (nats)."""
+    """Largest difference (nats)."""
     odd: list[tuple[int, float, float, float]]
-    """Unexplained tokens: position, and log-probs of the engine, the old weights and the new ones."""
+    """Tokens that differ by ``BOUND`` or more: position, and log-probs of the engine, the old weights and the
+    new ones.
+    """
     ties: bool
     """Whether the references are those with ties decided the other way."""
 
 
-def find_switch(engine: Values, olds: Sequence[Values], news: Sequence[Values]) -> Switch:
-    """The switch that leaves the fewest tokens unexplained, under any pair of references. All are [tokens];
-    the first references are those without ties.
+def compare_tokens(engine: Values, olds: Sequence[Values], news: Sequence[Values], switch: int) -> Comparison:
+    """Compare a response, whose tokens from ``switch`` on are of the new weights, with the pair of references
+    that leaves the fewest tokens odd. All are [tokens]; the first references are those without ties.
     """
     found = [
-        _switch(engine, old, new, ties=(i, k) != (0, 0))
+        _compare(engine, old, new, switch, ties=(i, k) != (0, 0))
         for i, old in enumerate(olds)
         for k, new in enumerate(news)
     ]
-    return min(found, key=lambda switch: (len(switch.odd), switch.gap))
+    return min(found, key=lambda comparison: (len(comparison.odd), comparison.gap))
 
 
-def _switch(engine: Values, old: Values, new: Values, *, ties: bool) -> Switch:
-    gaps = np.abs(engine - old), np.abs(engine - new)
-    not_old, not_new = (np.cumsum(np.concatenate([[0], ~(gap < BOUND)])) for gap in gaps)
-    position = int(np.argmin(not_old + not_new[-1] - not_new))
-    gap = np.where(np.arange(len(engine)) < position, *gaps)
+def _compare(engine: Values, old: Values, new: Values, switch: int, *, ties: bool) -> Comparison:
+    gap = np.abs(engine - np.concatenate([old[:switch], new[switch:]]))
     odd = [(int(i), float(engine[i]), float(old[i]), float(new[i])) for i in np.flatnonzero(~(gap < BOUND))]
-    return Switch(position, len(engine), float(gap.max()), odd, ties)
+    return Comparison(float(gap.max()), odd, ties)
