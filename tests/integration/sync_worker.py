@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import threading
-import time
 import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,18 @@ from rpg_megatron.models.lora import AdaptedMapping, with_adapters
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.expert_load import layers_with_experts
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.weight_sync import open_publisher
+from tests.support.one_switch import (
+    MARGINS,
+    Comparison,
+    compare_tokens,
+    engines_held,
+    hold_at,
+    near_ties_flipped,
+)
 from tests.support.rank_policy import checkpoint_policy
 
 PROMPTS = [[3 + (7 * i + k) % 90 for i in range(9 + 5 * k)] for k in range(3)]
@@ -40,7 +51,7 @@ class Engines:
     def __init__(self, case: dict[str, Any]) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.tensor = case["engines"]
+        self.tensor, self.bridge = case["engines"], Path(case["bridge"])
         token = case["token"]
         self.clients = [EngineClient(i, Path(s), token, timeout=900) for i, s in enumerate(case["sockets"])]
 
@@ -54,6 +65,16 @@ class Engines:
                 for c, t in zip(self.clients, self.tensor, strict=True)
             ]
         )
+
+    def hold_at(self, tokens: int) -> None:
+        """Let the engines stop at this number of tokens of the next ``generate``; see ``one_switch``."""
+        hold_at(self.bridge, 2 * len(PROMPTS), tokens)
+
+    async def wait_held(self, under_way: Any) -> None:
+        """Until all engines have stopped for ``hold_at``."""
+        while engines_held(self.bridge) < len(self.clients):
+            assert not under_way.done(), "the responses ended"
+            await asyncio.sleep(0.005)
 
     async def ranks_read(self) -> list[int]:
         """The trainer ranks that the engines read weights from in the last sync."""
@@ -124,6 +145,37 @@ def behaviours(samples: list[list[list[Sample]]]) -> list[np.ndarray]:
     return [s.logprobs for engine in samples for group in engine for s in group]
 
 
+def compare(
+    policy: Policy,
+    samples: list[list[list[Sample]]],
+    margins: Sequence[float],
+    old: HeldAnchor | None = None,
+    switch: int = 0,
+) -> list[Comparison]:
+    """Each response: tokens up to ``switch`` with the old weights, all others with the policy's.
+
+    margins: see ``near_ties_flipped``. Every rank calls it; the result is rank 0's.
+    """
+    engine = behaviours(samples)
+    olds = [] if old is not None else [engine]
+    news = []
+    for margin in margins:
+        with near_ties_flipped(layers_with_experts(policy.chunks), margin):
+            news.append(score(policy, samples))
+            if old is not None:
+                with old.swapped_in():
+                    olds.append(score(policy, samples))
+        comparisons: list[Comparison] = from_rank_0(
+            [
+                compare_tokens(values, [was[i] for was in olds], [now[i] for now in news], switch)
+                for i, values in enumerate(engine)
+            ]
+        )
+        if not any(comparison.odd for comparison in comparisons):
+            break
+    return comparisons
+
+
 def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device, engines: Any) -> dict:
     settings = Settings.model_validate({**case["settings"], "parallel": parallel})
     mesh = start_mesh(settings.parallel)
@@ -146,12 +198,11 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
         )
         for kind in ("shared_memory", "process_group")
     }
-    # odd: position and log-probs (engine, old weights, new ones) of tokens before a switch that the
-    # old weights do not explain.
-    out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": [], "odd": []}
+    out: dict[str, Any] = {"mismatch": [], "switched": [], "bytes": [], "checked": []}
     version = case["version"]
+    margins = MARGINS if shape.experts else MARGINS[:1]
 
-    def bring(kind: str, responses: Any = None) -> None:
+    def bring(kind: str) -> None:
         nonlocal version
         version += 1
         with published(publishers[kind], version, adapters if out["bytes"] else None) as manifest:
@@ -168,32 +219,23 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
             bring(kind)
             responses = engines.start(engines.generate(change, 12)).result() if engines else None
             samples = from_rank_0(responses)
-            errors = [
-                float(np.abs(a - b).max())
-                for a, b in zip(score(policy, samples), behaviours(samples), strict=True)
-            ]
-            out["mismatch"].append(max(errors))
-    for kind in publishers:
-        under_way = engines.start(engines.generate(99, case["long_response"])) if engines else None
-        time.sleep(case["head_start"])
-        dist.barrier()
+            out["mismatch"].append(max(c.gap for c in compare(policy, samples, margins)))
+    for number, (kind, moments) in enumerate((k, m) for k in publishers for m in case["moments"]):
+        if engines:
+            engines.hold_at(moments[0])
+        under_way = engines.start(engines.generate(99 + number, case["long_response"])) if engines else None
         old = HeldAnchor([p for _, p in policy.trained_parameters()], settings.anchor)
-        perturb(policy, 1000, shape.tied_embeddings, case["noise"])
-        bring(kind)
+        # There and back, since rounding grows with the weights.
+        perturb(policy, 1000 + number // 2, shape.tied_embeddings, case["noise"] * (-1) ** number)
+        for sync, next_moment in enumerate([*moments[1:], 0]):
+            if engines:
+                engines.start(engines.wait_held(under_way)).result()
+                engines.hold_at(next_moment)
+            dist.barrier()
+            with old.swapped_in() if sync % 2 else nullcontext():
+                bring(kind)
         samples = from_rank_0(under_way.result() if engines else None)
-        new_logp = score(policy, samples)
-        with old.swapped_in():
-            old_logp = score(policy, samples)
-        for engine, was, now in zip(behaviours(samples), old_logp, new_logp, strict=True):
-            is_new = np.abs(engine - now) < 1e-4
-            switch = len(is_new) - int(
-                np.cumprod(is_new[::-1]).sum()
-            )  # from here on all are the new weights'
-            before = np.abs(engine - was)[:switch]
-            values = zip(engine.tolist(), was.tolist(), now.tolist(), strict=True)
-            odd = [(i, *v) for i, v in enumerate(values) if i < switch and before[i] >= 1e-4]
-            out["odd"] += odd[:20]
-            out["switched"].append([switch, len(is_new), float(before.max()) if switch else 0.0])
+        out["switched"].append([asdict(c) for c in compare(policy, samples, margins, old, moments[0])])
     for publisher in publishers.values():
         publisher.close()
     mpu.destroy_model_parallel()

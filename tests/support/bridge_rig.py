@@ -29,6 +29,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.models.lora import AdapterMapping
+from tests.support import one_switch
 from tests.support.bridge_trainers import PublishingRanks, start_trainers, state_dict
 from tests.support.engine import Engine, running_engines
 from tests.support.ranks import run_ranks
@@ -176,7 +177,8 @@ def bridge_engines(
     settings = [
         Settings.model_validate(settings_for(folder / "model", tensor) | changes) for tensor in tensors
     ]
-    with running_engines(folder, settings, plugins=plugins) as engines:
+    hold = Path(one_switch.__file__).read_text()
+    with running_engines(folder, settings, plugins=[hold, *plugins]) as engines:
         for engine in engines:
             assert engine.versions() == [None] * engine.tensor
         yield engines
@@ -201,9 +203,13 @@ def check_matrix(
     capsys: pytest.CaptureFixture[str],
     tolerance: float = 1e-3,
     lora: dict[str, Any] | None = None,
+    moments: Sequence[Sequence[int]] = ((54,),),
 ) -> None:
     """Real Megatron ranks in each layout bring their weights into engines of one and of two workers by every
     transport, with each number of ranks; then both compute the same.
+
+    moments: for each generation with syncs under way, the numbers of tokens at which they come: one sync, or
+    three, as a control: the second brings the old weights back, for the tokens until the third.
     """
     weights = MODELS[name]().state_dict()
     names = {n for n, _ in MODELS[name]().named_parameters()}
@@ -216,7 +222,7 @@ def check_matrix(
         of_adapters = sum(4 * math.prod(shape) for shape in mapping.hf_tensors().values())
         later = [engine.tensor * of_adapters for engine in engines]
         sizes = [size + more for size, more in zip(sizes, later, strict=True)]
-    switched = 0
+    syncs = 2 * (perturbations + sum(map(len, moments)))
     for world, layouts in worlds.items():
         case = {
             "token": engines[0].token,
@@ -230,24 +236,32 @@ def check_matrix(
             "noise": 0.05 if perturbations == 1 else 0.02,
             "version": 100_000 * world,
             "long_response": 400 if perturbations == 1 else 500,
-            "head_start": 0.3 if perturbations == 1 else 0.7,
+            "moments": moments,
         }
         (folder / "case.json").write_text(json.dumps(case))
-        results = run_ranks("tests.integration.sync_worker", world, folder, timeout=500 * perturbations)
+        results = run_ranks(
+            "tests.integration.sync_worker", world, folder, timeout=500 * perturbations + 60 * len(moments)
+        )
         for layout, result in results.items():
             assert len(result["mismatch"]) == 2 * perturbations
             assert max(result["mismatch"]) < tolerance, layout
             # Each worker gets its weights once: norms and routers are on every worker, all others on one.
-            assert result["bytes"] == [sizes] + [later] * (2 * perturbations + 1), layout
+            assert result["bytes"] == [sizes] + [later] * (syncs - 1), layout
             read = dict(zip(("shared_memory", "process_group"), result["checked"], strict=False))
             assert read["process_group"] == [0] * len(sizes), layout
             assert result["checked"][0] == sizes, layout
             assert lora or result["ranks_read"] == list(range(world)), "all replicas send"
-            for switch, length, before in result["switched"]:
-                # Tokens from the switch on are of the new weights; all before must be of the old ones.
-                assert switch == 0 or before < 1e-4, f"{layout}: a token of neither weights: {result['odd']}"
-                switched += 0 < switch < length
+            whole = []
+            for syncs_at, responses in zip([*moments, *moments], result["switched"], strict=True):
+                back, again = syncs_at[1:] or (0, 0)
+                for response in responses:
+                    odd = response["odd"]
+                    assert [token for token, *_ in odd] == list(range(back, again)), f"{layout}: {odd}"
+                    assert all(abs(value - old) < one_switch.BOUND for _, value, old, _ in odd), layout
+                whole += [] if again else responses
             with capsys.disabled():
-                worst = max(result["mismatch"])
-                print(f"\n{name}: {layout}: mismatch at most {worst:.1e}, switches {result['switched']}")
-    assert switched, "no response was under way when the weights changed"
+                print(
+                    f"\n{name}: {layout}: mismatch at most {max(result['mismatch']):.1e}; with a sync under "
+                    f"way at most {max(r['gap'] for r in whole):.1e} in {len(whole)} responses, with ties "
+                    f"decided otherwise in {sum(r['ties'] for r in whole)}"
+                )
