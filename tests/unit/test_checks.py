@@ -116,6 +116,7 @@ def test_every_command_that_starts_a_run_uses_the_check_table() -> None:
     users = {module for module, imported in imports.items() if "launcher.checks" in imported}
     assert users == {
         "commands.train",
+        "commands.study",
         "launcher.node_agent",
         "commands.audit.command",
         "commands.replay.command",

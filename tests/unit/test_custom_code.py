@@ -379,7 +379,7 @@ def test_wrong_settings_of_other_code_are_told_before_the_start(override: str, m
         ("reward.terms={a: {type: boxed, target: 1}}", "unknown key 'reward.terms.a.target'"),
         (
             "reward.terms={a: {type: boxed, weight: x}}",
-            "reward.terms.a.weight: Input should be a valid",
+            "reward.terms.a.weight: must be a valid",
         ),
         ("reward.terms={a: {wait: 1}}", "the key 'reward.terms.a.type' is missing"),
         ("reward.terms={mean: {type: boxed}}", "'mean': reward/mean is another metric; choose another name"),
