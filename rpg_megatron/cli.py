@@ -122,6 +122,9 @@ def train(
         bool,
         typer.Option("--dry-run", help="Run all checks, print settings and processes; start nothing."),
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", "--continue", "--resume-from-checkpoint", hidden=True)
+    ] = False,
 ) -> None:
     """Train a policy; with section sft, by fine-tuning. Resumes the newest unfinished run of this name.
 
@@ -129,6 +132,11 @@ def train(
 
     On several nodes, start it once per node: with srun, or with --nodes and --node-rank.
     """
+    if resume:
+        raise UserError(
+            "--resume: leave it out; the same command resumes the newest unfinished run of its name (--from: "
+            "a new run that starts from a checkpoint)"
+        )
     if fresh and source:
         raise UserError("--fresh and --from exclude each other; give one of them")
     with exit_on_interrupt():

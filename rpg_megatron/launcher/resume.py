@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 
 import yaml
 
-from rpg_megatron.checkpoints.checkpoint_path import kind_of, whole_step
+from rpg_megatron.checkpoints.checkpoint_path import kind_of, list_exports, whole_step
 from rpg_megatron.checkpoints.run_folder import (
     ADAPTERS,
     CONFIG,
@@ -269,6 +269,7 @@ def _start_from(settings: Settings, source: Path, dry: bool) -> OpenRun:
         raise UserError(f"--from {source}: not a complete checkpoint of a run: {'; '.join(problems[:3])}")
     if checkpoint is None:
         raise UserError(f"--from {source}: the run has no complete checkpoint; {'; '.join(notes)}")
+    _check_kind(settings, source, checkpoint)
     changes = _describe_changes(settings, checkpoint)
     state = read_state(checkpoint, RunState)
     _check_length(settings, checkpoint, state["step"])
@@ -356,6 +357,18 @@ def _describe_changes(settings: Settings, checkpoint: Path) -> str:
             + "\nset them back to resume from it, or start a new run with --fresh"
         )
     return "; changed: " + ", ".join(lines) if lines else ""
+
+
+def _check_kind(settings: Settings, source: Path, checkpoint: Path) -> None:
+    """Raise UserError if one of the two runs is a fine-tuning, and the other is not."""
+    was = _read_settings(checkpoint / CONFIG).sft is not None
+    if was != (settings.sft is not None):
+        exports = list_exports(checkpoint.parent.parent)
+        model = display_path(exports[-1]) if exports else "DIR of rpg-megatron convert megatron-to-hf"
+        raise UserError(
+            f"--from {source}: is a run of {'fine-tuning' if was else 'RL'}, and these settings are not; its "
+            f"export is the model: leave out --from, and set model.path={model}"
+        )
 
 
 def _check_not_running(settings: Settings, folder: Path) -> None:

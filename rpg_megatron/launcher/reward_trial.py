@@ -1,7 +1,7 @@
 """Calls the reward once for each data set before a run: on a row, with its reference answer as response.
 
-What the reward returns does not matter, only that it fails on no row. It runs as in training: in its worker
-processes, with their limits. Needs no torch in this process.
+The reward must fail on no row; one of 0 or less for a reference answer is told. It runs as in training: in
+its worker processes, with their limits. Needs no torch in this process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.data import DataSettings
+from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.data.problems import first_problems
 from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.rewards.failures import RewardFailure, first_of_each
+from rpg_megatron.system.terminal import one_line
 
 if TYPE_CHECKING:
     from rpg_megatron.rewards.reward import Response, Scorer
@@ -54,13 +56,15 @@ def try_reward(settings: Settings, *, offline: bool = False, training: bool = Tr
     try:
         if guard == "off":
             return []
-        failures = first_of_each(_try_sets(settings, scorer, offline=offline, training=training))
+        doubts: list[str] = []
+        tried = _try_sets(settings, scorer, doubts, offline=offline, training=training)
+        failures = first_of_each(tried)
     finally:
         scorer.close()
     problems = [f"{failure}; {_ADVICE}" for failure in failures]
-    notes: list[str] = []
+    notes = doubts
     if offline:
-        notes = [
+        notes += [
             f"{term.where}.type {term.type} was not called: it may need a server; train and doctor call it"
             for name, term in reward.all_terms.items()
             if name in scorer.async_terms
@@ -73,8 +77,9 @@ def try_reward(settings: Settings, *, offline: bool = False, training: bool = Tr
 
 
 def _try_sets(
-    settings: Settings, scorer: Scorer, *, offline: bool, training: bool
+    settings: Settings, scorer: Scorer, doubts: list[str], *, offline: bool, training: bool
 ) -> Iterator[RewardFailure]:
+    """Yield the failures; a reference answer that gets 0 or less is added to ``doubts``."""
     import asyncio
 
     sets = (
@@ -92,7 +97,7 @@ def _try_sets(
         try:
             for problem in first_problems(part.data, part.where):
                 text, response, context = _first_response(settings, part, problem)
-                failures = asyncio.run(
+                failures, values = asyncio.run(
                     scorer.try_once(
                         response,
                         problem.answer,
@@ -103,6 +108,13 @@ def _try_sets(
                     )
                 )
                 yield from (failure.at(part.name, problem.id, text) for failure in failures)
+                answer = shorten(one_line(problem.answer))
+                doubts += [
+                    f"{key} gives {value:g} to the reference answer itself, {answer!r} ({problem.where}); "
+                    f"correct it or {part.where}.answer_key, unless a response needs more than the answer"
+                    for key, value in values.items()
+                    if value <= 0
+                ]
         except UserError:  # of the data
             continue
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _next_command(run: Path, export: Path) -> list[str]:
     )
     code = (
         "from transformers import pipeline; "
-        f"print(pipeline('text-generation', {_literal(model)})({_literal(prompt)})[0]['generated_text'])"
+        f"print(pipeline('text-generation', {_literal(model)})({prompt})[0]['generated_text'])"
     )
     if _has_episode(run):
         return [
@@ -105,14 +106,22 @@ def _literal(text: str) -> str:
 
 
 def _sample_prompt(run: Path) -> str:
-    """A problem of the held-out data, or else of the training data, in the prompt template."""
+    """A problem of the held-out data, or else of the training data, in the prompt template, as Python source.
+
+    Of a conversation, the messages before the assistant's first.
+    """
     try:
         settings = load_settings(run / CONFIG)
-        sft = settings.sft.data if settings.sft is not None else None
+        sft = settings.sft.heldout or settings.sft.data if settings.sft is not None else None
         data = settings.evaluation.heldout[0].data if settings.evaluation else sft or settings.data
-        if sft is not None and sft.rollouts is not None:
-            return "1 + 1 ="
+        if data is sft and sft is not None and sft.rollouts is not None:
+            return _literal("1 + 1 =")
         problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}), first=1)
-        return data.template.replace("{prompt}", problems[0].text)
+        prompt = problems[0].prompt
+        if data is not sft or isinstance(prompt, str):
+            return _literal(data.template.replace("{prompt}", problems[0].text))
+        asked = takewhile(lambda message: message.role != "assistant", prompt)
+        turns = [f"{{'role': {_literal(m.role)}, 'content': {_literal(m.content)}}}" for m in asked]
+        return f"[{', '.join(turns)}]" if turns else _literal("1 + 1 =")
     except UserError:
-        return "1 + 1 ="
+        return _literal("1 + 1 =")

@@ -136,20 +136,23 @@ class Scorer:
 
     async def try_once(
         self, response: Response, answer: str, context: str, *, samples: int, first_only: bool, offline: bool
-    ) -> list[RewardFailure]:
-        """Call each function once; returns the failures.
+    ) -> tuple[list[RewardFailure], dict[str, float]]:
+        """Call each function once; returns the failures, and by key the values of those that get the answer.
 
         samples: size of a group, which has copies of the response. first_only: as in ``score``. offline: call
         no async function. Judges are not called.
         """
-        failures = []
+        failures: list[RewardFailure] = []
+        values: dict[str, float] = {}
         for term in list(self._terms.values())[: 1 if first_only else None]:
             if not isinstance(term, _CustomTerm) or term.is_judge or (offline and term.is_async):
                 continue
             group = [response] * (samples if term.is_group else 1)
             results = await term.collect(term.submit(group, answer, context))
             failures += [result.failure for result in results if result.failure]
-        return failures
+            if term.reads_answer and results[0].failure is None:
+                values[term.key] = results[0].value
+        return failures, values
 
     def pop_counts(self) -> dict[str, float]:
         """``reward/timeouts``, ``crashes``, ``out_of_memory`` and ``errors`` since the last call, and the
@@ -243,7 +246,8 @@ class _CustomTerm:
         self._term, self._inputs = term, frozenset(server.description["inputs"])
         self.is_group, self._place = bool(server.description["group"]), str(server.description["place"])
         self.is_judge, self.reads_prompts = term.is_judge, not self._inputs.isdisjoint(PROMPT)
-        self.is_async = server.is_async
+        self.is_async, self.reads_answer = server.is_async, "answer" in self._inputs
+        self.key = f"{term.where}.type {term.type}"
         self._pool = WorkerPool(server, concurrency if self.is_async else workers)
         self._counts: Counter[str] = Counter()
         self._without_reward = 0
@@ -301,8 +305,9 @@ class _CustomTerm:
             if outcome.failure is None:
                 self._without_reward += 1
                 outcome = outcome._replace(failure="error", detail="it returned None")
-            name, kind = f"{term.where}.type {term.type}", str(outcome.failure)
-            failure = RewardFailure(name, kind, outcome.detail, outcome.place or self._place)
+            failure = RewardFailure(
+                self.key, str(outcome.failure), outcome.detail, outcome.place or self._place
+            )
             reason = f"{term.type}: {failure.reason}"
             return TermResult(term.failed, Verdict(False, extracted, reason), failure)
         if isinstance(value, bool):

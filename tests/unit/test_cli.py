@@ -182,6 +182,20 @@ def test_ctrl_c_before_a_command_begins_is_no_error(monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("option", ["--resume", "--continue", "--resume-from-checkpoint"])
+def test_resume_is_what_the_same_command_does(
+    config_file: Path, capsys: pytest.CaptureFixture[str], command: str, option: str
+):
+    with pytest.raises(SystemExit):
+        cli.main([command, str(config_file), option, "runs/tiny-001"])
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "error: --resume: leave it out; the same command resumes the newest unfinished run"
+    )
+    assert "--fresh" not in error
+
+
 def test_a_bug_keeps_its_traceback(config_file: Path, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **options: object) -> None:
         raise ZeroDivisionError("ours")

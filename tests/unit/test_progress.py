@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from rpg_megatron.config import UserError
@@ -104,6 +105,36 @@ def test_the_summary_tells_of_each_held_out_set(tmp_path: Path):
         ["accuracy,", "aime24", "10.0% before, 20.0% after (+10.0 points)"],
         ["accuracy,", "amc23", "50.0% before, 40.0% after (-10.0 points)"],
     ]
+
+
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+ANSWER = {"role": "assistant", "content": "SECRET"}
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"messages": [*CHAT, ANSWER, CHAT[1], ANSWER]}, CHAT),
+        ({"prompt": "Hi", "completion": "SECRET"}, "Hi"),
+        ({"prompt": CHAT, "completion": [ANSWER]}, CHAT),
+        ({"messages": [ANSWER]}, "1 + 1 ="),
+    ],
+)
+@pytest.mark.parametrize("heldout", [True, False])
+def test_a_fine_tuning_ends_with_a_held_out_prompt_without_its_answer(
+    tmp_path: Path, row: dict, asked: object, heldout: bool
+):
+    other = {"messages": [{"role": "user", "content": "TRAINED"}, ANSWER]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(other if heldout else row))
+    (tmp_path / "b.jsonl").write_text(json.dumps(row))
+    settings = {"model": {"path": "m"}, "sft": {"data": {"path": str(tmp_path / "a.jsonl")}}}
+    if heldout:
+        settings["sft"]["heldout"] = {"path": str(tmp_path / "b.jsonl")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "summary.json").write_text(json.dumps({"export": str(tmp_path / "hf")}))
+    command = summarise(tmp_path).splitlines()[-1]
+    assert f")({asked!r})[0]" in command
+    assert "SECRET" not in command
 
 
 def test_a_step_whose_event_was_lost_is_read_from_the_metrics(tmp_path: Path):

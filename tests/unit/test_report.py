@@ -301,6 +301,25 @@ def test_a_good_run_is_called_good(run: Path) -> None:
     assert changes["reward/mean"].after == pytest.approx(sum(r["reward/mean"] for r in rows[-10:]) / 10)
 
 
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [
+        ([2.0, 1.5, 1.2, 1.1, 1.0], "up"),
+        ([2.0, 1.995], "flat"),
+        ([1.0, 0.5, 1.2], "down"),
+    ],
+)
+def test_a_fine_tuning_is_judged_by_its_held_out_loss(
+    tmp_path: Path, losses: list[float], verdict: str
+) -> None:
+    rows = [{"step": step, "sft/heldout_loss": loss, "policy/loss": 1.0} for step, loss in enumerate(losses)]
+    rows[0]["eval/e/avg@1"] = rows[-1]["eval/e/avg@1"] = 0.5
+    loss, accuracy = find_changes(read_run(rows_of(tmp_path / "run", rows)), {})
+    assert (loss.name, loss.before, loss.after) == ("sft/heldout_loss", losses[0], losses[-1])
+    assert (loss.verdict, accuracy.verdict) == (verdict, "unknown")
+    assert find_changes(read_run(rows_of(tmp_path / "one", rows[:1])), {}) == []
+
+
 def test_held_out_change_within_its_error_is_no_change(tmp_path: Path) -> None:
     folder = rows_of(tmp_path / "run", [{"step": s, "eval/e/avg@1": v} for s, v in ((0, 0.50), (9, 0.55))])
     run = read_run(folder)

@@ -186,6 +186,31 @@ def test_from_a_checkpoint_of_another_run(tmp_path: Path, killed: Path) -> None:
         open_run(make_settings(tmp_path), source=tmp_path / "nowhere")
 
 
+def test_from_a_fine_tuning_names_its_export(tmp_path: Path) -> None:
+    plain = {"runs": tmp_path, "model": {"path": "/m"}, "sft": {"data": {"path": "/d"}}}
+    tuned, again = (Settings.model_validate(plain | {"name": name}) for name in ("tuned", "more"))
+    run = open_run(tuned)
+    add_checkpoint(run, 3)
+    run.close()
+    for source in (run.folder, step_folder(run.folder, 3)):
+        with pytest.raises(UserError) as error:
+            open_run(make_settings(tmp_path, name="rl"), source=source)
+        assert str(error.value) == (
+            f"--from {source}: is a run of fine-tuning, and these settings are not; its export is the model: "
+            "leave out --from, and set model.path=DIR of rpg-megatron convert megatron-to-hf"
+        )
+    for step in (2, 3):
+        (run.folder / "hf" / f"step_{step:06d}").mkdir(parents=True)
+        (run.folder / "hf" / f"step_{step:06d}" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"leave out --from, and set model\.path=.*/hf/step_000003$"):
+        open_run(make_settings(tmp_path, name="rl"), source=run.folder)
+    assert open_run(again, source=run.folder).checkpoint == step_folder(run.folder, 3)
+    rl = open_run(make_settings(tmp_path, name="rl"))
+    add_checkpoint(rl, 1)
+    with pytest.raises(UserError, match="is a run of RL, and these settings are not"):
+        open_run(again, source=rl.folder)
+
+
 def test_changes_of_the_maths_are_refused_and_listed(tmp_path: Path, killed: Path) -> None:
     before = (killed / "metrics.jsonl").read_text()
     changed = make_settings(tmp_path, optimizer={"lr": 1.0, "beta1": 0.5}, parallel={"data": 2})

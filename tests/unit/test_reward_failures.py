@@ -47,6 +47,9 @@ class Never:
     def __call__(self, response): raise ValueError(response)
 
 async def asks(response): raise ConnectionError("nobody listens")
+
+def digits(response, answer): return float(response == answer and response.isdigit())
+def short(response): return 0.0
 """
 LINES = MODULE.splitlines()
 GOOD = json.dumps({"prompt": "P", "messages": [], "row": {"meta": "x"}})
@@ -235,6 +238,21 @@ def test_the_reward_is_tried_on_each_set(settings: Any) -> None:
         try_reward(settings(reward))
     Path("held.jsonl").unlink()
     assert try_reward(settings(reward)) == [], "the check of the data tells of that"
+
+
+def test_a_reference_answer_that_gets_no_reward_is_told_with_its_row(settings: Any) -> None:
+    Path("held.jsonl").write_text('{"prompt": "Held?", "answer": "five"}\n')
+    reward = "failing_rewards_of_test:digits"  # 5 is right, five is not
+    (note,) = try_reward(settings(reward))
+    assert note == (
+        f"reward.type {reward} gives 0 to the reference answer itself, 'five' (held.jsonl:1); correct it or "
+        "evaluation.data.answer_key, unless a response needs more than the answer"
+    )
+    terms = f"{{right: {{type: answer_line}}, mine: {{type: '{reward}'}}}}"
+    assert try_reward(settings("x", f"reward={{terms: {terms}}}")) == [], (
+        "held-out sets use the first term only"
+    )
+    assert try_reward(settings("failing_rewards_of_test:short")) == [], "it does not look at the answer"
 
 
 def test_a_group_has_the_size_of_the_run_and_a_plan_asks_nobody(settings: Any) -> None:

@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
 
+HELDOUT_LOSS = "sft/heldout_loss"
+_LOSS_NOISE = 0.01
+"""Relative change of the held-out loss up to which it is no clear change; it has no sampling noise."""
 _Z = 2.0
 """Number of standard errors in an interval: about 95%."""
 
@@ -49,20 +52,24 @@ class Change:
 
     @property
     def verdict(self) -> Literal["up", "down", "flat", "unknown"]:
-        """Direction of the change; flat: within its margin of error."""
+        """Direction of the change, for a loss up if it fell; flat: within its margin of error."""
         change, margin = self.after - self.before, self.margin
+        if self.name == HELDOUT_LOSS:
+            change, margin = -change, _LOSS_NOISE * abs(self.before)
         if margin is None:
             return "unknown"
         return "flat" if abs(change) <= margin else "up" if change > 0 else "down"
 
 
 def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
-    """Held-out accuracy of each set, training accuracy and reward, before and after.
+    """Held-out loss, held-out accuracy of each set, training accuracy and reward, before and after.
 
     sizes: problems in each held-out set, if known. Held-out values are single evaluations; training values
     are means over the first and the last tenth of the steps, at most ten.
     """
     changes = []
+    if len(losses := [loss for _, loss in run.series(HELDOUT_LOSS)]) > 1:
+        changes.append(Change(HELDOUT_LOSS, losses[0], losses[-1], None))
     for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
         series = run.series(key)
         values = [value for _, value in series]

@@ -12,11 +12,12 @@ const swatch = (run) => element("i", { class: `swatch ${run.color}` });
 const plural = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
 const has = (key) => data.runs.some((run) => key in run.metrics);
 const MARKS = { good: "✓", warn: "!", bad: "✗" };
-const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training reward" };
+const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training reward",
+  "sft/heldout_loss": "held-out loss" };
 
 // -- did it learn, is it healthy ----------------------------------------------------------------------------
 
-const changeKind = (change) => (change.name === "reward/mean" ? "number" : "percent");
+const changeKind = (change) => (["reward/mean", "sft/heldout_loss"].includes(change.name) ? "number" : "percent");
 // A value with the half width of its 95% interval.
 const withMargin = (value, margin, kind) => formatValue(value, kind)
   + (typeof margin === "number" ? ` ± ${kind === "percent" ? oneDecimal(100 * margin)
