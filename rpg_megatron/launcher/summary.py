@@ -121,7 +121,7 @@ def _sample_prompt(run: Path) -> str:
         if data is not sft or isinstance(prompt, str):
             return _literal(data.template.replace("{prompt}", problems[0].text))
         asked = takewhile(lambda message: message.role != "assistant", prompt)
-        turns = [f"{{'role': {_literal(m.role)}, 'content': {_literal(m.content)}}}" for m in asked]
+        turns = [f"{{'role': {_literal(m.role)}, 'content': {_literal(m.text)}}}" for m in asked]
         return f"[{', '.join(turns)}]" if turns else _literal("1 + 1 =")
     except UserError:
         return _literal("1 + 1 =")
