@@ -147,11 +147,17 @@ class Gateway:
         for request in session.requests:
             request.cancel()
 
+    def _bytes_of(self, token: int) -> int:
+        try:
+            return len(self._codec.decode_all([token]).encode())
+        except Exception:  # a slow tokenizer, of a token that only the model has
+            return 0
+
     def _load_format(self) -> ChatFormat | None:
         """None: the model has no chat template."""
         vocab = read_model_shape(self._settings.model.path).vocab_size
         # A decoder may leave out a space at the beginning of a text.
-        self._longest = 3 + max(len(self._codec.decode_all([token]).encode()) for token in range(vocab))
+        self._longest = 3 + max(map(self._bytes_of, range(vocab)))
         file = self._work / CHAT
         if not file.exists():
             return None
