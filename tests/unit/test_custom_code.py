@@ -399,3 +399,20 @@ def test_a_type_that_is_no_import_path_is_told() -> None:
         make_settings(
             {"model": {"path": "m"}, "data": {"path": "d"}, "objective": {"type": "a-b:C"}}, None, "x"
         )
+
+
+def test_arguments_of_functions_for_other_projects_are_no_settings(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded as settings, the defaults would be passed instead of the columns when the run is resumed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "foreign_rewards_of_test.py").write_text(
+        "def verl(data_source, solution_str, ground_truth, extra_info=None, scale=1.0): return 1.0\n"
+        "def trl(completions, answer=None, **kwargs): return [1.0] * len(completions)\n"
+    )
+    for name in ("verl", "trl"):
+        settings = load_settings(config_file, [f"reward.type=foreign_rewards_of_test:{name}"])
+        recorded = load_settings(create_run(settings) / "config.yaml")
+        assert not recorded.reward.model_extra
+        check_custom_code(recorded)
