@@ -172,13 +172,16 @@ def _mentions(template: str, name: str) -> bool:
 def find_unwritten(messages: Sequence[dict[str, Any]], text: str, turn: str | None = None) -> str | None:
     """What a template has not written, for a message; None if all is there. Spaces are not compared.
 
-    text: of the chat. Only the contents of others than the assistant are looked for in it, since templates
-    leave out thoughts of earlier turns. turn: text of the last message, if that is a turn to train.
+    text: of the chat, which has all texts of the messages but what the assistant has said and thought, since
+    templates leave out thoughts of earlier turns. turn: text of the last message, if that is a turn to train.
     """
     whole = _SPACE.sub("", text)
     for number, message in enumerate(messages, 1):
-        if message["role"] != "assistant" and not _is_in(message["content"] or "", whole):
-            return f"the content of message {number} ({message['role']})"
+        known = {"role", *_LINKS} if message["role"] == "tool" else {"role"}
+        known |= {"content", *_THOUGHTS} if message["role"] == "assistant" else set()
+        for key in message.keys() - known:
+            if isinstance(value := message[key], str) and not _is_in(value, whole):
+                return f"the {key} of message {number} ({message['role']})"
     if turn is None:
         return None
     message, written = messages[-1], _SPACE.sub("", turn)

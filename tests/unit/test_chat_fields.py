@@ -158,6 +158,7 @@ def test_filled_columns_of_parquet(tmp_path: Path) -> None:
         ("chatml", {"messages": [user(), answer()], "tools": [{"name": "add"}]}, "the variable 'tools'"),
         ("header", {"messages": [user(), answer("I add", tool_calls=[call()])]}, "write the content of a turn"),
         ("zephyr", {"messages": [user(), answer(None, name="x")]}, "the field 'name'"),
+        ("header", {"messages": [user() | {"name": "Zoe"}, answer()]}, "the name of message 1 (user)"),
         ("sentences", {"messages": [user(), answer("<think>a</think>b")]}, "write the content of a turn"),
         ("sentences", {"messages": [user(), {"role": "tool", "content": "8"}, answer()]}, "of message 2 (tool)"),
         ("turns", {"messages": [{"role": "system", "content": "s"}, user(), answer()]}, "no system message"),

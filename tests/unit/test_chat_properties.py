@@ -241,7 +241,7 @@ def check_gateway(model: Model, rows: list[dict[str, Any]]) -> int:
     """What the gateway sends for the chats that clients may send; returns their number."""
     variables = template_variables(model.ours, DataSettings(path=model.folder, chat=True))
     renderer = ChatRenderer(model.style.source, variables)
-    form = ChatFormat(renderer, renderer, model.sampling, frozenset(model.stops), None, False)
+    form = ChatFormat(renderer, renderer, model.sampling, frozenset(model.stops), None, False, True)
     compared = 0
 
     async def compare() -> None:
