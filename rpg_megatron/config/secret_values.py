@@ -35,11 +35,13 @@ _WORDS = re.compile(r"(?!(?:sk|pk|hf|ghp)[-_])\d{0,4}[A-Za-z]{0,24}\d{0,4}(?:[\W
 """A name or a phrase: words, each with a short number."""
 _KNOWN = re.compile(
     r"\b(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abps]-|tvly-|gsk_|AKIA|AIza|eyJ)[\w-]{0,40}?"
-    r"(?=[A-Za-z]{0,15}\d)[A-Za-z0-9]{16}|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"(?=[A-Za-z]{0,15}\d)[A-Za-z0-9]{16}|\b(?:hf_[A-Za-z]{30}|A[KS]IA[0-9A-Z]{16}\b|AIza[\w-]{35}\b"
+    r"|glpat-[\w-]{20}\b|(?:nvapi|xai|pplx)-\w{20})|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 """Secrets of known services."""
 _USER = re.compile(r"\b[a-z][a-z0-9+.-]{0,20}://([^\s/@?#]{1,1000})@", re.IGNORECASE)
 _PAIR = re.compile(r"(?:^|[\s?&;])([\w-]+)=([^\s&;#]+)")
+_COLUMNS = {"where", "prompt_key", "answer_key"}
 _LONGEST = 20_000
 """Characters of a text that are looked at; what follows belongs to a long prompt."""
 _HEADER = re.compile(r"([\w-]+): +(\S+(?: \S+)?)")
@@ -80,8 +82,8 @@ def _find(value: Any, key: str, name: str) -> Iterator[tuple[str, str]]:
     """Dotted key of each secret, and what it is. name: the key that decides."""
     if isinstance(value, dict):
         for part, inner in value.items():
-            if part == "where" and key.startswith(("data", "sft.", "evaluation.")):
-                continue  # its keys are columns
+            if part in _COLUMNS and key.startswith(("data", "sft.", "evaluation.")):
+                continue  # names of columns
             # What a section such as ``secrets`` names by keys of its own, as in {search: x}.
             inside = _words(name)[-1] in _SECRET and _words(str(part))[-1] not in _NAMES
             yield from _find(inner, f"{key}.{part}".lstrip("."), f"{part}_{name}" if inside else str(part))

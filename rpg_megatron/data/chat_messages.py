@@ -84,6 +84,9 @@ def _message(role: str, turn: dict[str, Any]) -> Message:
     fields = {
         key: v for key, v in turn.items() if key not in _NOT_FIELDS and v is not None and v not in ([], {})
     }
+    for key in (*_THOUGHTS, *_LINKS):
+        if not isinstance(fields.get(key, ""), str):
+            raise ValueError(f"its {key} is a {type(fields[key]).__name__}, not text")
     if "tool_calls" in fields:
         if role != "assistant" or not isinstance(fields["tool_calls"], list):
             raise ValueError("its tool_calls are not a list, or not of the assistant")
@@ -97,11 +100,12 @@ def _call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call needs a function with name and arguments")
-    if more := {*call} - _CALL | {*function} - _FUNCTION:
+    if more := {key for key, value in call.items() if value is not None} - _CALL | {*function} - _FUNCTION:
         raise ValueError(f"a tool call has the field {min(more)!r}, which is not known")
     arguments = function.get("arguments")
     try:
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        json.dumps(arguments, allow_nan=False, default=str)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
@@ -172,38 +176,64 @@ def _mentions(template: str, name: str) -> bool:
 def find_unwritten(messages: Sequence[dict[str, Any]], text: str, turn: str | None = None) -> str | None:
     """What a template has not written, for a message; None if all is there. Spaces are not compared.
 
-    text: of the chat, which has all texts of the messages but what the assistant has said and thought, since
-    templates leave out thoughts of earlier turns. turn: text of the last message, if that is a turn to train.
+    text: of the chat, which has all that the messages say but thoughts, since templates leave out those of
+    earlier turns. turn: text of the last message, if that is a turn to train, which has its thoughts too.
     """
     whole = _SPACE.sub("", text)
-    for number, message in enumerate(messages, 1):
-        known = {"role", *_LINKS} if message["role"] == "tool" else {"role"}
-        known |= {"content", *_THOUGHTS} if message["role"] == "assistant" else set()
-        for key in message.keys() - known:
+    contents = [_SPACE.sub("", message["content"] or "") for message in messages]
+    written = "\0".join(content for content in contents if content in whole)
+    for number, (message, content) in enumerate(zip(messages, contents, strict=True), 1):
+        where = f"message {number} ({message['role']})"
+        is_assistant = message["role"] == "assistant"
+        known = {
+            "role",
+            "content",
+            *(_LINKS if message["role"] == "tool" else _THOUGHTS if is_assistant else ()),
+        }
+        for key in sorted(message.keys() - known):
             if isinstance(value := message[key], str) and not _is_in(value, whole):
-                return f"the {key} of message {number} ({message['role']})"
+                return f"the {key} of {where}"
+        if not (is_assistant and "</think>" in content) and not _is_in(message["content"] or "", whole):
+            return f"the content of {where}"
+        # A short text may stand within another one, too.
+        if not is_assistant and content and sum(map(whole.count, _forms(content))) < written.count(content):
+            return f"the content of {where}"
+        if lost := _lost_call(message, whole):
+            return f"{lost} in {where}"
     if turn is None:
         return None
-    message, written = messages[-1], _SPACE.sub("", turn)
+    last, ended = messages[-1], _SPACE.sub("", turn)
     for key in ("content", *_THOUGHTS):
-        if isinstance(value := message.get(key) or "", str) and not _is_in(value, written):
+        if not _is_in(last.get(key) or "", ended):
             return f"the {key} of a turn of the assistant"
+    return _lost_call(last, ended)
+
+
+def find_unwritten_tool(tools: list[dict[str, Any]] | None, text: str) -> str | None:
+    """The name of a tool that a template has not written; None if all are there."""
+    names = (str(tool.get("function", tool)["name"]) for tool in tools or ())
+    return next((name for name in names if name not in text), None)
+
+
+def _lost_call(message: dict[str, Any], text: str) -> str | None:
+    """The name or argument of a tool call that a text without its spaces does not have."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     for name, count in Counter(call["name"] for call in calls).items():
-        if written.count(_SPACE.sub("", name)) < count:
+        if text.count(_SPACE.sub("", name)) < count:
             return f"a call of {name!r}"
     for call in calls:
-        if lost := [leaf for leaf in _leaves(call["arguments"]) if not _is_in(leaf, written)]:
+        if lost := [leaf for leaf in _leaves(call["arguments"]) if not _is_in(leaf, text)]:
             return f"the argument {lost[0][:50]!r} of a call of {call['name']!r}"
     return None
 
 
 def _is_in(value: str, text: str) -> bool:
     """Whether a text without its spaces has the value, as it is or as in JSON."""
-    return any(
-        _SPACE.sub("", form) in text
-        for form in (value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
-    )
+    return any(_SPACE.sub("", form) in text for form in _forms(value))
+
+
+def _forms(value: str) -> set[str]:
+    return {value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]}
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -216,3 +246,5 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(each)
     elif isinstance(value, str):
         yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield json.dumps(value)

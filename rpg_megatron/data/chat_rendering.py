@@ -7,7 +7,13 @@ from typing import Any
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.data import DataSettings
-from rpg_megatron.data.chat_messages import Message, find_unread, find_unwritten, read_variables
+from rpg_megatron.data.chat_messages import (
+    Message,
+    find_unread,
+    find_unwritten,
+    find_unwritten_tool,
+    read_variables,
+)
 from rpg_megatron.data.chat_template import Rendered, render_chats
 from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.system.foreign_input import ForeignInputError
@@ -85,11 +91,15 @@ def render_messages(
                 "to false"
             ) from None
         empty = {entry[0]: each for entry, each in zip(nulls, rendered[len(entries) :], strict=True)}
-        for (number, messages, _), (text, error) in zip(entries, rendered[: len(entries)], strict=True):
+        for (number, messages, variables), (text, error) in zip(
+            entries, rendered[: len(entries)], strict=True
+        ):
             if empty.get(number, (text, error)) != (text, error):
                 error = (
                     'it writes a content of null otherwise than an empty one; give the message the content ""'
                 )
+            elif not error and (unknown := find_unwritten_tool(variables.get("tools"), text)):
+                error = f"it does not write the tool {unknown!r}"
             elif whole and not error and (unwritten := find_unwritten(messages, text)):
                 error = f"it does not write {unwritten}"
             found[number] = ("", error) if error else (text, "")

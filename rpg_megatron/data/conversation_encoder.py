@@ -210,7 +210,12 @@ class ConversationEncoder:
         masks = [np.full(len(ids), bool(place % 2)) for place, ids in enumerate(encoded)]
         for place in range(1, len(encoded), 2):
             after = encoded[place + 1] if place + 1 < len(encoded) else []
-            if (end := self._find_end(encoded[place])) is not None:
+            end = self._find_end(encoded[place])
+            if not self._stops.isdisjoint(encoded[place][:end]):
+                raise UserError(
+                    f"{problem.where}: the text of a turn has a token that ends a turn, as text; remove it"
+                )
+            if end is not None:
                 masks[place][end + 1 :] = False  # what the template adds after the end of a turn
             elif after and after[0] in self._stops:
                 masks[place + 1][0] = True  # the next message begins with the token that ends a turn

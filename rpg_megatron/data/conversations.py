@@ -137,7 +137,7 @@ def read_conversations(
             settings.model_copy(update={"malformed": "skip"}), key
         )
         encoder = ConversationEncoder(settings, tokenizer, key, stops, end, vocab)
-        found.write(encoder.rows(problems, found.left_out))
+        found.write(encoder.rows(problems, found.left_out), settings.deduplicate)
     bad = found.left_out.counts["malformed"]
     if bad and settings.malformed == "stop":
         skip = f"; {key}.malformed=skip leaves them out" if bad > 1 else ""

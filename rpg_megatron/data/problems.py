@@ -119,7 +119,9 @@ def iterate_problems(settings: DataSettings, key: str, rows: bool, left_out: Lef
             if problem is None:
                 left_out.counts["filtered"] += 1
                 continue
-            if settings.deduplicate or (preset is not None and preset.repeated):
+            # Conversations are compared by their tokens: a prompt may have several responses.
+            same = settings.deduplicate and not isinstance(settings, ConversationSettings)
+            if same or (preset is not None and preset.repeated):
                 digest = hashlib.blake2b(problem.identity.encode(), digest_size=16).digest()
                 if digest in seen:
                     left_out.counts["duplicate"] += 1
@@ -283,7 +285,12 @@ class Fields(NamedTuple):
             value = value[0]
         if self.recorded and isinstance(value, dict | list):  # a prompt and a completion, both as messages
             messages = _chat(value if isinstance(value, list) else [value], self.answer, where)
-            if len(messages) > 1 or messages[0].fields or messages[0].role != "assistant":
+            if (
+                len(messages) > 1
+                or messages[0].fields
+                or messages[0].role != "assistant"
+                or not messages[0].trained
+            ):
                 return prompt, "", messages
             value = messages[0].content
         answer = _answer(value, self.answer, where)

@@ -11,12 +11,25 @@ from rpg_megatron.system.terminal import one_line
 
 _KINDS = {".parquet": "Parquet", ".arrow": "Arrow", ".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON"}
 _ABOUT = re.compile(
-    r"[._].*|(readme|licen[cs]e|notice|citation|changelog)\b.*|.*\.md"
+    r"[._].*|(readme|licen[cs]e|notice|citation|changelog)\b(?!.*\.(parquet|arrow|jsonl?|ndjson)$).*|.*\.md"
     r"|(dataset_infos?|dataset_dict|state|metadata)\.json",
     re.IGNORECASE,
 )
 """Names of files about the data, which are passed over; hidden ones and those of Spark (_SUCCESS) too."""
-_SPLITS = {"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval"}
+_SPLITS = {
+    "train",
+    "training",
+    "test",
+    "testing",
+    "validation",
+    "valid",
+    "val",
+    "dev",
+    "eval",
+    "heldout",
+    "holdout",
+    "evaluation",
+}
 _NUMBERED = re.compile(r"(.*?)([0-9]+)-of-([0-9]+)")
 
 
@@ -58,8 +71,10 @@ def list_shards(folder: Path, key: str) -> list[Path]:
         if match := _NUMBERED.fullmatch(entry.stem):
             numbers[match[1], int(match[3])].add(int(match[2]))
     for (name, total), found in numbers.items():
-        if len(found) != total:
+        if found not in ({*range(total)}, {*range(1, total + 1)}):
             raise UserError(f"{at} holds {len(found)} of the {total} files {name}*-of-*; copy the others too")
+    if len(names := sorted(name for name, _ in numbers)) > len({*names}):
+        raise UserError(f"{at} holds shards of several exports: {_some(entries)}; keep those of one")
     return entries
 
 

@@ -298,13 +298,17 @@ class _Parser:
         value = self._atom()
         if self._next() == "!":
             self._take()
-            value = _integer(math.factorial(self._whole(value)))
+            n, step = self._whole(value), 1
+            if self._next() == "!":  # the double factorial
+                self._take()
+                step = 2
+            value = _integer(math.factorial(n) if step == 1 else math.prod(range(n, 0, -2)))
         if self._next() == "^":
             self._take()
             exponent = self._argument()
             n = exponent.integer
             value = exponent.times(value.ln()).exp() if n is None else value.power(n)
-        if self._next() in ("^", "!"):  # 5!!, 2^3!, 2^{3}^{2}
+        if self._next() in ("^", "!"):  # 2^3!, 2^{3}^{2}
             raise _NotConstant
         return value
 

@@ -325,11 +325,14 @@ class WorkerProcess(asyncio.Protocol):
                     if asking is not None and asking.on_request is not None:
                         asking.on_request(answer)
                     continue
-                call = self._calls.pop(number)
+                outcome, exits = read_answer(answer), answer["exits"]
+                if not isinstance(exits, bool):
+                    raise ValueError("not an answer")
+                call = self._calls.pop(number)  # from here on nothing raises: its outcome is set
                 call.stop_timer()
-                self.is_full |= answer["exits"]
+                self.is_full |= exits
                 if not call.outcome.done():
-                    call.outcome.set_result(read_answer(answer))
+                    call.outcome.set_result(outcome)
         except (ValueError, LookupError, TypeError, RecursionError):  # something else has written to it
             self.end()
         if self.is_full and not self._calls:

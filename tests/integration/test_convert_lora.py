@@ -129,6 +129,6 @@ def test_messages_say_what_a_checkpoint_of_adapters_needs(case: Case, run: Path,
     ):
         convert_to_hf(open_megatron(bare, config=case.folder / "model"), tmp_path / "out", signals)
     broken = write_step(tmp_path / "r-002", 1, case.folder / "model", step / "model", lora="{rank: x}")
-    with pytest.raises(UserError, match=r"config\.yaml: lora\.rank: must be a valid integer"):
+    with pytest.raises(UserError, match=r"config\.yaml: lora\.rank: Input should be a valid integer"):
         open_megatron(broken)
     assert not (tmp_path / "out").exists()

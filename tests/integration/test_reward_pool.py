@@ -64,8 +64,8 @@ def reward(response, answer):
     if response == "interrupt":
         raise KeyboardInterrupt
     if response == "runs a program":  # as rewards do that run the code of a response
-        program = "for n in 3 4 5 6 7 8 9; do echo '[' >&$n; done 2>/dev/null"
-        return os.system("bash -c \"" + program + "\"") >> 8 == 1
+        program = "for n in 3 4 5 6 7 8 9; do echo '[' >&$n && exit 5; done 2>/dev/null; exit 7"
+        return subprocess.run(["bash", "-c", program], close_fds=False).returncode == 7
     if response == "half":
         return 0.5
     if response == "minus":

@@ -98,10 +98,9 @@ STYLES = {
         "</s>",
     ),
     "inst with tools": Style(
-        r"""{{- '<s>' }}{%- for m in messages %}
+        r"""{{- '<s>' }}{%- if tools %}{{ '[INST]' + (tools | tojson) + '[/INST]' }}{%- endif %}{%- for m in messages %}
 {%- if m.role == 'system' %}{{ '[INST]' + m.content + '\n\n[/INST]' }}
-{%- elif m.role == 'user' %}{%- if tools and loop.first %}{{ '[INST]' + (tools | tojson) + '[/INST]' }}{%- endif %}
-{{- '[INST] ' + m.content + '[/INST]' }}
+{%- elif m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
 {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + ({'content': m.content, 'id': m.tool_call_id} | tojson) + '[/TOOL_RESULTS]' }}
 {%- elif m.tool_calls is defined %}{{ '[TOOL_CALLS]' }}
 {{- '[' }}{%- for c in m.tool_calls %}{{ (c.function | tojson) + ('' if loop.last else ', ') }}{%- endfor %}{{ ']</s>' }}

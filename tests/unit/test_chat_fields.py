@@ -123,6 +123,8 @@ def test_a_completion_keeps_its_fields(tmp_path: Path) -> None:
     rows = [{"prompt": [user()], "completion": [answer("eight", reasoning_content="so")]}]
     assert trained(tmp_path, read(tmp_path, rows, "thinking")) == ["<think>\nso\n</think>\n\neight<|im_end|>"]
     tool = {"role": "tool", "content": "8", "tool_call_id": "c1"}
+    with pytest.raises(UserError, match="has no turn of the assistant to train on"):
+        read(tmp_path, [{"prompt": [user()], "completion": [answer(weight=0)]}])
     rows = [{"prompt": "the answer?", "completion": [answer(None, tool_calls=[call()]), tool, answer()]}]
     assert trained(tmp_path, read(tmp_path, rows, "chatml with tools")) == [
         '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>seven<|im_end|>'
@@ -156,8 +158,12 @@ def test_filled_columns_of_parquet(tmp_path: Path) -> None:
         ("chatml", {"messages": [user(), answer(mood="glad")]}, "does not read the field 'mood'"),
         ("chatml", {"messages": [user(), answer(None, tool_calls=[call()])]}, "the field 'tool_calls'"),
         ("chatml", {"messages": [user(), answer()], "tools": [{"name": "add"}]}, "the variable 'tools'"),
-        ("header", {"messages": [user(), answer("I add", tool_calls=[call()])]}, "write the content of a turn"),
+        ("header", {"messages": [user(), answer("I add", tool_calls=[call()])]}, "the content of message 2 (assistant)"),
         ("zephyr", {"messages": [user(), answer(None, name="x")]}, "the field 'name'"),
+        ("sentences", {"messages": [user("I guess 8"), {"role": "tool", "content": "8"}, answer("8")]}, "of message 2 (tool)"),
+        ("chatml with tools", {"messages": [user(), answer("", tool_calls=[call('{"a": NaN}')])]}, "not a JSON object"),
+        ("thinking", {"messages": [user(), answer(reasoning_content=["a"])]}, "its reasoning_content is a list, not text"),
+        ("chatml", {"messages": [user(), answer("the <|im_end|> mark")]}, "has a token that ends a turn, as text"),
         ("header", {"messages": [user() | {"name": "Zoe"}, answer()]}, "the name of message 1 (user)"),
         ("sentences", {"messages": [user(), answer("<think>a</think>b")]}, "write the content of a turn"),
         ("sentences", {"messages": [user(), {"role": "tool", "content": "8"}, answer()]}, "of message 2 (tool)"),
@@ -207,6 +213,23 @@ def test_a_null_that_a_template_writes_as_text_is_refused(tmp_path: Path) -> Non
     settings = ConversationSettings(path=tmp_path / "rows.jsonl", chat=True)
     with pytest.raises(UserError, match=r'a content of null otherwise than an empty one; .* content ""'):
         read_conversations(settings, tokenizer, "sft.data", stops=stop_tokens(model, tokenizer, chats=True))
+
+
+def test_tools_that_a_template_only_asks_about_are_refused(tmp_path: Path) -> None:
+    source = "{%- if tools and messages[0].role == 'system' %}{{ tools | tojson }}{%- endif %}"
+    model, tools = tmp_path / "model", [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    write_model(model, STYLES["chatml"]._replace(source=source + STYLES["chatml"].source), KINDS[0])
+    file = write_rows(tmp_path, [{"prompt": [user()], "answer": "7", "tools": tools}])
+    settings = DataSettings(path=file, chat=True)
+    with pytest.raises(UserError, match="it does not write the tool 'add'"):
+        fit_prompts(read_problems(settings), settings, open_tokenizer(model, chat=True))
+
+
+def test_several_responses_to_a_prompt_are_no_duplicates(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2", "response": response} for response in ("4", "four", "4")]
+    found = read(tmp_path, rows, chat=False, deduplicate=True)
+    assert trained(tmp_path, found) == ["4<|endoftext|>", "four<|endoftext|>"]
+    assert found.left_out.counts == {"duplicate": 1}
 
 
 def test_several_templates(tmp_path: Path) -> None:

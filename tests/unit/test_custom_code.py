@@ -406,7 +406,6 @@ def test_arguments_of_functions_for_other_projects_are_no_settings(
 ) -> None:
     """Recorded as settings, the defaults would be passed instead of the columns when the run is resumed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "foreign_rewards_of_test.py").write_text(
         "def verl(data_source, solution_str, ground_truth, extra_info=None, scale=1.0): return 1.0\n"
         "def trl(completions, answer=None, **kwargs): return [1.0] * len(completions)\n"

@@ -118,6 +118,10 @@ def test_a_folder_is_its_shards(
         (["data/"], r"has the folders data; give one of them, such as .*/data$"),
         (["test/", "train/", "dataset_dict.json"], "has the folders test, train; give one of them"),
         (["a.jsonl", "more/"], "has the folders more"),
+        (["a.jsonl", "readme-questions.parquet"], r"several kinds \(JSON, Parquet\)"),
+        (["gsm8k-train.jsonl", "gsm8k-heldout.jsonl"], r"several splits \(heldout, train\)"),
+        (["x-0-of-2.jsonl", "x-2-of-2.jsonl"], r"2 of the 2 files x-\*-of-\*"),
+        (["x-0-of-1.jsonl", "x-0-of-2.jsonl", "x-1-of-2.jsonl"], "shards of several exports"),
         (["train-00000-of-00001.parquet", "test-00000-of-00001.parquet"], r"several splits \(test, train\)"),
         (["train.jsonl", "validation.jsonl"], r"several splits \(train, validation\)"),
         (

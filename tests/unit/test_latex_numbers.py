@@ -43,6 +43,8 @@ from rpg_megatron.rewards.latex_numbers import compare_constants, integer_value
         ("0/30!", "1/30!", False),
         (r"\frac{30}{30!}", r"\frac{1}{29!}", True),
         ("e^{-100}", "2e^{-100}", False),
+        ("5!!", "15", True),
+        ("3!!", "720", False),
         ("e^{-100}", r"\frac{1}{e^{100}}", True),
         (r"1-\frac{1}{25!}", r"1-\frac{1}{24!}", False),
         (r"\sqrt{2^{200}+1}", "2^{100}", False),
@@ -74,7 +76,6 @@ def test_by_value(a: str, b: str, expected: bool) -> None:
         "1,5",
         "2^10",  # LaTeX raises 1 only, people mean 10
         "1e-22",  # not e - 22
-        "5!!",
         "2^{3}!",
         r"\ln 2\pi",
         r"\sqrt{-1}",
