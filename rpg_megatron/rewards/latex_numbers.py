@@ -298,11 +298,12 @@ class _Parser:
         value = self._atom()
         if self._next() == "!":
             self._take()
-            n, step = self._whole(value), 1
-            if self._next() == "!":  # the double factorial
+            count = self._whole(value)
+            if self._next() == "!":
                 self._take()
-                step = 2
-            value = _integer(math.factorial(n) if step == 1 else math.prod(range(n, 0, -2)))
+                value = _integer(math.prod(range(count, 0, -2)))
+            else:
+                value = _integer(math.factorial(count))
         if self._next() == "^":
             self._take()
             exponent = self._argument()
