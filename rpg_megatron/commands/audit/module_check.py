@@ -287,7 +287,7 @@ class ModuleChecker:
         return tolerance
 
     def weight_rounding(self, site: str) -> float:
-        """Error due to rounding a norm's weights to the side's dtype; 0 for matrices, where it averages out."""
+        """Error from rounding a norm's weights to the side's dtype; 0 for matrices, where it averages out."""
         ratio = TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype]
         return torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * ratio * (split_site(site)[1] in NORMS)
 

@@ -145,8 +145,8 @@ def _rounding(
     first, *_ = drift.values()
     text = (
         f"every module alone is correct, but rounding in {expected.dtype} accumulates: engine and trainer "
-        f"differ by {first:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, the log-probs by "
-        f"{logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most (bounds "
+        f"differ by {first:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, the "
+        f"log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most (bounds "
         f"{expected.bounds[1]:.0e}, {expected.bounds[0]:.0e})"
     )
     advice = "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction"
