@@ -90,7 +90,7 @@ def _checked(check: RunCheck, run: CheckedRun) -> str:
             return f"{gib(free)} free, {gib(disk_bytes(settings, run.shape))} needed"
         case "shared memory" if transport == "shared_memory":
             return f"{SHARED_MEMORY}: {gib(shutil.disk_usage(SHARED_MEMORY).free)} free"
-        case "shared memory" | "bridge address":
+        case "shared memory":
             return f"bridge.transport is {transport}"
         case "GPUs":
             return "enough" if settings.device == "cuda" else "device is cpu"
