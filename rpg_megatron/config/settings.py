@@ -606,7 +606,8 @@ def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) 
     """
     for item in overrides or []:
         apply_override(raw, item)
-    remove_gone(raw)
+    if gone := remove_gone(raw):
+        raise UserError("\n".join(f"{where}: {message}" for message in gone))
     try:
         return Settings.model_validate(raw)
     except ValidationError as e:
