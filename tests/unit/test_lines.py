@@ -47,9 +47,7 @@ def test_modules_are_small() -> None:
     large = {name: count for name, count in modules().items() if count > MODULE}
     assert large.keys() == allowed.keys(), f"more than {MODULE} lines: {large}; tools/lines.toml: {allowed}"
     for name, count in large.items():
-        assert count <= allowed[name], (
-            f"{name} has {count} lines, not {allowed[name]}: make it smaller"
-        )
+        assert count <= allowed[name], f"{name} has {count} lines, not {allowed[name]}: make it smaller"
         assert allowed[name] <= count + NEAR, f"tools/lines.toml: {name} has {count} lines now; lower it"
 
 
