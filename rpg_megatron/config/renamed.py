@@ -58,8 +58,8 @@ RENAMED: dict[str, tuple[Any, ...]] = {
     "trackers.system": ("remove it: use of the first node is always logged", True),
     "trackers.tags": ("for wandb set the environment variable WANDB_TAGS; mlflow logs all settings", [], {}),
 }
-"""Dotted key of a setting (without an index: ``trackers.url``), or an option (``--gpus``) -> what to do, such as
-"use rollout.dynamic.oversample"; then the values with which a file may still have the setting, since they now
+"""Dotted key of a setting (without an index: ``trackers.url``), or an option (``--gpus``) -> what to do, such
+as "use rollout.dynamic.oversample"; then the values with which a file may still have it, since they now
 always apply: the ``config.yaml`` of a run has all settings of the version that has written it."""
 
 

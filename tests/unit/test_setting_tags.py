@@ -105,10 +105,9 @@ def test_a_setting_that_is_gone_says_what_to_do(config_file: Path, key: str) -> 
 
 def test_files_of_an_earlier_version_may_have_the_value_that_now_applies(config_file: Path) -> None:
     """A run's config.yaml has all settings."""
+    nested = ("trackers.", "rollout.episode.", "teacher.", "lora.", "checkpoint.", "evaluation.")
     for key, (_, *values) in RENAMED.items():
-        if key.startswith(
-            ("trackers.", "rollout.episode.", "teacher.", "lora.", "checkpoint.", "evaluation.")
-        ):
+        if not values or key.startswith(nested):
             continue
         load_settings(config_file, [f"{key}={'null' if values[0] is None else values[0]}"])
     board = "{type: tensorboard, responses: 4}"
