@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rpg_megatron.commands.replay import REPORT, REQUEST
-from rpg_megatron.config.files import atomic_write_text, open_regular, read_json
+from rpg_megatron.config.files import open_regular
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
@@ -41,9 +40,8 @@ class ReplayRequest:
     """Maximum difference of a match: absolute, and relative for numbers above 1."""
 
 
-def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
-    """Replay what the request in ``folder`` asks for, and write the report there. Collective."""
-    request = ReplayRequest(**read_json(folder / REQUEST))
+def replay(trainer: Trainer, request: ReplayRequest, events: EventSender) -> dict[str, Any]:
+    """Replay what is asked for; rank 0 returns the report, for JSON. Collective."""
     run, first = Path(request.run), trainer.mesh.rank == 0
     rows = _read_rows(run) if first else {}
     done = int(trainer.load(Path(request.checkpoint), trusted=True)["step"]) if request.checkpoint else 0
@@ -62,9 +60,7 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
             largest = join_gaps([g for g in gaps if g is not None])
             row = rows.get(step, {})
             steps.append({"step": step} | compare(largest, row, batch.metrics, request.tolerance))
-    if first:
-        report = {"request": asdict(request), **steps[-1], "steps": steps}
-        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    return {"request": asdict(request), **steps[-1], "steps": steps} if first else {}
 
 
 class SavedRollouts:
