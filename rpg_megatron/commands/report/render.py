@@ -36,7 +36,8 @@ from rpg_megatron.commands.report.study import describe_study, find_arms
 from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, REPORT
+from rpg_megatron.launcher.run_dir import CONFIG, REPORT
+from rpg_megatron.system.metrics_file import METRICS
 
 _ROWS = 8000
 """Maximum rows of metrics on a page, for all runs together: about 3 MB."""

@@ -24,19 +24,12 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.files import flatten, open_regular, parse_json, read_text, real_path
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
+from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
 from rpg_megatron.launcher.run_lock import LOCK
+from rpg_megatron.system.metrics_file import METRICS, Row, read_metrics
 
-Row = dict[str, float]
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A step, or another whole number, that JavaScript and floats hold exactly."""
-LARGEST = 1e100
-"""Larger numbers count as infinite: squares of others, and their sums, are finite."""
-_KEYS, _KEY = 1000, 200
-"""Maximum number of metrics of a run, and characters of a name."""
-_METRICS, _LINE, _JSON = 200_000_000, 1_000_000, 10_000_000
-"""Maximum bytes to read of ``metrics.jsonl`` (50,000 steps), of one of its lines, and of other JSON files."""
+_JSON = 10_000_000
+"""Maximum bytes of other JSON files."""
 
 
 @dataclass
@@ -94,7 +87,7 @@ def read_run(folder: Path) -> RunFiles:
     starts = _read_json(folder / ENVIRONMENT, list[dict[str, Any]], notes) or []
     return RunFiles(
         folder=folder,
-        rows=_read_metrics(folder / METRICS, notes),
+        rows=read_metrics(folder / METRICS, notes),
         config=_read_config(folder / CONFIG, notes),
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
@@ -168,56 +161,8 @@ def _merge(rows: list[Row]) -> Row:
     return merged
 
 
-class _Step(msgspec.Struct):
-    step: Count
-
-
 class _Summary(msgspec.Struct):
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
-
-
-def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
-    """Rows by step. If a step has several rows, the values of later rows replace those of earlier ones."""
-    rows: dict[int, Row] = {}
-    keys: dict[str, str] = {}  # of all rows, which share these strings
-    more: set[str] = set()
-    lines = broken = 0
-    try:
-        with open_regular(file, real_path(file.parent)) as opened:
-            while line := opened.readline(_LINE):
-                if opened.tell() > _METRICS:
-                    notes.append(f"only the first {_METRICS / 1e6:.0f} MB of {file.name} were read")
-                    break
-                lines += 1
-                try:
-                    values = parse_json(line)
-                    step = msgspec.convert(values, _Step).step
-                except (ValueError, msgspec.MsgspecError):
-                    broken += bool(line.strip())
-                    continue
-                row = rows.setdefault(step, {})
-                for key, value in values.items():
-                    if key != "step" and isinstance(value, float | int):
-                        if len(key) > _KEY or (key not in keys and len(keys) == _KEYS):
-                            more.add(key[:_KEY])
-                        else:
-                            row[keys.setdefault(key, key)] = _bounded(value)
-                row["step"] = step
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        notes.append(f"{file.name} cannot be read ({e.strerror})")
-    note_skipped(notes, file.name, broken, lines)
-    if more:
-        notes.append(f"{file.name}: {len(more)} metrics are left out (more than {_KEYS}, or long names)")
-    return [rows[step] for step in sorted(rows)]
-
-
-def _bounded(value: float) -> float:
-    """As a float; numbers beyond ``LARGEST``, also integers that no float holds, as infinite."""
-    if abs(value) <= LARGEST or value != value:
-        return float(value)
-    return math.inf if value > 0 else -math.inf
 
 
 def note_skipped(notes: list[str], name: str, broken: int, lines: int) -> None:

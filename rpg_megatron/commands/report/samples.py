@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rpg_megatron.commands.report.run_files import Count, RunFiles, note_skipped, reason, step_in_name
+from rpg_megatron.commands.report.run_files import RunFiles, note_skipped, reason, step_in_name
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import open_regular, real_path
 from rpg_megatron.data.tokenizer_file import decode_foreign
 from rpg_megatron.system.foreign_input import ForeignInputError
+from rpg_megatron.system.metrics_file import Count
 
 if TYPE_CHECKING:
     from rpg_megatron.data.trajectory import Trajectory
