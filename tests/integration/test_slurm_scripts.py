@@ -287,7 +287,9 @@ def test_the_doctor_tells_of_every_node(slurm: Slurm, tmp_path: Path, config_fil
         r"n2 +open files +FAILED +open files are limited to 256.*\n +fix: raise the hard limit", done.stdout
     )
     assert {"n1: all checks passed", "n2: 1 failed"} <= set(done.stdout.splitlines())
-    nodes = [json.loads(line)["nodes"][0] for line in run(*step, "--json").stdout.splitlines()]
+    run("srun", "--output=doctor-%t.json", *step[1:], "--json")
+    reports = [json.loads((tmp_path / f"doctor-{task}.json").read_text()) for task in range(2)]
+    nodes = [report["nodes"][0] for report in reports]
     failed = {n["node"]: {c["name"] for c in n["checks"] if c["verdict"] == "failed"} for n in nodes}
     assert failed == {"n1": set(), "n2": {"open files"}}
     reduced = [c["found"] for node in nodes for c in node["checks"] if c["name"] == "between nodes"]

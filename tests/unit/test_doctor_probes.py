@@ -42,8 +42,7 @@ def test_each_of_several_nodes_prints_its_name_and_what_is_wrong(
     assert re.search(r"n2 +b +FAILED +broken +\n +fix: mend it", out)
     assert ("fine" in out, out.splitlines()[-1]) == (False, "n2: 1 failed")
     assert not command.run_doctor(None, as_json=True)
-    (line,) = capsys.readouterr().out.splitlines()
-    (node,) = json.loads(line)["nodes"]
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
     assert (node["node"], [c["verdict"] for c in node["checks"]]) == ("n2", ["ok", "failed"])
     monkeypatch.setattr(command, "PROBES", [("a", 10.0, lambda _: iter([fine]))])
     assert command.run_doctor(None, as_json=False)

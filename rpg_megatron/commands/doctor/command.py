@@ -52,7 +52,7 @@ def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     several = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     if as_json:
-        print(to_json(checks, node, indent=None if several else 2))
+        print(to_json(checks, node))
     else:
         print_checks(checks, table_console(_WIDTH), node if several else None)
     return not failures(checks)

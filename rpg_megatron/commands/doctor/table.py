@@ -45,10 +45,10 @@ def print_checks(checks: Sequence[Check], console: Console, node: str | None = N
     console.print(": ".join([*names, summary]), highlight=False)
 
 
-def to_json(checks: Sequence[Check], node: str, *, indent: int | None) -> str:
+def to_json(checks: Sequence[Check], node: str) -> str:
     """One JSON object."""
     bad, nodes = failures(checks), [{"node": node, "checks": [asdict(check) for check in checks]}]
-    return json.dumps({"ok": not bad, "failed": bad, "nodes": nodes}, indent=indent)
+    return json.dumps({"ok": not bad, "failed": bad, "nodes": nodes}, indent=2)
 
 
 def _text(check: Check) -> str:
