@@ -14,7 +14,7 @@ import pytest
 from tools.lines import PACKAGE, TABLE, VENDORED, count_lines, lines_by_folder, source_files
 
 MODULE, ARGUMENTS, COMMAND = 400, 7, 800
-"""Most lines of a module, arguments of a function without self, lines of a command that has no limit there."""
+"""Most lines of a module, arguments of a function without self, lines of a command that is not listed."""
 NEAR = 15
 """Lines by which an exception may be larger than its module: a change may come back."""
 CONFIG = tomllib.loads(TABLE.read_text())
