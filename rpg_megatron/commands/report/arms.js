@@ -61,43 +61,25 @@ function armSeries(arm, key) {
   return arm.series[key];
 }
 
-// What the axis has to hold besides the means: bands, and the runs. A band may reach where the metric cannot be,
-// and below 0 on a logarithmic axis; there it is cut.
-function armReach({ steps, bands, smooth, runs }, log) {
-  const least = runs.some(({ values }) => values.some((value) => value < 0)) ? -Infinity : 0;
-  const edges = log ? [] : [0, 1].map((end) => bands.map((band, i) => (band ? Math.max(least, band[end]) : smooth[i])));
-  return [...edges.map((values) => ({ steps, values })),
-    ...(view.seeds || log ? runs.map((run) => ({ steps: run.steps, values: run.smooth })) : [])];
-}
-
-function drawArm(chart, group, arm, key, dash) {
-  const { steps, smooth, bands, counts, runs } = seriesOf(arm, key), most = Math.max(0, ...counts);
-  const path = (from, to) => chart.path(steps.slice(from, to), smooth.slice(from, to), []);
-  const parts = (kind) => {  // [from, to] of consecutive steps of one kind
-    const found = [];
-    steps.forEach((_, i) => {
-      if (i && kind(i) === kind(i - 1)) found.at(-1)[1] = i + 1;
-      else found.push([i, i + 1]);
-    });
-    return found;
-  };
-  const cut = (value) => (chart.spec.kind === "percent" ? Math.min(1, Math.max(0, value)) : value);
-  const point = (i, end) => `${chart.x(steps[i]).toFixed(1)} ${chart.yOf(cut(bands[i][end])).toFixed(1)}`;
-  const first = chart.keys()[0][0] === key;  // the others would hide each other
-  if (first) for (const [from, to] of parts((i) => bands[i] !== null)) {
-    const inside = [...steps.keys()].slice(from, to);
-    if (bands[from] && to - from > 1) shape(group, "path", { class: view.runs.length > 4 ? "band many" : "band",
-      d: `M${[...inside.map((i) => point(i, 1)), ...inside.reverse().map((i) => point(i, 0))].join("L")}Z` });
-  }
-  if (first && view.seeds && arm.members.length > 1) for (const run of runs) {
-    shape(group, "path", { class: "seed", d: chart.path(run.steps, run.smooth, run.odd) });
-  }
+// The mean of an arm, its band and its runs, as lines of a chart. first: whether it is the chart's first series;
+// the bands of others would hide each other.
+function armLines(arm, key, dash, first, kind) {
+  const { steps, smooth, bands, counts, runs, odd } = seriesOf(arm, key), most = Math.max(0, ...counts);
+  const line = { run: arm, key, color: arm.color, steps, odd: [], alpha: 1, dash };
+  // A band may reach where the metric cannot be.
+  const least = kind === "percent" || !runs.some(({ values }) => values.some((value) => value < 0)) ? 0 : -Infinity;
+  const edge = (end) => bands.map((band) =>
+    band && Math.min(kind === "percent" ? 1 : Infinity, Math.max(least, band[end])));
+  const band = { ...line, width: 0, alpha: view.runs.length > 4 ? 0.06 : 0.15 };
+  const bandLines = [{ ...band, band: "upper", values: edge(1) }, { ...band, band: "lower", values: edge(0) }];
+  const seeds = view.seeds && arm.members.length > 1 ? runs.map((run) => ({ ...line, dash: [], steps: run.steps,
+    values: run.smooth, odd: run.odd, width: 0.9, alpha: 0.3, seed: true })) : [];
   // Where not all seeds have a value, the line is thinner: a mean of others may jump.
-  for (const [from, to] of parts((i) => counts[i] === most)) {
-    const start = Math.max(0, from - 1);
-    if (to - start > 1) shape(group, "path", { class: counts[from] === most ? "mean" : "mean fewer",
-      d: path(start, to), "stroke-dasharray": dash });
-  }
+  const part = (fewer) => smooth.map((value, i) =>
+    ([counts[i], counts[i + 1] ?? counts[i]].some((count) => (count < most) === fewer) ? value : null));
+  return [...(first ? [...bandLines, ...seeds] : []),
+    ...(counts.some((count) => count < most) ? [{ ...line, values: part(true), width: 1, alpha: 0.7, fewer: true, told: true }] : []),
+    { ...line, values: part(false), odd, width: 2, told: true }];
 }
 
 function bandText(arm, key, step, kind) {
@@ -113,12 +95,12 @@ const range = (ends) => (ends === null ? "–" : [...new Set(ends)].map((n) => n
 
 // A mean over seeds: [mean, half of its interval, seeds].
 function meanCell(found, kind, seeds) {
-  if (!found) return element("td", {}, "–");
+  if (!found) return element("td", "–");
   const [mean, margin, number] = found;
   const [worth, name] = unitFor(Math.abs(mean), kind);
   const text = kind === "count" && margin !== null
     ? `${[mean, margin].map((value) => (value / worth).toFixed(name ? 1 : 0)).join(" ± ")}${name}` : withMargin(mean, margin, kind);
-  return element("td", {}, text, number < seeds ? element("small", {}, ` ${number} of ${seeds}`) : null);
+  return element("td", text, number < seeds ? element("small", ` ${number} of ${seeds}`) : null);
 }
 
 function seedsText(arm) {
@@ -126,7 +108,7 @@ function seedsText(arm) {
   const states = [[arm.running, "running"], [left, "not finished"]].filter(([count]) => count)
     .map(([count, word]) => `${count} ${word}`).concat(number === 1 ? ["no interval"] : []);
   return [String(number), states.length
-    ? element("small", {}, ` (${states.join(", ")})`) : null];
+    ? element("small", ` (${states.join(", ")})`) : null];
 }
 
 function armTable() {
@@ -135,15 +117,14 @@ function armTable() {
     .filter(([, key]) => arms.some((arm) => arm[key]));
   const head = (text, tip) => element("th", { rowspan: 2, title: tip }, text);
   const rows = arms.map((arm, i) => element("tr", {},
-    element("th", { scope: "row" }, swatch(arm), " ", arm.name), element("td", {}, seedsText(arm)),
+    element("th", { scope: "row" }, swatch(arm), " ", arm.name), element("td", seedsText(arm)),
     measures.map(({ kind, last, best }) => [last[i], best[i]].map((found) => meanCell(found, kind, arm.members.length))),
     others.map(([, key, kind]) => meanCell(arm[key], kind, arm.members.length)),
-    element("td", {}, range(arm.steps))));
-  return element("div", { class: "scroll" }, element("table", { class: "runs arms" }, element("thead", {},
-    element("tr", {}, head("arm"), head("seeds"), measures.map(({ name }) => element("th", { colspan: 2 }, name)),
+    element("td", range(arm.steps))));
+  return sheet("runs arms", [
+    element("tr", head("arm"), head("seeds"), measures.map(({ name }) => element("th", { colspan: 2 }, name)),
       others.map(([name, , , tip]) => head(name, tip)), head("steps")),
-    element("tr", {}, measures.map(() => [element("th", {}, "last"), element("th", {}, "best")]))),
-  element("tbody", {}, rows)));
+    element("tr", measures.map(() => cells(["last", "best"], "th")))], rows);
 }
 
 const CLEAR = { higher: "higher", lower: "lower", unclear: "no clear difference" };
@@ -153,11 +134,11 @@ function pairRow({ arms: [i, j], difference, interval, paired, seeds, verdict, s
   const text = (value) => (value > 0 ? "+" : "") + (points > 1 ? oneDecimal(value * points) : plainNumber(value)).replace("-", "−");
   const one = Math.min(...seeds) < 2;
   const number = paired ? plural(seeds[0], one ? "seed" : "pair") : `${seeds[0]} and ${seeds[1]}`;
-  return element("tr", {}, element("th", { scope: "row" }, swatch(arms[i]), " ", arms[i].name),
-    element("td", { class: "left" }, "− ", swatch(arms[j]), " ", arms[j].name), element("td", {}, text(difference)),
-    element("td", {}, interval ? interval.map(text).join(" to ") : "–"), element("td", {}, number),
+  return element("tr", element("th", { scope: "row" }, swatch(arms[i]), " ", arms[i].name),
+    element("td.left", "− ", swatch(arms[j]), " ", arms[j].name), element("td", text(difference)),
+    element("td", interval ? interval.map(text).join(" to ") : "–"), element("td", number),
     element("td", { class: `left ${verdict}` }, CLEAR[verdict] ?? (one ? "one seed: no interval" : "seeds are equal: no interval"),
-      steps[0] === steps[1] ? null : element("small", {}, ` steps ${range(steps)}`)));
+      steps[0] === steps[1] ? null : element("small", ` steps ${range(steps)}`)));
 }
 
 function pairTables() {
@@ -169,10 +150,9 @@ function pairTables() {
       compared < arms.length ? `Only the first ${compared} of ${arms.length} arms are compared.` : ""];
     return element("details", { open: !i && pairs.length <= 10 }, element("summary", {},
       `differences in ${kind === "percent" ? `held-out accuracy, ${name}` : name}, at the last evaluation`),
-    element("div", { class: "scroll" }, element("table", { class: "runs pairs" },
-      element("thead", {}, element("tr", {}, heads.map((text, at) => element("th", { class: [1, 5].includes(at) ? "left" : null }, text)))),
-      element("tbody", {}, pairs.map((pair) => pairRow(pair, kind))))),
-    element("p", { class: "under" }, said.filter(Boolean).join(" ")));
+    sheet("runs pairs", element("tr", heads.map((text, at) =>
+      element("th", { class: [1, 5].includes(at) ? "left" : null }, text))), pairs.map((pair) => pairRow(pair, kind))),
+    element("p.under", said.filter(Boolean).join(" ")));
   });
 }
 
@@ -182,20 +162,20 @@ function studyHead() {
     + "one seed has no interval. Curves are means over the seeds that have reached a step, thinner where some have not. "
     + `Bands: ${BAND}.`];
   if (repeats.length) said.push(`Not counted, since a longer run has the same settings and seed: ${repeats.join(", ")}.`);
-  return [armTable(), element("p", { class: "under" }, said.join(" ")), ...pairTables()];
+  return [armTable(), element("p.under", said.join(" ")), ...pairTables()];
 }
 
 // What a study has for each of its runs, and not for arms, is folded.
 function ofEachRun(what, parts) {
   return arms ? [element("details", { class: "each", ontoggle: () => drawAll() },
-    element("summary", {}, `${what} of each of the ${data.runs.length} runs`), parts)] : parts;
+    element("summary", `${what} of each of the ${data.runs.length} runs`), parts)] : parts;
 }
 
 const seedOf = (run) => (run.arm
-  ? element("small", {}, ` ${run.arm.name}, seed ${run.config.seed ?? "–"}`) : null);
+  ? element("small", ` ${run.arm.name}, seed ${run.config.seed ?? "–"}`) : null);
 
 function seedsBox() {
-  const box = element("input", { type: "checkbox", checked: view.seeds,
+  const box = element("input", { type: "checkbox", checked: Boolean(view.seeds),
     onchange: () => { view.seeds = box.checked; drawAll(); } });
   return element("label", { title: "draw the runs of each arm behind its mean" }, box, "single runs");
 }

@@ -6,17 +6,15 @@ const bestText = ({ best }) => best
 function evaluationTable(runs, nameOf) {
   const sets = [...new Set(runs.flatMap((run) => run.changes.filter((one) => one.best).map((one) => one.name)))];
   if (!sets.length) return null;
-  const cells = (run, name) => {
+  const values = (run, name) => {
     const change = run.changes.find((one) => one.name === name);
-    if (!change) return [element("td", {}, "–"), element("td", {}, "–")];
+    if (!change) return cells(["–", "–"]);
     const [step, value] = change.best;
-    return [element("td", {}, formatValue(change.after, "percent")),
+    return [element("td", formatValue(change.after, "percent")),
       element("td", { title: `step ${step}` }, formatValue(value, "percent"))];
   };
-  return element("div", { class: "scroll" }, element("table", { class: "runs evaluations" },
-    element("thead", {},
-      element("tr", {}, element("th", {}, "held-out accuracy"), sets.map((name) => element("th", { colspan: 2 }, name))),
-      element("tr", {}, element("th", {}), sets.map(() => [element("th", {}, "last"), element("th", {}, "best")]))),
-    element("tbody", {}, runs.map((run) => element("tr", {},
-      element("th", { scope: "row" }, nameOf(run)), sets.map((name) => cells(run, name)))))));
+  return sheet("runs evaluations", [
+    element("tr", element("th", "held-out accuracy"), sets.map((name) => element("th", { colspan: 2 }, name))),
+    element("tr", element("th"), sets.map(() => cells(["last", "best"], "th")))],
+  runs.map((run) => element("tr", element("th", { scope: "row" }, nameOf(run)), sets.map((name) => values(run, name)))));
 }

@@ -47,6 +47,7 @@ _READ = 400_000_000
 
 _SCRIPTS = (
     "series.js",
+    "vendor/uPlot.iife.min.js",
     "numbers.js",
     "charts.js",
     "arms.js",
@@ -56,6 +57,7 @@ _SCRIPTS = (
     "page.js",
     "live.js",
 )
+_STYLES = ("vendor/uPlot.min.css", "page.css")
 
 _POLL = 2.0
 """Seconds between two looks at the runs that are watched."""
@@ -152,7 +154,7 @@ def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes
     if arms:
         data["study"] = describe_study(runs, arms) | {"width": width}
     folder = files("rpg_megatron.commands.report")
-    style = (folder / "page.css").read_text(encoding="utf-8")
+    style = "\n".join((folder / name).read_text(encoding="utf-8") for name in _STYLES)
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     parts = {
         "TITLE": _escape_html(

@@ -3,22 +3,40 @@
 // A run is {name, color, step: [...], metrics: {key: [number | null | "nan" ...]}}.
 
 const view = {
-  runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: 0,
+  runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: null,
   exact: new Set(),  // metrics that are never smoothed
   seeds: true,  // whether the runs of an arm are drawn
 };
 
 // -- elements -----------------------------------------------------------------------------------------------
 
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
+// element("p.under", { title }, ...children): class and attributes may be left out.
+function element(selector, ...children) {
+  const [name, style] = selector.split("."), made = document.createElement(name);
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
+  for (const [key, value] of Object.entries({ class: style, ...attributes })) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else if (key.startsWith("aria-")) made.setAttribute(key, value);
-    else if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
+    else if (![null, undefined, false].includes(value)) made.setAttribute(key, value === true ? "" : value);
   }
   made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
+}
+
+const cells = (values, name = "td") => values.map((value) => element(name, {}, value));
+
+// A table that scrolls if it is wider than the page.
+const sheet = (name, head, rows) => element("div.scroll", element("table", { class: name },
+  head ? element("thead", head) : null, element("tbody", rows)));
+
+// A button that is on or off.
+function toggle(attributes, pressed, change, ...content) {
+  const button = element("button", { type: "button", "aria-pressed": pressed, ...attributes, onclick: () => {
+    pressed = !pressed;
+    button.setAttribute("aria-pressed", pressed);
+    change(pressed);
+  } }, ...content);
+  return button;
 }
 
 function shape(parent, name, attributes, text) {
