@@ -48,12 +48,11 @@ function armSeries(arm, key) {
   if (arm.series[key]?.smoothing === view.smoothing) return arm.series[key];
   const runs = arm.members.map((run) => seriesOf(run, key));
   const points = binned(runs.map(({ steps, smooth }) => [steps, smooth]));
-  const exact = runs.every(({ smooth, values }) => smooth === values);
   const smooth = points.map(({ values }) => meanOf(values));
   arm.series[key] = {
     smoothing: view.smoothing, smooth, runs,
     steps: points.map(({ step }) => step),
-    values: exact ? smooth : binned(runs.map(({ steps, values }) => [steps, values])).map(({ values }) => meanOf(values)),
+    values: binned(runs.map(({ steps, values }) => [steps, values])).map(({ values }) => meanOf(values)),
     bands: points.map(({ values }) => bandOf(values)),
     counts: points.map(({ values }) => values.length),
     odd: runs.flatMap(({ odd }, i) => odd.map(([step, what]) => [step, what, arm.members[i].name])),
@@ -89,8 +88,6 @@ function bandText(arm, key, step, kind) {
   return `${band}${counts[i]} of ${plural(arm.members.length, "seed")}`;
 }
 
-// -- tables -------------------------------------------------------------------------------------------------
-
 const range = (ends) => (ends === null ? "–" : [...new Set(ends)].map((n) => n.toLocaleString("en")).join("–"));
 
 // A mean over seeds: [mean, half of its interval, seeds].
@@ -105,10 +102,9 @@ function meanCell(found, kind, seeds) {
 
 function seedsText(arm) {
   const number = arm.members.length, left = number - arm.finished - arm.running;
-  const states = [[arm.running, "running"], [left, "not finished"]].filter(([count]) => count)
-    .map(([count, word]) => `${count} ${word}`).concat(number === 1 ? ["no interval"] : []);
-  return [String(number), states.length
-    ? element("small", ` (${states.join(", ")})`) : null];
+  const states = [arm.running ? `${arm.running} running` : "", left ? `${left} not finished` : "",
+    number === 1 ? "no interval" : ""].filter(Boolean);
+  return [String(number), states.length ? element("small", ` (${states.join(", ")})`) : null];
 }
 
 function armTable() {

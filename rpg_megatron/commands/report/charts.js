@@ -1,7 +1,5 @@
 // Charts of steps, drawn by uPlot. All of them share the range, cursor, smoothing and visible runs in `view`.
 
-// -- tooltip ------------------------------------------------------------------------------------------------
-
 const tooltip = element("div", { id: "tooltip", hidden: true });
 
 // A box beside the pointer. A row is [color, label, value, second value, whether it has the focus].
@@ -17,8 +15,6 @@ function showTooltip(event, name, rows, head = []) {
     ? event.clientX - box.width - 16 : event.clientX + 16)}px`;
   tooltip.style.top = `${Math.max(4, Math.min(event.clientY + 12, high - box.height - 4))}px`;
 }
-
-// -- lines --------------------------------------------------------------------------------------------------
 
 // A line: {run, key, color, steps, values, odd, width, alpha, dash}. `told`: the cursor marks its value.
 function runLines(run, key, dash) {
@@ -39,11 +35,8 @@ function areaLines(run, keys, colors) {
   }).reverse();
 }
 
-// -- a chart ------------------------------------------------------------------------------------------------
-
 const DASHES = [[], [5, 3], [1.5, 3], [8, 2, 2, 2], [3, 6]];
 const tint = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
-const whole = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
 // spec: {title, kind, series: [[key, label]...], log, note}; with `stack` the series of that run as areas.
 class Chart {
@@ -55,8 +48,7 @@ class Chart {
       this.log = on;
       this.draw();
     }, "log");
-    const many = spec.series.length > 1;
-    const crowded = many && !spec.stack && view.runs.length > 3;
+    const many = spec.series.length > 1, crowded = !spec.stack && view.runs.length > 3;
     this.off = new Set(crowded ? spec.series.slice(1).map(([key]) => key) : []);
     this.place = element("div.plot");
     const name = element("h3", spec.title, spec.note ? element("small", spec.note) : null);
@@ -87,7 +79,7 @@ class Chart {
 
   draw() {
     this.plot?.destroy();
-    this.plot = null;
+    [this.plot, this.focus] = [null, null];
     this.figure.hidden = isHidden(this.spec.stack);
     const width = this.place.clientWidth;
     if (!width) return;  // inside a closed <details>
@@ -130,18 +122,18 @@ class Chart {
   }
 
   options(width) {
-    const { kind } = this.spec;
-    const texts = (u, values, at, space, increment) => (!this.log ? tickTexts(values, increment, kind)
-      : values.map((value) => (value === null ? "" : kind === "number" ? plainNumber(value) : formatValue(value, kind))));
-    const axis = { stroke: tint("faint"), font: "11px system-ui, sans-serif" };
-    const widest = (u, texts) => 12 + Math.max(32, ...(texts ?? []).map((text) => u.ctx.measureText(text).width / uPlot.pxRatio));
+    const { kind } = this.spec, axis = { stroke: tint("faint"), font: "11px system-ui, sans-serif" };
+    const texts = (u, values, at, space, increment) => (this.log
+      ? values.map((value) => (value === null ? "" : formatValue(value, kind))) : tickTexts(values, increment, kind));
+    const widest = (u, values) => 12 + Math.max(32,
+      ...(values ?? []).map((text) => u.ctx.measureText(text).width / uPlot.pxRatio));
     return {
       width, height: Math.round(Math.min(190, 100 + width / 5)), legend: { show: false },
       pxAlign: 0, padding: [8, 12, 0, 4],
       scales: { x: { time: false, range: () => this.range },
         y: { distr: this.log ? 3 : 1, range: (u, low, high) => this.reach(low, high) } },
       axes: [
-        { ...axis, size: 24, gap: 3, space: 60, incrs: whole, grid: { show: false },
+        { ...axis, size: 24, gap: 3, space: 60, incrs: increments(0, 1, "count"), grid: { show: false },
           ticks: { stroke: tint("rule"), width: 1, size: 3 },
           values: (u, steps) => steps.map((step) => step.toLocaleString("en")) },
         { ...axis, size: widest, gap: 6, space: 28, incrs: (u, at, low, high) => increments(low, high, kind),
@@ -151,9 +143,9 @@ class Chart {
       bands: this.lines.flatMap(({ band, color }, i) => (band === "upper"
         ? [{ series: [i + 1, i + 2], fill: tint(color) }] : [])),
       cursor: {
-        y: false, points: { size: 7, width: 1 }, drag: { setScale: false, dist: 8 },
+        y: false, drag: { setScale: false, dist: 8 }, hover: { skip: [undefined, null], bias: -1, prox: 40 },
+        points: { size: 7, show: (u, i) => (this.lines[i - 1].told ? element("div") : false) },
         bind: { dblclick: () => () => zoom(null, null) },
-        dataIdx: (u, i, index) => this.valueIndex(this.lines[i - 1], this.steps[index]),
       },
       hooks: { draw: [() => this.markOdd()], ready: [() => this.showCursor()],
         setCursor: [(u) => this.point(u)], setSelect: [(u) => this.select(u)] },
@@ -177,15 +169,6 @@ class Chart {
       mark.style.left = `${this.plot.valToPos(step, "x")}px`;
       if (step >= from && step <= to) this.plot.over.append(mark);
     }
-  }
-
-  // -- cursor, zoom -----------------------------------------------------------------------------------------
-
-  // Where a line has its last value up to this step; null after the end of its run.
-  valueIndex(line, step) {
-    if (!line?.told || step === undefined || step > line.run.step.at(-1)) return null;
-    const i = indexAt(line.steps, step);
-    return i < 0 ? null : this.at.get(line.steps[i]);
   }
 
   // uPlot follows the mouse by itself, but not a finger.
@@ -238,32 +221,25 @@ class Chart {
   }
 
   values(run, step) {
-    const keys = this.keys();
-    if (this.spec.stack) {
-      const parts = keys.map(([key]) => valueAt(run, key, step)).filter((value) => typeof value === "number");
-      return formatValue(parts.reduce((a, b) => a + b, 0), this.spec.kind);
-    }
-    const which = run.members ? "smooth" : "values";  // an arm's tooltip has the mean that is drawn
-    return keys.map(([key]) => formatValue(valueAt(run, key, step, which), this.spec.kind)).join(" · ");
+    const { kind, stack } = this.spec, which = run.members ? "smooth" : "values";  // of an arm the mean that is drawn
+    const values = this.keys().map(([key]) => valueAt(run, key, step, which));
+    if (stack) return formatValue(values.reduce((sum, value) => sum + (Number(value) || 0), 0), kind);
+    return values.map((value) => formatValue(value, kind)).join(" · ");
   }
 
-  // [color, label, value, smoothed value, whether it has the focus], largest first.
+  // [color, label, value, smoothed value, whether it has the focus], largest or uppermost first.
   tooltipRows(step) {
-    const keys = this.keys(), { kind, stack, title } = this.spec;
-    if (stack) {
-      return [...keys].reverse().map(([key, label]) =>
-        [`phase${this.index(key)}`, label, formatValue(valueAt(stack, key, step), kind), "", false]);
-    }
+    const keys = this.keys(), { kind, stack, title } = this.spec, severalRuns = !stack && view.runs.length > 1;
     const rows = this.runs().flatMap((run) => keys.map(([key, label]) => {
-      const names = [view.runs.length > 1 ? run.name : "", keys.length > 1 ? label : ""].filter(Boolean);
-      const value = valueAt(run, key, step), smooth = valueAt(run, key, step, "smooth");
+      const value = valueAt(run, key, step), smooth = stack ? value : valueAt(run, key, step, "smooth");
+      const name = [severalRuns ? run.name : "", keys.length > 1 ? label : ""].filter(Boolean).join(" · ") || title;
       const texts = run.members ? [formatValue(smooth, kind), bandText(run, key, step, kind)]
         : [formatValue(value, kind), smooth === value ? "" : formatValue(smooth, kind)];
-      return { value, smooth, row: [run.color, names.join(" · ") || title, ...texts,
-        view.runs.length > 1 && run === view.focus] };
-    })).filter(({ value }) => value !== null);
-    const size = ({ smooth }) => (typeof smooth === "number" ? smooth : -Infinity);
-    return rows.sort((a, b) => size(b) - size(a)).map(({ row }) => row);
+      const size = stack ? this.index(key) : typeof smooth === "number" ? smooth : -Infinity;
+      const color = stack ? `phase${this.index(key)}` : run.color;
+      return { value, size, row: [color, name, ...texts, severalRuns && run === view.focus] };
+    }));
+    return rows.filter(({ value }) => value !== null).sort((a, b) => b.size - a.size).map(({ row }) => row);
   }
 
   key(event) {
@@ -277,8 +253,6 @@ class Chart {
     if (next !== undefined) setCursor(next, view.focus);
   }
 }
-
-// -- all charts ---------------------------------------------------------------------------------------------
 
 function setCursor(step, focus = null) {
   [view.cursor, view.focus] = [step, focus];

@@ -66,13 +66,12 @@ function increments(low, high, kind) {
 // With as many digits as are needed to distinguish neighbouring ticks.
 function tickTexts(ticks, increment, kind) {
   const largest = Math.max(...ticks.map(Math.abs)), [worth, name] = unitFor(largest, kind), width = increment / worth;
-  const digits = (size) => [0, 1, 2, 3, 4, 5, 6, 7].find((n) =>
-    Math.abs(size * 10 ** n - Math.round(size * 10 ** n)) < 1e-6) ?? 8;
+  const fewest = (fits) => [0, 1, 2, 3, 4, 5, 6, 7].find(fits) ?? 8;
+  const digits = fewest((n) => Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
   const format = (tick) => {
-    if (!tick || (largest / worth >= 1e-3 && largest / worth < 1e6)) return tick.toLocaleString("en",
-      { minimumFractionDigits: digits(width), maximumFractionDigits: digits(width) });
-    const power = Math.floor(Math.log10(Math.abs(tick)) + 1e-9);
-    return tick.toExponential(digits(width / 10 ** power)).replace("e+", "e");
+    if (tick && (largest / worth < 1e-3 || largest / worth >= 1e6)) return tick.toExponential(fewest((n) =>
+      Math.abs(Number(tick.toExponential(n)) - tick) < width * 1e-6)).replace("e+", "e");
+    return tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   };
   return ticks.map((tick) => (format(tick / worth) + name).replaceAll("-", "−"));
 }

@@ -16,8 +16,6 @@ const MARKS = { good: "✓", warn: "!", bad: "✗" };
 const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training reward",
   "sft/heldout_loss": "held-out loss" };
 
-// -- did it learn, is it healthy ----------------------------------------------------------------------------
-
 const changeKind = (change) => (["reward/mean", "sft/heldout_loss"].includes(change.name) ? "number" : "percent");
 const plusMinus = (margin, kind) => (typeof margin !== "number" ? ""
   : ` ± ${kind === "percent" ? oneDecimal(100 * margin) : Number(margin.toPrecision(2))}`);
@@ -37,9 +35,13 @@ function difference(change) {
 const badge = (verdict, text) => element("span", { class: `badge ${verdict}` }, text);
 const stateBadge = (run) => badge(run.state === "not finished" ? "warn" : "good", run.state);
 
-function stepsText(run) {
-  const planned = run.planned && run.planned !== run.steps ? ` of ${run.planned.toLocaleString("en")}` : "";
-  return run.steps.toLocaleString("en") + planned;
+const stepsText = (run) => run.steps.toLocaleString("en")
+  + (run.planned && run.planned !== run.steps ? ` of ${run.planned.toLocaleString("en")}` : "");
+// What stands behind several checks: the worst verdict and the names of those that are not good.
+function worstOf(checks) {
+  const found = checks.filter((check) => check.verdict !== "good");
+  const worst = ["bad", "warn"].find((verdict) => found.some((check) => check.verdict === verdict));
+  return [worst ?? "good", found.map((check) => check.name).join(", ")];
 }
 
 function checkList(run) {
@@ -73,16 +75,9 @@ function learnPanel(run) {
 }
 
 function healthPanel(run) {
-  const bad = run.checks.filter((check) => check.verdict !== "good");
-  const worst = bad.some((check) => check.verdict === "bad") ? "bad" : bad.length ? "warn" : "good";
-  return element("div.panel", element("h2", "Is it healthy?",
-    badge(worst, bad.length ? `look at ${bad.map((check) => check.name).join(", ")}` : "yes")),
-      checkList(run));
-}
-
-function lastNumber(run, key, kind) {
-  const values = seriesOf(run, key).values;
-  return values.length ? formatValue(values.at(-1), kind) : "–";
+  const [worst, names] = worstOf(run.checks);
+  return element("div.panel", element("h2", "Is it healthy?", badge(worst, names ? `look at ${names}` : "yes")),
+    checkList(run));
 }
 
 // Mean over all steps, as in the run's summary.
@@ -92,13 +87,13 @@ function tokensPerSecond(run) {
   return values.length ? formatValue(Math.round(mean), "count") : "–";
 }
 
-const COLUMNS = [
-  ["steps", stepsText], ["time", (run) => formatDuration(run.seconds)],
-  ["entropy", (run) => lastNumber(run, "policy/entropy", "number")],
-  ["length", (run) => lastNumber(run, "response/length_mean", "number")],
-  ["mismatch", (run) => lastNumber(run, "mismatch/logp_max", "number")],
-  ["tokens/s", tokensPerSecond],
-];
+const LAST = { entropy: "policy/entropy", length: "response/length_mean", mismatch: "mismatch/logp_max" };
+const COLUMNS = {
+  steps: stepsText, time: (run) => formatDuration(run.seconds),
+  ...Object.fromEntries(Object.entries(LAST).map(([name, key]) =>
+    [name, (run) => formatValue(seriesOf(run, key).values.at(-1), "number")])),
+  "tokens/s": tokensPerSecond,
+};
 
 function changeCells(run, name) {
   const change = run.changes.find((one) => one.name === name);
@@ -109,27 +104,19 @@ function changeCells(run, name) {
 
 function runTable() {
   const all = new Set(data.runs.flatMap((run) => run.changes.map((change) => change.name)));
-  const names = [...all].slice(0, 2);
-  const heads = names.map((name) => element("th", { colspan: 2 },
+  const changes = [...all].slice(0, 2), heads = changes.map((name) => element("th", { colspan: 2 },
     changeName({ name }).replace("held-out accuracy, ", "held-out ")));
   const rows = data.runs.map((run) => {
-    const bad = run.checks.filter((check) => check.verdict !== "good" && check.name !== "end");
-    const worst = bad.some((check) => check.verdict === "bad") ? "bad" : "warn";
-    const detail = element("tr", { class: "detail", hidden: true },
-      element("td", { colspan: 20 }, checkList(run), notes(run)));
-    const opener = element("button", { type: "button", "aria-expanded": false, onclick: () => {
-      detail.hidden = !detail.hidden;
-      opener.setAttribute("aria-expanded", !detail.hidden);
-    } }, !run.steps ? badge("warn", "no steps")
-      : bad.length ? badge(worst, bad.map((check) => check.name).join(", ")) : badge("good", "healthy"));
-    const learnt = names.map((name) => changeCells(run, name));
-    return [element("tr", element("th", { scope: "row" }, swatch(run), " ", run.name, seedOf(run)), learnt[0] ?? null,
-      element("td.left", opener), element("td.left", stateBadge(run)),
-      learnt.slice(1), cells(COLUMNS.map(([, text]) => text(run)))), detail];
+    const [worst, names] = worstOf(run.checks.filter((check) => check.name !== "end"));
+    const detail = element("details", element("summary",
+      run.steps ? badge(worst, names || "healthy") : badge("warn", "no steps")), checkList(run), notes(run));
+    const [first, ...learnt] = changes.map((name) => changeCells(run, name));
+    return element("tr", element("th", { scope: "row" }, swatch(run), " ", run.name, seedOf(run)), first,
+      element("td.left", detail), element("td.left", stateBadge(run)), learnt,
+      cells(Object.values(COLUMNS).map((text) => text(run))));
   });
-  return sheet("runs", element("tr", element("th", "run"), heads[0] ?? null,
-    element("th.left", "health"), element("th"), heads.slice(1),
-    cells(COLUMNS.map(([name]) => name), "th")), rows);
+  return sheet("runs", element("tr", element("th", "run"), heads[0], element("th.left", "health"), element("th"),
+    heads.slice(1), cells(Object.keys(COLUMNS), "th")), rows);
 }
 
 function notes(run) {
@@ -155,8 +142,6 @@ function buildHead() {
     element("p.facts", facts.filter(Boolean).join(" · ")),
     element("div.panels", learnPanel(run), healthPanel(run)), notes(run) ?? "");
 }
-
-// -- charts -------------------------------------------------------------------------------------------------
 
 const allKeys = () => [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics)))].sort();
 
@@ -192,9 +177,10 @@ function kindOf(key) {
   return /tokens|length|version|count/.test(key) ? "count" : "number";
 }
 
-// series: one key, or {key: label}.
+// series: one key, keys whose names are labels, or {key: label}.
 function chart(title, note, series, options = {}) {
-  const entries = typeof series === "string" ? [[series, title]] : Object.entries(series);
+  const entries = typeof series === "string" ? [[series, title]] : !Array.isArray(series) ? Object.entries(series)
+    : series.map((key) => [key, key.split("/").at(-1).replaceAll("_", " ")]);
   return { title, note, kind: kindOf(entries[0]?.[0] ?? ""), series: entries, ...options };
 }
 
@@ -205,13 +191,12 @@ function byLag(name) {
   return Object.fromEntries(keys.sort((a, b) => age(a) - age(b)).map((key) => [key, `age ${age(key)}`]));
 }
 
-const FAILED = { "reward/timeouts": "timeouts", "reward/crashes": "crashes", "reward/out_of_memory": "out of memory",
-  "reward/errors": "errors" };
+const FAILED = ["reward/timeouts", "reward/crashes", "reward/out_of_memory", "reward/errors"];
 
 // The terms of the reward, if there are several, and counters of the user's functions.
 function rewardCharts() {
-  const ours = ["reward/mean", "reward/std", "reward/accuracy", "reward/correctness", "reward/failed_frac"];
-  const keys = allKeys().filter((key) => key.startsWith("reward/") && !ours.includes(key) && !(key in FAILED));
+  const ours = [...FAILED, ...["mean", "std", "accuracy", "correctness", "failed_frac"].map((name) => `reward/${name}`)];
+  const keys = allKeys().filter((key) => key.startsWith("reward/") && !ours.includes(key));
   return keys.map((key) => key.slice("reward/".length)).map((name) =>
     chart(name, name.includes("/") ? "sum per step" : "mean", `reward/${name}`, { kind: "number" }));
 }
@@ -264,15 +249,14 @@ function catalogue() {
       chart("Response length", "tokens, mean", "response/length_mean"),
       chart("Truncated responses", null, "response/truncated_frac"),
       chart("Reward spread", "standard deviation", "reward/std"),
-      chart("Groups without signal", null, { "groups/equal_rewards": "equal rewards",
-        "groups/all_right": "all correct", "groups/all_wrong": "all wrong" })]],
+      chart("Groups without signal", null, ["groups/equal_rewards", "groups/all_right", "groups/all_wrong"])]],
     ["Rewards", rewardCharts()],
     ["Environment", environmentCharts()],
     ["Engine against trainer", [
       chart("Mismatch", "nats", { "mismatch/logp_max": "max", "mismatch/logp_p99": "99th percentile",
         "mismatch/logp_mean": "mean", "mismatch/logp_engine_mean": "mean of the worst engine" }, { log: true }),
-      chart("Engines", "per step", { "engine/restarts": "restarts", "engine/requests_resent": "requests sent again",
-        "engine/preemptions": "requests preempted" }, { kind: "count", exact: true, whenNonzero: true }),
+      chart("Engines", "per step", ["engine/restarts", "engine/requests_resent", "engine/preemptions"],
+        { kind: "count", exact: true, whenNonzero: true }),
       chart("Tokens of older weights", null, "mismatch/stale_tokens", { whenNonzero: true })]],
     ["Asynchronous rollouts", [
       chart("Age of the batch", "weight updates", { "async/lag_max": "oldest token", "async/lag_mean": "mean" }),
@@ -280,8 +264,7 @@ function catalogue() {
         "async/mixed_responses": "responses of several versions" }, { kind: "percent" }),
       chart("Waiting", "per step", { "async/trainer_waited": "trainer, for a batch",
         "async/sampler_held": "sampler, at its bound" }, { kind: "seconds" }),
-      chart("Groups", "when a batch is taken", { "async/ready": "ready", "async/in_flight": "in flight" },
-        { kind: "count" }),
+      chart("Groups", "when a batch is taken", ["async/ready", "async/in_flight"], { kind: "count" }),
       chart("Prefilled again", "tokens", "async/recomputed_tokens"),
       chart("Segments", "mean per response", "async/segments"),
       chart("Correction ratio", "mean, by age", byLag("ratio_mean"), { kind: "number" }),
@@ -308,51 +291,33 @@ function catalogue() {
   ];
 }
 
-function grid(specs) {
-  return element("div.grid", specs.map((spec) => new Chart(spec).figure));
-}
+const grid = (specs) => element("div.grid", specs.map((spec) => new Chart(spec).figure));
 
 function buildCharts() {
-  const shown = new Set(["time/unix", ...(several ? [] : ["time/step"])]), known = catalogue();
+  const shown = new Set(["time/unix", ...(several ? [] : ["time/step"])]);
   const nonzero = (key) => data.runs.some((run) => run.metrics[key]?.some((value) => value));
-  const shows = (spec, key) => (spec.whenNonzero ? nonzero(key) : has(key));
-  const present = (spec) => spec.series.some(
-    ([key]) => (spec.stack ? key in spec.stack.metrics : shows(spec, key)));
-  for (const [name, specs] of known) {
-    const there = specs.filter(present).map((spec) => ({ ...spec,
-      series: spec.series.filter(([key]) => has(key)) }));
-    there.forEach((spec) => spec.series.forEach(([key]) => {
-      shown.add(key);
-      if (spec.exact) view.exact.add(key);
-    }));
+  const present = ({ series, stack, whenNonzero }) => series.some(([key]) =>
+    (stack ? key in stack.metrics : whenNonzero ? nonzero(key) : has(key)));
+  for (const [name, specs] of catalogue()) {
+    const there = specs.filter(present);
+    for (const spec of there) {
+      spec.series = spec.series.filter(([key]) => has(key));
+      for (const [key] of spec.series) (spec.exact ? view.exact : shown).add(key);
+    }
     const [single, shared] = [there.filter((spec) => spec.stack), there.filter((spec) => !spec.stack)];
     if (there.length) place("charts").append(title(name), ...(arms && single.length
       ? [grid(shared), ...ofEachRun("time by phase", [grid(single)])] : [grid(there)]));
   }
   buildTimelines();
-  const rest = allKeys().filter((key) => !shown.has(key));
-  if (!rest.length) return;
-  const folded = element("details", { class: "more", ontoggle: () => drawAll() },
-    element("summary", `${plural(rest.length, "other metric")}`),
-    grid(rest.map((key) => chart(key, null, key))));
-  place("charts").append(folded);
+  const rest = allKeys().filter((key) => !shown.has(key) && !view.exact.has(key));
+  if (rest.length) place("charts").append(element("details.more", { ontoggle: () => drawAll() },
+    element("summary", plural(rest.length, "other metric")), grid(rest.map((key) => chart(key, null, key)))));
 }
 
 function buildTools() {
   const longest = Math.max(0, ...data.runs.map((run) => run.step.length));
   if (!longest) return;
   view.smoothing ??= longest > 200 ? 0.9 : longest > 60 ? 0.8 : 0;
-  const legend = several ? element("div.legend", view.runs.map((run) => {
-    const chip = element("button", { type: "button", "aria-pressed": !view.hidden.has(run),
-      title: `show or hide ${run.name}; double click: only this one`,
-      onclick: () => legendChanged(() => view.hidden.delete(run) || view.hidden.add(run)),
-      ondblclick: () => legendChanged(() => { view.hidden = new Set(view.runs.filter((r) => r !== run)); }),
-      onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null),
-    }, swatch(run), run.name);
-    run.chip = chip;
-    return chip;
-  }), element("button", { type: "button", class: "all",
-    onclick: () => legendChanged(() => view.hidden.clear()) }, "all")) : null;
   const amountText = () => (view.smoothing ? view.smoothing.toFixed(2) : "off");
   const amount = element("output", amountText());
   const slider = element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing,
@@ -373,38 +338,33 @@ function buildTools() {
     [start.placeholder, end.placeholder] = stepRange();
     reset.hidden = view.from === null && view.to === null;
   };
-  place("tools").append(legend ?? "", arms ? seedsBox() : "", element("label", "smoothing", slider, amount),
+  place("tools").append(several ? makeLegend() : "", arms ? seedsBox() : "", element("label", "smoothing", slider, amount),
     element("label", { title: "or drag across a chart; double click goes back" }, "steps", start, "–", end),
       reset);
   document.addEventListener("zoomed", showRange);
   showRange();
 }
 
-function legendChanged(change) {
-  change();
-  view.runs.forEach((run) => run.chip.setAttribute("aria-pressed", !view.hidden.has(run)));
-  drawAll();
+function makeLegend() {
+  const show = (hidden) => {
+    view.hidden = new Set(hidden);
+    chips.forEach((chip, i) => chip.setAttribute("aria-pressed", !view.hidden.has(view.runs[i])));
+    drawAll();
+  };
+  const others = (run) => view.runs.filter((one) => one !== run);
+  const chips = view.runs.map((run) => element("button", { type: "button", "aria-pressed": !view.hidden.has(run),
+    title: `show or hide ${run.name}; double click: only this one`,
+    onclick: () => show(view.hidden.has(run) ? [...view.hidden].filter((one) => one !== run) : [...view.hidden, run]),
+    ondblclick: () => show(others(run)),
+    onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null) }, swatch(run), run.name));
+  return element("div.legend", chips, element("button.all", { type: "button", onclick: () => show([]) }, "all"));
 }
-
-// -- settings, environment ----------------------------------------------------------------------------------
 
 function table(keys, values, label, runs = data.runs) {
   return sheet("values", several ? element("tr", element("th", label),
     runs.map((run) => element("th", swatch(run), " ", run.name))) : null,
   keys.map((key) => element("tr", element("th", { scope: "row" }, key),
     cells(values(key).map((value) => value ?? "–")))));
-}
-
-function blocks(values) {
-  const groups = new Map();
-  for (const [key, value] of Object.entries(values)) {
-    const dot = key.indexOf(".");
-    const [group, rest] = dot < 0 ? ["run", key] : [key.slice(0, dot), key.slice(dot + 1)];
-    groups.set(group, [...(groups.get(group) ?? []), [rest, value]]);
-  }
-  return element("div.blocks", [...groups].map(([group, rows]) =>
-    element("div.block", element("h4", group),
-    element("dl", rows.map(([key, value]) => [element("dt", key), element("dd", value)])))));
 }
 
 function buildSettings() {
@@ -419,9 +379,9 @@ function buildSettings() {
       : element("p.under", "All runs have the same settings."));
   }
   for (const run of runs) {
-    const all = element("details", { open: !several }, element("summary", {},
-      `all settings${several ? ` of ${run.name}` : ""}`), blocks(run.config));
-    if (Object.keys(run.config).length) place("settings").append(all);
+    const rows = Object.entries(run.config).map(([key, value]) => [element("dt", key), element("dd", value)]);
+    if (rows.length) place("settings").append(element("details", { open: !several },
+      element("summary", `all settings${several ? ` of ${run.name}` : ""}`), element("dl.settings", rows)));
   }
 }
 
@@ -457,14 +417,10 @@ new ResizeObserver(() => {
   drawAll();
 }).observe(document.body);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-window.addEventListener("beforeprint", () => {
-  setCursor(null);
+for (const kind of ["beforeprint", "afterprint"]) window.addEventListener(kind, () => {
+  document.documentElement.classList.toggle("printing", kind === "beforeprint");  // in light colors
   document.querySelectorAll("details.more").forEach((part) => { part.open = false; });
-  document.documentElement.classList.add("printing");  // in light colors
-  drawAll();
-});
-window.addEventListener("afterprint", () => {
-  document.documentElement.classList.remove("printing");
+  setCursor(null);
   drawAll();
 });
 document.documentElement.dataset.ready = "yes";

@@ -8,8 +8,6 @@ const view = {
   seeds: true,  // whether the runs of an arm are drawn
 };
 
-// -- elements -----------------------------------------------------------------------------------------------
-
 // element("p.under", { title }, ...children): class and attributes may be left out.
 function element(selector, ...children) {
   const [name, style] = selector.split("."), made = document.createElement(name);
@@ -46,8 +44,6 @@ function shape(parent, name, attributes, text) {
   parent.append(made);
   return made;
 }
-
-// -- series -------------------------------------------------------------------------------------------------
 
 // A metric of a run: steps, values, smoothed values; values that are not finite are in `odd`.
 function seriesOf(run, key) {
