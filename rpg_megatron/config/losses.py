@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rpg_megatron.objectives import Clip, LossOutput, ResponseTokens
 
 
-class ClipSettings(Section):
+class ClipSettings(Section, affects="training"):
     """RPG-style clip of the ratio w = pi / pi_old."""
 
     kind: Literal["dual", "truncate"] = "dual"
@@ -42,7 +42,7 @@ class ClipSettings(Section):
         return Clip(kind=self.kind, low=self.low, high=self.high, c=self.c)
 
 
-class LossSettings(Section):
+class LossSettings(Section, affects="training"):
     """A loss: its settings, and what its published algorithm requires in other sections."""
 
     has_kl: ClassVar[bool] = False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from rpg_megatron.config.advantages import AnyAdvantageSettings, RPGAdvantageSettings
-from rpg_megatron.config.base import NAME, ImportedSettings, Section
+from rpg_megatron.config.base import NAME, Affects, ImportedSettings, Section
 from rpg_megatron.config.cluster import ClusterSettings, JobSettings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import UserError
@@ -34,6 +34,7 @@ from rpg_megatron.config.policy import (
     PrecisionSettings,
 )
 from rpg_megatron.config.profile import ProfileSettings
+from rpg_megatron.config.renamed import remove_gone
 from rpg_megatron.config.reward import AnyRewardSettings, RewardSettings
 from rpg_megatron.config.rollout import (
     BridgeSettings,
@@ -77,17 +78,14 @@ class PromptSet(NamedTuple):
 class Settings(Section):
     """All settings of a run."""
 
-    name: str = Field("run", pattern=NAME)
+    name: Annotated[str, Affects("files")] = Field("run", pattern=NAME)
     """Name of the run; its folder is <runs>/<name>-NNN."""
-    runs: Path = Path("runs")
+    runs: Annotated[Path, Affects("files")] = Path("runs")
     """Folder that holds the runs, relative to the working directory."""
-    seed: int = Field(0, ge=0)
+    seed: Annotated[int, Affects("training", evaluated=True)] = Field(0, ge=0)
     """Seed of prompt order and sampling."""
-    device: Literal["cpu", "cuda"] = "cuda"
+    device: Annotated[Literal["cpu", "cuda"], Affects("placement", evaluated=True)] = "cuda"
     """Device of trainer and engines."""
-    rendezvous_port: int = Field(0, ge=0, le=65535)
-    """Several nodes: TCP port of the trainer ranks' rendezvous (MASTER_PORT); 0: a free one. On one node a
-    private file is used instead."""
     model: ModelSettings
     """The checkpoint that training starts from."""
     lora: LoraSettings | None = None
@@ -124,7 +122,7 @@ class Settings(Section):
     """Rollout sampling."""
     engine: EngineSettings = EngineSettings()
     """vLLM rollout engines."""
-    evaluation: EvaluationSettings | None = None
+    evaluation: Annotated[EvaluationSettings | None, Affects("results", evaluated=True)] = None
     """Evaluation on held-out problems; null: none."""
     guards: GuardSettings = GuardSettings()
     """Checks that warn or stop the run."""
@@ -207,8 +205,6 @@ class Settings(Section):
             yield f"anchor.type kl_trigger needs a loss with a KL term, unlike {kind}; use fixed or every"
         if self.anchor.type == "old" and self.reward.kl is not None:
             yield "reward.kl needs a reference model: set anchor.type to fixed or every, or remove reward.kl"
-        if self.aggregation.constant is not None and self.aggregation.type != "constant":
-            yield "aggregation.constant has no effect unless aggregation.type is constant"
         if missing := self._missing_baseline_settings():
             lines = " and ".join(f"{key} to {value}" for key, value in missing.items())
             yield f"objective.type {kind} alone is not the published algorithm; set {lines}"
@@ -586,9 +582,7 @@ class Settings(Section):
     @property
     def compares_engines(self) -> bool:
         """Whether the mismatch guard compares engines with each other, by their probes."""
-        guards = self.guards
-        on = guards.mismatch != "off" and guards.engine_ratio is not None
-        return on and self.rollout.probed and self.engine.replicas > 1
+        return self.guards.mismatch != "off" and self.rollout.probed and self.engine.replicas > 1
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""
@@ -612,6 +606,7 @@ def make_settings(raw: dict[str, Any], overrides: list[str] | None, where: str) 
     """
     for item in overrides or []:
         apply_override(raw, item)
+    remove_gone(raw)
     try:
         return Settings.model_validate(raw)
     except ValidationError as e:

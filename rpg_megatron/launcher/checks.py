@@ -38,7 +38,6 @@ from rpg_megatron.launcher.input_checks import (
 from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 from rpg_megatron.launcher.preflight import (
     check_batch,
-    check_bridge_address,
     check_engine_layout,
     check_expert_columns,
     check_gpus,
@@ -48,7 +47,6 @@ from rpg_megatron.launcher.preflight import (
     check_model,
     check_packages,
     check_parallel,
-    check_port,
     check_precision,
     check_routers,
     check_shared_memory,
@@ -202,8 +200,6 @@ CHECKS = (
     RunCheck("KV cache", ("model", "engines"), _shape_check(check_kv_cache)),
     RunCheck("GPUs", ("machine",), _check_gpus),
     RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _shape_check(check_shared_memory)),
-    RunCheck("rendezvous port", ("machine", "trainer"), _settings_check(check_port)),
-    RunCheck("bridge address", ("machine", "trainer", "engines"), _settings_check(check_bridge_address)),
     RunCheck("disk space", ("machine", "model", "trainer", "engines"), _shape_check(check_disk)),
     RunCheck("odd settings", ("trainer", "engines"), _settings_check(warn_of_settings)),
     RunCheck("data", ("data",), _check_data, 60.0),

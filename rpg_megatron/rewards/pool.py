@@ -13,6 +13,7 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rpg_megatron.rewards.grader import MEMORY
 from rpg_megatron.system.fork_server import FAILURES
 from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, WorkerProcess
 
@@ -122,7 +123,7 @@ class WorkerPool:
 def start_function(path: str, deadline: float, memory: int, *, lazy: bool = False) -> ForkServer:
     """Import a function, which takes positional arguments, in a fork server.
 
-    path: ``module:name``. deadline: seconds for a call. memory: address space of a worker, in bytes. lazy:
+    path: ``module:name``. deadline: seconds for a call. memory: see ``Loader``. lazy:
     import it with the first call. Raises UserError if that fails.
     """
     loader = "rpg_megatron.rewards.worker_process:load_function_server"
@@ -140,4 +141,4 @@ def start_custom_reward(settings: RewardSettings, term: RewardTerm) -> ForkServe
         "reserved": term.reserved,
         "deadlines": [settings.deadline, settings.async_deadline],
     }
-    return ForkServer(Loader(loader, arguments, settings.memory_bytes, f"{term.where}.type: {term.type}"))
+    return ForkServer(Loader(loader, arguments, MEMORY, f"{term.where}.type: {term.type}"))
