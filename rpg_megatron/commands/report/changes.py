@@ -10,10 +10,8 @@ from typing import Any, Literal, NamedTuple
 from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
 
 HELDOUT_LOSS = "sft/heldout_loss"
-_LOSS_NOISE = 0.01
-"""Relative change of the held-out loss up to which it is no clear change; it has no sampling noise."""
-_Z = 2.0
-"""Number of standard errors in an interval: about 95%."""
+_LOSS_NOISE = 0.01  # relative change that is no clear change: the held-out loss has no sampling noise
+_Z = 2.0  # standard errors in an interval: about 95%
 
 
 class Interval(NamedTuple):
@@ -68,26 +66,17 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     are means over the first and the last tenth of the steps, at most ten.
     """
     changes = []
-    if len(losses := [loss for _, loss in run.series(HELDOUT_LOSS)]) > 1:
-        changes.append(Change(HELDOUT_LOSS, losses[0], losses[-1], None))
+    if len(losses := run.series(HELDOUT_LOSS)) > 1:
+        changes.append(Change(HELDOUT_LOSS, losses[0][1], losses[-1][1], None))
     for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
-        series = run.series(key)
-        values = [value for _, value in series]
-        if len(values) > 1:
-            ranges = None
+        if len(series := run.series(key)) > 1:
+            ends = series[0][1], series[-1][1]
             # Responses to one problem are correlated, so count problems, not responses.
             problems = sizes.get(key.split("/")[1], sizes.get("", 0))
-            if problems and all(0 <= value <= 1 for value in (values[0], values[-1])):
-                ranges = wilson(values[0], problems), wilson(values[-1], problems)
-            changes.append(
-                Change(
-                    key.removeprefix("eval/"),
-                    values[0],
-                    values[-1],
-                    ranges,
-                    max(series, key=lambda point: point[1]),
-                )
-            )
+            known = problems and min(ends) >= 0 and max(ends) <= 1
+            ranges = (wilson(ends[0], problems), wilson(ends[1], problems)) if known else None
+            best = max(series, key=lambda point: point[1])
+            changes.append(Change(key.removeprefix("eval/"), *ends, ranges, best))
     for key in ("reward/accuracy", "reward/mean"):
         if len(series := run.series(key)) > 1:
             first, last = run_ends(series)

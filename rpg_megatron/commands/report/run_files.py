@@ -11,7 +11,7 @@ import fcntl
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -33,10 +33,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """A step, or another whole number, that JavaScript and floats hold exactly."""
 LARGEST = 1e100
 """Larger numbers count as infinite: squares of others, and their sums, are finite."""
-_KEYS, _KEY = 1000, 200
-"""Maximum number of metrics of a run, and characters of a name."""
-_METRICS, _LINE, _JSON = 200_000_000, 1_000_000, 10_000_000
-"""Maximum bytes to read of ``metrics.jsonl`` (50,000 steps), of one of its lines, and of other JSON files."""
+_KEYS, _KEY = 1000, 200  # maximum metrics of a run, and characters of a name
+_METRICS, _LINE = 200_000_000, 1_000_000  # maximum bytes of metrics.jsonl (50,000 steps), and of a line
+_JSON = 10_000_000  # maximum bytes of other JSON files
 
 
 @dataclass
@@ -85,32 +84,48 @@ def read_run(folder: Path) -> RunFiles:
         raise UserError(f"{folder}: no such folder; give the folder of a run, such as runs/quickstart-001")
     if not folder.is_dir():
         raise UserError(f"{folder}: is a file; give the folder of a run, such as runs/quickstart-001")
-    if not (folder / CONFIG).is_file() and not (folder / METRICS).is_file():
+    if not is_run(folder):
         inner = sorted(f.parent.name for f in folder.glob(f"*/{METRICS}"))
         hint = f"; the runs in it are {', '.join(inner[:5])}" if inner else ""
         raise UserError(f"{folder}: not the folder of a run: it has neither {CONFIG} nor {METRICS}{hint}")
     notes: list[str] = []
-    summary = _read_json(folder / SUMMARY, _Summary, notes)
-    starts = _read_json(folder / ENVIRONMENT, list[dict[str, Any]], notes) or []
+    inside = real_path(folder)
+
+    def read[T](name: str, default: T, convert: Callable[[Path], T]) -> T:
+        try:
+            return convert(folder / name)
+        except FileNotFoundError:
+            return default
+        except (OSError, ValueError, TypeError, RecursionError, msgspec.MsgspecError, yaml.YAMLError) as e:
+            notes.append(f"{name} cannot be read ({reason(e)})")
+            return default
+
+    def read_json[T](file: Path, kind: type[T]) -> T:
+        return msgspec.convert(parse_json(read_text(file, inside, limit=_JSON)), kind)
+
+    summary = read(SUMMARY, None, lambda file: read_json(file, _Summary))
     return RunFiles(
         folder=folder,
         rows=_read_metrics(folder / METRICS, notes),
-        config=_read_config(folder / CONFIG, notes),
+        config=read(CONFIG, {}, lambda file: _flat_config(read_yaml(file, inside))),
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
-        starts=[_start_text(start) for start in starts],
+        starts=read(
+            ENVIRONMENT, [], lambda file: list(map(_start_text, read_json(file, list[dict[str, Any]])))
+        ),
         running=is_held(folder),
         notes=notes,
     )
 
 
-_FEW = 10
-"""Steps averaged at the start and at the end of a run; fewer in a short run."""
+def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run."""
+    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
 def run_ends[T](values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """The first and the last tenth, at least one value and at most ten."""
-    few = max(1, min(_FEW, len(values) // 10))
+    few = max(1, min(10, len(values) // 10))
     return values[:few], values[-few:]
 
 
@@ -129,29 +144,20 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
     return ["/".join(p) for p in parts]
 
 
-def thin_rows(rows: list[Row], most: int) -> tuple[list[Row], int]:
-    """At most ``most`` rows, and the number of steps per row.
+def thin_rows(runs: Sequence[list[Row]], most: int) -> tuple[list[list[Row]], int]:
+    """The rows of each run, at most ``most`` of them, and the number of steps per row.
 
-    A row of several steps holds means, the maximum of keys that end in ``max``, and the last of evaluations.
-    Numbers that are not finite are kept.
+    The same steps make a row in all runs. A row of several steps holds means, the maximum of keys that end in
+    ``max``, and the last of evaluations. Numbers that are not finite are kept.
     """
-    width = -(-len(rows) // most)
-    if width <= 1:
-        return rows, 1
-    return [_merge(rows[i : i + width]) for i in range(0, len(rows), width)], width
-
-
-def common_width(runs: Sequence[list[Row]], most: int) -> int:
-    """Steps per row with which each run has at most ``most`` rows, and the same steps make a row in all."""
-    width = max(1, *(-(-len(rows) // most) for rows in runs))
+    width = 1
     while any(len({row["step"] // width for row in rows}) > most for rows in runs):
         width += max(1, width // 4)
-    return width
-
-
-def merge_steps(rows: list[Row], width: int) -> list[Row]:
-    """Rows of ``width`` steps each, as of ``thin_rows``."""
-    return [_merge([*part]) for _, part in groupby(rows, lambda row: row["step"] // width)]
+    if width == 1:
+        return list(runs), width
+    return [
+        [_merge([*p]) for _, p in groupby(rows, lambda row: row["step"] // width)] for rows in runs
+    ], width
 
 
 def _merge(rows: list[Row]) -> Row:
@@ -195,14 +201,14 @@ def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
                 except (ValueError, msgspec.MsgspecError):
                     broken += bool(line.strip())
                     continue
-                row = rows.setdefault(step, {})
+                row = rows.setdefault(step, {"step": step})
                 for key, value in values.items():
-                    if key != "step" and isinstance(value, float | int):
-                        if len(key) > _KEY or (key not in keys and len(keys) == _KEYS):
-                            more.add(key[:_KEY])
-                        else:
-                            row[keys.setdefault(key, key)] = _bounded(value)
-                row["step"] = step
+                    if key == "step" or not isinstance(value, float | int):
+                        continue
+                    if len(key) > _KEY or (key not in keys and len(keys) == _KEYS):
+                        more.add(key[:_KEY])
+                    else:
+                        row[keys.setdefault(key, key)] = _bounded(value)
     except FileNotFoundError:
         return []
     except OSError as e:
@@ -237,37 +243,12 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
+def _flat_config(config: Any) -> dict[str, Any]:
     # Not load_settings, so that runs of earlier versions with other keys can be read.
-    try:
-        config = read_yaml(file, real_path(file.parent))
-        flat = flatten(config) if isinstance(config, dict) and config else {}
-        flat = {key: str(v) if isinstance(v, int) and abs(v) > 2**53 else v for key, v in flat.items()}
-        json.dumps(flat, default=str)  # raises if the page could not hold it
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as e:
-        notes.append(f"{file.name} cannot be read ({reason(e)})")
-        return {}
+    flat = flatten(config) if isinstance(config, dict) and config else {}
+    flat = {key: str(v) if isinstance(v, int) and abs(v) > 2**53 else v for key, v in flat.items()}
+    json.dumps(flat, default=str)  # raises if the page could not hold it
     return flat
-
-
-def _read_json[T](file: Path, kind: type[T], notes: list[str]) -> T | None:
-    """The value in a file; None, with a note, if it does not have this form."""
-    try:
-        value = parse_json(read_text(file, real_path(file.parent), limit=_JSON))
-        _check_depth(value)
-        return msgspec.convert(value, kind)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, msgspec.MsgspecError):
-        notes.append(f"{file.name} cannot be read")
-        return None
-
-
-def _check_depth(value: Any, left: int = 100) -> None:
-    if not left:
-        raise ValueError("nested too deeply")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(inner, left - 1)
 
 
 def as_text(value: Any) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
@@ -18,23 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rpg_megatron.commands.report.run_files import Count, RunFiles, note_skipped, reason, step_in_name
+from rpg_megatron.commands.report.run_files import RunFiles, note_skipped, reason, step_in_name
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import open_regular, real_path
 from rpg_megatron.data.tokenizer_file import decode_foreign
+from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.system.foreign_input import ForeignInputError
 
 if TYPE_CHECKING:
     from rpg_megatron.data.trajectory import Trajectory
 
-_STEPS = 6
-"""Maximum steps that are read of each kind: the first, the last and four between them."""
-_PROBLEMS = 20
-"""Problems shown per kind of change."""
-_RESPONSE = 100
-"""Bytes of the budget that a response takes besides those of its row."""
-_TURNS = 40
-"""Turns of a conversation that are shown; those in the middle are left out."""
+_STEPS = 6  # maximum that are read of each kind: the first, the last and four between them
+_PROBLEMS = 20  # shown per kind of change
+_RESPONSE = 100  # bytes of the budget that a response takes besides those of its row
+_TURNS = 40  # of a conversation that are shown; those in the middle are left out
 
 Item = dict[str, Any]
 """One response: set, id, step, text, right and, if known, tokens, finish, reward, advantage, name of the
@@ -70,17 +67,13 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
     samples = Samples()
     longest = max(3000, min(40_000, room // 100))
     candidates: list[list[Item]] = []
-    kinds: tuple[tuple[str, Callable[..., Any], Callable[..., tuple[Steps, bool]]], ...] = (
-        ("held-out", _list_evaluations, _read_evaluations),
-        ("training", _list_rollouts, _read_rollouts),
-    )
-    for name, find, read_steps in kinds:
+    for name, read_steps in (("held-out", _read_evaluations), ("training", _read_rollouts)):
         try:
-            files = _spread(find(run.folder))
+            steps, whole = read_steps(run, read // 2)
         except OSError as e:  # such as a folder that nobody may open
             run.notes.append(f"{name} responses cannot be read ({reason(e)})")
             continue
-        chosen = _choose(samples, name, *read_steps(run, files, read // 2 // max(1, len(files))))
+        chosen = _choose(samples, name, steps, whole)
         _decode_turns(run, chosen)
         candidates.append([_shorten(item, longest) for item in chosen])
     used = 0
@@ -106,22 +99,12 @@ def _problem(item: Item) -> str:
     return f"{item['set']}/{item['id']}"
 
 
-def _list_evaluations(run: Path) -> Iterable[Path]:
-    return (run / "evaluation").glob("step_*.jsonl")
-
-
-def _list_rollouts(run: Path) -> Iterable[Path]:
-    from rpg_megatron.data.rollout_files import list_rollouts  # numpy and pyarrow
-
-    return list_rollouts(run)
-
-
-def _spread(files: Iterable[Path]) -> list[Path]:
-    """Files of at most _STEPS steps in order, including the first and the last."""
+def _spread(files: Iterable[Path], budget: int) -> tuple[list[Path], int]:
+    """Files of at most _STEPS steps in order, with the first and the last, and the bytes to read of each."""
     ordered = sorted(f for f in files if step_in_name(f) is not None)
-    if len(ordered) <= _STEPS:
-        return ordered
-    return [ordered[round(i * (len(ordered) - 1) / (_STEPS - 1))] for i in range(_STEPS)]
+    number = min(len(ordered), _STEPS)
+    chosen = [ordered[round(i * (len(ordered) - 1) / max(1, number - 1))] for i in range(number)]
+    return chosen, budget // max(1, number)
 
 
 def _choose(samples: Samples, name: str, steps: Steps, whole: bool) -> list[Item]:
@@ -177,32 +160,11 @@ def _changed(samples: Samples, seen: dict[str, Steps]) -> list[Item]:
     return chosen
 
 
-class _Problem(msgspec.Struct):
-    """A row of an evaluation (``EvalResult``)."""
-
-    prompt_id: Count
-    answer: str
-    responses: list[str]
-    correct: list[bool]
-    lengths: list[Count]
-    finishes: list[str]
-    prompt: str = ""
-    set: str = ""
-
-    def __post_init__(self) -> None:
-        if {len(self.correct), len(self.lengths), len(self.finishes)} != {len(self.responses)}:
-            raise ValueError("lists of different lengths")
-
-
-_decoder = msgspec.json.Decoder(_Problem)
-
-
-def _read_evaluations(run: RunFiles, files: Sequence[Path], budget: int) -> tuple[Steps, bool]:
-    """Responses by step, within the budget of each; with several sets, ``set`` includes the name. Also
-    whether these are all.
-    """
+def _read_evaluations(run: RunFiles, budget: int) -> tuple[Steps, bool]:
+    """Responses by step, within the budget, and whether these are all."""
     steps: Steps = {}
     all_whole = True
+    files, budget = _spread((run.folder / "evaluation").glob("step_*.jsonl"), budget)
     for file in files:
         try:
             rows, whole = read_problems(run, file, budget)
@@ -213,15 +175,26 @@ def _read_evaluations(run: RunFiles, files: Sequence[Path], budget: int) -> tupl
         step, several = step_in_name(file) or 0, len({row.set for row in rows}) > 1
         for row in rows:
             same = {"set": f"held-out {row.set}" if several else "held-out", "heldout": row.set}
-            same |= {"id": row.prompt_id, "step": step}
-            same |= {"prompt": _cut(row.prompt, 8000), "answer": row.answer}
-            for text, *of in zip(row.responses, row.correct, row.lengths, row.finishes, strict=True):
-                item = {"text": text} | dict(zip(("right", "tokens", "finish"), of, strict=True))
+            same |= {
+                "id": row.prompt_id,
+                "step": step,
+                "prompt": _cut(row.prompt, 8000),
+                "answer": row.answer,
+            }
+            for text, right, tokens, finish in zip(*_lists(row), strict=True):
+                item = {"text": text, "right": right, "tokens": tokens, "finish": finish}
                 steps.setdefault(step, []).append(same | item)
     return steps, all_whole
 
 
-def read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[_Problem], bool]:
+_decoder = msgspec.json.Decoder(EvalResult)
+
+
+def _lists(row: EvalResult) -> tuple[list[Any], ...]:
+    return row.responses, row.correct, row.lengths, row.finishes
+
+
+def read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[EvalResult], bool]:
     """Rows within the budget, and whether these are all."""
     with open_regular(file, real_path(run.folder)) as raw:
         data = raw.read(budget)
@@ -234,6 +207,8 @@ def read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[_Problem
         try:
             # Surrogates, which training writes, are shown as question marks.
             row = _decoder.decode(line.decode("utf-8", "surrogatepass").encode("utf-8", "replace"))
+            if len({*map(len, _lists(row))}) > 1:
+                raise ValueError("lists of different lengths")
         except (msgspec.MsgspecError, ValueError, RecursionError):
             broken += 1
             continue
@@ -246,12 +221,14 @@ def read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[_Problem
     return rows, not cut
 
 
-def _read_rollouts(run: RunFiles, files: Sequence[Path], budget: int) -> tuple[Steps, bool]:
+def _read_rollouts(run: RunFiles, budget: int) -> tuple[Steps, bool]:
     """As ``_read_evaluations``, of training steps."""
-    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts  # numpy and pyarrow
+    from rpg_megatron.data.rollout_files import list_rollouts
 
     steps: Steps = {}
     whole = True
+    files, budget = _spread(list_rollouts(run.folder), budget)
     for file, t in iter_foreign_rollouts(files, run.folder, budget):
         if isinstance(t, UserError):
             run.notes.append(str(t).replace(f"{run.folder}/", ""))
@@ -305,10 +282,8 @@ def _quoted(value: Any) -> str:
 def _shorten(item: Item, longest: int) -> Item:
     if "turns" not in item:
         return item | {"text": _cut(str(item["text"]), longest)}
-    turns = item["turns"]
-    if sum(len(text) for _, text in turns) > longest:
-        longest = max(200, longest // len(turns))
-    return item | {"turns": [(mine, _cut(text, longest)) for mine, text in turns]}
+    longest = max(200, longest // len(item["turns"]))
+    return item | {"turns": [(mine, _cut(text, longest)) for mine, text in item["turns"]]}
 
 
 def _cut(text: str, longest: int) -> str:

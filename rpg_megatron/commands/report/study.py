@@ -13,10 +13,9 @@ from rpg_megatron.commands.report.run_files import RunFiles, as_text, mean, run_
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
 from rpg_megatron.config.affects import tag_of_setting
 
-_COMPARED = 8
-"""Maximum arms whose pairs are compared: 28 pairs."""
-_SHOWN, _VALUE = 3, 28
-"""Settings in each arm's name, beyond which a name has only what is unusual; characters of a value."""
+_COMPARED = 8  # maximum arms whose pairs are compared: 28 pairs
+_SHOWN = 3  # settings in each arm's name, beyond which a name has only what is unusual
+_VALUE = 28  # characters of a setting's value in a name
 _LOSS = "sft/heldout_loss"
 
 
