@@ -46,6 +46,7 @@ RENAMED: dict[str, str] = {
     "trackers.entity": "set the environment variable WANDB_ENTITY",
     "trackers.group": "set the environment variable WANDB_RUN_GROUP",
     "trackers.offline": "set the environment variable WANDB_MODE=offline",
+    "trackers.responses": "remove it: tensorboard shows 4 of each step",
     "trackers.system": "remove it: use of the first node is always logged",
     "trackers.tags": "for wandb set the environment variable WANDB_TAGS; mlflow logs all settings",
 }
@@ -90,16 +91,25 @@ def explain_renamed(key: str) -> str | None:
     return f"{key!r} is gone; {instead}" if instead is not None else None
 
 
-def remove_gone(raw: dict[str, Any]) -> None:
-    """Remove settings that are gone from plain values, in place, where they have the value that applies."""
-    for key, values in _VALUES.items():
+def remove_gone(raw: dict[str, Any]) -> list[str]:
+    """Remove settings that are gone from plain values, in place, where they have the value that applies.
+
+    Returns a message for each of the others: a section with settings of the user's own code takes any key.
+    """
+    messages = []
+    for key in RENAMED:
         *path, last = key.split(".")
         sections: list[Any] = [raw]
         for part in path:
             inner = [s.get(part) for s in sections if isinstance(s, dict)]
             sections = [s for each in inner for s in (each if isinstance(each, list | tuple) else [each])]
         for section in sections:
-            if not isinstance(section, dict) or last not in section or section[last] not in values:
+            if not isinstance(section, dict) or last not in section:
                 continue
-            if last != "responses" or section.get("type") == "tensorboard":
+            if key == "trackers.responses" and section.get("type", "tensorboard") != "tensorboard":
+                continue
+            if section[last] in _VALUES.get(key, ()):
                 del section[last]
+            else:
+                messages.append(f"{key!r} is gone; {RENAMED[key]}")
+    return messages

@@ -23,6 +23,7 @@ from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.combinations import find_problems
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.episode_trial import try_episode
@@ -123,7 +124,7 @@ def _shape_check(check: Callable[[Settings, ModelShape], Sequence[str] | None]) 
 
 def _check_settings(settings: Settings) -> None:
     """Settings against each other: some may have been changed after they were loaded."""
-    for problem in settings.problems():
+    for problem in find_problems(settings):
         raise UserError(problem)
 
 

@@ -206,9 +206,10 @@ def check_trackers(settings: Settings, environment: Mapping[str, str] = os.envir
                 f"install {package} (the extra 'rpg-megatron[{package}]'), or remove it from trackers"
             )
     for tracker in settings.trackers:
-        if isinstance(tracker, WandbSettings) and not tracker.offline and not _has_wandb_key(environment):
+        if isinstance(tracker, WandbSettings) and not _has_wandb_key(environment):
             return [
-                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set offline: true"
+                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set "
+                "WANDB_MODE=offline"
             ]
     return []
 
@@ -261,7 +262,7 @@ def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = 
     export = (numbers + adapters) * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
     best = settings.checkpoint.keep_best
     kept = settings.checkpoint.keep + 1 + (best.k if best is not None else 0)
-    exports = 2 if best is not None and best.export else 1
+    exports = 2 if best is not None else 1
     return checkpoint * (checkpoints or kept) + (exports * export if settings.export.enabled else 0)
 
 

@@ -20,6 +20,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     RankMemory,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.models.lora import ROW_PARALLEL, AdapterMapping, projection_shape
 from rpg_megatron.models.registry import mapping_for
@@ -96,7 +97,7 @@ def engine_memory(
     kv_bytes = kv_bytes_per_token(settings, shape)
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
-    buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
+    buckets = BUCKET_BYTES if settings.bridge.transport == "process_group" else 0
     if device == "cuda" and engine.colocated:
         buckets = 0  # they are in host memory
     if device == "cpu":

@@ -21,6 +21,7 @@ from rpg_megatron.commands.plan.layout import (
 )
 from rpg_megatron.config import ModelShape, Settings, read_model_shape
 from rpg_megatron.config.lora import OUTPUT_LAYER
+from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "log-probs", "rollout"]
@@ -277,7 +278,7 @@ def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[M
     if bridge.transport == "process_group":
         # A worker divides its bucket budget among its senders, each of which allocates the same for it.
         workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
-        buckets = bridge.bucket_mib * 1024**2 * workers // (parallel.tensor * parallel.pipeline)
+        buckets = BUCKET_BYTES * workers // (parallel.tensor * parallel.pipeline)
         return [MemoryPart("bridge: buckets", buckets, "estimated", host=on_gpu and engine.colocated)]
     if not published or bridge.transport == "cuda_ipc":
         return []

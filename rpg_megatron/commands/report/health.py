@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
 from rpg_megatron.config.files import read_text
-from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.config.objective import REWARD_FAILURES_SHARE, GuardSettings
 from rpg_megatron.engine.command import RUNNER_VARIABLE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 
@@ -84,7 +84,7 @@ def _rewards(run: RunFiles) -> Found:
         worst, step, key = max(points)
         where = "responses" if key.startswith("reward/") else f"responses of {key.split('/')[1]}"
         text = f"the reward failed in {_times(len(failed), 'step')}, on up to {worst:.1%} of the {where}"
-        yield "bad" if worst >= _read_guards(run).reward_failures_share else "warn", f"{text} (step {step})"
+        yield "bad" if worst >= REWARD_FAILURES_SHARE else "warn", f"{text} (step {step})"
     elif points:
         yield "good", "the reward failed on no response"
 

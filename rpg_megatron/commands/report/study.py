@@ -58,7 +58,7 @@ def find_arms(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Arm]:
 
 def _is_ignored(key: str) -> bool:
     """Whether runs of an arm may differ in it: the seed, and what affects results by rounding at most."""
-    return key == "seed" or tag_of_setting(key).what not in ("training", "results")
+    return key.partition(".")[0] == "seed" or tag_of_setting(key).what not in ("training", "results")
 
 
 def name_arms(configs: Sequence[Mapping[str, str]]) -> list[str]:
