@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 from typing import Any, Literal, NamedTuple
 
-from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
+from rpg_megatron.commands.report.run_files import RunFiles, run_ends
 
 HELDOUT_LOSS = "sft/heldout_loss"
 _LOSS_NOISE = 0.01  # relative change that is no clear change: the held-out loss has no sampling noise
@@ -82,7 +83,7 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
             first, last = run_ends(series)
             before, after = _training_interval(run, key, first), _training_interval(run, key, last)
             ranges = None if before is None or after is None else (before, after)
-            changes.append(Change(key, mean([v for _, v in first]), mean([v for _, v in last]), ranges))
+            changes.append(Change(key, fmean([v for _, v in first]), fmean([v for _, v in last]), ranges))
     return changes
 
 
@@ -101,15 +102,14 @@ def _training_interval(run: RunFiles, key: str, part: Sequence[tuple[int, float]
     prompts = run.config.get("rollout.prompts_per_step")
     if isinstance(prompts, int) and prompts > 0:
         number = prompts * len(part)
-        if key == "reward/accuracy" and 0 <= mean(values) <= 1:
-            intervals.append(wilson(mean(values), number))
+        if key == "reward/accuracy" and 0 <= fmean(values) <= 1:
+            intervals.append(wilson(fmean(values), number))
         deviations = dict(run.series("reward/std"))
         known = [deviations[step] for step, _ in part if step in deviations]
         if key == "reward/mean" and known:
-            intervals.append(_around(mean(values), mean(known) / math.sqrt(number)))
+            intervals.append(_around(fmean(values), fmean(known) / math.sqrt(number)))
     if len(values) > 2:
-        spread = math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)
-        intervals.append(_around(mean(values), math.sqrt(spread / len(values))))
+        intervals.append(_around(fmean(values), math.sqrt(variance(values) / len(values))))
     return max(intervals, key=lambda interval: interval.margin, default=None)
 
 

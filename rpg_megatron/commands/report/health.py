@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import chain
+from statistics import fmean, median
 from typing import Literal
 
 from pydantic import ValidationError
 
-from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
+from rpg_megatron.commands.report.run_files import RunFiles, run_ends
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.objective import REWARD_FAILURES_SHARE, GuardSettings
 from rpg_megatron.engine.command import RUNNER_VARIABLE
@@ -24,8 +25,8 @@ _OVERFITTED = 1.02
 _TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED, _SILENT = 0.2, 0.02, 10.0, 0.2, 0.9
 
 Verdict = Literal["good", "warn", "bad"]
-Found = Iterator[tuple[Verdict | bool, str]]
-"""Verdicts, or whether to warn, with their texts; nothing without the metrics."""
+Checks = Iterator[tuple[str, Verdict | bool, str]]
+"""Name, verdict (or whether to warn) and text of the checks for which a run has metrics."""
 
 
 @dataclass(frozen=True)
@@ -40,58 +41,50 @@ class HealthCheck:
 def check_health(run: RunFiles) -> list[HealthCheck]:
     """The checks for which the run has metrics, failures first."""
     order: tuple[Verdict, ...] = ("bad", "warn", "good")
-    found = [
+    checks = [
         HealthCheck(name, verdict if isinstance(verdict, str) else "warn" if verdict else "good", text)
-        for name, check in _CHECKS.items()
-        for verdict, text in check(run)
+        for name, verdict, text in chain(
+            _outcome(run), _rewards(run), _mismatch(run), _policy(run), _engines(run)
+        )
     ]
-    return sorted(found, key=lambda check: order.index(check.verdict))
+    return sorted(checks, key=lambda check: order.index(check.verdict))
 
 
-def _end(run: RunFiles) -> Found:
+def _outcome(run: RunFiles) -> Checks:
     planned = f" of {run.planned}" if run.planned else ""
     if run.finished:
-        yield "good", f"finished, {run.steps} steps"
+        yield "end", "good", f"finished, {run.steps} steps"
     elif run.running:
-        yield "good", f"running, step {run.steps}{planned}"
+        yield "end", "good", f"running, step {run.steps}{planned}"
     else:
-        yield "warn", f"not finished: ended at step {run.steps}{planned}"
-
-
-def _numbers(run: RunFiles) -> Found:
+        yield "end", "warn", f"not finished: ended at step {run.steps}{planned}"
     odd = [(int(row["step"]), key) for row in run.rows for key in row if not math.isfinite(row[key])]
     if odd:
-        names = [name for name, _ in Counter(key for _, key in odd).most_common(3)]
-        yield "bad", f"NaN or infinite from step {odd[0][0]} on: {', '.join(names)}"
+        names = ", ".join(name for name, _ in Counter(key for _, key in odd).most_common(3))
+        yield "numbers", "bad", f"NaN or infinite from step {odd[0][0]} on: {names}"
     elif run.rows:
-        yield "good", "all finite"
+        yield "numbers", "good", "all finite"
+    losses = run.series("sft/heldout_loss")
+    if len(losses) > 1:
+        (_, first), (_, last), (best, least) = losses[0], losses[-1], min(losses, key=_value)
+        text, overfits = f"{first:.4g} before, {last:.4g} after", last > _OVERFITTED * least
+        if overfits:
+            text += f"; least {least:.4g}, at step {best}: later steps overfit (fewer sft.epochs, more data)"
+        yield "held-out loss", overfits or last >= first, text
 
 
-def _updates(run: RunFiles) -> Found:
-    values = run.series("policy/skipped_updates")
-    if steps := [step for step, value in values if value > 0]:
-        total = _times(int(sum(value for _, value in values)), "update")
-        yield "warn", f"{total} skipped (step {_first(steps)}): the gradient was not finite"
-    elif values:
-        yield "good", "none skipped"
-
-
-def _rewards(run: RunFiles) -> Found:
-    keys = {key for row in run.rows for key in row if key.endswith("/failed_frac")}
-    points = [(value, step, key) for key in sorted(keys) for step, value in run.series(key)]
+def _rewards(run: RunFiles) -> Checks:
+    keys = sorted({key for row in run.rows for key in row})
+    points = [(v, step, key) for key in keys if key.endswith("/failed_frac") for step, v in run.series(key)]
     failed = {step for value, step, _ in points if value > 0}
     if failed:
         worst, step, key = max(points)
         where = "responses" if key.startswith("reward/") else f"responses of {key.split('/')[1]}"
         text = f"the reward failed in {_times(len(failed), 'step')}, on up to {worst:.1%} of the {where}"
-        yield "bad" if worst >= REWARD_FAILURES_SHARE else "warn", f"{text} (step {step})"
+        yield "rewards", "bad" if worst >= REWARD_FAILURES_SHARE else "warn", f"{text} (step {step})"
     elif points:
-        yield "good", "the reward failed on no response"
-
-
-def _tools(run: RunFiles) -> Found:
-    tools = {key.removesuffix("_raised") for row in run.rows for key in row if key.endswith("_raised")}
-    for tool in sorted(tools):
+        yield "rewards", "good", "the reward failed on no response"
+    for tool in (key.removesuffix("_raised") for key in keys if key.endswith("_raised")):
         calls, errors, raised = (
             sum(value for _, value in run.series(f"{tool}_{kind}")) for kind in ("calls", "errors", "raised")
         )
@@ -99,74 +92,24 @@ def _tools(run: RunFiles) -> Found:
             text = f"{tool.removeprefix('env/')}: {errors / calls:.1%} of the calls failed"
             if raised:
                 text += f"; {raised / calls:.1%} by exceptions of the tool (logs/sampler.log has the first)"
-            yield raised > 0.01 * calls or errors > 0.9 * calls, text
-
-
-def _mismatch(run: RunFiles) -> Found:
-    largest, engines = run.series("mismatch/logp_max"), run.series("mismatch/logp_engine_mean")
-    means = run.series("mismatch/logp_mean") + engines
-    if not largest or not means:
-        return
-    dtype, guards = str(run.config.get("precision.dtype", "bfloat16")), _read_guards(run)
-    bounds = guards.thresholds(dtype)
-    (_, worst), (step, average) = max(largest, key=_value), max(means, key=_value)
-    bound = "" if math.isinf(bounds[0]) else f" (bound {bounds[0]:.2g})"
-    text = f"mean {average:.2g} (bound {bounds[1]:.2g}), max {worst:.2g}{bound} nats"
-    ratios = dict(run.series("mismatch/logp_engine_ratio"))
-    differ = [
-        (s, ratios[s]) for s, v in engines if s in ratios and guards.engine_differs(v, ratios[s], dtype)
-    ]
-    if worst > bounds[0] or average > bounds[1]:
-        yield "bad", f"{text}; worst at step {step}"
-    elif differ:
-        at, ratio = max(differ, key=_value)
-        yield (
-            "bad",
-            f"{text}; at step {at} the mismatch of one engine is {ratio:.0f} times that of the others",
-        )
-    else:
-        yield "good", text
-
-
-def _read_guards(run: RunFiles) -> GuardSettings:
-    """The run's guards; the default ones if they cannot be read."""
-    known = {k: f"guards.{k}" for k in GuardSettings.model_fields}
-    try:
-        return GuardSettings.model_validate({k: run.config[v] for k, v in known.items() if v in run.config})
-    except ValidationError:
-        return GuardSettings.model_validate({})
-
-
-def _held_out_loss(run: RunFiles) -> Found:
-    series = run.series("sft/heldout_loss")
-    if len(series) > 1:
-        (_, first), (_, last), (best, least) = series[0], series[-1], min(series, key=_value)
-        text = f"{first:.4g} before, {last:.4g} after"
-        if last > _OVERFITTED * least:
-            text += f"; least {least:.4g}, at step {best}: later steps overfit (fewer sft.epochs, more data)"
-        yield last >= first or last > _OVERFITTED * least, text
-
-
-def _entropy(run: RunFiles) -> Found:
-    values = [value for _, value in run.series("policy/entropy")]
-    if len(values) > 1:
-        first, last = map(mean, run_ends(values))
-        collapsed, grows = last < _ENTROPY * first, last > 3 * first and last > 1
-        remark = ": collapsed" if collapsed else ": grows" if grows else ""
-        yield bool(remark), f"{first:.3g} → {last:.3g} nats per token{remark}"
-
-
-def _length(run: RunFiles) -> Found:
-    if values := run.series("response/truncated_frac"):
-        last = _last(values)
-        text = f"{last:.1%} of the last responses were truncated"
-        if whole := [step for step, value in values if value == 1]:
+            yield "tools", raised > 0.01 * calls or errors > 0.9 * calls, text
+    if truncated := run.series("response/truncated_frac"):
+        text = f"{_last(truncated):.1%} of the last responses were truncated"
+        if whole := [step for step, value in truncated if value == 1]:
             text += f"; all responses in {_times(len(whole), 'step')} ({_first(whole)})"
-        yield bool(whole) or last > _TRUNCATED, text
+        yield "length", bool(whole) or _last(truncated) > _TRUNCATED, text
+    equal, silent = _equal_groups(run), _silent_steps(run)
+    if _learns_from_rewards(run) and (equal or run.series("reward/std")):
+        remarks = [f"{_last(equal):.0%} of the last groups had equal rewards"] if equal else []
+        if silent:
+            steps = f"{_times(len(silent), 'step')} ({_first(silent)})"
+            remarks.append(f"no signal in {steps}: all rewards were equal")
+        warn = bool(silent or (equal and _last(equal) > _SILENT))
+        yield "signal", warn, "; ".join(remarks) or "rewards differ"
 
 
-def _has_signal(run: RunFiles) -> bool:
-    """Whether rewards are what it learns from: distillation may train on any rewards, or none."""
+def _learns_from_rewards(run: RunFiles) -> bool:
+    """Distillation may train on any rewards, or none."""
     return run.config.get("objective.type") != "distil" or bool(run.config.get("objective.reward"))
 
 
@@ -181,42 +124,70 @@ def _silent_steps(run: RunFiles) -> list[int]:
     """Steps in which all rewards of each group, or of the batch, were equal: all advantages are 0."""
     silent = {step for step, value in run.series("reward/std") if value == 0}
     silent |= {step for step, value in _equal_groups(run) if value == 1}
-    return sorted(silent) if _has_signal(run) else []
+    return sorted(silent) if _learns_from_rewards(run) else []
 
 
-def _signal(run: RunFiles) -> Found:
-    equal, silent = _equal_groups(run), _silent_steps(run)
-    if _has_signal(run) and (equal or run.series("reward/std")):
-        remarks = [f"{_last(equal):.0%} of the last groups had equal rewards"] if equal else []
-        if silent:
-            steps = f"{_times(len(silent), 'step')} ({_first(silent)})"
-            remarks.append(f"no signal in {steps}: all rewards were equal")
-        warn = bool(silent) or (bool(equal) and _last(equal) > _SILENT)
-        yield warn, "; ".join(remarks) or "rewards differ"
+def _mismatch(run: RunFiles) -> Checks:
+    largest, engines = run.series("mismatch/logp_max"), run.series("mismatch/logp_engine_mean")
+    means = run.series("mismatch/logp_mean") + engines
+    if not largest or not means:
+        return
+    dtype, guards = str(run.config.get("precision.dtype", "bfloat16")), _read_guards(run)
+    bounds = guards.thresholds(dtype)
+    (_, worst), (step, average) = max(largest, key=_value), max(means, key=_value)
+    bound = "" if math.isinf(bounds[0]) else f" (bound {bounds[0]:.2g})"
+    text = f"mean {average:.2g} (bound {bounds[1]:.2g}), max {worst:.2g}{bound} nats"
+    ratios = dict(run.series("mismatch/logp_engine_ratio"))
+    differ = [
+        (s, ratios[s]) for s, v in engines if s in ratios and guards.engine_differs(v, ratios[s], dtype)
+    ]
+    if worst > bounds[0] or average > bounds[1]:
+        yield "mismatch", "bad", f"{text}; worst at step {step}"
+    elif differ:
+        at, ratio = max(differ, key=_value)
+        text += f"; at step {at} the mismatch of one engine is {ratio:.0f} times that of the others"
+        yield "mismatch", "bad", text
+    else:
+        yield "mismatch", "good", text
 
 
-def _gradient(run: RunFiles) -> Found:
+def _read_guards(run: RunFiles) -> GuardSettings:
+    """The run's guards; the default ones if they cannot be read."""
+    known = {k: f"guards.{k}" for k in GuardSettings.model_fields}
+    try:
+        return GuardSettings.model_validate({k: run.config[v] for k, v in known.items() if v in run.config})
+    except ValidationError:
+        return GuardSettings.model_validate({})
+
+
+def _policy(run: RunFiles) -> Checks:
+    skipped = run.series("policy/skipped_updates")
+    if steps := [step for step, value in skipped if value > 0]:
+        total = _times(int(sum(value for _, value in skipped)), "update")
+        yield "updates", "warn", f"{total} skipped (step {_first(steps)}): the gradient was not finite"
+    elif skipped:
+        yield "updates", "good", "none skipped"
+    entropy = [value for _, value in run.series("policy/entropy")]
+    if len(entropy) > 1:
+        first, last = map(fmean, run_ends(entropy))
+        remark = ": grows" if last > max(3 * first, 1) else ": collapsed" if last < _ENTROPY * first else ""
+        yield "entropy", bool(remark), f"{first:.3g} → {last:.3g} nats per token{remark}"
     # Without steps where all rewards are equal: their gradient is that of the KL only, and much smaller.
     silent = set(_silent_steps(run))
-    norms = [(step, value) for step, value in run.series("policy/grad_norm") if step not in silent]
-    if norms:
+    if norms := [(step, value) for step, value in run.series("policy/grad_norm") if step not in silent]:
         middle = median(value for _, value in norms)
         text = f"median norm {middle:.3g}, largest {max(norms, key=_value)[1]:.3g}"
-        spikes = [step for step, value in norms if value > _SPIKE * middle]
-        if spikes:
+        if spikes := [step for step, value in norms if value > _SPIKE * middle]:
             times = _times(len(spikes), "spike")
             text += f"; {times} over {_SPIKE:.0f} times the median (step {_first(spikes)})"
-        yield bool(spikes), text
-
-
-def _clipping(run: RunFiles) -> Found:
+        yield "gradient", bool(spikes), text
     sides = [run.series(f"policy/clip_frac_{side}") for side in ("high", "low", "c")]
     if all(sides):
-        last = [_last(side) for side in sides]
-        yield max(last) > _CLIPPED, f"{sum(last):.2%} of the tokens in the last steps"
+        clipped = list(map(_last, sides))
+        yield "clipping", max(clipped) > _CLIPPED, f"{sum(clipped):.2%} of the tokens in the last steps"
 
 
-def _engines(run: RunFiles) -> Found:
+def _engines(run: RunFiles) -> Checks:
     if not any("engine/restarts" in row for row in run.rows):
         return
     restarts = int(sum(value for _, value in run.series("engine/restarts")))
@@ -227,28 +198,11 @@ def _engines(run: RunFiles) -> Found:
     text, fell_back = _times(restarts, "restart"), f"({RUNNER_VARIABLE}=0)" in log
     if fell_back:
         text += "; with vLLM's model runner V1, because V2 did not start: see logs/launcher.log"
-    yield bool(restarts) or fell_back, text
-
-
-_CHECKS: dict[str, Callable[[RunFiles], Found]] = {
-    "end": _end,
-    "numbers": _numbers,
-    "updates": _updates,
-    "rewards": _rewards,
-    "tools": _tools,
-    "mismatch": _mismatch,
-    "held-out loss": _held_out_loss,
-    "entropy": _entropy,
-    "length": _length,
-    "signal": _signal,
-    "gradient": _gradient,
-    "clipping": _clipping,
-    "engines": _engines,
-}
+    yield "engines", bool(restarts) or fell_back, text
 
 
 def _last(series: Sequence[tuple[int, float]]) -> float:
-    return mean([value for _, value in run_ends(series)[1]])
+    return fmean(value for _, value in run_ends(series)[1])
 
 
 def _value(item: tuple[int, float]) -> float:

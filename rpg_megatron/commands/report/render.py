@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
@@ -28,6 +29,7 @@ from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
 from rpg_megatron.launcher.run_dir import METRICS, REPORT
+from rpg_megatron.launcher.run_lock import is_held
 
 # Maxima for all runs together:
 _ROWS = 8000  # of metrics on a page: about 3 MB
@@ -105,7 +107,7 @@ def _write(
 def _state(folders: Sequence[Path]) -> list[tuple[int, bool]]:
     """Of each run: the size of its metrics, and whether it is running."""
     return [
-        ((folder / METRICS).stat().st_size if (folder / METRICS).is_file() else 0, run_files.is_held(folder))
+        ((folder / METRICS).stat().st_size if (folder / METRICS).is_file() else 0, is_held(folder))
         for folder in _expand(folders)
     ]
 
@@ -129,9 +131,9 @@ def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes
     script = "\n".join(_file(f"{name}.js") for name in _CHARTS + _PAGE)
     others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     parts = {
-        "TITLE": _escape_html(", ".join(names[:3]) + others),
+        "TITLE": html.escape(", ".join(names[:3]) + others),
         "POLICY": f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
-        "LICENSE": _escape_html(_file("vendor/LICENSE")),
+        "LICENSE": html.escape(_file("vendor/LICENSE")),
         "STYLE": style,
         "DATA": _embed(data),
         "SCRIPT": script,
@@ -189,10 +191,6 @@ def _embed(data: dict[str, Any]) -> str:
     """JSON for a script element, escaped so that it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _escape_html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
 
 
 def _digest(text: str) -> str:

@@ -7,7 +7,6 @@ in the folder leads, so such a file is refused.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import re
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import msgspec
@@ -25,7 +25,7 @@ from rpg_megatron.config.files import flatten, open_regular, parse_json, read_te
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
-from rpg_megatron.launcher.run_lock import LOCK
+from rpg_megatron.launcher.run_lock import is_held
 
 Row = dict[str, float]
 
@@ -129,11 +129,6 @@ def run_ends[T](values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     return values[:few], values[-few:]
 
 
-def mean(values: Sequence[float]) -> float:
-    """Mean of at least one number."""
-    return math.fsum(values) / len(values)
-
-
 def name_runs(folders: Sequence[Path]) -> list[str]:
     """A unique name for each run: its folder's, with parent folders if needed."""
     parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
@@ -170,7 +165,7 @@ def _merge(rows: list[Row]) -> Row:
         elif key == "step" or key.startswith("eval/"):
             merged[key] = values[-1]
         else:
-            merged[key] = max(values) if key.endswith("max") else math.fsum(values) / len(values)
+            merged[key] = max(values) if key.endswith("max") else fmean(values)
     return merged
 
 
@@ -262,15 +257,3 @@ def _start_text(start: dict[str, Any]) -> dict[str, str]:
         for key, value in flatten(start).items()
         if value != {}
     }
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
-    try:
-        with open_regular(folder / LOCK, real_path(folder)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
@@ -73,9 +73,8 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
         except OSError as e:  # such as a folder that nobody may open
             run.notes.append(f"{name} responses cannot be read ({reason(e)})")
             continue
-        chosen = _choose(samples, name, steps, whole)
-        _decode_turns(run, chosen)
-        candidates.append([_shorten(item, longest) for item in chosen])
+        candidates.append(_choose(samples, name, steps, whole))
+        _shorten(run, candidates[-1], longest)
     used = 0
     tokens: dict[str, list[int]] = {}
     for item in filter(None, chain.from_iterable(zip_longest(*candidates))):
@@ -125,7 +124,7 @@ def _choose(samples: Samples, name: str, steps: Steps, whole: bool) -> list[Item
         if whole:
             largest = max(({_problem(i): i["heldout"] for i in items} for items in steps.values()), key=len)
             samples.problems, samples.sizes = len(largest), dict(Counter(largest.values()))
-        chosen = _changed(samples, seen)
+        chosen += _changed(samples, seen)
     first, *others = steps.values()
     for items in (first, *others[::-1]):  # a limit of size drops those in the middle
         ranked = sorted(items, key=lambda i: (i.get("reward", i["right"]), -i["tokens"]))
@@ -135,29 +134,21 @@ def _choose(samples: Samples, name: str, steps: Steps, whole: bool) -> list[Item
     return list({id(item): item for item in chosen}.values())
 
 
-def _changed(samples: Samples, seen: dict[str, Steps]) -> list[Item]:
+def _changed(samples: Samples, seen: dict[str, Steps]) -> Iterator[Item]:
     """Of each problem that was learnt or forgotten, a response of the first step and one of the last."""
-    changed: dict[str, list[str]] = {"learnt": [], "forgotten": []}
-    gain: dict[str, float] = {}
+    changed: dict[str, list[tuple[float, str]]] = {"learnt": [], "forgotten": []}
     for key in seen:
         before, *_, after = [right / count for _, right, count in samples.verdicts[key] * 2]
-        gain[key] = after - before
         if (before < 0.5) != (after < 0.5):
-            changed["learnt" if gain[key] > 0 else "forgotten"].append(key)
+            changed["learnt" if after > before else "forgotten"].append((-abs(after - before), key))
     samples.changed = {change: len(keys) for change, keys in changed.items()}
-    largest = [sorted(keys, key=lambda k: -abs(gain[k]))[:_PROBLEMS] for keys in changed.values()]
-    chosen: list[Item] = []
-    for key in filter(None, chain.from_iterable(zip_longest(*largest))):
-        first, *_, last = seen[key].values()
-        learnt = gain[key] > 0
-        for items, right in (
-            (first, not learnt),
-            (last, learnt),
-        ):  # there is one with the verdict of the step
-            item = next(i for i in items if i["right"] == right)
-            item["change"] = "learnt" if learnt else "forgotten"
-            chosen.append(item)
-    return chosen
+    for change, keys in changed.items():
+        for _, key in sorted(keys)[:_PROBLEMS]:
+            first, *_, last = seen[key].values()
+            for items, right in ((first, change == "forgotten"), (last, change == "learnt")):
+                item = next(i for i in items if i["right"] == right)  # as at least half of its step are
+                item["change"] = change
+                yield item
 
 
 def _read_evaluations(run: RunFiles, budget: int) -> tuple[Steps, bool]:
@@ -174,16 +165,12 @@ def _read_evaluations(run: RunFiles, budget: int) -> tuple[Steps, bool]:
         all_whole &= whole
         step, several = step_in_name(file) or 0, len({row.set for row in rows}) > 1
         for row in rows:
-            same = {"set": f"held-out {row.set}" if several else "held-out", "heldout": row.set}
-            same |= {
-                "id": row.prompt_id,
-                "step": step,
-                "prompt": _cut(row.prompt, 8000),
-                "answer": row.answer,
-            }
-            for text, right, tokens, finish in zip(*_lists(row), strict=True):
-                item = {"text": text, "right": right, "tokens": tokens, "finish": finish}
-                steps.setdefault(step, []).append(same | item)
+            same: Item = {"set": f"held-out {row.set}" if several else "held-out", "heldout": row.set}
+            same |= {"id": row.prompt_id, "step": step}
+            same |= {"prompt": _cut(row.prompt, 8000), "answer": row.answer}
+            for values in zip(*_lists(row), strict=True):
+                response = dict(zip(("text", "right", "tokens", "finish"), values, strict=True))
+                steps.setdefault(step, []).append(same | response)
     return steps, all_whole
 
 
@@ -260,30 +247,24 @@ def _turns(t: Trajectory) -> list[tuple[bool, list[int] | str]]:
     return turns
 
 
-def _decode_turns(run: RunFiles, items: Sequence[Item]) -> None:
-    """Make texts of the turns' token ids, or remove the turns, if the tokenizer is not known."""
-    items = [item for item in items if "turns" in item]
-    ids = [part for item in items for _, part in item["turns"] if isinstance(part, list)]
+def _shorten(run: RunFiles, items: Sequence[Item], longest: int) -> None:
+    """Cut texts to this length; those of turns, which take the place of the text, if they can be decoded."""
+    ids = [part for item in items for _, part in item.get("turns", ()) if isinstance(part, list)]
     decoded = _decode(run, ids)
     texts = iter(decoded or ())
     for item in items:
-        turns = item.pop("turns")
-        if decoded:
-            item["turns"] = [(mine, part if isinstance(part, str) else next(texts)) for mine, part in turns]
+        if (turns := item.pop("turns", None)) and decoded:
             del item["text"]
+            known = [(mine, part if isinstance(part, str) else next(texts)) for mine, part in turns]
+            item["turns"] = [(mine, _cut(text, max(200, longest // len(turns)))) for mine, text in known]
+        else:
+            item["text"] = _cut(item["text"], longest)
 
 
 def _quoted(value: Any) -> str:
     """Approximate text on the page, with the escapes of characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text + "     " * text.count("<")
-
-
-def _shorten(item: Item, longest: int) -> Item:
-    if "turns" not in item:
-        return item | {"text": _cut(str(item["text"]), longest)}
-    longest = max(200, longest // len(item["turns"]))
-    return item | {"turns": [(mine, _cut(text, longest)) for mine, text in item["turns"]]}
 
 
 def _cut(text: str, longest: int) -> str:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
-from rpg_megatron.commands.report.run_files import RunFiles, as_text, mean, run_ends
+from rpg_megatron.commands.report.run_files import RunFiles, as_text, run_ends
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
 from rpg_megatron.config.affects import tag_of_setting
 
@@ -128,8 +129,8 @@ def _describe_arm(runs: Sequence[RunFiles], arm: Arm) -> dict[str, Any]:
         "finished": sum(run.finished for run in members),
         "running": sum(run.running and not run.finished for run in members),
         "steps": _ends(run.steps for run in members),
-        "reward": estimate([mean([v for _, v in run_ends(series)[1]]) for series in rewards if series]),
-        "speed": estimate([mean([v for _, v in series]) for series in speeds if series]),
+        "reward": estimate([fmean([v for _, v in run_ends(series)[1]]) for series in rewards if series]),
+        "speed": estimate([fmean([v for _, v in series]) for series in speeds if series]),
     }
 
 

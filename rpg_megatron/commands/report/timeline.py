@@ -85,7 +85,7 @@ def _lanes(polls: list[_Poll]) -> list[dict[str, Any]]:
     if engines <= _LANES:
         most = max((n for counts in known for n in counts), default=0)
         values = zip(*(row.running for row in polls), strict=True)
-        return [{"name": f"engine {i}", "values": of, "most": most} for i, of in enumerate(values)]
+        return [{"name": f"engine {i}", "values": list(of), "most": most} for i, of in enumerate(values)]
     busy = [sum(n > 0 for n in counts) if counts else None for counts in known]
     requests = [sum(counts) if counts else None for counts in known]
     return [
