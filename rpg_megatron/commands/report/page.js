@@ -54,7 +54,8 @@ const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["w
   unknown: ["warn", "not enough measurements"] };
 
 function learnPanel(run) {
-  const [main, ...rest] = run.changes, { changed, problems } = run.samples;
+  const [main, ...rest] = run.changes, { changed, sizes } = run.samples;
+  const problems = Object.values(sizes).reduce((sum, size) => sum + size, 0);
   const [color, word] = VERDICTS[main ? main.verdict : "unknown"];
   const big = (value, margin) => {
     const [text, error] = withMargin(value, margin, changeKind(main)).split(/(?= ±)/);

@@ -49,7 +49,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     folders: of runs, or folders that hold runs. Returns the file, which is written atomically. Raises
     UserError if a folder is neither, or if the file cannot be written.
     """
-    return _write(folders, out, _read(folders))
+    return _write(_read(folders), out or folders[0] / REPORT)
 
 
 def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path], None]) -> None:
@@ -57,20 +57,21 @@ def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path
 
     The page loads itself again meanwhile. tell: called with the file, once. Raises as ``write_report`` does.
     """
-    told = None
+    told, file = False, out or folders[0] / REPORT
     try:
         while True:
             seen, runs = _state(folders), _read(folders)
             going = any(run.running for run in runs)
-            file = _write(folders, out, runs, _REFRESH if going else None)
-            if told != file:
-                tell(told := file)
+            _write(runs, file, _REFRESH if going else None)
+            if not told:
+                tell(file)
+                told = True
             if not going:
                 return
             while _state(folders) == seen:
                 time.sleep(_POLL)
     except KeyboardInterrupt:
-        write_report(folders, out)  # a page that does not load itself again
+        _write(_read(folders), file)  # a page that does not load itself again
         raise
 
 
@@ -91,11 +92,8 @@ def _expand(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _write(
-    folders: Sequence[Path], out: Path | None, runs: Sequence[RunFiles], refresh: float | None = None
-) -> Path:
+def _write(runs: Sequence[RunFiles], file: Path, refresh: float | None = None) -> Path:
     page = render_page(runs, refresh)
-    file = out or folders[0] / REPORT
     try:
         with atomic_write(file) as sink:
             sink.write(page)
@@ -106,10 +104,8 @@ def _write(
 
 def _state(folders: Sequence[Path]) -> list[tuple[int, bool]]:
     """Of each run: the size of its metrics, and whether it is running."""
-    return [
-        ((folder / METRICS).stat().st_size if (folder / METRICS).is_file() else 0, is_held(folder))
-        for folder in _expand(folders)
-    ]
+    metrics = [folder / METRICS for folder in _expand(folders)]
+    return [(file.stat().st_size if file.is_file() else 0, is_held(file.parent)) for file in metrics]
 
 
 def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,10 +81,9 @@ def read_run(folder: Path) -> RunFiles:
 
     Raises UserError if it is not the folder of a run. Other missing or damaged files become notes.
     """
-    if not folder.exists():
-        raise UserError(f"{folder}: no such folder; give the folder of a run, such as runs/quickstart-001")
     if not folder.is_dir():
-        raise UserError(f"{folder}: is a file; give the folder of a run, such as runs/quickstart-001")
+        what = "is a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the folder of a run, such as runs/quickstart-001")
     if not is_run(folder):
         inner = sorted(f.parent.name for f in folder.glob(f"*/{METRICS}"))
         hint = f"; the runs in it are {', '.join(inner[:5])}" if inner else ""
@@ -91,9 +91,9 @@ def read_run(folder: Path) -> RunFiles:
     notes: list[str] = []
     inside = real_path(folder)
 
-    def read[T](name: str, default: T, convert: Callable[[Path], T]) -> T:
+    def read[T](name: str, default: T, parse: Callable[[Path], T]) -> T:
         try:
-            return convert(folder / name)
+            return parse(folder / name)
         except FileNotFoundError:
             return default
         except (OSError, ValueError, TypeError, RecursionError, msgspec.MsgspecError, yaml.YAMLError) as e:
@@ -103,6 +103,9 @@ def read_run(folder: Path) -> RunFiles:
     def read_json[T](file: Path, kind: type[T]) -> T:
         return msgspec.convert(parse_json(read_text(file, inside, limit=_JSON)), kind)
 
+    def read_starts(file: Path) -> list[dict[str, str]]:
+        return [_start_text(start) for start in read_json(file, list[dict[str, Any]])]
+
     summary = read(SUMMARY, None, lambda file: read_json(file, _Summary))
     return RunFiles(
         folder=folder,
@@ -110,9 +113,7 @@ def read_run(folder: Path) -> RunFiles:
         config=read(CONFIG, {}, lambda file: _flat_config(read_yaml(file, inside))),
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
-        starts=read(
-            ENVIRONMENT, [], lambda file: list(map(_start_text, read_json(file, list[dict[str, Any]])))
-        ),
+        starts=read(ENVIRONMENT, [], read_starts),
         running=is_held(folder),
         notes=notes,
     )
@@ -130,13 +131,10 @@ def run_ends[T](values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """A unique name for each run: its folder's, with parent folders if needed."""
-    parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-depth:]) for p in parts]
-        if len(set(names)) == len(names):
-            return names
-    return ["/".join(p) for p in parts]
+    """A unique name for each run: its folder's, below the folder that has all of them."""
+    absolute = [folder.absolute() for folder in folders]
+    common = os.path.commonpath([folder.parent for folder in absolute])
+    return [str(folder.relative_to(common)) for folder in absolute]
 
 
 def thin_rows(runs: Sequence[list[Row]], most: int) -> tuple[list[list[Row]], int]:
@@ -150,9 +148,10 @@ def thin_rows(runs: Sequence[list[Row]], most: int) -> tuple[list[list[Row]], in
         width += max(1, width // 4)
     if width == 1:
         return list(runs), width
-    return [
-        [_merge([*p]) for _, p in groupby(rows, lambda row: row["step"] // width)] for rows in runs
-    ], width
+    merged = [
+        [_merge([*part]) for _, part in groupby(rows, lambda row: row["step"] // width)] for rows in runs
+    ]
+    return merged, width
 
 
 def _merge(rows: list[Row]) -> Row:
@@ -167,10 +166,6 @@ def _merge(rows: list[Row]) -> Row:
         else:
             merged[key] = max(values) if key.endswith("max") else fmean(values)
     return merged
-
-
-class _Step(msgspec.Struct):
-    step: Count
 
 
 class _Summary(msgspec.Struct):
@@ -192,8 +187,8 @@ def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
                 lines += 1
                 try:
                     values = parse_json(line)
-                    step = msgspec.convert(values, _Step).step
-                except (ValueError, msgspec.MsgspecError):
+                    step = msgspec.convert(values["step"], Count)
+                except (ValueError, LookupError, TypeError, msgspec.MsgspecError):
                     broken += bool(line.strip())
                     continue
                 row = rows.setdefault(step, {"step": step})
@@ -216,9 +211,8 @@ def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
 
 def _bounded(value: float) -> float:
     """As a float; numbers beyond ``LARGEST``, also integers that no float holds, as infinite."""
-    if abs(value) <= LARGEST or value != value:
-        return float(value)
-    return math.inf if value > 0 else -math.inf
+    known = abs(value) <= LARGEST or value != value
+    return float(value) if known else math.inf if value > 0 else -math.inf
 
 
 def note_skipped(notes: list[str], name: str, broken: int, lines: int) -> None:

@@ -16,13 +16,11 @@ from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rpg_megatron.commands.report.run_files import RunFiles, note_skipped, reason, step_in_name
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import open_regular, real_path
 from rpg_megatron.data.tokenizer_file import decode_foreign
-from rpg_megatron.evaluation.results import EvalResult
+from rpg_megatron.evaluation.results import EvalResult, read_results
 from rpg_megatron.system.foreign_input import ForeignInputError
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 _STEPS = 6  # maximum that are read of each kind: the first, the last and four between them
 _PROBLEMS = 20  # shown per kind of change
-_RESPONSE = 100  # bytes of the budget that a response takes besides those of its row
 _TURNS = 40  # of a conversation that are shown; those in the middle are left out
 
 Item = dict[str, Any]
@@ -56,10 +53,8 @@ class Samples:
     step, at least half in the last) and ``forgotten`` (the reverse), including those not shown."""
     read: list[str] = field(default_factory=list)
     """Descriptions of what was read."""
-    problems: int | None = None
-    """Number of held-out problems of all sets, if the evaluations were read completely."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """The same for each held-out set, by name."""
+    """Number of problems of each held-out set by name, if the evaluations were read completely."""
 
 
 def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
@@ -123,7 +118,7 @@ def _choose(samples: Samples, name: str, steps: Steps, whole: bool) -> list[Item
     if name == "held-out":
         if whole:
             largest = max(({_problem(i): i["heldout"] for i in items} for items in steps.values()), key=len)
-            samples.problems, samples.sizes = len(largest), dict(Counter(largest.values()))
+            samples.sizes = dict(Counter(largest.values()))
         chosen += _changed(samples, seen)
     first, *others = steps.values()
     for items in (first, *others[::-1]):  # a limit of size drops those in the middle
@@ -168,44 +163,18 @@ def _read_evaluations(run: RunFiles, budget: int) -> tuple[Steps, bool]:
             same: Item = {"set": f"held-out {row.set}" if several else "held-out", "heldout": row.set}
             same |= {"id": row.prompt_id, "step": step}
             same |= {"prompt": _cut(row.prompt, 8000), "answer": row.answer}
-            for values in zip(*_lists(row), strict=True):
+            lists = row.responses, row.correct, row.lengths, row.finishes
+            for values in zip(*lists, strict=True):
                 response = dict(zip(("text", "right", "tokens", "finish"), values, strict=True))
                 steps.setdefault(step, []).append(same | response)
     return steps, all_whole
 
 
-_decoder = msgspec.json.Decoder(EvalResult)
-
-
-def _lists(row: EvalResult) -> tuple[list[Any], ...]:
-    return row.responses, row.correct, row.lengths, row.finishes
-
-
 def read_problems(run: RunFiles, file: Path, budget: int) -> tuple[list[EvalResult], bool]:
     """Rows within the budget, and whether these are all."""
-    with open_regular(file, real_path(run.folder)) as raw:
-        data = raw.read(budget)
-    lines = data.split(b"\n")
-    if cut := len(data) == budget:
-        lines.pop()  # incomplete
-    lines = [line for line in lines if line.strip()]
-    rows, broken = [], 0
-    for line in lines:
-        try:
-            # Surrogates, which training writes, are shown as question marks.
-            row = _decoder.decode(line.decode("utf-8", "surrogatepass").encode("utf-8", "replace"))
-            if len({*map(len, _lists(row))}) > 1:
-                raise ValueError("lists of different lengths")
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            broken += 1
-            continue
-        budget -= len(line) + _RESPONSE * len(row.responses)
-        if budget < 0:
-            cut = True
-            break
-        rows.append(row)
-    note_skipped(run.notes, str(file.relative_to(run.folder)), broken, len(lines))
-    return rows, not cut
+    rows, skipped, whole = read_results(file, run.folder, budget)
+    note_skipped(run.notes, str(file.relative_to(run.folder)), skipped, len(rows) + skipped)
+    return rows, whole
 
 
 def _read_rollouts(run: RunFiles, budget: int) -> tuple[Steps, bool]:
@@ -225,15 +194,11 @@ def _read_rollouts(run: RunFiles, budget: int) -> tuple[Steps, bool]:
             step = step_in_name(file) or 0
             item = {"set": "training", "id": t.prompt_id, "step": step, "text": t.text, "right": t.correct}
             item |= {"tokens": t.sampled, "finish": t.finish, "reward": t.reward, "advantage": t.advantage}
-            versions = [(int(v), len(list(of))) for v, of in groupby(t.versions[t.mask].tolist())]
-            if len(versions) > 1:
-                item["versions"] = versions
-            if not t.mask.all():
-                item["turns"] = _turns(t)
-            if t.branch:
-                item["branch"] = t.branch
             item |= {"prompt": t.prompt.tolist(), "answer": t.answer}
-            steps.setdefault(step, []).append(item)
+            versions = [(int(v), len(list(of))) for v, of in groupby(t.versions[t.mask].tolist())]
+            turns = None if t.mask.all() else _turns(t)
+            more = {"versions": versions if len(versions) > 1 else None, "turns": turns, "branch": t.branch}
+            steps.setdefault(step, []).append(item | {key: value for key, value in more.items() if value})
     return steps, whole
 
 

@@ -37,16 +37,13 @@ def find_arms(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Arm]:
 
     names: of the runs. A run without readable settings is an arm of its own, which has its name.
     """
-    groups: dict[Any, list[int]] = {}
-    configs: dict[Any, dict[str, str]] = {}
+    groups: dict[Any, list[int]] = {}  # by settings; of a run without them by its index
     for i, run in enumerate(runs):
         config = {key: as_text(value) for key, value in run.config.items() if not _is_ignored(key)}
-        group = frozenset(config.items()) if run.config else i
-        groups.setdefault(group, []).append(i)
-        configs[group] = config
+        groups.setdefault(tuple(sorted(config.items())) if run.config else i, []).append(i)
     known = [group for group in groups if not isinstance(group, int)]
-    titles: dict[Any, str] = {group: names[group] for group in groups if isinstance(group, int)}
-    titles |= dict(zip(known, name_arms([configs[group] for group in known]), strict=True))
+    titles = dict(zip(known, name_arms([dict(group) for group in known]), strict=True))
+    titles |= {group: names[group] for group in groups if isinstance(group, int)}
     arms = []
     for group, members in groups.items():
         seeds: dict[str, int] = {}
