@@ -243,7 +243,7 @@ def test_a_study_of_two_settings(tmp_path: Path) -> None:
     assert measure["best"] == [pytest.approx([0.6, 0.0, 3])] * 2
     (pair,) = measure["pairs"]
     assert (pair["arms"], pair["paired"], pair["seeds"], pair["verdict"]) == ([1, 0], True, [3, 3], "higher")
-    assert pair["difference"] == pytest.approx(0.28 / 3)
+    assert pair["value"] == pytest.approx(0.28 / 3)
     assert study["t"] == [0.0, t_quantile(1), t_quantile(2)]
 
 

@@ -125,13 +125,13 @@ function armTable() {
 
 const CLEAR = { higher: "higher", lower: "lower", unclear: "no clear difference" };
 
-function pairRow({ arms: [i, j], difference, interval, paired, seeds, verdict, steps }, kind) {
+function pairRow({ arms: [i, j], value, interval, paired, seeds, verdict, steps }, kind) {
   const points = kind === "percent" ? 100 : 1;
-  const text = (value) => (value > 0 ? "+" : "") + (points > 1 ? oneDecimal(value * points) : plainNumber(value)).replace("-", "−");
+  const text = (n) => (n > 0 ? "+" : "") + (points > 1 ? oneDecimal(n * points) : plainNumber(n)).replace("-", "−");
   const one = Math.min(...seeds) < 2;
   const number = paired ? plural(seeds[0], one ? "seed" : "pair") : `${seeds[0]} and ${seeds[1]}`;
   return element("tr", element("th", { scope: "row" }, swatch(arms[i]), " ", arms[i].name),
-    element("td.left", "− ", swatch(arms[j]), " ", arms[j].name), element("td", text(difference)),
+    element("td.left", "− ", swatch(arms[j]), " ", arms[j].name), element("td", text(value)),
     element("td", interval ? interval.map(text).join(" to ") : "–"), element("td", number),
     element("td", { class: `left ${verdict}` }, CLEAR[verdict] ?? (one ? "one seed: no interval" : "seeds are equal: no interval"),
       steps[0] === steps[1] ? null : element("small", ` steps ${range(steps)}`)));

@@ -15,6 +15,11 @@ _LOSS_NOISE = 0.01  # relative change that is no clear change: the held-out loss
 _Z = 2.0  # standard errors in an interval: about 95%
 
 
+def is_accuracy(key: str) -> bool:
+    """Whether a metric is the held-out accuracy of a set."""
+    return key.startswith("eval/") and "/avg@" in key
+
+
 class Interval(NamedTuple):
     """Confidence interval of a measured value."""
 
@@ -69,7 +74,7 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     changes = []
     if len(losses := run.series(HELDOUT_LOSS)) > 1:
         changes.append(Change(HELDOUT_LOSS, losses[0][1], losses[-1][1], None))
-    for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
+    for key in dict.fromkeys(k for row in run.rows for k in row if is_accuracy(k)):
         if len(series := run.series(key)) > 1:
             ends = series[0][1], series[-1][1]
             # Responses to one problem are correlated, so count problems, not responses.
@@ -82,8 +87,8 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
         if len(series := run.series(key)) > 1:
             first, last = run_ends(series)
             before, after = _training_interval(run, key, first), _training_interval(run, key, last)
-            ranges = None if before is None or after is None else (before, after)
-            changes.append(Change(key, fmean([v for _, v in first]), fmean([v for _, v in last]), ranges))
+            means = fmean(value for _, value in first), fmean(value for _, value in last)
+            changes.append(Change(key, *means, None if before is None or after is None else (before, after)))
     return changes
 
 
@@ -120,5 +125,4 @@ def _around(value: float, error: float) -> Interval:
 def change_as_plain(change: Change) -> dict[str, Any]:
     """The change as a dict for JSON, with verdict and margins."""
     margins = [interval.margin for interval in change.ranges] if change.ranges else [None, None]
-    plain = {"name": change.name, "before": change.before, "after": change.after, "margin": change.margin}
-    return plain | {"margins": margins, "verdict": change.verdict, "best": change.best}
+    return vars(change) | {"margin": change.margin, "margins": margins, "verdict": change.verdict}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Literal
 
@@ -24,6 +25,7 @@ from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 _OVERFITTED = 1.02
 _TRUNCATED, _ENTROPY, _SPIKE, _CLIPPED, _SILENT = 0.2, 0.02, 10.0, 0.2, 0.9
 
+_value = itemgetter(1)  # of (step, value)
 Verdict = Literal["good", "warn", "bad"]
 Checks = Iterator[tuple[str, Verdict | bool, str]]
 """Name, verdict (or whether to warn) and text of the checks for which a run has metrics."""
@@ -52,12 +54,9 @@ def check_health(run: RunFiles) -> list[HealthCheck]:
 
 def _outcome(run: RunFiles) -> Checks:
     planned = f" of {run.planned}" if run.planned else ""
-    if run.finished:
-        yield "end", "good", f"finished, {run.steps} steps"
-    elif run.running:
-        yield "end", "good", f"running, step {run.steps}{planned}"
-    else:
-        yield "end", "warn", f"not finished: ended at step {run.steps}{planned}"
+    state = "running," if run.running else "not finished: ended at"
+    text = f"finished, {run.steps} steps" if run.finished else f"{state} step {run.steps}{planned}"
+    yield "end", not (run.finished or run.running), text
     odd = [(int(row["step"]), key) for row in run.rows for key in row if not math.isfinite(row[key])]
     if odd:
         names = ", ".join(name for name, _ in Counter(key for _, key in odd).most_common(3))
@@ -141,14 +140,12 @@ def _mismatch(run: RunFiles) -> Checks:
     differ = [
         (s, ratios[s]) for s, v in engines if s in ratios and guards.engine_differs(v, ratios[s], dtype)
     ]
-    if worst > bounds[0] or average > bounds[1]:
-        yield "mismatch", "bad", f"{text}; worst at step {step}"
+    if over := worst > bounds[0] or average > bounds[1]:
+        text += f"; worst at step {step}"
     elif differ:
         at, ratio = max(differ, key=_value)
         text += f"; at step {at} the mismatch of one engine is {ratio:.0f} times that of the others"
-        yield "mismatch", "bad", text
-    else:
-        yield "mismatch", "good", text
+    yield "mismatch", "bad" if over or differ else "good", text
 
 
 def _read_guards(run: RunFiles) -> GuardSettings:
@@ -162,11 +159,10 @@ def _read_guards(run: RunFiles) -> GuardSettings:
 
 def _policy(run: RunFiles) -> Checks:
     skipped = run.series("policy/skipped_updates")
-    if steps := [step for step, value in skipped if value > 0]:
-        total = _times(int(sum(value for _, value in skipped)), "update")
-        yield "updates", "warn", f"{total} skipped (step {_first(steps)}): the gradient was not finite"
-    elif skipped:
-        yield "updates", "good", "none skipped"
+    if skipped:
+        steps, total = [step for step, value in skipped if value > 0], int(sum(value for _, value in skipped))
+        text = f"{_times(total, 'update')} skipped (step {_first(steps)}): the gradient was not finite"
+        yield "updates", bool(steps), text if steps else "none skipped"
     entropy = [value for _, value in run.series("policy/entropy")]
     if len(entropy) > 1:
         first, last = map(fmean, run_ends(entropy))
@@ -203,10 +199,6 @@ def _engines(run: RunFiles) -> Checks:
 
 def _last(series: Sequence[tuple[int, float]]) -> float:
     return fmean(value for _, value in run_ends(series)[1])
-
-
-def _value(item: tuple[int, float]) -> float:
-    return item[1]
 
 
 def _first(steps: Sequence[int]) -> str:

@@ -125,10 +125,11 @@ def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes
         data["study"] = describe_study(runs, arms) | {"width": width}
     style = "\n".join(_file(f"{name}.css") for name in _STYLES)
     script = "\n".join(_file(f"{name}.js") for name in _CHARTS + _PAGE)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     parts = {
         "TITLE": html.escape(", ".join(names[:3]) + others),
-        "POLICY": f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
+        "POLICY": "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'".format(*digests),
         "LICENSE": html.escape(_file("vendor/LICENSE")),
         "STYLE": style,
         "DATA": _embed(data),
@@ -154,18 +155,15 @@ def _describe(run: RunFiles, name: str, rows: Sequence[run_files.Row], number: i
         "name": name,
         "folder": str(run.folder.absolute()),
         "state": "finished" if run.finished else "running" if run.running else "not finished",
-        "steps": run.steps,
-        "planned": run.planned,
         "seconds": seconds,
         "changes": [change_as_plain(change) for change in find_changes(run, samples.sizes)],
         "checks": [vars(check) for check in check_health(run)],
         "step": [int(row["step"]) for row in rows],
         "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},
         "config": {key: as_text(value) for key, value in run.config.items()},
-        "starts": run.starts,
         "timeline": last_steps(run),
         "samples": vars(samples) | {"items": [_plain(item) for item in samples.items]},
-        "notes": run.notes,
+        **{key: getattr(run, key) for key in ("steps", "planned", "starts", "notes")},
     }
 
 
@@ -187,7 +185,3 @@ def _embed(data: dict[str, Any]) -> str:
     """JSON for a script element, escaped so that it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

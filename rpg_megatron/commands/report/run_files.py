@@ -158,11 +158,9 @@ def _merge(rows: list[Row]) -> Row:
     merged: Row = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if key in row]
-        odd = [v for v in values if not math.isfinite(v)]
-        if odd:
-            merged[key] = odd[0]
-        elif key == "step" or key.startswith("eval/"):
-            merged[key] = values[-1]
+        odd = [value for value in values if not math.isfinite(value)]
+        if odd or key == "step" or key.startswith("eval/"):
+            merged[key] = (odd or values[-1:])[0]
         else:
             merged[key] = max(values) if key.endswith("max") else fmean(values)
     return merged

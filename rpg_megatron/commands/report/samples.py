@@ -6,7 +6,6 @@ page says what was read.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections import Counter, defaultdict
@@ -44,7 +43,7 @@ class Samples:
     """The responses of one run on a page. ``prompts`` and ``verdicts`` have keys ``<set>/<id>``."""
 
     items: list[Item] = field(default_factory=list)
-    prompts: dict[str, dict[str, str]] = field(default_factory=dict)
+    prompts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """``text`` and reference ``answer`` of each problem."""
     verdicts: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     """(step, correct responses, responses) of a problem, for each step that was read."""
@@ -71,7 +70,6 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
         candidates.append(_choose(samples, name, steps, whole))
         _shorten(run, candidates[-1], longest)
     used = 0
-    tokens: dict[str, list[int]] = {}
     for item in filter(None, chain.from_iterable(zip_longest(*candidates))):
         key, prompt, answer = _problem(item), item.pop("prompt"), item.pop("answer")
         known = key in samples.prompts
@@ -80,11 +78,10 @@ def choose_samples(run: RunFiles, *, read: int, room: int) -> Samples:
             break
         samples.items.append(item)
         if not known:
-            samples.prompts[key] = {"text": prompt, "answer": _cut(str(answer), 1000)}
-            if isinstance(prompt, list):
-                tokens[key] = prompt
-    for key, text in zip(tokens, decode_prompts(run, list(tokens.values())), strict=True):
-        samples.prompts[key]["text"] = _cut(text, longest)
+            samples.prompts[key] = {"text": prompt, "answer": _cut(answer, 1000)}
+    tokens = [prompt for prompt in samples.prompts.values() if isinstance(prompt["text"], list)]
+    for prompt, text in zip(tokens, decode_prompts(run, [prompt["text"] for prompt in tokens]), strict=True):
+        prompt["text"] = _cut(text, longest)
     samples.verdicts = {key: samples.verdicts[key] for key in samples.prompts}
     return samples
 
@@ -252,10 +249,8 @@ def _decode(run: RunFiles, texts: Sequence[list[int]]) -> list[str] | None:
     None without one.
     """
     folder, model = run.folder, run.config.get("model.path")
-    files: list[tuple[Path, ...]] = []
-    with contextlib.suppress(OSError):
-        newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
-        files += [(file, real_path(folder)) for file in newest]
+    newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
+    files: list[tuple[Path, ...]] = [(file, real_path(folder)) for file in newest]
     if isinstance(model, str) and folder.stat().st_uid == os.geteuid():  # others' could name any folder
         files.append((Path(model) / "tokenizer.json",))
     for file, *inside in files if texts else ():

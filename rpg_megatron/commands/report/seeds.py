@@ -1,7 +1,4 @@
-"""Means over seeds and differences between arms, with 95% intervals by Student's t distribution.
-
-Standard library only: the report is written without torch, and nothing else here needs scipy.
-"""
+"""Means over seeds and differences between arms, with 95% intervals by Student's t distribution."""
 
 from __future__ import annotations
 

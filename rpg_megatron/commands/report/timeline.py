@@ -54,6 +54,7 @@ def last_steps(run: RunFiles) -> dict[str, Any] | None:
     if not shown:
         return None
     begin, end = shown[0].begin, max(row.end for row in shown)
+    inside = [row for row in shown if row.phase != "step"]
     polls = [row for row in rows[start:] if isinstance(row, _Poll) and begin <= row.time <= end]
     # The engines of a start stay the same.
     polls = [row for row in polls if len(row.running) == len(polls[-1].running)]
@@ -66,11 +67,7 @@ def last_steps(run: RunFiles) -> dict[str, Any] | None:
     return {
         "seconds": round(end - begin, 3),
         "steps": steps,
-        "phases": [
-            [row.phase, row.step, round(row.begin - begin, 3), round(row.end - begin, 3)]
-            for row in shown
-            if row.phase != "step"
-        ],
+        "phases": [[r.phase, r.step, round(r.begin - begin, 3), round(r.end - begin, 3)] for r in inside],
         "polls": [round(row.time - begin, 2) for row in polls],
         "engines": len(polls[0].running) if polls else 0,
         "lanes": _lanes(polls) if polls else [],
