@@ -21,7 +21,8 @@ function runLines(run, key, dash) {
   const { steps, values, smooth, odd } = seriesOf(run, key);
   const line = { run, key, color: run.color, steps, odd, alpha: 1, dash: [] };
   const measured = { ...line, values, width: 1, alpha: view.runs.length > 3 ? 0.1 : 0.22 };
-  return [...(smooth === values ? [] : [measured]), { ...line, values: smooth, width: 1.6, dash, told: true }];
+  const shown = { ...line, values: smooth, width: 1.6, dash, told: true };
+  return smooth === values ? [shown] : [measured, shown];
 }
 
 // The phases of a run's steps as areas, the highest first; each begins at 0 and hides the ones before it.
@@ -62,10 +63,9 @@ class Chart {
   }
 
   seriesButton([key, label], index) {
-    const glyph = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    glyph.setAttribute("viewBox", "0 0 22 8");
-    if (this.spec.stack) shape(glyph, "rect", { width: 12, height: 8, x: 5, rx: 2, class: `phase${index}` });
-    else shape(glyph, "line", { x1: 0, x2: 22, y1: 4, y2: 4, "stroke-dasharray": this.dash(key).join(" ") });
+    const glyph = element("i", { class: this.spec.stack ? `swatch phase${index}` : null });
+    const line = { x1: 0, x2: 22, y1: 4, y2: 4, "stroke-dasharray": this.dash(key).join(" ") };
+    if (!this.spec.stack) shape(shape(glyph, "svg", { viewBox: "0 0 22 8" }), "line", line);
     return toggle({}, !this.off.has(key), (on) => {
       this.off[on ? "delete" : "add"](key);
       this.draw();
@@ -85,9 +85,11 @@ class Chart {
     if (!width) return;  // inside a closed <details>
     this.range = stepRange();
     const keys = this.keys().map(([key]) => key);
-    this.lines = this.spec.stack ? areaLines(this.spec.stack, keys, keys.map((key) => `phase${this.index(key)}`))
-      : this.runs().flatMap((run) => keys.flatMap((key, i) => (run.members
-        ? armLines(run, key, this.dash(key), i === 0, this.spec.kind) : runLines(run, key, this.dash(key)))));
+    const { stack, kind } = this.spec, colors = keys.map((key) => `phase${this.index(key)}`);
+    const linesOf = (run, key, i) => (run.members ? armLines(run, key, this.dash(key), i === 0, kind)
+      : runLines(run, key, this.dash(key)));
+    this.lines = stack ? areaLines(stack, keys, colors)
+      : this.runs().flatMap((run) => keys.flatMap((key, i) => linesOf(run, key, i)));
     const all = this.lines.flatMap(({ steps, odd }) => [...steps, ...odd.map(([step]) => step)]);
     this.steps = [...new Set([...this.range, ...all])].sort((a, b) => a - b);
     this.at = new Map(this.steps.map((step, i) => [step, i]));
@@ -96,7 +98,6 @@ class Chart {
     this.plot = new uPlot(this.options(width), [this.steps, ...columns], this.place);
     this.plot.root.setAttribute("role", "img");
     this.plot.root.setAttribute("aria-label", `${this.spec.title} by step`);
-    this.plot.over.addEventListener("pointermove", (event) => this.follow(event));
   }
 
   // Ends of the axis for values between these.
@@ -123,8 +124,8 @@ class Chart {
 
   options(width) {
     const { kind } = this.spec, axis = { stroke: tint("faint"), font: "11px system-ui, sans-serif" };
-    const texts = (u, values, at, space, increment) => (this.log
-      ? values.map((value) => (value === null ? "" : formatValue(value, kind))) : tickTexts(values, increment, kind));
+    const texts = (u, values, at, space, increment) => (!this.log ? tickTexts(values, increment, kind)
+      : values.map((value) => (value === null ? "" : formatValue(value, kind))));
     const widest = (u, values) => 12 + Math.max(32,
       ...(values ?? []).map((text) => u.ctx.measureText(text).width / uPlot.pxRatio));
     return {
@@ -171,14 +172,6 @@ class Chart {
     }
   }
 
-  // uPlot follows the mouse by itself, but not a finger.
-  follow(event) {
-    if (event.pointerType === "mouse") return;
-    const box = this.plot.over.getBoundingClientRect();
-    this.plot.cursor.event = event;
-    this.plot.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
-  }
-
   // The cursor moves to this step in all charts; the run with the nearest line gets the focus.
   point(plot) {
     const { idx, top, event } = plot.cursor, step = this.steps[idx];
@@ -191,8 +184,8 @@ class Chart {
     }
     setCursor(step, nearest);
     const rows = this.tooltipRows(step).slice(0, 24);
-    const words = view.runs.some((run) => run.members) ? ["mean", "band, seeds"] : ["measured", "smoothed"];
-    showTooltip(event, `step ${step.toLocaleString("en")}`, rows, rows.some((row) => row[3]) ? ["", "", ...words] : []);
+    const words = ["", "", ...(arms ? ["mean", "band, seeds"] : ["measured", "smoothed"])];
+    showTooltip(event, `step ${step.toLocaleString("en")}`, rows, rows.some((row) => row[3]) ? words : []);
   }
 
   select(plot) {
@@ -205,7 +198,8 @@ class Chart {
   showCursor() {
     const step = view.cursor, runs = this.runs(), focus = runs.length > 1 ? view.focus : null;
     const outside = !this.plot || step === null || step > this.range[1];
-    this.plot?.setCursor(outside ? { left: -10, top: -10 } : { left: this.plot.valToPos(step, "x"), top: 0 }, false);
+    const left = outside ? -10 : this.plot.valToPos(step, "x");
+    this.plot?.setCursor({ left, top: outside ? -10 : 0 }, false);
     if (this.plot && this.focus !== focus) {
       this.focus = focus;
       this.lines.forEach(({ run, alpha }, i) => {
@@ -215,13 +209,13 @@ class Chart {
     }
     // Without a cursor, the last value of a single run is shown.
     const run = runs.length === 1 ? runs[0] : outside || !runs.includes(view.focus) ? null : view.focus;
-    const at = outside ? run?.step.at(-1) : step;
-    const color = outside ? "last" : runs.length > 1 ? run?.color : null;
-    this.readout.replaceChildren(at === undefined || !run ? "" : element("span", { class: color }, this.values(run, at)));
+    const at = outside ? run?.step.at(-1) : step, color = outside ? "last" : runs.length > 1 ? run?.color : null;
+    this.readout.replaceChildren(at === undefined || !run ? ""
+      : element("span", { class: color }, this.values(run, at)));
   }
 
   values(run, step) {
-    const { kind, stack } = this.spec, which = run.members ? "smooth" : "values";  // of an arm the mean that is drawn
+    const { kind, stack } = this.spec, which = run.members ? "smooth" : "values";  // an arm's mean as it is drawn
     const values = this.keys().map(([key]) => valueAt(run, key, step, which));
     if (stack) return formatValue(values.reduce((sum, value) => sum + (Number(value) || 0), 0), kind);
     return values.map((value) => formatValue(value, kind)).join(" · ");
@@ -248,8 +242,8 @@ class Chart {
     if (!move || event.target !== this.figure) return;
     event.preventDefault();
     const [from, to] = this.range, steps = this.steps.filter((step) => step >= from && step <= to);
-    const now = view.cursor ?? (move > 0 ? -Infinity : Infinity);
-    const next = move > 0 ? steps.find((step) => step > now) : steps.findLast((step) => step < now);
+    const next = move > 0 ? steps.find((step) => step > (view.cursor ?? -1))
+      : steps.findLast((step) => step < (view.cursor ?? Infinity));
     if (next !== undefined) setCursor(next, view.focus);
   }
 }

@@ -11,7 +11,8 @@ function rememberChoices() {
 function restoreChoices() {
   try {
     const kept = JSON.parse(decodeURIComponent(window.location.hash.slice(1)));
-    for (const key of ["smoothing", "from", "to", "seeds", "y"]) if (Number.isFinite(kept[key])) view[key] = kept[key];
+    const numbers = ["smoothing", "from", "to", "seeds", "y"].filter((key) => Number.isFinite(kept[key]));
+    numbers.forEach((key) => { view[key] = kept[key]; });
     view.hidden = new Set(view.runs.filter((run) => kept.hidden?.includes?.(run.name)));
   } catch { /* nothing was kept */ }
 }

@@ -60,12 +60,13 @@ const INCREMENTS = POWERS.flatMap((power) => DIGITS.map((digit) => Number(`${dig
 function increments(low, high, kind) {
   const [worth] = unitFor(Math.max(Math.abs(low), Math.abs(high)), kind);
   const unit = Number.isInteger(Math.log10(worth)) ? 1 : worth;
-  return INCREMENTS.map((number) => number * unit).filter((number) => kind !== "count" || Number.isInteger(number));
+  return INCREMENTS.map((size) => size * unit).filter((size) => kind !== "count" || Number.isInteger(size));
 }
 
 // With as many digits as are needed to distinguish neighbouring ticks.
 function tickTexts(ticks, increment, kind) {
-  const largest = Math.max(...ticks.map(Math.abs)), [worth, name] = unitFor(largest, kind), width = increment / worth;
+  const largest = Math.max(...ticks.map(Math.abs)), [worth, name] = unitFor(largest, kind);
+  const width = increment / worth;
   const fewest = (fits) => [0, 1, 2, 3, 4, 5, 6, 7].find(fits) ?? 8;
   const digits = fewest((n) => Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
   const format = (tick) => {

@@ -16,7 +16,7 @@ const MARKS = { good: "✓", warn: "!", bad: "✗" };
 const NAMES = { "reward/accuracy": "training accuracy", "reward/mean": "training reward",
   "sft/heldout_loss": "held-out loss" };
 
-const changeKind = (change) => (["reward/mean", "sft/heldout_loss"].includes(change.name) ? "number" : "percent");
+const changeKind = ({ name }) => (["reward/mean", "sft/heldout_loss"].includes(name) ? "number" : "percent");
 const plusMinus = (margin, kind) => (typeof margin !== "number" ? ""
   : ` ± ${kind === "percent" ? oneDecimal(100 * margin) : Number(margin.toPrecision(2))}`);
 // A value with the half width of its 95% interval.
@@ -46,8 +46,7 @@ function worstOf(checks) {
 
 function checkList(run) {
   return element("ul.checks", run.checks.map((check) => element("li", { class: check.verdict },
-    element("i.mark", MARKS[check.verdict]), element("b", check.name),
-      element("span", check.text))));
+    element("i.mark", MARKS[check.verdict]), element("b", check.name), element("span", check.text))));
 }
 
 const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["warn", "no clear change"],
@@ -57,18 +56,15 @@ function learnPanel(run) {
   const [main, ...rest] = run.changes, { changed, sizes } = run.samples;
   const problems = Object.values(sizes).reduce((sum, size) => sum + size, 0);
   const [color, word] = VERDICTS[main ? main.verdict : "unknown"];
-  const big = (value, margin) => {
-    const [text, error] = withMargin(value, margin, changeKind(main)).split(/(?= ±)/);
-    return [text, error ? element("small", error) : null];
-  };
+  const big = (i) => [formatValue([main.before, main.after][i], changeKind(main)),
+    element("small", plusMinus(main.margins[i], changeKind(main)))];
   const bests = rest.some(bestText);  // of several held-out sets each has a best evaluation
-  const rows = rest.map((change) => [changeName(change), beforeAfter(change), difference(change), bestText(change)]);
+  const rows = rest.map((one) => [changeName(one), beforeAfter(one), difference(one), bestText(one)]);
   if (problems) rows.push(["held-out problems", `${problems.toLocaleString("en")} in all`,
     `${changed.learnt} learnt, ${changed.forgotten} forgotten`, ""]);
   const body = main ? [
-    element("p.big", big(main.before, main.margins[0]), element("span.arrow", " → "),
-      big(main.after, main.margins[1])),
-    element("p.under", [`${changeName(main)}: ${difference(main)}`, bestText(main)].filter(Boolean).join("; ")),
+    element("p.big", big(0), element("span.arrow", " → "), big(1)),
+    element("p.under", `${changeName(main)}: ${difference(main)}`, main.best ? `; ${bestText(main)}` : ""),
     element("table.plain", rows.map((row) => element("tr", cells(row.slice(0, bests ? 4 : 3))))),
   ] : [element("p.under",
     `There is no ${run.step.length ? "metric with two values" : "step in metrics.jsonl"} yet.`)];
@@ -77,8 +73,8 @@ function learnPanel(run) {
 
 function healthPanel(run) {
   const [worst, names] = worstOf(run.checks);
-  return element("div.panel", element("h2", "Is it healthy?", badge(worst, names ? `look at ${names}` : "yes")),
-    checkList(run));
+  const said = badge(worst, names ? `look at ${names}` : "yes");
+  return element("div.panel", element("h2", "Is it healthy?", said), checkList(run));
 }
 
 // Mean over all steps, as in the run's summary.
@@ -88,13 +84,9 @@ function tokensPerSecond(run) {
   return values.length ? formatValue(Math.round(mean), "count") : "–";
 }
 
-const LAST = { entropy: "policy/entropy", length: "response/length_mean", mismatch: "mismatch/logp_max" };
-const COLUMNS = {
-  steps: stepsText, time: (run) => formatDuration(run.seconds),
-  ...Object.fromEntries(Object.entries(LAST).map(([name, key]) =>
-    [name, (run) => formatValue(seriesOf(run, key).values.at(-1), "number")])),
-  "tokens/s": tokensPerSecond,
-};
+const last = (key) => (run) => formatValue(seriesOf(run, key).values.at(-1), "number");
+const COLUMNS = { steps: stepsText, time: (run) => formatDuration(run.seconds), entropy: last("policy/entropy"),
+  length: last("response/length_mean"), mismatch: last("mismatch/logp_max"), "tokens/s": tokensPerSecond };
 
 function changeCells(run, name) {
   const change = run.changes.find((one) => one.name === name);
@@ -105,7 +97,8 @@ function changeCells(run, name) {
 
 function runTable() {
   const all = new Set(data.runs.flatMap((run) => run.changes.map((change) => change.name)));
-  const changes = [...all].slice(0, 2), heads = changes.map((name) => element("th", { colspan: 2 },
+  const changes = [...all].slice(0, 2);
+  const [main, ...others] = changes.map((name) => element("th", { colspan: 2 },
     changeName({ name }).replace("held-out accuracy, ", "held-out ")));
   const rows = data.runs.map((run) => {
     const [worst, names] = worstOf(run.checks.filter((check) => check.name !== "end"));
@@ -116,8 +109,30 @@ function runTable() {
       element("td.left", detail), element("td.left", stateBadge(run)), learnt,
       cells(Object.values(COLUMNS).map((text) => text(run))));
   });
-  return sheet("runs", element("tr", element("th", "run"), heads[0], element("th.left", "health"), element("th"),
-    heads.slice(1), cells(Object.keys(COLUMNS), "th")), rows);
+  return sheet("runs", element("tr", element("th", "run"), main, element("th.left", "health"), element("th"),
+    others, cells(Object.keys(COLUMNS), "th")), rows);
+}
+
+// Held-out accuracies of several runs, as papers print them: the last and the best evaluation of each set.
+const bestText = ({ best }) => best
+  ? `best ${formatValue(best[1], "percent")} (step ${best[0].toLocaleString("en")})` : "";
+
+function evaluationTable(runs, nameOf) {
+  const all = runs.flatMap((run) => run.changes.filter(({ best }) => best).map(({ name }) => name));
+  const sets = [...new Set(all)];
+  if (!sets.length) return null;
+  const values = (run, name) => {
+    const change = run.changes.find((one) => one.name === name);
+    if (!change) return cells(["–", "–"]);
+    const [step, value] = change.best;
+    return [element("td", formatValue(change.after, "percent")),
+      element("td", { title: `step ${step}` }, formatValue(value, "percent"))];
+  };
+  return sheet("runs evaluations", [
+    element("tr", element("th", "held-out accuracy"), sets.map((name) => element("th", { colspan: 2 }, name))),
+    element("tr", element("th"), sets.map(() => cells(["last", "best"], "th")))],
+  runs.map((run) => element("tr", element("th", { scope: "row" }, nameOf(run)),
+    sets.map((name) => values(run, name)))));
 }
 
 function notes(run) {
@@ -148,14 +163,13 @@ const allKeys = () => [...new Set(data.runs.flatMap((run) => Object.keys(run.met
 
 // Evaluations of each set: the accuracies of all sets first.
 function evalCharts() {
-  const keys = allKeys().filter((key) => /^eval\/.+@\d+$/.test(key)), size = (key) => Number(key.split("@")[1]);
+  const keys = allKeys().filter((key) => /^eval\/.+@\d+$/.test(key)), of = (key) => Number(key.split("@")[1]);
   const sets = [...new Set(keys.map((key) => key.slice("eval/".length, key.lastIndexOf("/"))))];
-  const words = [["avg", "Held-out accuracy"], ["pass", "Held-out pass@k"], ["maj", "Held-out majority"]];
-  return words.flatMap(([word, title]) => sets.map((set) => {
-    const series = keys.filter((key) => key.startsWith(`eval/${set}/${word}@`)).sort((a, b) => size(a) - size(b))
-      .map((key) => [key, key.split("/").at(-1)]);
-    if (word !== "pass") return { title, note: `${set}, ${series[0]?.[1]}`, kind: "percent", series: series.slice(0, 1) };
-    return { title, note: set, kind: "percent", series: series.filter(([key]) => size(key) > 1).reverse() };
+  const words = { avg: "Held-out accuracy", pass: "Held-out pass@k", maj: "Held-out majority" };
+  return Object.entries(words).flatMap(([word, title]) => sets.map((set) => {
+    const there = keys.filter((key) => key.startsWith(`eval/${set}/${word}@`)).sort((a, b) => of(a) - of(b));
+    if (word === "pass") return chart(title, set, there.filter((key) => of(key) > 1).reverse());
+    return chart(title, `${set}, ${word}@${there.length ? of(there[0]) : ""}`, there.slice(0, 1));
   }));
 }
 
@@ -163,12 +177,10 @@ const PHASES = { "time/rollout": "rollout", "time/reward": "reward", "time/logpr
   "time/update": "update", "time/sync": "sync", "time/rest": "rest" };
 
 // Time of a step outside its phases, so that the areas sum to the step time.
-function addRest(run) {
-  const number = (value) => (typeof value === "number" ? value : 0);
-  const phases = Object.keys(PHASES).slice(0, -1).map((key) => run.metrics[key] ?? []);
-  const inPhases = (i) => phases.reduce((sum, phase) => sum + number(phase[i]), 0);
-  if (run.metrics["time/step"]) run.metrics["time/rest"] = run.metrics["time/step"].map(
-    (step, i) => (typeof step === "number" ? Math.max(0, step - inPhases(i)) : null));
+function addRest({ metrics }) {
+  const phases = Object.keys(PHASES).map((key) => metrics[key] ?? []), number = (value) => Number(value) || 0;
+  const rest = (step, i) => Math.max(0, phases.reduce((left, phase) => left - number(phase[i]), number(step)));
+  if (metrics["time/step"]) metrics["time/rest"] = metrics["time/step"].map(rest);
 }
 
 function kindOf(key) {
@@ -180,8 +192,9 @@ function kindOf(key) {
 
 // series: one key, keys whose names are labels, or {key: label}.
 function chart(title, note, series, options = {}) {
-  const entries = typeof series === "string" ? [[series, title]] : !Array.isArray(series) ? Object.entries(series)
-    : series.map((key) => [key, key.split("/").at(-1).replaceAll("_", " ")]);
+  const named = (key) => [key, key.split("/").at(-1).replaceAll("_", " ")];
+  const entries = typeof series === "string" ? [[series, title]]
+    : Array.isArray(series) ? series.map(named) : Object.entries(series);
   return { title, note, kind: kindOf(entries[0]?.[0] ?? ""), series: entries, ...options };
 }
 
@@ -196,29 +209,31 @@ const FAILED = ["reward/timeouts", "reward/crashes", "reward/out_of_memory", "re
 
 // The terms of the reward, if there are several, and counters of the user's functions.
 function rewardCharts() {
-  const ours = [...FAILED, ...["mean", "std", "accuracy", "correctness", "failed_frac"].map((name) => `reward/${name}`)];
+  const ours = ["reward/mean", "reward/std", "reward/accuracy", "reward/correctness", "reward/failed_frac", ...FAILED];
   const keys = allKeys().filter((key) => key.startsWith("reward/") && !ours.includes(key));
-  return keys.map((key) => key.slice("reward/".length)).map((name) =>
-    chart(name, name.includes("/") ? "sum per step" : "mean", `reward/${name}`, { kind: "number" }));
+  return keys.map((key) => [key, key.slice("reward/".length)]).map(([key, name]) =>
+    chart(name, name.includes("/") ? "sum per step" : "mean", key, { kind: "number" }));
 }
 
 // Tools and turns of episodes.
 function environmentCharts() {
   const keys = allKeys().filter((key) => key.startsWith("env/"));
-  const tools = keys.filter((key) => key.endsWith("_calls") && keys.includes(key.replace(/_calls$/, "_raised")))
-    .map((key) => key.slice(0, -"_calls".length));
+  const names = keys.filter((key) => key.endsWith("_calls")).map((key) => key.slice(0, -"_calls".length));
+  const tools = names.filter((tool) => keys.includes(`${tool}_raised`));
   const others = keys.filter((key) => !tools.some((tool) => key.startsWith(`${tool}_`)));
   return [...tools.flatMap((tool) => [
     chart(tool.slice("env/".length), "a response", { [`${tool}_calls`]: "calls", [`${tool}_errors`]: "failed",
       [`${tool}_raised`]: "exceptions of the tool" }, { kind: "number" }),
     chart(`${tool.slice("env/".length)}: time`, "a response", `${tool}_seconds`),
-  ]), ...others.map((key) => chart(key.slice("env/".length), null, key, { kind: "number", whenNonzero: true }))];
+  ]), ...others.map((key) =>
+    chart(key.slice("env/".length), null, key, { kind: "number", whenNonzero: true }))];
 }
 
 function failureCharts() {
-  const sets = allKeys().filter((key) => /^eval\/.*\/failed_frac$/.test(key)).map((key) => [key, key.split("/")[1]]);
+  const failed = { "reward/failed_frac": "training" };
+  for (const key of allKeys()) if (/^eval\/.*\/failed_frac$/.test(key)) failed[key] = key.split("/")[1];
   return [
-    chart("Failed rewards", "share of responses", { "reward/failed_frac": "training", ...Object.fromEntries(sets) }),
+    chart("Failed rewards", "share of responses", failed),
     chart("Why rewards failed", "responses", FAILED, { kind: "count" }),
     chart("Skipped updates", "per step", "policy/skipped_updates", { kind: "count" }),
   ].map((spec) => ({ ...spec, exact: true, whenNonzero: true }));
@@ -250,17 +265,19 @@ function catalogue() {
       chart("Response length", "tokens, mean", "response/length_mean"),
       chart("Truncated responses", null, "response/truncated_frac"),
       chart("Reward spread", "standard deviation", "reward/std"),
-      chart("Groups without signal", null, ["groups/equal_rewards", "groups/all_right", "groups/all_wrong"])]],
+      chart("Groups without signal", null,
+        ["groups/equal_rewards", "groups/all_right", "groups/all_wrong"])]],
     ["Rewards", rewardCharts()],
     ["Environment", environmentCharts()],
     ["Engine against trainer", [
       chart("Mismatch", "nats", { "mismatch/logp_max": "max", "mismatch/logp_p99": "99th percentile",
-        "mismatch/logp_mean": "mean", "mismatch/logp_engine_mean": "mean of the worst engine" }, { log: true }),
+        "mismatch/logp_mean": "mean", "mismatch/logp_engine_mean": "worst engine's mean" }, { log: true }),
       chart("Engines", "per step", ["engine/restarts", "engine/requests_resent", "engine/preemptions"],
         { kind: "count", exact: true, whenNonzero: true }),
       chart("Tokens of older weights", null, "mismatch/stale_tokens", { whenNonzero: true })]],
     ["Asynchronous rollouts", [
-      chart("Age of the batch", "weight updates", { "async/lag_max": "oldest token", "async/lag_mean": "mean" }),
+      chart("Age of the batch", "weight updates",
+        { "async/lag_max": "oldest token", "async/lag_mean": "mean" }),
       chart("Older weights", null, { "async/stale_tokens": "tokens",
         "async/mixed_responses": "responses of several versions" }, { kind: "percent" }),
       chart("Waiting", "per step", { "async/trainer_waited": "trainer, for a batch",
@@ -276,9 +293,11 @@ function catalogue() {
       chart("Entropy of the shares", "1: even",
         { "moe/entropy_min": "most uneven layer", "moe/entropy_mean": "mean of the layers" }),
       chart("Auxiliary loss", "1: even load", "moe/aux_loss"),
-      chart("Dead experts", "without tokens, all layers", "moe/dead_experts", { kind: "count", whenNonzero: true })]],
+      chart("Dead experts", "without tokens, all layers", "moe/dead_experts",
+        { kind: "count", whenNonzero: true })]],
     ["Speed and memory", [
-      ...data.runs.map((run) => chart("Time by phase", several ? run.name : "per step", PHASES, { stack: run })),
+      ...data.runs.map((run) =>
+        chart("Time by phase", several ? run.name : "per step", PHASES, { stack: run })),
       ...(several ? [chart("Step time", null, "time/step")] : []),
       chart("Throughput", "tokens/s", "throughput/tokens_per_second"),
       chart("Engines' tokens", "tokens/s, all engines", "engine/tokens_per_second"),
@@ -339,9 +358,10 @@ function buildTools() {
     [start.placeholder, end.placeholder] = stepRange();
     reset.hidden = view.from === null && view.to === null;
   };
-  place("tools").append(several ? makeLegend() : "", arms ? seedsBox() : "", element("label", "smoothing", slider, amount),
+  place("tools").append(several ? makeLegend() : "", arms ? seedsBox() : "",
+    element("label", "smoothing", slider, amount),
     element("label", { title: "or drag across a chart; double click goes back" }, "steps", start, "–", end),
-      reset);
+    reset);
   document.addEventListener("zoomed", showRange);
   showRange();
 }
@@ -352,12 +372,13 @@ function makeLegend() {
     chips.forEach((chip, i) => chip.setAttribute("aria-pressed", !view.hidden.has(view.runs[i])));
     drawAll();
   };
-  const others = (run) => view.runs.filter((one) => one !== run);
-  const chips = view.runs.map((run) => element("button", { type: "button", "aria-pressed": !view.hidden.has(run),
+  const chips = view.runs.map((run) => element("button", {
+    type: "button", "aria-pressed": !view.hidden.has(run),
     title: `show or hide ${run.name}; double click: only this one`,
-    onclick: () => show(view.hidden.has(run) ? [...view.hidden].filter((one) => one !== run) : [...view.hidden, run]),
-    ondblclick: () => show(others(run)),
-    onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null) }, swatch(run), run.name));
+    onclick: () => show(view.runs.filter((one) => view.hidden.has(one) !== (one === run))),
+    ondblclick: () => show(view.runs.filter((one) => one !== run)),
+    onpointerenter: () => setCursor(view.cursor, run), onpointerleave: () => setCursor(null),
+  }, swatch(run), run.name));
   return element("div.legend", chips, element("button.all", { type: "button", onclick: () => show([]) }, "all"));
 }
 
@@ -409,14 +430,12 @@ buildSettings();
 buildEnvironment();
 place("foot").append(`rpg-megatron ${data.version} · made ${data.made}`);
 document.body.append(tooltip);
-document.body.classList.toggle("crowded", data.runs.length > 3);
 drawAll();
 let width = window.innerWidth;
-new ResizeObserver(() => {
-  if (window.innerWidth === width) return;
+window.addEventListener("resize", () => {
+  if (window.innerWidth !== width) drawAll();
   width = window.innerWidth;
-  drawAll();
-}).observe(document.body);
+});
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 for (const kind of ["beforeprint", "afterprint"]) window.addEventListener(kind, () => {
   document.documentElement.classList.toggle("printing", kind === "beforeprint");  // in light colors

@@ -5,7 +5,8 @@ const byReward = (item) => item.reward ?? Number(item.right);
 const chosen = { run: 0, set: null, filter: null, step: "", words: "", most: PAGE };
 const FILTERS = {
   learnt: { label: "Learnt", tip: "wrong early, correct later", keep: (item) => item.change === "learnt" },
-  forgotten: { label: "Forgotten", tip: "correct early, wrong later", keep: (item) => item.change === "forgotten" },
+  forgotten: { label: "Forgotten", tip: "correct early, wrong later",
+    keep: (item) => item.change === "forgotten" },
   best: { label: "Best", tip: "highest reward first", keep: (item) => item.right,
     order: (a, b) => byReward(b) - byReward(a) || b.step - a.step },
   worst: { label: "Worst", tip: "lowest reward first", keep: (item) => !item.right,
@@ -23,8 +24,8 @@ function matching(filter) {
   const { items, prompts } = samplesOf(), words = chosen.words.toLowerCase();
   const { keep = () => true, order = (a, b) => a.step - b.step || a.id - b.id } = FILTERS[filter];
   const text = (item) => `${textOf(item)} ${prompts[problemOf(item)]?.text ?? ""}`.toLowerCase();
-  return items.filter((item) => item.set === chosen.set && (chosen.step === "" || item.step === Number(chosen.step))
-    && keep(item) && (!words || text(item).includes(words))).sort(order);
+  const there = ({ set, step }) => set === chosen.set && ["", String(step)].includes(chosen.step);
+  return items.filter((item) => there(item) && keep(item) && text(item).includes(words)).sort(order);
 }
 
 function verdicts(key) {
@@ -42,24 +43,18 @@ function responseBox(item) {
   const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,
     signed("reward", item.reward), signed("advantage", item.advantage),
     item.finish === "length" ? "truncated" : null, item.branch ? `row ${item.branch + 1} of the response` : null];
-  return element("div.response", element("p", {},
-    badge(item.right ? "good" : "bad", item.right ? "correct" : "wrong"),
-    element("span.facts", facts.filter(Boolean).join(" · "))),
-      item.versions ? segmentBar(item.versions) : null, item.turns ? conversation(item.turns)
-      : element("pre", { tabindex: 0 }, item.text));
-}
-
-// Turns of the policy, and what it was given between them.
-function conversation(turns) {
-  return element("pre", { tabindex: 0, class: "turns" }, turns.map(([sampled, text]) =>
-    element("span", sampled ? {} : { class: "given", title: "not sampled by the policy" }, text)));
+  const turns = (item.turns ?? []).map(([sampled, text]) =>
+    element(sampled ? "span" : "span.given", { title: sampled ? null : "not sampled by the policy" }, text));
+  return element("div.response", element("p", badge(item.right ? "good" : "bad", item.right ? "correct" : "wrong"),
+    element("span.facts", facts.filter(Boolean).join(" · "))), item.versions ? segmentBar(item.versions) : null,
+  element("pre", { tabindex: 0, class: item.turns ? "turns" : null }, item.text ?? turns));
 }
 
 // Segments of a response by the version of the weights that sampled them.
 function segmentBar(segments) {
   return element("div.segments", segments.map(([version, tokens], i) => {
-    const part = element("span", { class: `part${i % 2}`, title: `${plural(tokens, "token")} of weights ${version}` },
-      `weights ${version} · ${tokens.toLocaleString("en")}`);
+    const title = `${plural(tokens, "token")} of weights ${version}`;
+    const part = element(`span.part${i % 2}`, { title }, `weights ${version} · ${tokens.toLocaleString("en")}`);
     part.style.flexGrow = tokens;
     return part;
   }));
@@ -88,8 +83,9 @@ function showResponses(list, chips) {
   };
   chips.replaceChildren(...Object.entries(FILTERS).map(([name, { label, tip }]) => {
     const count = cardsOf(name).length;
-    return element("button", { type: "button", title: tip, disabled: !count, "aria-pressed": chosen.filter === name,
-      onclick: () => choose(name, PAGE) }, `${label} `, element("small", String(count)));
+    const attributes = { type: "button", title: tip, disabled: !count, "aria-pressed": chosen.filter === name };
+    return element("button", { ...attributes, onclick: () => choose(name, PAGE) }, `${label} `,
+      element("small", String(count)));
   }));
   const cards = cardsOf(chosen.filter), left = cards.length - chosen.most;
   list.replaceChildren(...cards.slice(0, chosen.most).map(([key, items]) => problemCard(key, items)));
@@ -102,13 +98,16 @@ function buildResponses() {
   const readable = data.runs.filter((run) => run.samples.items.length);
   if (!readable.length) return;
   const list = element("div.cards"), chips = element("div.chips"), said = element("p.under");
-  const select = (label, change) => element("select", { "aria-label": label, onchange: (event) => change(event.target.value) });
-  const fill = (one, values) => one.replaceChildren(...values.map(([value, text]) => element("option", { value }, text)));
+  const select = (label, change) => element("select",
+    { "aria-label": label, onchange: (event) => change(event.target.value) });
+  const fill = (menu, options) => menu.replaceChildren(
+    ...options.map(([value, text]) => element("option", { value }, text)));
   const filtered = (key, value) => {
     Object.assign(chosen, { [key]: value, most: PAGE });
     showResponses(list, chips);
   };
-  const runs = select("run", chooseRun), sets = select("set", chooseSet), steps = select("step", (step) => filtered("step", step));
+  const runs = select("run", chooseRun), sets = select("set", chooseSet);
+  const steps = select("step", (step) => filtered("step", step));
   const search = element("input", { type: "search", placeholder: "search the text", "aria-label": "search",
     oninput: () => filtered("words", search.value) });
   function chooseSet(set) {
@@ -126,6 +125,7 @@ function buildResponses() {
     chooseSet(sets.value);
   }
   fill(runs, readable.map((run) => [data.runs.indexOf(run), run.name]));
-  place("responses").append(title("Responses"), element("div.bar", several ? runs : null, sets, steps, search), chips, said, list);
+  const bar = element("div.bar", several ? runs : null, sets, steps, search);
+  place("responses").append(title("Responses"), bar, chips, said, list);
   chooseRun(runs.value);
 }

@@ -66,11 +66,9 @@ function seriesOf(run, key) {
   return series;
 }
 
-const FEW = 30;  // fewer values, such as evaluations, are not smoothed
-
-// Exponential moving average with bias correction.
+// Exponential moving average with bias correction. Few values, such as evaluations, are not smoothed.
 function smoothed(values, weight) {
-  if (!weight || values.length < FEW) return values;
+  if (!weight || values.length < 30) return values;
   let sum = 0, total = 0;
   return values.map((value) => {
     sum = sum * weight + value;
@@ -80,14 +78,7 @@ function smoothed(values, weight) {
 }
 
 // Index of the last step that is not after this one, -1 if there is none.
-function indexAt(steps, step) {
-  let low = -1, high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (steps[middle] <= step) low = middle; else high = middle - 1;
-  }
-  return low;
-}
+const indexAt = (steps, step) => steps.findLastIndex((one) => one <= step);
 
 // The value of a run at a step, or the last one before it; null after the end of the run.
 function valueAt(run, key, step, which = "values") {

@@ -1,15 +1,16 @@
-// The trainer's phases and the engines' requests in the last steps, over time. Its axis is time, so it does not
-// use the range and the cursor of the charts.
+// The trainer's phases and the engines' requests in the last steps, over time. Its axis is time, so it does
+// not use the range and the cursor of the charts.
 
-const TRAINER_PHASES = { collect: ["collect (waits for rollouts)", 5], logprobs: ["log-probs", 2], update: ["update", 3],
-  sync: ["sync", 4], handover: ["handover", 1], evaluation: ["evaluation", 6], checkpoint: ["checkpoint", 7] };
+const TRAINER_PHASES = { collect: ["collect (waits for rollouts)", 5], logprobs: ["log-probs", 2],
+  update: ["update", 3], sync: ["sync", 4], handover: ["handover", 1], evaluation: ["evaluation", 6],
+  checkpoint: ["checkpoint", 7] };
 const phaseColor = (phase) => `phase${TRAINER_PHASES[phase]?.[1] ?? 5}`;
 
 function timelineText({ seconds, shares: { collect, sync, engines } }) {
-  const share = (value) => formatValue(value, "percent");
-  const polls = engines === null ? "" : ` The engines had no running request in ${share(engines)} of their polls.`;
-  return `Of ${formatDuration(Number(seconds.toPrecision(3)))} the trainer spent ${share(collect)} in collect, where it waits `
-    + `for rollouts, and ${share(sync)} in sync.${polls}`;
+  const share = (value) => formatValue(value, "percent"), time = formatDuration(Number(seconds.toPrecision(3)));
+  const idle = ` The engines had no running request in ${share(engines)} of their polls.`;
+  return `Of ${time} the trainer spent ${share(collect)} in collect, where it waits for rollouts, `
+    + `and ${share(sync)} in sync.${engines === null ? "" : idle}`;
 }
 
 // Each poll covers the time halfway to its neighbours; a poll without an answer is a gap.
@@ -23,10 +24,10 @@ function requestArea({ polls, seconds }, { values, most }) {
 
 function timelineFigure(run) {
   const { steps, phases, lanes, seconds, engines } = run.timeline, end = seconds || 1;
-  const key = Object.entries(TRAINER_PHASES).filter(([name]) => phases.some(([phase]) => phase === name))
-    .map(([name, [label]]) => [phaseColor(name), label]);
   const most = (lanes.at(-1)?.most ?? 0).toLocaleString("en");
-  if (engines) key.push(["phase0", `running requests, up to ${most}`]);
+  const key = Object.entries(TRAINER_PHASES).filter(([name]) => phases.some(([phase]) => phase === name))
+    .map(([name, [label]]) => [phaseColor(name), label])
+    .concat(engines ? [["phase0", `running requests, up to ${most}`]] : []);
   const place = element("div", { class: "lanes", role: "img", "aria-label": timelineText(run.timeline) });
   const mark = (kind, time, text) => {
     const made = element("i", { class: kind }, element("span", text));
@@ -36,12 +37,8 @@ function timelineFigure(run) {
   const apart = increments(0, seconds, "seconds").find((increment) => end / increment <= 5);
   const times = Array.from({ length: Math.floor(seconds / apart) + 1 }, (_, i) => i * apart);
   tickTexts(times, apart, "seconds").forEach((text, i) => mark("tick", times[i], text));
-  let right = -Infinity;
   for (const step of steps) {
-    const begin = Math.min(...phases.filter((row) => row[1] === step).map((row) => row[2]));
-    const free = begin >= right && begin <= 0.9 * end;
-    mark("step", begin, free ? `step ${step}` : "");
-    if (free) right = begin + 0.15 * end;
+    mark("step", Math.min(...phases.filter((row) => row[1] === step).map((row) => row[2])), step.toLocaleString("en"));
   }
   const lane = (name, height) => {
     const row = element("div.lane", element("span", name));
@@ -68,13 +65,15 @@ function timelineFigure(run) {
 }
 
 function pointAtTime({ seconds, phases, polls, lanes }, trainer, cursor, event) {
-  const box = trainer.getBoundingClientRect(), share = (event.clientX - box.left) / box.width, at = share * seconds;
+  const box = trainer.getBoundingClientRect();
+  const share = (event.clientX - box.left) / box.width, at = share * seconds;
   if (share < 0 || share > 1) return;
   cursor.style.left = `${100 * share}%`;
   cursor.hidden = false;
   const row = phases.findLast(([, , begin, end]) => begin <= at && at <= end), poll = indexAt(polls, at);
   const rows = lanes.map(({ name, values }) => ["phase0", name, formatValue(values[poll], "count")]);
-  if (row) rows.unshift([phaseColor(row[0]), `${row[0]}, step ${row[1]}`, formatValue(row[3] - row[2], "seconds")]);
+  const [phase, step, from, to] = row ?? [];
+  if (row) rows.unshift([phaseColor(phase), `${phase}, step ${step}`, formatValue(to - from, "seconds")]);
   showTooltip(event, `after ${formatValue(at, "seconds")}`, rows);
 }
 
