@@ -83,9 +83,8 @@ function armLines(arm, key, dash, first, kind) {
 
 function bandText(arm, key, step, kind) {
   const { steps, bands, counts } = seriesOf(arm, key), i = indexAt(steps, step);
-  if (i < 0) return "";
   const band = bands[i] ? `${bands[i].map((value) => formatValue(value, kind)).join(" to ")}, ` : "";
-  return `${band}${counts[i]} of ${plural(arm.members.length, "seed")}`;
+  return i < 0 ? "" : `${band}${counts[i]} of ${plural(arm.members.length, "seed")}`;
 }
 
 const range = (ends) => [...new Set(ends ?? ["–"])].map((n) => n.toLocaleString("en")).join("–");

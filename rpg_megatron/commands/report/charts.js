@@ -53,8 +53,7 @@ class Chart {
     this.off = new Set(crowded ? spec.series.slice(1).map(([key]) => key) : []);
     this.place = element("div.plot");
     const name = element("h3", spec.title, spec.note ? element("small", spec.note) : null);
-    const attributes = { tabindex: 0, class: spec.stack ? "stack" : null, "data-chart": spec.title };
-    this.figure = element("figure", attributes,
+    this.figure = element(spec.stack ? "figure.stack" : "figure", { tabindex: 0, "data-chart": spec.title },
       element("figcaption", name, spec.stack ? null : logButton, this.readout),
       many ? element("div.series", spec.series.map((one, i) => this.seriesButton(one, i))) : null,
       this.place);
@@ -148,7 +147,7 @@ class Chart {
         points: { size: 7, show: (u, i) => (this.lines[i - 1].told ? element("div") : false) },
         bind: { dblclick: () => () => zoom(null, null) },
       },
-      hooks: { draw: [() => this.markOdd()], ready: [() => this.showCursor()],
+      hooks: { draw: [() => this.markOdd()], ready: [() => this.showCursor(true)],
         setCursor: [(u) => this.point(u)], setSelect: [(u) => this.select(u)] },
     };
   }
@@ -195,12 +194,13 @@ class Chart {
     if (width) queueMicrotask(() => zoom(...ends));
   }
 
-  showCursor() {
+  // seen: whether the chart is in the window; only there runs without the focus are drawn paler.
+  showCursor(seen) {
     const step = view.cursor, runs = this.runs(), focus = runs.length > 1 ? view.focus : null;
     const outside = !this.plot || step === null || step > this.range[1];
     const left = outside ? -10 : this.plot.valToPos(step, "x");
     this.plot?.setCursor({ left, top: outside ? -10 : 0 }, false);
-    if (this.plot && this.focus !== focus) {
+    if (this.plot && seen && this.focus !== focus) {
       this.focus = focus;
       this.lines.forEach(({ run, alpha }, i) => {
         this.plot.series[i + 1].alpha = focus === null || focus === run ? alpha : 0.35 * alpha;
@@ -251,7 +251,9 @@ class Chart {
 function setCursor(step, focus = null) {
   [view.cursor, view.focus] = [step, focus];
   if (step === null) tooltip.hidden = true;
-  view.charts.forEach((chart) => chart.showCursor());
+  const boxes = view.charts.map(({ place }) => place.getBoundingClientRect());  // before any of them changes
+  view.charts.forEach((chart, i) =>
+    chart.showCursor(boxes[i].bottom > 0 && boxes[i].top < window.innerHeight));
 }
 
 const drawAll = () => view.charts.forEach((chart) => chart.draw());

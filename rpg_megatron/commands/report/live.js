@@ -20,8 +20,7 @@ function restoreChoices() {
 if (data.refresh) {
   if (view.y) window.scrollTo(0, view.y);
   window.setInterval(() => {
-    const reading = document.hidden || String(window.getSelection()) || !tooltip.hidden;
-    if (reading) return;
+    if (document.hidden || String(window.getSelection()) || !tooltip.hidden) return;  // somebody is reading
     rememberChoices();
     window.location.reload();
   }, 1000 * data.refresh);

@@ -58,14 +58,13 @@ function learnPanel(run) {
   const [color, word] = VERDICTS[main ? main.verdict : "unknown"];
   const big = (i) => [formatValue([main.before, main.after][i], changeKind(main)),
     element("small", plusMinus(main.margins[i], changeKind(main)))];
-  const bests = rest.some(bestText);  // of several held-out sets each has a best evaluation
   const rows = rest.map((one) => [changeName(one), beforeAfter(one), difference(one), bestText(one)]);
   if (problems) rows.push(["held-out problems", `${problems.toLocaleString("en")} in all`,
     `${changed.learnt} learnt, ${changed.forgotten} forgotten`, ""]);
   const body = main ? [
     element("p.big", big(0), element("span.arrow", " → "), big(1)),
     element("p.under", `${changeName(main)}: ${difference(main)}`, main.best ? `; ${bestText(main)}` : ""),
-    element("table.plain", rows.map((row) => element("tr", cells(row.slice(0, bests ? 4 : 3))))),
+    element("table.plain", rows.map((row) => element("tr", cells(row.slice(0, rest.some(bestText) ? 4 : 3))))),
   ] : [element("p.under",
     `There is no ${run.step.length ? "metric with two values" : "step in metrics.jsonl"} yet.`)];
   return element("div.panel", element("h2", "Did it learn?", badge(color, word)), body);
@@ -80,8 +79,7 @@ function healthPanel(run) {
 // Mean over all steps, as in the run's summary.
 function tokensPerSecond(run) {
   const { values } = seriesOf(run, "throughput/tokens_per_second");
-  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-  return values.length ? formatValue(Math.round(mean), "count") : "–";
+  return values.length ? formatValue(Math.round(meanOf(values)), "count") : "–";
 }
 
 const last = (key) => (run) => formatValue(seriesOf(run, key).values.at(-1), "number");
@@ -135,9 +133,7 @@ function evaluationTable(runs, nameOf) {
     sets.map((name) => values(run, name)))));
 }
 
-function notes(run) {
-  return run.notes.length ? element("p.notes", `Note: ${run.notes.join("; ")}.`) : null;
-}
+const notes = (run) => (run.notes.length ? element("p.notes", `Note: ${run.notes.join("; ")}.`) : null);
 
 function buildHead() {
   const [run] = data.runs;
@@ -382,11 +378,11 @@ function makeLegend() {
   return element("div.legend", chips, element("button.all", { type: "button", onclick: () => show([]) }, "all"));
 }
 
-function table(keys, values, label, runs = data.runs) {
+function table(keys, columns, label, runs = data.runs) {
   return sheet("values", several ? element("tr", element("th", label),
     runs.map((run) => element("th", swatch(run), " ", run.name))) : null,
   keys.map((key) => element("tr", element("th", { scope: "row" }, key),
-    cells(values(key).map((value) => value ?? "–")))));
+    cells(columns.map((column) => column[key] ?? "–")))));
 }
 
 function buildSettings() {
@@ -396,9 +392,8 @@ function buildSettings() {
   place("settings").append(title("Settings", arms ? "of arms: those that affect results" : null));
   if (several) {
     const differing = keys.filter((key) => new Set(runs.map((run) => run.config[key])).size > 1);
-    place("settings").append(differing.length ? table(differing, (key) =>
-      runs.map((run) => run.config[key]), "what differs", runs)
-      : element("p.under", "All runs have the same settings."));
+    place("settings").append(!differing.length ? element("p.under", "All runs have the same settings.")
+      : table(differing, runs.map(({ config }) => config), "what differs", runs));
   }
   for (const run of runs) {
     const rows = Object.entries(run.config).map(([key, value]) => [element("dt", key), element("dd", value)]);
@@ -414,20 +409,15 @@ function buildEnvironment() {
   const paths = element("dl.paths", data.runs.map((run) =>
     [element("dt", several ? swatch(run) : null, " folder"), element("dd", run.folder,
     run.starts.length > 1 ? ` (started ${run.starts.length} times, the last of which is shown)` : "")]));
-  const cell = (key, value) =>
-    (key.endsWith("_bytes") && value ? formatValue(Number(value), "bytes") : value);
+  for (const start of last) for (const key of keys.filter((one) => one.endsWith("_bytes") && start[one]))
+    start[key] = formatValue(Number(start[key]), "bytes");
   place("environment").append(...ofEachRun("environment", [paths, keys.length
-    ? table(keys, (key) => last.map((start) => cell(key, start[key])), "")
+    ? table(keys, last, "")
     : element("p.under", "Not recorded: there is no environment.json in the run's folder.")]));
 }
 
-buildHead();
 data.runs.forEach(addRest);
-buildTools();
-buildCharts();
-buildResponses();
-buildSettings();
-buildEnvironment();
+for (const build of [buildHead, buildTools, buildCharts, buildResponses, buildSettings, buildEnvironment]) build();
 place("foot").append(`rpg-megatron ${data.version} · made ${data.made}`);
 document.body.append(tooltip);
 drawAll();

@@ -35,9 +35,8 @@ function verdicts(key) {
       title: `step ${step}: ${right} of ${count} correct` }, `${right}/${count}`)) : null);
 }
 
-function signed(name, value) {
-  return typeof value === "number" ? `${name} ${value > 0 ? "+" : ""}${plainNumber(value)}` : null;
-}
+const signed = (name, value) => (typeof value === "number"
+  ? `${name} ${value > 0 ? "+" : ""}${plainNumber(value)}` : null);
 
 function responseBox(item) {
   const facts = [`step ${item.step}`, item.tokens ? plural(item.tokens, "token") : null,

@@ -37,9 +37,8 @@ function timelineFigure(run) {
   const apart = increments(0, seconds, "seconds").find((increment) => end / increment <= 5);
   const times = Array.from({ length: Math.floor(seconds / apart) + 1 }, (_, i) => i * apart);
   tickTexts(times, apart, "seconds").forEach((text, i) => mark("tick", times[i], text));
-  for (const step of steps) {
-    mark("step", Math.min(...phases.filter((row) => row[1] === step).map((row) => row[2])), step.toLocaleString("en"));
-  }
+  const beginOf = (step) => Math.min(...phases.filter((row) => row[1] === step).map((row) => row[2]));
+  steps.forEach((step) => mark("step", beginOf(step), step.toLocaleString("en")));
   const lane = (name, height) => {
     const row = element("div.lane", element("span", name));
     place.append(row);
@@ -60,7 +59,7 @@ function timelineFigure(run) {
     element("div.series", key.map(([color, label]) =>
       element("span", element("i", { class: `swatch ${color}` }), ` ${label}`))),
     place, element("p.under", timelineText(run.timeline)));
-  view.charts.push({ draw: () => { figure.hidden = isHidden(run); }, showCursor: () => {} });
+  view.charts.push({ place, draw: () => { figure.hidden = isHidden(run); }, showCursor: () => {} });
   return figure;
 }
 
