@@ -15,10 +15,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.commands.exit_codes import UNSAVED
+from rpg_megatron.commands.report.changes import find_changes
 from rpg_megatron.commands.report.render import render_page
 from rpg_megatron.commands.report.run_files import read_run, step_in_name
 from rpg_megatron.commands.report.samples import decode_prompts, read_problems
@@ -237,12 +239,23 @@ class Page:
 
     def __init__(self, folders: list[Path]) -> None:
         """Raises UserError if a folder is not that of a run."""
-        self._page = render_page([read_run(folder) for folder in folders]).decode()
+        runs = [read_run(folder) for folder in folders]
+        self._page = render_page(runs).decode()
+        self._lines = ["The report is drawn when it is scrolled to."]
+        for run in runs:
+            self._lines.append(f"{run.folder.name}: {run.steps} steps")
+            self._lines += [f"{c.name}: {c.before:.4g} → {c.after:.4g}" for c in find_changes(run, {})]
 
     def _repr_html_(self) -> str:
-        # The frame may run the page's scripts, but cannot reach the notebook around it.
+        # The frame may run the page's scripts, but cannot reach the notebook around it. Browsers do not draw
+        # such frames outside the window: in a picture of a whole notebook, the frame's background is seen.
+        lines = "".join(
+            f'<text x="16" y="{28 + 22 * i}">{html.escape(line)}</text>' for i, line in enumerate(self._lines)
+        )
+        picture = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui" fill="gray">{lines}</svg>'
+        background = f"url(data:image/svg+xml,{quote(picture)}) no-repeat"
+        style = f"width: 100%; height: 800px; border: 0; background: {background}"
         page = html.escape(self._page)
-        style = "width: 100%; height: 800px; border: 0"
         return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
 
 

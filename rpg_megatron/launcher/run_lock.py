@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rpg_megatron.config.files import open_own
+from rpg_megatron.config.files import open_own, open_regular, real_path
 
 LOCK = ".lock"
 
@@ -42,3 +42,15 @@ def hold_folder(folder: Path, seconds: float = 0.0) -> IO[str] | None:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
     return lock
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
+    try:
+        with open_regular(folder / LOCK, real_path(folder)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -19,7 +19,7 @@ import yaml
 
 from rpg_megatron import cli
 from rpg_megatron.commands.report import write_report
-from rpg_megatron.commands.report.run_files import common_width, merge_steps, read_run
+from rpg_megatron.commands.report.run_files import read_run, thin_rows
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
 from rpg_megatron.commands.report.study import Arm, describe_study, find_arms, name_arms
 from tests.support.report_runs import page_data
@@ -243,7 +243,7 @@ def test_a_study_of_two_settings(tmp_path: Path) -> None:
     assert measure["best"] == [pytest.approx([0.6, 0.0, 3])] * 2
     (pair,) = measure["pairs"]
     assert (pair["arms"], pair["paired"], pair["seeds"], pair["verdict"]) == ([1, 0], True, [3, 3], "higher")
-    assert pair["difference"] == pytest.approx(0.28 / 3)
+    assert pair["value"] == pytest.approx(0.28 / 3)
     assert study["t"] == [0.0, t_quantile(1), t_quantile(2)]
 
 
@@ -319,15 +319,14 @@ def test_the_same_steps_are_merged_in_all_runs() -> None:
     long = [{"step": step, "a": float(step)} for step in range(100)]
     short = [{"step": step, "a": float(step)} for step in range(1, 51)]
     sparse = [{"step": 10 * step, "a": 1.0} for step in range(60)]
-    width = common_width([long, short], 20)
+    merged, width = thin_rows([long, short], 20)
     assert width == 5
-    merged = merge_steps(long, width), merge_steps(short, width)
     assert [row["step"] for row in merged[0]] == list(range(4, 100, 5))
     assert merged[1][1:10] == merged[0][1:10]
     assert (merged[1][0], merged[1][-1]) == ({"step": 4, "a": 2.5}, {"step": 50, "a": 50.0})
-    assert len(merge_steps(sparse, common_width([long, sparse], 20))) <= 20
+    assert all(len(rows) <= 20 for rows in thin_rows([long, sparse], 20)[0])
     far = [*long, {"step": 2**53, "a": 0.0}]
-    assert common_width([far], 20) < 10, "one far step does not merge the others"
+    assert thin_rows([far], 20)[1] < 10, "one far step does not merge the others"
 
 
 def test_a_folder_of_runs_is_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

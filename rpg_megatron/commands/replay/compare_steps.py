@@ -6,7 +6,6 @@ run saved. The steps between the checkpoint and the requested step are also trai
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from rpg_megatron.config.files import open_regular
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.collectives import gather_on_first
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.metrics_file import METRICS, read_metrics
 from rpg_megatron.training.trainer import Trainer
 
 _COMPARED = ("policy/", "kl/", "ratio/", "correction/", "off_policy/", "lr")
@@ -43,7 +42,7 @@ class ReplayRequest:
 def replay(trainer: Trainer, request: ReplayRequest, events: EventSender) -> dict[str, Any]:
     """Replay what is asked for; rank 0 returns the report, for JSON. Collective."""
     run, first = Path(request.run), trainer.mesh.rank == 0
-    rows = _read_rows(run) if first else {}
+    rows = {int(row["step"]): row for row in read_metrics(run / METRICS)} if first else {}
     done = int(trainer.load(Path(request.checkpoint), trusted=True)["step"]) if request.checkpoint else 0
     steps = []
     for step in range(done + 1, request.step + 1):
@@ -174,12 +173,3 @@ def _unscored(t: Trajectory) -> Trajectory:
     """The trajectory as received from the sampler."""
     nothing = np.zeros(0, np.float32)
     return replace(t, old=nothing, anchor=nothing, advantage=0.0)
-
-
-def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    with open_regular(run / "metrics.jsonl") as lines:
-        parsed = [json.loads(line) for line in lines]
-    for row in parsed:  # the last step may have a second row, for its checkpoint
-        rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
-    return rows

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 from typing import Any, Literal, NamedTuple
 
-from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
+from rpg_megatron.commands.report.run_files import RunFiles, run_ends
 
 HELDOUT_LOSS = "sft/heldout_loss"
-_LOSS_NOISE = 0.01
-"""Relative change of the held-out loss up to which it is no clear change; it has no sampling noise."""
-_Z = 2.0
-"""Number of standard errors in an interval: about 95%."""
+_LOSS_NOISE = 0.01  # relative change that is no clear change: the held-out loss has no sampling noise
+_Z = 2.0  # standard errors in an interval: about 95%
+
+
+def is_accuracy(key: str) -> bool:
+    """Whether a metric is the held-out accuracy of a set."""
+    return key.startswith("eval/") and "/avg@" in key
 
 
 class Interval(NamedTuple):
@@ -68,32 +72,23 @@ def find_changes(run: RunFiles, sizes: Mapping[str, int]) -> list[Change]:
     are means over the first and the last tenth of the steps, at most ten.
     """
     changes = []
-    if len(losses := [loss for _, loss in run.series(HELDOUT_LOSS)]) > 1:
-        changes.append(Change(HELDOUT_LOSS, losses[0], losses[-1], None))
-    for key in dict.fromkeys(k for row in run.rows for k in row if k.startswith("eval/") and "/avg@" in k):
-        series = run.series(key)
-        values = [value for _, value in series]
-        if len(values) > 1:
-            ranges = None
+    if len(losses := run.series(HELDOUT_LOSS)) > 1:
+        changes.append(Change(HELDOUT_LOSS, losses[0][1], losses[-1][1], None))
+    for key in dict.fromkeys(k for row in run.rows for k in row if is_accuracy(k)):
+        if len(series := run.series(key)) > 1:
+            ends = series[0][1], series[-1][1]
             # Responses to one problem are correlated, so count problems, not responses.
             problems = sizes.get(key.split("/")[1], sizes.get("", 0))
-            if problems and all(0 <= value <= 1 for value in (values[0], values[-1])):
-                ranges = wilson(values[0], problems), wilson(values[-1], problems)
-            changes.append(
-                Change(
-                    key.removeprefix("eval/"),
-                    values[0],
-                    values[-1],
-                    ranges,
-                    max(series, key=lambda point: point[1]),
-                )
-            )
+            known = problems and min(ends) >= 0 and max(ends) <= 1
+            ranges = (wilson(ends[0], problems), wilson(ends[1], problems)) if known else None
+            best = max(series, key=lambda point: point[1])
+            changes.append(Change(key.removeprefix("eval/"), *ends, ranges, best))
     for key in ("reward/accuracy", "reward/mean"):
         if len(series := run.series(key)) > 1:
             first, last = run_ends(series)
             before, after = _training_interval(run, key, first), _training_interval(run, key, last)
-            ranges = None if before is None or after is None else (before, after)
-            changes.append(Change(key, mean([v for _, v in first]), mean([v for _, v in last]), ranges))
+            means = fmean(value for _, value in first), fmean(value for _, value in last)
+            changes.append(Change(key, *means, None if before is None or after is None else (before, after)))
     return changes
 
 
@@ -112,15 +107,14 @@ def _training_interval(run: RunFiles, key: str, part: Sequence[tuple[int, float]
     prompts = run.config.get("rollout.prompts_per_step")
     if isinstance(prompts, int) and prompts > 0:
         number = prompts * len(part)
-        if key == "reward/accuracy" and 0 <= mean(values) <= 1:
-            intervals.append(wilson(mean(values), number))
+        if key == "reward/accuracy" and 0 <= fmean(values) <= 1:
+            intervals.append(wilson(fmean(values), number))
         deviations = dict(run.series("reward/std"))
         known = [deviations[step] for step, _ in part if step in deviations]
         if key == "reward/mean" and known:
-            intervals.append(_around(mean(values), mean(known) / math.sqrt(number)))
+            intervals.append(_around(fmean(values), fmean(known) / math.sqrt(number)))
     if len(values) > 2:
-        spread = math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)
-        intervals.append(_around(mean(values), math.sqrt(spread / len(values))))
+        intervals.append(_around(fmean(values), math.sqrt(variance(values) / len(values))))
     return max(intervals, key=lambda interval: interval.margin, default=None)
 
 
@@ -131,5 +125,4 @@ def _around(value: float, error: float) -> Interval:
 def change_as_plain(change: Change) -> dict[str, Any]:
     """The change as a dict for JSON, with verdict and margins."""
     margins = [interval.margin for interval in change.ranges] if change.ranges else [None, None]
-    plain = {"name": change.name, "before": change.before, "after": change.after, "margin": change.margin}
-    return plain | {"margins": margins, "verdict": change.verdict, "best": change.best}
+    return vars(change) | {"margin": change.margin, "margins": margins, "verdict": change.verdict}

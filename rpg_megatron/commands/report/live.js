@@ -2,37 +2,25 @@
 // address what the reader has chosen: range of steps, smoothing, hidden runs, place on the page.
 
 function rememberChoices() {
-  const chosen = new URLSearchParams({ smoothing: view.smoothing, y: Math.round(window.scrollY) });
-  if (view.from !== null) chosen.set("from", view.from);
-  if (view.to !== null) chosen.set("to", view.to);
-  if (data.study) chosen.set("seeds", Number(view.seeds));
-  view.hidden.forEach((run) => chosen.append("hidden", run.name));
-  window.location.replace(`#${chosen}`);
+  const { smoothing, from, to, seeds } = view, hidden = [...view.hidden].map((run) => run.name);
+  const kept = { smoothing, from, to, seeds: Number(seeds), y: Math.round(window.scrollY), hidden };
+  window.location.replace(`#${encodeURIComponent(JSON.stringify(kept))}`);
 }
 
+// Before the page is built. Anybody can write an address.
 function restoreChoices() {
-  const chosen = new URLSearchParams(window.location.hash.slice(1));
-  const number = (key) => (chosen.has(key) && Number.isFinite(Number(chosen.get(key)))
-    ? Number(chosen.get(key)) : null);
-  const slider = document.querySelector("[aria-label=smoothing]");
-  if (slider && number("smoothing") !== null) {
-    slider.value = number("smoothing");
-    slider.dispatchEvent(new Event("input"));
-  }
-  const hidden = new Set(chosen.getAll("hidden"));
-  const seeds = document.querySelector("#tools input[type=checkbox]");
-  if (seeds && number("seeds") !== null && seeds.checked !== Boolean(number("seeds"))) seeds.click();
-  const runs = view.runs.filter((run) => hidden.has(run.name));
-  if (several && runs.length) legendChanged(() => runs.forEach((run) => view.hidden.add(run)));
-  if (number("from") !== null || number("to") !== null) zoom(number("from"), number("to"));
-  if (number("y") !== null) window.scrollTo(0, number("y"));
+  try {
+    const kept = JSON.parse(decodeURIComponent(window.location.hash.slice(1)));
+    const numbers = ["smoothing", "from", "to", "seeds", "y"].filter((key) => Number.isFinite(kept[key]));
+    numbers.forEach((key) => { view[key] = kept[key]; });
+    view.hidden = new Set(view.runs.filter((run) => kept.hidden?.includes?.(run.name)));
+  } catch { /* nothing was kept */ }
 }
 
 if (data.refresh) {
-  restoreChoices();
+  if (view.y) window.scrollTo(0, view.y);
   window.setInterval(() => {
-    const reading = document.hidden || String(window.getSelection()) || !tooltip.hidden;
-    if (reading) return;
+    if (document.hidden || String(window.getSelection()) || !tooltip.hidden) return;  // somebody is reading
     rememberChoices();
     window.location.reload();
   }, 1000 * data.refresh);

@@ -53,43 +53,26 @@ function formatDuration(seconds) {
     : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
-function niceTicks(low, high, wanted) {
-  const rough = (high - low) / wanted;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const width = power * [1, 2, 2.5, 5, 10].find((m) => m * power >= rough * 0.999);
-  const ticks = [];
-  for (let i = Math.ceil(low / width - 1e-9); i * width <= high + width * 1e-9; i++) ticks.push(i * width
-    || 0);
-  return [ticks, width];
+const DIGITS = [1, 2, 2.5, 5], POWERS = Array.from({ length: 28 }, (_, i) => i - 12);
+const INCREMENTS = POWERS.flatMap((power) => DIGITS.map((digit) => Number(`${digit}e${power}`)));
+
+// Distances of ticks on an axis with these ends, ascending: round in its unit, such as 0.5 GiB.
+function increments(low, high, kind) {
+  const [worth] = unitFor(Math.max(Math.abs(low), Math.abs(high)), kind);
+  const unit = Number.isInteger(Math.log10(worth)) ? 1 : worth;
+  return INCREMENTS.map((size) => size * unit).filter((size) => kind !== "count" || Number.isInteger(size));
 }
 
 // With as many digits as are needed to distinguish neighbouring ticks.
-function exactTick(value, width) {
-  if (value === 0) return "0";
-  const digits = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(Number(value.toExponential(n)) - value) < width * 1e-6);
-  return value.toExponential(digits ?? 6).replace("e+", "e").replaceAll("-", "−");
-}
-
-function linearTicks(low, high, kind) {
-  const [worth, name] = unitFor(Math.max(Math.abs(low), Math.abs(high)), kind);
-  const wanted = kind === "count" ? Math.min(4.5, (high - low) / worth) : 4.5;  // counts are integers
-  const [ticks, width] = niceTicks(low / worth, high / worth, wanted);
-  const largest = Math.max(Math.abs(low), Math.abs(high)) / worth;
-  const fine = [0, 1, 2, 3, 4, 5, 6, 7].find((n) =>
-    Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
-  const digits = fine ?? 8;
-  const format = (tick) => largest < 1e-3 || largest >= 1e6
-    ? exactTick(Math.abs(tick) < width / 2 ? 0 : tick, width)
-    : tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  return ticks.map((tick) => [tick * worth, (format(tick) + name).replaceAll("-", "−")]);
-}
-
-function logTicks(low, high, kind) {
-  const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
-  const every = Math.max(1, Math.ceil((last - first) / 4));
-  const ticks = [];
-  for (let power = first; power <= last; power += every) ticks.push(10 ** power);
-  if (ticks.length < 2) for (const m of [2, 3, 5, 20, 30, 50]) ticks.push(m * 10 ** (first - 1));
-  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
-  return inside.map((tick) => [tick, kind === "number" ? plainNumber(tick) : formatValue(tick, kind)]);
+function tickTexts(ticks, increment, kind) {
+  const largest = Math.max(...ticks.map(Math.abs)), [worth, name] = unitFor(largest, kind);
+  const width = increment / worth;
+  const fewest = (fits) => [0, 1, 2, 3, 4, 5, 6, 7].find(fits) ?? 8;
+  const digits = fewest((n) => Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
+  const format = (tick) => {
+    if (tick && (largest / worth < 1e-3 || largest / worth >= 1e6)) return tick.toExponential(fewest((n) =>
+      Math.abs(Number(tick.toExponential(n)) - tick) < width * 1e-6)).replace("e+", "e");
+    return tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  };
+  return ticks.map((tick) => (format(tick / worth) + name).replaceAll("-", "−"));
 }

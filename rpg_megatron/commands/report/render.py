@@ -1,16 +1,16 @@
 """Renders runs as one self-contained HTML file: data, style and scripts are embedded, nothing is fetched.
 
-The charts are implemented here (``series.js``, ``charts.js``). Plotting libraries would embed 1.4 MB (bokeh
-3.10) or 4.8 MB (plotly 7.1) of script in every report, and a cursor shared by all charts, light and dark mode
-and black-on-white printing would need much code around them.
+The charts are drawn by uPlot, whose released file is in ``vendor/`` as it is.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -19,48 +19,29 @@ from pathlib import Path
 from typing import Any
 
 import rpg_megatron
+from rpg_megatron.commands.report import run_files
 from rpg_megatron.commands.report.changes import change_as_plain, find_changes
 from rpg_megatron.commands.report.health import check_health
-from rpg_megatron.commands.report.run_files import (
-    RunFiles,
-    as_text,
-    common_width,
-    is_held,
-    merge_steps,
-    name_runs,
-    read_run,
-    thin_rows,
-)
+from rpg_megatron.commands.report.run_files import RunFiles, as_text, read_run
 from rpg_megatron.commands.report.samples import Item, choose_samples
 from rpg_megatron.commands.report.study import describe_study, find_arms
 from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, REPORT
+from rpg_megatron.launcher.run_dir import REPORT
+from rpg_megatron.launcher.run_lock import is_held
+from rpg_megatron.system.metrics_file import METRICS
 
-_ROWS = 8000
-"""Maximum rows of metrics on a page, for all runs together: about 3 MB."""
-_ROOM = 4_000_000
-"""Maximum bytes of responses on a page, for all runs together."""
-_READ = 400_000_000
-"""Maximum bytes of decompressed rollouts and evaluations to read, for all runs together."""
+# Maxima for all runs together:
+_ROWS = 8000  # of metrics on a page: about 3 MB
+_ROOM = 4_000_000  # bytes of responses on a page
+_READ = 400_000_000  # bytes of decompressed rollouts and evaluations to read
+_CHARTS = ("series", "vendor/uPlot.iife.min", "numbers", "charts")
+_PAGE = ("arms", "timeline", "responses", "page", "live")
+_STYLES = ("vendor/uPlot.min", "page")
 
-_SCRIPTS = (
-    "series.js",
-    "numbers.js",
-    "charts.js",
-    "arms.js",
-    "timeline.js",
-    "responses.js",
-    "evaluations.js",
-    "page.js",
-    "live.js",
-)
-
-_POLL = 2.0
-"""Seconds between two looks at the runs that are watched."""
-_REFRESH = 10.0
-"""Seconds after which the page of a watched run loads again."""
+_POLL = 2.0  # seconds between two looks at the runs that are watched
+_REFRESH = 10.0  # seconds after which the page of a watched run loads again
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -69,7 +50,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     folders: of runs, or folders that hold runs. Returns the file, which is written atomically. Raises
     UserError if a folder is neither, or if the file cannot be written.
     """
-    return _write(folders, out, _read(folders))
+    return _write(_read(folders), out or folders[0] / REPORT)
 
 
 def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path], None]) -> None:
@@ -77,22 +58,21 @@ def watch_report(folders: Sequence[Path], out: Path | None, tell: Callable[[Path
 
     The page loads itself again meanwhile. tell: called with the file, once. Raises as ``write_report`` does.
     """
-    announced = False
+    told, file = False, out or folders[0] / REPORT
     try:
         while True:
-            seen = _state(folders)
-            runs = _read(folders)
+            seen, runs = _state(folders), _read(folders)
             going = any(run.running for run in runs)
-            file = _write(folders, out, runs, _REFRESH if going else None)
-            if not announced:
+            _write(runs, file, _REFRESH if going else None)
+            if not told:
                 tell(file)
-                announced = True
+                told = True
             if not going:
                 return
             while _state(folders) == seen:
                 time.sleep(_POLL)
     except KeyboardInterrupt:
-        write_report(folders, out)  # a page that does not load itself again
+        _write(_read(folders), file)  # a page that does not load itself again
         raise
 
 
@@ -107,21 +87,14 @@ def _expand(folders: Sequence[Path]) -> list[Path]:
     """With the runs in a folder in place of the folder, if it is not that of a run itself."""
     found: list[Path] = []
     for folder in folders:
-        inner = [] if _is_run(folder) else sorted(filter(_is_run, folder.glob("*/")))
+        inner = [] if run_files.is_run(folder) else sorted(filter(run_files.is_run, folder.glob("*/")))
         # A link in somebody else's folder could lead to a private run, which a page of this user would show.
         found += [run for run in inner if not run.is_symlink()] or [folder]
     return found
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
-
-
-def _write(
-    folders: Sequence[Path], out: Path | None, runs: Sequence[RunFiles], refresh: float | None = None
-) -> Path:
+def _write(runs: Sequence[RunFiles], file: Path, refresh: float | None = None) -> Path:
     page = render_page(runs, refresh)
-    file = out or folders[0] / REPORT
     try:
         with atomic_write(file) as sink:
             sink.write(page)
@@ -132,83 +105,67 @@ def _write(
 
 def _state(folders: Sequence[Path]) -> list[tuple[int, bool]]:
     """Of each run: the size of its metrics, and whether it is running."""
-    return [
-        ((folder / METRICS).stat().st_size if (folder / METRICS).is_file() else 0, is_held(folder))
-        for folder in _expand(folders)
-    ]
+    metrics = [folder / METRICS for folder in _expand(folders)]
+    return [(file.stat().st_size if file.is_file() else 0, is_held(file.parent)) for file in metrics]
 
 
 def render_page(runs: Sequence[RunFiles], refresh: float | None = None) -> bytes:
     """The page as UTF-8. refresh: seconds after which it loads itself again; None: never."""
-    names = name_runs([run.folder for run in runs])
-    arms = find_arms(runs, names)
-    width = common_width([run.rows for run in runs], max(80, _ROWS // len(runs))) if arms else None
+    names = run_files.name_runs([run.folder for run in runs])
+    rows, width = run_files.thin_rows([run.rows for run in runs], max(80, _ROWS // len(runs)))
+    if width > 1:
+        for run in runs:
+            run.notes.append(f"the charts show means over {width} steps (maxima of maxima)")
     data: dict[str, Any] = {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": rpg_megatron.__version__,
         "refresh": refresh,
-        "runs": [_describe(run, name, len(runs), width) for run, name in zip(runs, names, strict=True)],
+        "runs": [_describe(*each, len(runs)) for each in zip(runs, names, rows, strict=True)],
     }
-    if arms:
+    if arms := find_arms(runs, names):
         data["study"] = describe_study(runs, arms) | {"width": width}
-    folder = files("rpg_megatron.commands.report")
-    style = (folder / "page.css").read_text(encoding="utf-8")
-    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    style = "\n".join(_file(f"{name}.css") for name in _STYLES)
+    script = "\n".join(_file(f"{name}.js") for name in _CHARTS + _PAGE)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     parts = {
-        "TITLE": _escape_html(
-            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        ),
-        "POLICY": (
-            f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'"
-        ),
+        "TITLE": html.escape(", ".join(names[:3]) + others),
+        "POLICY": "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'".format(*digests),
+        "LICENSE": html.escape(_file("vendor/LICENSE")),
         "STYLE": style,
         "DATA": _embed(data),
         "SCRIPT": script,
     }
-    template = (folder / "page.html").read_text(encoding="utf-8")
-    before, *rest = template.split("{{")  # one pass: inserted text is not expanded
-    page = before
-    for piece in rest:
-        name, _, text = piece.partition("}}")
-        page += parts[name] + text
+    # One pass: inserted text is not expanded.
+    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda name: parts[name[1]], _file("page.html"))
     return page.encode("utf-8", "replace")
 
 
-def _describe(run: RunFiles, name: str, number: int, width: int | None) -> dict[str, Any]:
-    """A run as a dict for JSON. number: of runs on the page. width: steps per row; None: as it needs."""
+def _file(name: str) -> str:
+    return files("rpg_megatron.commands.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _describe(run: RunFiles, name: str, rows: Sequence[run_files.Row], number: int) -> dict[str, Any]:
+    """A run as a dict for JSON. rows: for the charts. number: of runs on the page."""
     samples = choose_samples(run, read=_READ // number, room=_ROOM // number)
-    if width is None:
-        rows, width = thin_rows(run.rows, max(80, _ROWS // number))
-    else:
-        rows = merge_steps(run.rows, width)
-    if width > 1:
-        run.notes.append(f"the charts show means over {width} steps (maxima of maxima)")
     keys = sorted({key for row in rows for key in row} - {"step"})
+    seconds = run.seconds
+    if seconds is None and (steps := run.series("time/step")):  # before its end: the time of its steps
+        seconds = math.fsum(value for _, value in steps)
     return {
         "name": name,
         "folder": str(run.folder.absolute()),
         "state": "finished" if run.finished else "running" if run.running else "not finished",
-        "steps": run.steps,
-        "planned": run.planned,
-        "seconds": _seconds(run),
+        "seconds": seconds,
         "changes": [change_as_plain(change) for change in find_changes(run, samples.sizes)],
         "checks": [vars(check) for check in check_health(run)],
         "step": [int(row["step"]) for row in rows],
         "metrics": {key: [_number(row.get(key)) for row in rows] for key in keys},
         "config": {key: as_text(value) for key, value in run.config.items()},
-        "starts": run.starts,
         "timeline": last_steps(run),
         "samples": vars(samples) | {"items": [_plain(item) for item in samples.items]},
-        "notes": run.notes,
+        **{key: getattr(run, key) for key in ("steps", "planned", "starts", "notes")},
     }
-
-
-def _seconds(run: RunFiles) -> float | None:
-    """Duration of the run; before its end, the time of its steps."""
-    if run.seconds is not None:
-        return run.seconds
-    steps = [value for _, value in run.series("time/step")]
-    return math.fsum(steps) if steps else None
 
 
 def _plain(item: Item) -> Item:
@@ -229,11 +186,3 @@ def _embed(data: dict[str, Any]) -> str:
     """JSON for a script element, escaped so that it cannot end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _escape_html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

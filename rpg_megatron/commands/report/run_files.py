@@ -7,36 +7,29 @@ in the folder leads, so such a file is refused.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import msgspec
 import yaml
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.files import flatten, open_regular, parse_json, read_text, real_path
+from rpg_megatron.config.files import flatten, parse_json, read_text, real_path
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
-from rpg_megatron.launcher.run_lock import LOCK
+from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
+from rpg_megatron.launcher.run_lock import is_held
+from rpg_megatron.system.metrics_file import METRICS, Row, read_metrics
 
-Row = dict[str, float]
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A step, or another whole number, that JavaScript and floats hold exactly."""
-LARGEST = 1e100
-"""Larger numbers count as infinite: squares of others, and their sums, are finite."""
-_KEYS, _KEY = 1000, 200
-"""Maximum number of metrics of a run, and characters of a name."""
-_METRICS, _LINE, _JSON = 200_000_000, 1_000_000, 10_000_000
-"""Maximum bytes to read of ``metrics.jsonl`` (50,000 steps), of one of its lines, and of other JSON files."""
+_JSON = 10_000_000  # maximum bytes of other JSON files
 
 
 @dataclass
@@ -81,143 +74,93 @@ def read_run(folder: Path) -> RunFiles:
 
     Raises UserError if it is not the folder of a run. Other missing or damaged files become notes.
     """
-    if not folder.exists():
-        raise UserError(f"{folder}: no such folder; give the folder of a run, such as runs/quickstart-001")
     if not folder.is_dir():
-        raise UserError(f"{folder}: is a file; give the folder of a run, such as runs/quickstart-001")
-    if not (folder / CONFIG).is_file() and not (folder / METRICS).is_file():
+        what = "is a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; give the folder of a run, such as runs/quickstart-001")
+    if not is_run(folder):
         inner = sorted(f.parent.name for f in folder.glob(f"*/{METRICS}"))
         hint = f"; the runs in it are {', '.join(inner[:5])}" if inner else ""
         raise UserError(f"{folder}: not the folder of a run: it has neither {CONFIG} nor {METRICS}{hint}")
     notes: list[str] = []
-    summary = _read_json(folder / SUMMARY, _Summary, notes)
-    starts = _read_json(folder / ENVIRONMENT, list[dict[str, Any]], notes) or []
+    inside = real_path(folder)
+
+    def read[T](name: str, default: T, parse: Callable[[Path], T]) -> T:
+        try:
+            return parse(folder / name)
+        except FileNotFoundError:
+            return default
+        except (OSError, ValueError, TypeError, RecursionError, msgspec.MsgspecError, yaml.YAMLError) as e:
+            notes.append(f"{name} cannot be read ({reason(e)})")
+            return default
+
+    def read_json[T](file: Path, kind: type[T]) -> T:
+        return msgspec.convert(parse_json(read_text(file, inside, limit=_JSON)), kind)
+
+    def read_starts(file: Path) -> list[dict[str, str]]:
+        return [_start_text(start) for start in read_json(file, list[dict[str, Any]])]
+
+    summary = read(SUMMARY, None, lambda file: read_json(file, _Summary))
     return RunFiles(
         folder=folder,
-        rows=_read_metrics(folder / METRICS, notes),
-        config=_read_config(folder / CONFIG, notes),
+        rows=read_metrics(folder / METRICS, notes),
+        config=read(CONFIG, {}, lambda file: _flat_config(read_yaml(file, inside))),
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
-        starts=[_start_text(start) for start in starts],
+        starts=read(ENVIRONMENT, [], read_starts),
         running=is_held(folder),
         notes=notes,
     )
 
 
-_FEW = 10
-"""Steps averaged at the start and at the end of a run; fewer in a short run."""
+def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run."""
+    return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
 def run_ends[T](values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """The first and the last tenth, at least one value and at most ten."""
-    few = max(1, min(_FEW, len(values) // 10))
+    few = max(1, min(10, len(values) // 10))
     return values[:few], values[-few:]
 
 
-def mean(values: Sequence[float]) -> float:
-    """Mean of at least one number."""
-    return math.fsum(values) / len(values)
-
-
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """A unique name for each run: its folder's, with parent folders if needed."""
-    parts = [folder.absolute().parts[1:] or ("/",) for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(p[-depth:]) for p in parts]
-        if len(set(names)) == len(names):
-            return names
-    return ["/".join(p) for p in parts]
+    """A unique name for each run: its folder's, below the folder that has all of them."""
+    absolute = [folder.absolute() for folder in folders]
+    common = os.path.commonpath([folder.parent for folder in absolute])
+    return [str(folder.relative_to(common)) for folder in absolute]
 
 
-def thin_rows(rows: list[Row], most: int) -> tuple[list[Row], int]:
-    """At most ``most`` rows, and the number of steps per row.
+def thin_rows(runs: Sequence[list[Row]], most: int) -> tuple[list[list[Row]], int]:
+    """The rows of each run, at most ``most`` of them, and the number of steps per row.
 
-    A row of several steps holds means, the maximum of keys that end in ``max``, and the last of evaluations.
-    Numbers that are not finite are kept.
+    The same steps make a row in all runs. A row of several steps holds means, the maximum of keys that end in
+    ``max``, and the last of evaluations. Numbers that are not finite are kept.
     """
-    width = -(-len(rows) // most)
-    if width <= 1:
-        return rows, 1
-    return [_merge(rows[i : i + width]) for i in range(0, len(rows), width)], width
-
-
-def common_width(runs: Sequence[list[Row]], most: int) -> int:
-    """Steps per row with which each run has at most ``most`` rows, and the same steps make a row in all."""
-    width = max(1, *(-(-len(rows) // most) for rows in runs))
+    width = 1
     while any(len({row["step"] // width for row in rows}) > most for rows in runs):
         width += max(1, width // 4)
-    return width
-
-
-def merge_steps(rows: list[Row], width: int) -> list[Row]:
-    """Rows of ``width`` steps each, as of ``thin_rows``."""
-    return [_merge([*part]) for _, part in groupby(rows, lambda row: row["step"] // width)]
+    if width == 1:
+        return list(runs), width
+    merged = [
+        [_merge([*part]) for _, part in groupby(rows, lambda row: row["step"] // width)] for rows in runs
+    ]
+    return merged, width
 
 
 def _merge(rows: list[Row]) -> Row:
     merged: Row = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row[key] for row in rows if key in row]
-        odd = [v for v in values if not math.isfinite(v)]
-        if odd:
-            merged[key] = odd[0]
-        elif key == "step" or key.startswith("eval/"):
-            merged[key] = values[-1]
+        odd = [value for value in values if not math.isfinite(value)]
+        if odd or key == "step" or key.startswith("eval/"):
+            merged[key] = (odd or values[-1:])[0]
         else:
-            merged[key] = max(values) if key.endswith("max") else math.fsum(values) / len(values)
+            merged[key] = max(values) if key.endswith("max") else fmean(values)
     return merged
-
-
-class _Step(msgspec.Struct):
-    step: Count
 
 
 class _Summary(msgspec.Struct):
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
-
-
-def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
-    """Rows by step. If a step has several rows, the values of later rows replace those of earlier ones."""
-    rows: dict[int, Row] = {}
-    keys: dict[str, str] = {}  # of all rows, which share these strings
-    more: set[str] = set()
-    lines = broken = 0
-    try:
-        with open_regular(file, real_path(file.parent)) as opened:
-            while line := opened.readline(_LINE):
-                if opened.tell() > _METRICS:
-                    notes.append(f"only the first {_METRICS / 1e6:.0f} MB of {file.name} were read")
-                    break
-                lines += 1
-                try:
-                    values = parse_json(line)
-                    step = msgspec.convert(values, _Step).step
-                except (ValueError, msgspec.MsgspecError):
-                    broken += bool(line.strip())
-                    continue
-                row = rows.setdefault(step, {})
-                for key, value in values.items():
-                    if key != "step" and isinstance(value, float | int):
-                        if len(key) > _KEY or (key not in keys and len(keys) == _KEYS):
-                            more.add(key[:_KEY])
-                        else:
-                            row[keys.setdefault(key, key)] = _bounded(value)
-                row["step"] = step
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        notes.append(f"{file.name} cannot be read ({e.strerror})")
-    note_skipped(notes, file.name, broken, lines)
-    if more:
-        notes.append(f"{file.name}: {len(more)} metrics are left out (more than {_KEYS}, or long names)")
-    return [rows[step] for step in sorted(rows)]
-
-
-def _bounded(value: float) -> float:
-    """As a float; numbers beyond ``LARGEST``, also integers that no float holds, as infinite."""
-    if abs(value) <= LARGEST or value != value:
-        return float(value)
-    return math.inf if value > 0 else -math.inf
 
 
 def note_skipped(notes: list[str], name: str, broken: int, lines: int) -> None:
@@ -237,37 +180,12 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _read_config(file: Path, notes: list[str]) -> dict[str, Any]:
+def _flat_config(config: Any) -> dict[str, Any]:
     # Not load_settings, so that runs of earlier versions with other keys can be read.
-    try:
-        config = read_yaml(file, real_path(file.parent))
-        flat = flatten(config) if isinstance(config, dict) and config else {}
-        flat = {key: str(v) if isinstance(v, int) and abs(v) > 2**53 else v for key, v in flat.items()}
-        json.dumps(flat, default=str)  # raises if the page could not hold it
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as e:
-        notes.append(f"{file.name} cannot be read ({reason(e)})")
-        return {}
+    flat = flatten(config) if isinstance(config, dict) and config else {}
+    flat = {key: str(v) if isinstance(v, int) and abs(v) > 2**53 else v for key, v in flat.items()}
+    json.dumps(flat, default=str)  # raises if the page could not hold it
     return flat
-
-
-def _read_json[T](file: Path, kind: type[T], notes: list[str]) -> T | None:
-    """The value in a file; None, with a note, if it does not have this form."""
-    try:
-        value = parse_json(read_text(file, real_path(file.parent), limit=_JSON))
-        _check_depth(value)
-        return msgspec.convert(value, kind)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, msgspec.MsgspecError):
-        notes.append(f"{file.name} cannot be read")
-        return None
-
-
-def _check_depth(value: Any, left: int = 100) -> None:
-    if not left:
-        raise ValueError("nested too deeply")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(inner, left - 1)
 
 
 def as_text(value: Any) -> str:
@@ -281,15 +199,3 @@ def _start_text(start: dict[str, Any]) -> dict[str, str]:
         for key, value in flatten(start).items()
         if value != {}
     }
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
-    try:
-        with open_regular(folder / LOCK, real_path(folder)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False

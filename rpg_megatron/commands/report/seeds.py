@@ -1,17 +1,14 @@
-"""Means over seeds and differences between arms, with 95% intervals by Student's t distribution.
-
-Standard library only: the report is written without torch, and nothing else here needs scipy.
-"""
+"""Means over seeds and differences between arms, with 95% intervals by Student's t distribution."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from statistics import fmean, variance
 from typing import NamedTuple
 
 from rpg_megatron.commands.report.changes import Interval
-from rpg_megatron.commands.report.run_files import mean
 
 
 class Estimate(NamedTuple):
@@ -59,22 +56,22 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     if not values:
         return None
     number = len(values)
-    margin = t_quantile(number - 1) * math.sqrt(_variance(values) / number) if number > 1 else None
-    return Estimate(mean(values), margin, number)
+    margin = t_quantile(number - 1) * math.sqrt(variance(values) / number) if number > 1 else None
+    return Estimate(fmean(values), margin, number)
 
 
 def compare(first: Mapping[str, float], second: Mapping[str, float]) -> Difference | None:
     """Mean of ``first`` minus mean of ``second``, each by seed; None if one of them is empty."""
     if not first or not second:
         return None
-    value, paired = mean([*first.values()]) - mean([*second.values()]), first.keys() == second.keys()
+    value, paired = fmean(first.values()) - fmean(second.values()), first.keys() == second.keys()
     if min(len(first), len(second)) < 2:
         return Difference(value, None, paired)
     if paired:
-        square = _variance([first[seed] - second[seed] for seed in first]) / len(first)
+        square = variance([first[seed] - second[seed] for seed in first]) / len(first)
         freedom = len(first) - 1.0
     else:
-        parts = [_variance([*values.values()]) / len(values) for values in (first, second)]
+        parts = [variance(values.values()) / len(values) for values in (first, second)]
         square = sum(parts)
         # Welch and Satterthwaite. By shares, because squares of the parts may overflow.
         share = parts[0] / square if square else 0.5
@@ -84,8 +81,3 @@ def compare(first: Mapping[str, float], second: Mapping[str, float]) -> Differen
         return Difference(value, None, paired)
     margin = t_quantile(freedom) * math.sqrt(square)
     return Difference(value, Interval(value - margin, value + margin), paired)
-
-
-def _variance(values: Sequence[float]) -> float:
-    middle = mean(values)
-    return math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1)

@@ -3,22 +3,38 @@
 // A run is {name, color, step: [...], metrics: {key: [number | null | "nan" ...]}}.
 
 const view = {
-  runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: 0,
+  runs: [], charts: [], hidden: new Set(), focus: null, cursor: null, from: null, to: null, smoothing: null,
   exact: new Set(),  // metrics that are never smoothed
   seeds: true,  // whether the runs of an arm are drawn
 };
 
-// -- elements -----------------------------------------------------------------------------------------------
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
+// element("p.under", { title }, ...children): class and attributes may be left out.
+function element(selector, ...children) {
+  const [name, style] = selector.split("."), made = document.createElement(name);
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
+  for (const [key, value] of Object.entries({ class: style, ...attributes })) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else if (key.startsWith("aria-")) made.setAttribute(key, value);
-    else if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
+    else if (![null, undefined, false].includes(value)) made.setAttribute(key, value === true ? "" : value);
   }
   made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
+}
+
+const cells = (values, name = "td") => values.map((value) => element(name, {}, value));
+
+// A table that scrolls if it is wider than the page.
+const sheet = (name, head, rows) => element("div.scroll", element("table", { class: name },
+  head ? element("thead", head) : null, element("tbody", rows)));
+
+// A button that is on or off.
+function toggle(attributes, pressed, change, ...content) {
+  const button = element("button", { type: "button", "aria-pressed": pressed, ...attributes, onclick: () => {
+    pressed = !pressed;
+    button.setAttribute("aria-pressed", pressed);
+    change(pressed);
+  } }, ...content);
+  return button;
 }
 
 function shape(parent, name, attributes, text) {
@@ -28,8 +44,6 @@ function shape(parent, name, attributes, text) {
   parent.append(made);
   return made;
 }
-
-// -- series -------------------------------------------------------------------------------------------------
 
 // A metric of a run: steps, values, smoothed values; values that are not finite are in `odd`.
 function seriesOf(run, key) {
@@ -52,11 +66,9 @@ function seriesOf(run, key) {
   return series;
 }
 
-const FEW = 30;  // fewer values, such as evaluations, are not smoothed
-
-// Exponential moving average with bias correction.
+// Exponential moving average with bias correction. Few values, such as evaluations, are not smoothed.
 function smoothed(values, weight) {
-  if (!weight || values.length < FEW) return values;
+  if (!weight || values.length < 30) return values;
   let sum = 0, total = 0;
   return values.map((value) => {
     sum = sum * weight + value;
@@ -66,14 +78,7 @@ function smoothed(values, weight) {
 }
 
 // Index of the last step that is not after this one, -1 if there is none.
-function indexAt(steps, step) {
-  let low = -1, high = steps.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (steps[middle] <= step) low = middle; else high = middle - 1;
-  }
-  return low;
-}
+const indexAt = (steps, step) => steps.findLastIndex((one) => one <= step);
 
 // The value of a run at a step, or the last one before it; null after the end of the run.
 function valueAt(run, key, step, which = "values") {

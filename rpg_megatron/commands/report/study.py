@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
-from rpg_megatron.commands.report.run_files import RunFiles, as_text, mean, run_ends
+from rpg_megatron.commands.report.changes import HELDOUT_LOSS, is_accuracy
+from rpg_megatron.commands.report.run_files import RunFiles, as_text, run_ends
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
 from rpg_megatron.config.affects import tag_of_setting
 
-_COMPARED = 8
-"""Maximum arms whose pairs are compared: 28 pairs."""
-_SHOWN, _VALUE = 3, 28
-"""Settings in each arm's name, beyond which a name has only what is unusual; characters of a value."""
-_LOSS = "sft/heldout_loss"
+_COMPARED = 8  # maximum arms whose pairs are compared: 28 pairs
+_SHOWN = 3  # settings in each arm's name, beyond which a name has only what is unusual
+_VALUE = 28  # characters of a setting's value in a name
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,13 @@ def find_arms(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Arm]:
 
     names: of the runs. A run without readable settings is an arm of its own, which has its name.
     """
-    groups: dict[Any, list[int]] = {}
-    configs: dict[Any, dict[str, str]] = {}
+    groups: dict[Any, list[int]] = {}  # by settings; of a run without them by its index
     for i, run in enumerate(runs):
         config = {key: as_text(value) for key, value in run.config.items() if not _is_ignored(key)}
-        group = frozenset(config.items()) if run.config else i
-        groups.setdefault(group, []).append(i)
-        configs[group] = config
+        groups.setdefault(tuple(sorted(config.items())) if run.config else i, []).append(i)
     known = [group for group in groups if not isinstance(group, int)]
-    titles: dict[Any, str] = {group: names[group] for group in groups if isinstance(group, int)}
-    titles |= dict(zip(known, name_arms([configs[group] for group in known]), strict=True))
+    titles = dict(zip(known, name_arms([dict(group) for group in known]), strict=True))
+    titles |= {group: names[group] for group in groups if isinstance(group, int)}
     arms = []
     for group, members in groups.items():
         seeds: dict[str, int] = {}
@@ -103,7 +100,8 @@ def _setting(label: str, value: str) -> str:
 
 def describe_study(runs: Sequence[RunFiles], arms: Sequence[Arm]) -> dict[str, Any]:
     """Arms, their means and their differences as a dict for JSON."""
-    keys = dict.fromkeys(k for run in runs for row in run.rows for k in row if _is_measure(k))
+    found = (key for run in runs for row in run.rows for key in row)
+    keys = dict.fromkeys(key for key in found if key == HELDOUT_LOSS or is_accuracy(key))
     most = max(len(arm.runs) for arm in arms)
     return {
         "arms": [_describe_arm(runs, arm) for arm in arms],
@@ -114,14 +112,10 @@ def describe_study(runs: Sequence[RunFiles], arms: Sequence[Arm]) -> dict[str, A
     }
 
 
-def _is_measure(key: str) -> bool:
-    return key == _LOSS or (key.startswith("eval/") and "/avg@" in key)
-
-
 def _describe_arm(runs: Sequence[RunFiles], arm: Arm) -> dict[str, Any]:
     members = [runs[i] for i in arm.runs.values()]
-    rewards = [run.series("reward/mean") for run in members]
-    speeds = [run.series("throughput/tokens_per_second") for run in members]
+    rewards = [series for run in members if (series := run.series("reward/mean"))]
+    speeds = [series for run in members if (series := run.series("throughput/tokens_per_second"))]
     return {
         "name": arm.name,
         "runs": [*arm.runs.values()],
@@ -129,25 +123,24 @@ def _describe_arm(runs: Sequence[RunFiles], arm: Arm) -> dict[str, Any]:
         "finished": sum(run.finished for run in members),
         "running": sum(run.running and not run.finished for run in members),
         "steps": _ends(run.steps for run in members),
-        "reward": estimate([mean([v for _, v in run_ends(series)[1]]) for series in rewards if series]),
-        "speed": estimate([mean([v for _, v in series]) for series in speeds if series]),
+        "reward": estimate([fmean(v for _, v in run_ends(series)[1]) for series in rewards]),
+        "speed": estimate([fmean(v for _, v in series) for series in speeds]),
     }
 
 
 def _describe_measure(runs: Sequence[RunFiles], arms: Sequence[Arm], key: str) -> dict[str, Any]:
-    best = min if key == _LOSS else max
+    best = min if key == HELDOUT_LOSS else max
     series = [{seed: s for seed, i in arm.runs.items() if (s := runs[i].series(key))} for arm in arms]
     last = [{seed: s[-1][1] for seed, s in of_arm.items()} for of_arm in series]
     steps = [[s[-1][0] for s in of_arm.values()] for of_arm in series]
     pairs = []
     for j, i in combinations(range(min(len(arms), _COMPARED)), 2):  # a later arm against an earlier one
         if (found := compare(last[i], last[j])) is not None:
-            pair = {"arms": (i, j), "difference": found.value, "interval": found.interval}
-            pair |= {"paired": found.paired, "seeds": (len(last[i]), len(last[j]))}
-            pairs.append(pair | {"verdict": found.verdict, "steps": _ends(steps[i] + steps[j])})
+            of = {"arms": (i, j), "seeds": (len(last[i]), len(last[j])), "steps": _ends(steps[i] + steps[j])}
+            pairs.append(found._asdict() | of | {"verdict": found.verdict})
     return {
-        "name": "held-out loss" if key == _LOSS else key.removeprefix("eval/"),
-        "kind": "number" if key == _LOSS else "percent",
+        "name": "held-out loss" if key == HELDOUT_LOSS else key.removeprefix("eval/"),
+        "kind": "number" if key == HELDOUT_LOSS else "percent",
         "last": [estimate([*of_arm.values()]) for of_arm in last],
         "best": [estimate([best(v for _, v in s) for s in of_arm.values()]) for of_arm in series],
         "steps": [_ends(of_arm) for of_arm in steps],
