@@ -1,11 +1,14 @@
-"""Downloads a model from the Hugging Face hub by its id, such as ``Qwen/Qwen3-4B-Base``."""
+"""Finds the folder of the model that settings name, which may be on the Hugging Face hub, such as
+``Qwen/Qwen3-4B-Base``, or in a Megatron checkpoint.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import CONFIGURATION
+from rpg_megatron.checkpoints.hf_files import CONFIG, CONFIGURATION
+from rpg_megatron.checkpoints.megatron_folder import HF, find_checkpoint, is_megatron
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.policy import is_hub_id
 
@@ -16,8 +19,10 @@ def with_local_model(settings: Settings, *, weights: bool = True) -> Settings:
     """The settings with ``model.path`` and ``teacher.path`` as local folders; hub ids are downloaded.
 
     The files are in the hub's cache, so later calls work without network access. weights: whether to download
-    the weights too. Raises UserError if the hub has no such model or cannot be reached.
+    the weights too. Raises UserError if the hub has no such model or cannot be reached, or as
+    ``with_model_folder``.
     """
+    settings = with_model_folder(settings)
     model, teacher = settings.model, settings.teacher
     if is_hub_id(model.path) and not model.path.exists():
         path = download(str(model.path), model.revision, weights=weights)
@@ -27,6 +32,27 @@ def with_local_model(settings: Settings, *, weights: bool = True) -> Settings:
         return settings
     path = download(str(place), weights=weights, key="teacher.path")
     return settings.model_copy(update={"teacher": teacher.model_copy(update={"path": path})})
+
+
+def with_model_folder(settings: Settings) -> Settings:
+    """The settings with Megatron checkpoints as their folders with config.json and tokenizer.
+
+    Readers of the weights know such a folder (``megatron_folder.weights_of``). Raises UserError if there is
+    none.
+    """
+    update: dict[str, Any] = {}
+    for key in ("model", "teacher"):
+        section = getattr(settings, key)
+        if section is not None and section.path is not None and is_megatron(section.path):
+            folder = find_checkpoint(section.path) / HF
+            if not (folder / CONFIG).is_file():
+                raise UserError(
+                    f"{key}.path: {folder.parent} has no {HF}/ with config.json and tokenizer; copy them "
+                    "there from an HF folder of the same model, or convert it with rpg-megatron convert "
+                    "megatron-to-hf"
+                )
+            update[key] = section.model_copy(update={"path": folder})
+    return settings.model_copy(update=update) if update else settings
 
 
 def download(

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.checkpoints.megatron_folder import is_megatron
 from rpg_megatron.checkpoints.run_folder import ADAPTERS
 from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
 from rpg_megatron.commands.console import table_console
@@ -133,6 +134,11 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
     """Check that the engine's checkpoint has the trainer's sizes; the audit finds other differences."""
+    if is_megatron(path):
+        raise UserError(
+            f"--engine-model: {path} is a Megatron checkpoint, which engines do not load; convert it with "
+            "rpg-megatron convert megatron-to-hf"
+        )
     policy_shape = read_model_shape(settings.model.path)
     try:
         engine_shape = read_model_shape(path)

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
+from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.activation_sites import (
@@ -39,6 +40,7 @@ from rpg_megatron.models.activation_sites import (
     parameter_of,
     split_site,
 )
+from rpg_megatron.models.boxes import Box
 from rpg_megatron.policy.model import llama3_frequencies
 from rpg_megatron.system.dtypes import torch_dtype
 
@@ -74,10 +76,10 @@ Weights = Callable[[str], Tensor]
 
 
 class StoredWeights:
-    """The tensors of a Hugging Face checkpoint, read on demand."""
+    """The tensors of a Hugging Face checkpoint, or of a Megatron one's ``hf``, read on demand."""
 
     def __init__(self, folder: Path):
-        self._stored = list_checkpoint(folder)
+        self._stored, self._megatron = list_checkpoint(folder), open_tensors(folder)
         self._read_cached = lru_cache(maxsize=32)(self._read)
 
     def __call__(self, name: str) -> Tensor:
@@ -85,6 +87,8 @@ class StoredWeights:
         return self._read_cached(name)
 
     def _read(self, name: str) -> Tensor:
+        if self._megatron is not None:
+            return self._megatron.read(name, Box.whole(self._stored[name].shape))
         with safe_open(self._stored[name].file, framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor

@@ -1,18 +1,23 @@
-"""Conversion of checkpoints between Hugging Face and Megatron: checks, processes, verification.
+"""Conversion of checkpoints between Hugging Face and Megatron: checks, the two directions, verification.
 
-One process per rank (``rank.py``) does the work, connected by gloo; this process imports no torch. The result
-is written beside the target folder, and renamed when it is complete and, on request, verified.
+The result is written beside the target folder, and renamed when it is complete and, on request, verified.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import rpg_megatron
 from rpg_megatron.checkpoints.checkpoint_path import (
     find_lora,
     find_model_files,
@@ -37,22 +42,25 @@ from rpg_megatron.checkpoints.megatron_folder import (
     read_manifest,
     write_manifest,
 )
-from rpg_megatron.commands.convert.processes import ConvertProcesses, Job, StagingDir
+from rpg_megatron.checkpoints.megatron_tensors import whole_parameters
+from rpg_megatron.commands.convert.staging import Phases, StagingDir
+from rpg_megatron.commands.convert.verify import Check
+from rpg_megatron.config.cluster import RENDEZVOUS_VARIABLE
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.launcher.supervisor import RunFailed, StopSignals
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.lora import AdapterMapping, check_heads, with_adapters
+from rpg_megatron.models.lora import AdapterMapping, with_adapters
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import ExpertShard
-from rpg_megatron.models.registry import check_layout, mapping_for
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import chat_ends
+from rpg_megatron.system.child import end_children, explain, start_child, user_error
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
-RANK = "rpg_megatron.commands.convert.rank"
-HF_LOGITS = "rpg_megatron.commands.convert.hf_logits"
+VERIFY = "rpg_megatron.commands.convert.verify"
+_POLL_SECONDS = 0.1
 TOLERANCE = 1e-5
 """Largest difference of logits, relative to the largest logit or to 1 if that is smaller.
 
@@ -80,23 +88,29 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Memory of a rank's process, bytes."""
-
-    shard: int
-    """Its parameters."""
-    peak: int
-    """Peak above what it had before the model was built, mapped files included."""
-
-
-@dataclass(frozen=True)
 class Report:
     """A finished conversion."""
 
     out: Path
     seconds: float
-    memory: list[Memory]
+    peak: int
+    """Peak memory of this process above what it had at the beginning, mapped files included, bytes."""
+    size: int
+    """Bytes of the weights."""
     verification: Verification | None
+
+    def __str__(self) -> str:
+        """The last lines of the command."""
+        written = (
+            f"{self.out}: written in {self.seconds:.1f} s; peak memory {self.peak / 1e6:,.1f} MB above that "
+            f"at the start, for {self.size / 1e6:,.1f} MB of weights"
+        )
+        if (v := self.verification) is None:
+            return written
+        return (
+            f"logits: max |difference| from transformers {v.difference:.2e} over {v.tokens} positions, "
+            f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})\n{written}"
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class Source:
 
     shape: ModelShape
     layout: ModelMapping
-    """Of the result."""
+    """Of the weights in the result."""
     dtype: str
     """Dtype of the weights; empty if only Megatron's index has it."""
     config: Path
@@ -118,8 +132,6 @@ class Source:
     """Folder of the checkpoint, which the names in ``files`` are relative to."""
     files: dict[str, dict[str, Any]]
     """Files to compare with the manifest: name -> bytes, sha256. Empty without a manifest."""
-    tensor: int
-    pipeline: int
     lora: LoraSettings | None = None
     """Of a LoRA run's checkpoint, which has adapters and no other weights."""
     ends: list[int] = field(default_factory=list)
@@ -133,12 +145,12 @@ class Source:
         return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
 
     def __str__(self) -> str:
-        """One line: model and layout, and where the model's configuration is if that is another folder."""
+        """One line: the model, and where the model's configuration is if that is another folder."""
         elsewhere = not self.config.absolute().is_relative_to(self.whole.absolute())
         read = "weights, config.json" if self.lora is not None else "config.json"
         return (
             f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
-            f"{', ' + self.dtype if self.dtype else ''}; tensor={self.tensor} pipeline={self.pipeline}"
+            f"{', ' + self.dtype if self.dtype else ''}"
             f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
             f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"
             f"{f'; {self.note}' if self.note else ''}"
@@ -148,8 +160,8 @@ class Source:
 # -- the two directions --------------------------------------------------------------------------------------
 
 
-def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
-    """Check an HF checkpoint and the target layout.
+def open_hf(hf: Path) -> Source:
+    """Check an HF checkpoint.
 
     Raises one UserError that lists all tensors that are missing, unexpected, or of a wrong shape or dtype.
     """
@@ -158,24 +170,17 @@ def open_hf(hf: Path, tensor: int, pipeline: int) -> Source:
             f"--hf: {hf} is a Megatron checkpoint; convert it with megatron-to-hf --megatron {hf}"
         )
     shape = _read_shape(hf, hf)
-    check_layout(shape, tensor, pipeline)
     layout = mapping_for(shape)
     stored = verify_hf_checkpoint(hf, layout, one_dtype=True)
     dtype = next(iter(stored.values())).dtype
     note = describe_computed(list_checkpoint(hf))
-    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, tensor, pipeline, note=note)
+    return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, note=note)
 
 
 def open_megatron(
-    megatron: Path,
-    tensor: int | None = None,
-    pipeline: int | None = None,
-    config: Path | None = None,
-    *,
-    adapter: bool = False,
-    name: str = "--megatron",
+    megatron: Path, config: Path | None = None, *, adapter: bool = False, name: str = "--megatron"
 ) -> Source:
-    """Find a Megatron checkpoint and check the layout for reading it, by default its own.
+    """Find a Megatron checkpoint, and what is needed beside it.
 
     megatron: its folder; a checkpoint of a run; or a run, for its newest one. config: HF folder with
     config.json and tokenizer, for a checkpoint written by Megatron-LM, or instead of that which a run's
@@ -215,44 +220,38 @@ def open_megatron(
         if source.is_relative_to(whole):  # there may be further damage
             _refuse_damage(whole, files)
         raise
-    tensor, pipeline = tensor or metadata.tensor, pipeline or metadata.pipeline
-    check_layout(shape, tensor, pipeline)
     layout: ModelMapping = mapping_for(shape)
     if lora is not None:
-        check_heads(shape, tensor, "--tensor")
         if adapter:
             layout = AdapterMapping(shape, lora)
         else:
             verify_hf_checkpoint(source, layout)
     elif adapter:
         raise UserError(f"--adapter: {megatron} is not a LoRA run or its checkpoint; leave out --adapter")
-    dtype = metadata.dtype
-    return Source(shape, layout, dtype, source, root, folder, whole, files, tensor, pipeline, lora, ends)
+    return Source(shape, layout, metadata.dtype, source, root, folder, whole, files, lora, ends)
 
 
 def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, verify: bool = False) -> Report:
-    """Write ``out`` as a Megatron checkpoint, including the files needed to convert it back.
+    """Write ``out`` as a Megatron checkpoint, including the files needed to convert it back and to train.
 
-    Raises UserError for user errors; RunFailed if a process failed or, with ``verify``, logits differ;
+    Raises UserError for user errors; RunFailed if, with ``verify``, logits differ or its process failed;
     Interrupted after a signal. In these cases, no files are left.
     """
-    began = time.monotonic()
-    signals.raising = False  # from here on, resources must be cleaned up
-    with StagingDir(out, _bytes(source)) as place, ConvertProcesses(place.work, signals) as processes:
+    from rpg_megatron.commands.convert.convert import write_megatron  # torch
+
+    with _conversion(source, out, signals) as (place, phases, finish):
         folder = place.result / RELEASE
         folder.mkdir(parents=True)
-        job = _job(source, "hf_to_megatron", folder, place.work, verify=verify)
-        memory = _run_ranks(job, processes)
+        phases.begin("converting", _bytes(source))
+        write_megatron(source, folder, phases.count)
         (folder / HF).mkdir()
         for name, file in open_copied(source.config, source.root):
             copy_file(file, folder / HF, name)
-        verification = _compare(job, source.config, processes) if verify else None
-        processes.phase("checksums", folder_size(folder))
-        metadata = CheckpointMetadata(_megatron_version(), source.dtype, source.tensor, source.pipeline)
-        write_manifest(folder, metadata, processes.count)
+        verification = _compare(source, folder, source.config, place, phases) if verify else None
+        phases.begin("checksums", folder_size(folder))
+        write_manifest(folder, CheckpointMetadata(version("megatron-core"), source.dtype, 1, 1), phases.count)
         atomic_write_text(place.result / LATEST, RELEASE)
-        place.keep()
-    return Report(out, time.monotonic() - began, memory, verification)
+        return finish(verification)
 
 
 def convert_to_hf(
@@ -267,51 +266,50 @@ def convert_to_hf(
 
     Raises as ``convert_to_megatron`` does. Checks every file against the manifest first, if there is one.
     """
-    began = time.monotonic()
-    signals.raising = False  # from here on, resources must be cleaned up
-    with StagingDir(out, _bytes(source)) as place, ConvertProcesses(place.work, signals) as processes:
+    from rpg_megatron.commands.convert.convert import write_hf  # torch
+
+    with _conversion(source, out, signals) as (place, phases, finish):
         if source.files:
-            processes.phase("checking", sum(f["bytes"] for f in source.files.values()))
-            _refuse_damage(source.whole, source.files, processes.count)
-        direction = "megatron_to_peft" if isinstance(source.layout, AdapterMapping) else "megatron_to_hf"
-        job = _job(source, direction, place.result, place.work, verify=verify, bound=max_shard_bytes)
-        memory = _run_ranks(job, processes)
-        verification = _compare(job, place.result, processes) if verify else None
+            phases.begin("checking", sum(f["bytes"] for f in source.files.values()))
+            _refuse_damage(source.whole, source.files, phases.count)
+        phases.begin("converting", _bytes(source))
+        write_hf(source, place.result, phases.count, max_shard_bytes)
+        verification = _compare(source, source.folder, place.result, place, phases) if verify else None
+        return finish(verification)
+
+
+@contextmanager
+def _conversion(
+    source: Source, out: Path, signals: StopSignals
+) -> Iterator[tuple[StagingDir, Phases, Callable[[Verification | None], Report]]]:
+    """The staging folder, the progress, and a function that moves the result to its place."""
+    began, before = time.monotonic(), _memory("VmRSS")
+    with suppress(OSError):  # begin the peak anew
+        Path("/proc/self/clear_refs").write_text("5")
+    signals.raising = False  # from here on, resources must be cleaned up
+
+    def finish(verification: Verification | None) -> Report:
+        peak = _memory("VmHWM") - before
         place.keep()
-    return Report(out, time.monotonic() - began, memory, verification)
+        return Report(out, time.monotonic() - began, peak, _bytes(source), verification)
+
+    with StagingDir(out, _bytes(source)) as place, Phases(signals) as phases:
+        try:
+            yield place, phases, finish
+        except OSError as e:
+            raise UserError(f"{out}: cannot be written ({e.strerror or e}); nothing was written") from None
 
 
 def mapping(source: Source) -> Iterator[str]:
-    """The mapping, line by line: every parameter of every rank, and its slices of HF tensors."""
-    layout, first = source.layout, 0
+    """The mapping, line by line: every parameter, and its slices of HF tensors."""
+    layout = source.layout
     if not isinstance(layout, AdapterMapping):
         layout = with_adapters(layout, source.lora)
-    yield "rank, Megatron parameter [local shape]; below it: HF tensor [its part] -> [part of the parameter]"
-    for stage, count in enumerate(source.shape.stage_layers(source.pipeline)):
-        for tensor_rank in range(source.tensor):
-            experts = ExpertShard(tensor=source.tensor, tensor_rank=tensor_rank)  # as in ``Conversion``
-            params = layout.stage_params(
-                layers=range(first, first + count),
-                first=stage == 0,
-                last=stage == source.pipeline - 1,
-                tensor=source.tensor,
-                vocab_multiple=1,
-                experts=experts,
-            )
-            yield (
-                f"rank {stage * source.tensor + tensor_rank}: tensor {tensor_rank} of {source.tensor}, "
-                f"stage {stage} of {source.pipeline}, layers {first}-{first + count - 1}"
-            )
-            for name, shape in params.items():
-                yield f"  {name} {list(shape)}"
-                pieces = layout.pieces(
-                    name, tensor=source.tensor, tensor_rank=tensor_rank, vocab_multiple=1, experts=experts
-                )
-                yield from (f"    {p.hf_name} {_range(p.hf)} -> {_range(p.local)}" for p in pieces)
-                padding = shape[0] - sum(p.local.extent[0] for p in pieces)
-                if len(pieces) < 2 and padding:
-                    yield f"    {padding} rows of padding, zero"
-        first += count
+    yield "Megatron parameter [shape]; below it: HF tensor [its part] -> [part of the parameter]"
+    for name, shape in whole_parameters(layout).items():
+        yield f"{name} {list(shape)}"
+        for p in layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
+            yield f"  {p.hf_name} {_range(p.hf)} -> {_range(p.local)}"
 
 
 # -- used by both --------------------------------------------------------------------------------------------
@@ -341,22 +339,10 @@ def _bytes(source: Source) -> int:
     return source.parameters * ITEM_BYTES[source.dtype or "float32"]
 
 
-def _job(source: Source, direction: str, out: Path, work: Path, *, verify: bool, bound: int = 0) -> Job:
-    return Job(
-        direction=direction,
-        source=str(source.folder.absolute()),
-        config=str(source.config.absolute()),
-        root=str(source.root.absolute()),
-        out=str(out.absolute()),
-        work=str(work.absolute()),
-        tensor=source.tensor,
-        pipeline=source.pipeline,
-        dtype=source.dtype,
-        max_shard_bytes=bound,
-        sequences=_sequences(source.shape) if verify else [],
-        ends=source.ends,
-        lora=None if source.lora is None else source.lora.model_dump(mode="json"),
-    )
+def _memory(field: str) -> int:
+    """Resident bytes of this process, mapped files included: now (VmRSS), or at most (VmHWM)."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
 
 
 def _sequences(shape: ModelShape) -> list[list[int]]:
@@ -368,28 +354,45 @@ def _sequences(shape: ModelShape) -> list[list[int]]:
     return sequences
 
 
-def _run_ranks(job: Job, processes: ConvertProcesses) -> list[Memory]:
-    world = job.tensor * job.pipeline
-    processes.phase(f"starting {world} process{'es' if world > 1 else ''}")
-    return [Memory(**report) for report in processes.run(RANK, "rank", asdict(job), world)]
+def _compare(source: Source, megatron: Path, hf: Path, place: StagingDir, phases: Phases) -> Verification:
+    """Compare Megatron's logits with those of transformers, in a process of its own."""
+    phases.begin("verifying")
+    lora = None if source.lora is None else source.lora.model_dump(mode="json")
+    folders = (str(folder.absolute()) for folder in (megatron, hf, source.config))
+    check = Check(*folders, _sequences(source.shape), source.dtype or "float32", lora)
+    environment = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        RENDEZVOUS_VARIABLE: str(place.work / "rendezvous"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count() or 1),
+        "CUDA_VISIBLE_DEVICES": "",  # torch and Megatron would use a visible GPU
+    }
+    command = [sys.executable, "-P", "-m", VERIFY]
+    root = str(Path(rpg_megatron.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    child = start_child("verification", command, environment, place.work / "verification.log", pipes=True)
+    try:
+        child.pipes[0].write(json.dumps(asdict(check)).encode() + b"\n")
+        while child.exit_code() is None:
+            time.sleep(_POLL_SECONDS)
+            phases.count(0)
+        if child.exit_code():
+            if message := user_error(child):
+                raise UserError(message)
+            raise RunFailed(explain(child))
+        values = json.loads(child.pipes[1].read().splitlines()[-1])
+        result = Verification(**values, tokens=sum(map(len, check.sequences)))
+    finally:
+        end_children([child])
+    require_equal(result)
+    return result
 
 
-def _compare(job: Job, hf: Path, processes: ConvertProcesses) -> Verification:
-    """Compare the logits that the ranks saved with those of transformers for ``hf``."""
-    processes.phase("verifying: transformers")
-    request = {"hf": str(hf.absolute()), "work": job.work, "sequences": job.sequences}
-    (report,) = processes.run(HF_LOGITS, "transformers", request, 1)
-    result = Verification(**report, tokens=sum(map(len, job.sequences)))
+def require_equal(result: Verification) -> None:
+    """Raise RunFailed for logits that differ by more than rounding."""
     if not result.difference <= result.tolerance:
         raise RunFailed(
             f"logits differ by up to {result.difference:.2e} ({result.worst}), beyond the "
             f"tolerance of {result.tolerance:.1e} for float32 rounding: Megatron and transformers disagree; "
             "nothing was written"
         )
-    return result
-
-
-def _megatron_version() -> str:
-    from importlib.metadata import version
-
-    return version("megatron-core")

@@ -19,32 +19,44 @@ if TYPE_CHECKING:
 
 convert = typer.Typer(
     name="convert",
-    help="Convert checkpoints between Hugging Face and Megatron-Core, any tensor x pipeline layout, on CPUs.",
+    help="Convert checkpoints between Hugging Face and Megatron-Core. Training starts from either "
+    "(model.path), in any layout; vLLM and others need the former.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _refuse_layout(size: int | None) -> None:
+    if size is not None:
+        raise UserError("--tensor, --pipeline: a Megatron checkpoint has no layout; remove the option")
+
+
 OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to create.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Compare logits with transformers (loads the whole model).")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the mapping of each rank; write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the mapping of each tensor; write nothing.")]
+Layout = Annotated[int | None, typer.Option(hidden=True, callback=_refuse_layout)]
 
 
 @convert.command()
 def hf_to_megatron(
     hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
     out: OutFolder = None,
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 1,
     verify: Verify = False,
     dry_run: DryRun = False,
+    tensor: Layout = None,
+    pipeline: Layout = None,
 ) -> None:
-    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint."""
+    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint.
+
+    Megatron-LM's tools read it, and training starts from it: model.path=DIR.
+    """
     with exit_on_interrupt():
         from rpg_megatron.commands.convert import command as tool
 
-    source = tool.open_hf(hf, tensor, pipeline)
+    source = tool.open_hf(hf)
     _convert(source, out, dry_run, partial(tool.convert_to_megatron, source, verify=verify))
 
 
@@ -54,12 +66,6 @@ def megatron_to_hf(
         Path, typer.Option(metavar="DIR", help="Megatron-Core checkpoint, a run, or its checkpoint.")
     ],
     out: OutFolder = None,
-    tensor: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size. [default: as saved]")
-    ] = None,
-    pipeline: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline-parallel size. [default: as saved]")
-    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="HF config and tokenizer, or a LoRA run's model, if not found."),
@@ -70,8 +76,10 @@ def megatron_to_hf(
     ] = False,
     verify: Verify = False,
     dry_run: DryRun = False,
+    tensor: Layout = None,
+    pipeline: Layout = None,
 ) -> None:
-    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint.
+    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint, for vLLM and others.
 
     The adapters of a LoRA run are merged with its model.
     """
@@ -81,7 +89,7 @@ def megatron_to_hf(
 
     if adapter and verify:
         raise UserError("--verify compares whole models; leave out --adapter")
-    source = tool.open_megatron(newest_run(megatron), tensor, pipeline, config, adapter=adapter)
+    source = tool.open_megatron(newest_run(megatron), config, adapter=adapter)
     limit = int(max_shard_gib * 1024**3)
     work = partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit)
     _convert(source, out, dry_run, work)
@@ -113,7 +121,6 @@ def _convert(
         from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
-        from rpg_megatron.system.limits import check_files
 
     if dry_run:
         typer.echo("\n".join(mapping(source)))
@@ -121,21 +128,10 @@ def _convert(
     if out is None:
         raise UserError("--out is missing; give the folder to create")
     leave_to_first_node("convert")
-    check_files(source.tensor * source.pipeline, 0)
     print(source, file=sys.stderr)
     with StopSignals() as signals, exit_codes():
         try:
-            report = work(out, signals)
+            typer.echo(str(work(out, signals)))
         except Interrupted as e:
             e.note = "nothing was written"
             raise
-    if (v := report.verification) is not None:
-        typer.echo(
-            f"logits: max |difference| from transformers {v.difference:.2e} over {v.tokens} positions, "
-            f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})"
-        )
-    worst = max(report.memory, key=lambda m: m.peak)
-    typer.echo(
-        f"{report.out}: written in {report.seconds:.1f} s; peak memory per process "
-        f"{worst.peak / 1e6:,.1f} MB above its baseline, for {worst.shard / 1e6:,.1f} MB of weights"
-    )
