@@ -123,7 +123,9 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     without an index every file; transformers prefers ``SINGLE`` to the index.
     """
     if weights_of(model_dir) is not None:
-        from rpg_megatron.checkpoints.megatron_tensors import open_tensors  # msgspec, as in read_contents
+        from rpg_megatron.checkpoints.megatron_tensors import (
+            open_tensors,  # msgspec, which a login node may lack
+        )
 
         megatron = open_tensors(model_dir)
         assert megatron is not None

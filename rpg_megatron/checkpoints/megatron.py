@@ -41,14 +41,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rpg_megatron.checkpoints.index import write_plain_index
-from rpg_megatron.checkpoints.megatron_folder import (
-    CONTENT,
-    MEGATRON,
-    Contents,
-    check_tensors,
-    read_contents,
-)
+from rpg_megatron.checkpoints.index import Index, read_index, write_plain_index
+from rpg_megatron.checkpoints.megatron_folder import CONTENT, MEGATRON, check_tensors
 from rpg_megatron.checkpoints.plain_loading import drop_pickled_states, plain_loading
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_own, open_regular, places_of
@@ -242,7 +236,8 @@ def load_weights(
 def _load(
     folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None, trusted: bool
 ) -> None:
-    contents = read_contents(folder)
+    index = read_index(folder)
+    objects = set(index.objects)
     try:  # Megatron opens it by its name
         open_regular(folder / MEGATRON, *places_of(folder)).close()
     except OSError as e:
@@ -252,9 +247,9 @@ def _load(
     # the checkpoint are initialised.
     _, state = extract_matching_values(
         _describe(models, content),
-        lambda leaf: isinstance(leaf, ShardedObject) and leaf.unique_key not in contents.objects,
+        lambda leaf: isinstance(leaf, ShardedObject) and leaf.unique_key not in objects,
     )
-    _check_tensors(folder, contents, state, vocab)
+    _check_tensors(folder, index, state, vocab)
     keys = list(state)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata(content))
@@ -290,7 +285,7 @@ def _metadata(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
 
 
-def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], vocab: int) -> None:
+def _check_tensors(folder: Path, index: Index, state: dict[str, Any], vocab: int) -> None:
     """Compare the tensors of all ranks with the stored ones; Megatron would stop at the first difference."""
     own_tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
     for leaf in nested_values(state):
@@ -300,7 +295,7 @@ def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], voca
                 own_tensors[part.key] = (tuple(part.global_shape), bool(part.allow_shape_mismatch))
     everyone = gather_objects(own_tensors, dict[str, tuple[tuple[int, ...], bool]])
     expected = {key: value for rank in everyone for key, value in rank.items()}
-    check_tensors(folder, contents.weights, expected, vocab)
+    check_tensors(folder, index.weights, expected, vocab)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from rpg_megatron.system.dtypes import WEIGHT_DTYPES
 from rpg_megatron.system.terminal import one_line
 
 if TYPE_CHECKING:
-    from rpg_megatron.checkpoints.index import Index
+    from rpg_megatron.checkpoints.index import Index, Tensor
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -238,54 +238,9 @@ def _sha256(file: Path, count: Callable[[int], None], inside: Sequence[Path]) ->
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class StoredWeight:
-    """One tensor of a Megatron checkpoint, stored in one file or several."""
-
-    dtype: str
-    """As torch names it, without ``torch.``."""
-    shape: tuple[int, ...]
-    """Shape of the full tensor, independent of the layout that wrote it."""
-    parts: int
-    """Number of pieces that it is stored in."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Content of a checkpoint according to its index."""
-
-    tensors: dict[str, StoredWeight]
-    """Megatron's key -> tensor, optimizer state included."""
-    objects: frozenset[str]
-    """Megatron's keys of objects that are not tensors, such as FP8 scales."""
-    ends: dict[str, int]
-    """File -> minimum size in bytes."""
-
-    @property
-    def weights(self) -> dict[str, StoredWeight]:
-        """The model's tensors, without optimizer state."""
-        return {n: t for n, t in self.tensors.items() if not n.startswith(("optimizer.", "chained_"))}
-
-
-def read_contents(folder: Path) -> Contents:
-    """Read the index. Raises UserError if it is missing or invalid."""
-    from rpg_megatron.checkpoints.index import read_index  # msgspec, which a login node may lack
-
-    return contents_of(read_index(folder))
-
-
-def contents_of(index: Index) -> Contents:
-    """The content that an index describes."""
-    ends: dict[str, int] = {}
-    for piece in index.pieces:
-        ends[piece.file] = max(ends.get(piece.file, 0), piece.begin + piece.length)
-    tensors = {n: StoredWeight(t.dtype, t.shape, len(t.chunks)) for n, t in index.tensors.items()}
-    return Contents(tensors, frozenset(index.objects), ends)
-
-
 def check_tensors(
     folder: Path,
-    stored: Mapping[str, StoredWeight],
+    stored: Mapping[str, Tensor],
     expected: Mapping[str, tuple[tuple[int, ...], bool]],
     vocab: int,
 ) -> None:
@@ -325,10 +280,10 @@ def _fits(stored: tuple[int, ...], expected: tuple[int, ...], vocab: int | None)
     return stored == expected if vocab is None else stored[1:] == expected[1:] and stored[0] >= vocab
 
 
-def find_short_files(folder: Path, contents: Contents) -> list[str]:
+def find_short_files(folder: Path, index: Index) -> list[str]:
     """One line for each file that the index needs and that is missing or truncated."""
     problems, inside = [], places_of(folder)
-    for name, end in sorted(contents.ends.items()):
+    for name, end in sorted(index.ends.items()):
         size = _size_of(folder / name, inside)
         if isinstance(size, str):
             problems.append(f"{one_line(name)} {size}")

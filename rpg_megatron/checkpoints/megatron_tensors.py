@@ -1,7 +1,7 @@
 """The weights of a Megatron checkpoint (torch_dist), as one rank with the whole model has them.
 
 A checkpoint holds full tensors, in any number of parts, whatever layout has written it. So a box of a
-Hugging Face tensor is one box or several in it, which are read without Megatron and by any rank for itself.
+Hugging Face tensor is one box or several in it, which each rank reads for itself, without Megatron.
 Needs torch only to read weights.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rpg_megatron.checkpoints.hf_files import StoredTensor
-from rpg_megatron.checkpoints.index import INDEX, Tensor, read_index
-from rpg_megatron.checkpoints.megatron_folder import check_tensors, contents_of, find_short_files, weights_of
+from rpg_megatron.checkpoints.index import INDEX, read_index
+from rpg_megatron.checkpoints.megatron_folder import check_tensors, find_short_files, weights_of
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
-from rpg_megatron.models.boxes import Box, Piece
+from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.dense import FUSED
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import Shape
@@ -36,24 +35,20 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _FUSED = {name: fused for fused, name in FUSED.items()}
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.lora.lm_head.B")
 """Parameters with a row for each token, which layouts pad differently."""
-_HEADERS = {name: header for header, name in SAFETENSORS.items()}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a parameter of the whole model is stored."""
 
     key: str
-    axes: tuple[tuple[int, int], ...] = ()
-    """Index and size of each dimension that the stored tensor has in front: of layers, of experts."""
-
-    def shape(self, own: Shape) -> Shape:
-        """Of the stored tensor."""
-        return (*(size for _, size in self.axes), *own)
+    at: Shape = ()
+    """Index in each dimension that the stored tensor has in front: of layers, of experts."""
+    sizes: Shape = ()
+    """The size of each of these dimensions."""
 
     def box(self, own: Box) -> Box:
         """A box of the parameter, in the stored tensor."""
-        return Box((*(at for at, _ in self.axes), *own.start), (*(1 for _ in self.axes), *own.extent))
+        return Box((*self.at, *own.start), (*(1 for _ in self.at), *own.extent))
 
 
 def find_places(name: str, model: ModelShape) -> list[Place]:
@@ -64,14 +59,13 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
     match = _LAYER.fullmatch(name)
     if match is None:
         return [Place(name)]
-    layer, rest, experts = int(match[1]), match[2], ()
+    layer, rest, at, sizes = int(match[1]), match[2], (), ()
     if model.experts is not None and (expert := _EXPERT.fullmatch(rest)):
-        rest, experts = f"mlp.experts.experts.{expert[2]}", ((int(expert[1]), model.experts.count),)
+        rest, at, sizes = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),), (model.experts.count,)
     names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
-    return [
-        *(Place(f"decoder.layers.{layer}.{each}", experts) for each in names),
-        *(Place(f"decoder.layers.{each}", ((layer, model.num_layers), *experts)) for each in names),
-    ]
+    places = [Place(f"decoder.layers.{layer}.{each}", at, sizes) for each in names]
+    at, sizes = (layer, *at), (model.num_layers, *sizes)
+    return [*places, *(Place(f"decoder.layers.{each}", at, sizes) for each in names)]
 
 
 def whole_parameters(mapping: ModelMapping) -> dict[str, Shape]:
@@ -93,99 +87,84 @@ class MegatronTensors:
     def __init__(self, folder: Path, mapping: ModelMapping) -> None:
         """Raises UserError if the tensors are not those of the mapping, or if files are too short."""
         self.folder, self.mapping = folder, mapping
-        self._index = read_index(folder)
-        contents = contents_of(self._index)
-        self.parameters = whole_parameters(mapping)
-        self.places = {}
-        for name in self.parameters:
+        self._index, self._shapes = read_index(folder), whole_parameters(mapping)
+        self._places, expected = {}, {}
+        for name, shape in self._shapes.items():
             places = find_places(name, mapping.shape)
-            self.places[name] = next((p for p in places if p.key in contents.tensors), places[0])
-        expected = {p.key: (p.shape(self.parameters[n]), n in _VOCABULARY) for n, p in self.places.items()}
-        check_tensors(folder, contents.weights, expected, mapping.shape.vocab_size)
-        if short := find_short_files(folder, contents):
+            self._places[name] = p = next((p for p in places if p.key in self._index.tensors), places[0])
+            expected[p.key] = (*p.sizes, *shape), name in _VOCABULARY
+        check_tensors(folder, self._index.weights, expected, mapping.shape.vocab_size)
+        if short := find_short_files(folder, self._index):
             raise UserError(f"{folder}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(short))
-
-    def stored(self) -> dict[str, StoredTensor]:
-        """The tensors by Hugging Face's names, as ``hf_files.list_checkpoint`` lists those of files."""
-        shapes = self.mapping.hf_tensors()
-        return {
-            name: StoredTensor(self.folder / INDEX, _HEADERS.get(dtype, dtype), shapes[name], 0)
-            for name, dtype in ((n, self._stored(pieces[0][0]).dtype) for n, pieces in self._pieces.items())
-        }
+        self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+        for name in self._shapes:
+            for piece in mapping.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
+                self._pieces[piece.hf_name].append((name, piece))
 
     @property
     def dtype(self) -> str:
         """The dtype of all weights. Raises UserError if there are several, or if it is not one of weights."""
-        dtypes = sorted({self._stored(name).dtype for name in self.parameters})
-        if len(dtypes) != 1:
-            raise UserError(
-                f"{self.folder}: the weights have several dtypes ({', '.join(dtypes)}); save them with one"
-            )
-        if dtypes[0] not in WEIGHT_DTYPES:
-            raise UserError(f"{self.folder}: weights are {dtypes[0]}; known: {', '.join(WEIGHT_DTYPES)}")
+        dtypes = sorted({self._dtype(name) for name in self._shapes})
+        if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
+            known = ", ".join(WEIGHT_DTYPES)
+            raise UserError(f"{self.folder}: weights are {', '.join(dtypes)}; save them with one of {known}")
         return dtypes[0]
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """The tensors by Hugging Face's names, as ``hf_files.list_checkpoint`` lists those of files."""
+        headers, file = {name: header for header, name in SAFETENSORS.items()}, self.folder / INDEX
+        dtypes = {name: self._dtype(self._pieces[name][0][0]) for name in self.mapping.hf_tensors()}
+        shapes = self.mapping.hf_tensors()
+        return {n: StoredTensor(file, headers.get(t, t), shapes[n], 0) for n, t in dtypes.items()}
 
     def parameter(self, name: str) -> torch.Tensor:
         """A whole parameter, in the checkpoint's dtype."""
-        return self._read(name, Box.whole(self.parameters[name]))
+        return self._read(name, Box.whole(self._shapes[name]))
 
     def read(self, hf_name: str, box: Box) -> torch.Tensor:
         """A box of a Hugging Face tensor, in the checkpoint's dtype."""
         import torch
 
         pieces = self._pieces[hf_name]
-        out = torch.empty(box.extent, dtype=torch_dtype(self._stored(pieces[0][0]).dtype))
+        out = torch.empty(box.extent, dtype=torch_dtype(self._dtype(pieces[0][0])))
         for name, piece in pieces:
             if (part := piece.cut(box)) is not None:
                 out[Box(part.hf.offset_in(box), part.hf.extent).slices()] = self._read(name, part.local)
         return out
 
-    def _stored(self, name: str) -> Tensor:
-        return self._index.tensors[self.places[name].key]
+    def _dtype(self, name: str) -> str:
+        return self._index.tensors[self._places[name].key].dtype
 
     def _read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a parameter: from the parts that hold some of it, the rows that they share with it."""
+        """A box of a parameter."""
         import torch
 
         from rpg_megatron.checkpoints.plain_loading import read_part
 
-        stored, wanted = self._stored(name), self.places[name].box(box)
-        out = torch.empty(wanted.extent, dtype=torch_dtype(stored.dtype))
-        for offset, shape in stored.chunks:
-            if offset and not wanted.start[0] - shape[0] < offset[0] < wanted.end[0]:
-                continue  # quick, since a tensor of experts has thousands
-            part = Box(offset, shape)
+        place = self._places[name]
+        wanted = place.box(box)
+        out = torch.empty(wanted.extent, dtype=torch_dtype(self._dtype(name)))
+        for part, file, where in self._parts[place.key]:
             if (common := part.intersect(wanted)) is not None:
-                file, where = self._locations[self.places[name].key, offset]
                 target = Box(common.offset_in(wanted), common.extent)
                 source = Box(common.offset_in(part), common.extent)
-                out[target.slices()] = read_part(self.folder, file, where, source)
+                out[target.slices()] = read_part(self.folder / file, where, source)
         return out.reshape(box.extent)
 
     @cached_property
-    def _locations(self) -> dict[tuple[str, Shape], tuple[str, Location]]:
-        """Where each part of each weight is: key and offset -> file, and place in it."""
+    def _parts(self) -> dict[str, list[tuple[Box, str, Location]]]:
+        """The parts of each stored tensor: its box, its file, and its place there."""
         from rpg_megatron.checkpoints.plain_loading import locate_parts
 
-        keys = {place.key for place in self.places.values()}
-        parts = [p for p in self._index.pieces if p.name in keys and p.offset is not None]
-        shapes = {(key, offset): shape for key in keys for offset, shape in self._index.tensors[key].chunks}
-        found = {}
-        for part, where in zip(parts, locate_parts(self.folder, parts), strict=True):
-            assert part.offset is not None
-            if where.shape != shapes[part.name, part.offset]:
-                raise UserError(
-                    f"{self.folder}: a part of {part.name} has the shape {list(where.shape)}; copy the "
-                    "checkpoint again"
-                )
-            found[part.name, part.offset] = part.file, where
+        found = defaultdict(list)
+        pieces = [p for p in self._index.pieces if p.offset is not None and p.name in self._index.tensors]
+        for piece, where in zip(pieces, locate_parts(self.folder, pieces), strict=True):
+            box = Box(piece.offset or (), where.shape)
+            found[piece.name].append((box, piece.file, where))
+        try:
+            for place in self._places.values():
+                shape = self._index.tensors[place.key].shape
+                check_cover(place.key, shape, [box for box, *_ in found[place.key]])
+        except MappingError as e:
+            raise UserError(f"{self.folder}: {e}; copy the checkpoint again") from None
         return found
-
-    @cached_property
-    def _pieces(self) -> dict[str, list[tuple[str, Piece]]]:
-        """Hugging Face name -> the parameters that hold the tensor, and where."""
-        found: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for name in self.parameters:
-            for piece in self.mapping.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
-                found[piece.hf_name].append((name, piece))
-        return {name: found[name] for name in self.mapping.hf_tensors()}

@@ -158,21 +158,17 @@ def locate_parts(folder: Path, parts: Sequence[StoredPart]) -> list[Location]:
         return list(_locate(files, [(number[p.file], p.begin, p.length) for p in parts]))
 
 
-def read_part(folder: Path, file: str, where: Location, box: Box) -> torch.Tensor:
-    """A box of a part of a tensor. Only its rows are read, along the first dimension with several.
+def read_part(file: Path, where: Location, box: Box) -> torch.Tensor:
+    """A box of a part of a tensor. Only its rows are read, in the first dimension with several.
 
     Raises UserError.
     """
     dim = next((d for d, size in enumerate(where.shape) if size > 1), 0)
-    rows = [(0, size) for size in where.shape]
-    if where.shape:
-        rows[dim] = box.start[dim], box.extent[dim]
-    shape = tuple(count for _, count in rows)
-    first = sum(at * step for (at, _), step in zip(rows, where.stride, strict=True))
-    with _open_files(folder, [file]) as (opened,):
-        values = _read_tensor(opened, where._replace(shape=shape, offset=where.offset + first))
-    rest = [slice(None) if d == dim else s for d, s in enumerate(box.slices())]
-    return values[tuple(rest)]
+    shape, first = list(where.shape), where.offset + box.start[dim] * where.stride[dim]
+    shape[dim] = box.extent[dim]
+    with _open_files(file.parent, [file.name]) as (opened,):
+        values = _read_tensor(opened, where._replace(shape=tuple(shape), offset=first))
+    return values[tuple(slice(None) if d == dim else s for d, s in enumerate(box.slices()))]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from rpg_megatron.checkpoints.hf_hub import with_local_model, with_model_folder
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.study import Study, is_study, load_study
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
@@ -129,7 +129,7 @@ def _submit(
     typer.echo(shlex.join(command))
     if dry_run:
         return
-    first = with_model_folder(study.runs[numbers[0] - 1].settings)
+    first = with_local_model(study.runs[numbers[0] - 1].settings, hub=False)
     if first.model.path.is_dir():  # jobs may see other files
         check_start(CheckedRun(first, ALL - {"machine", "engines"}, prepares=True))
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -19,7 +19,7 @@ from typing import IO, Any, BinaryIO
 import yaml
 
 from rpg_megatron.checkpoints.checkpoint_path import kind_of, list_exports, whole_step
-from rpg_megatron.checkpoints.hf_hub import with_model_folder
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.run_folder import (
     ADAPTERS,
     CONFIG,
@@ -202,7 +202,7 @@ def find_finished(settings: Settings) -> Path | None:
     update: dict[str, Any] = {"model": settings.model.model_copy(update=place)}
     if settings.sft is not None:
         update["training"] = recorded.training
-    settings = with_model_folder(settings.model_copy(update=update))
+    settings = with_local_model(settings.model_copy(update=update), hub=False)
     if done < settings.training.steps or _changes(settings, folder / CONFIG)[0]:
         return None
     return folder

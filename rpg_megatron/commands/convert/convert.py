@@ -1,43 +1,42 @@
 """Writes a checkpoint of one format from one of the other, parameter by parameter, in this process.
 
 No more of the model is in memory than one parameter and, where the result is of Hugging Face's format, the
-file that is being written. Needs no Megatron: its format has no layout.
+file that is being written. Needs no Megatron: its format has no layout. Verification does, and has the whole
+model in memory, by one implementation after the other.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import pickle
-import re
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+import random
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
 from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.index import INDEX, Index, StoredPart, to_torch, write_plain_index
-from rpg_megatron.checkpoints.index import Tensor as StoredTensor
-from rpg_megatron.checkpoints.megatron_folder import CONTENT, MEGATRON
 from rpg_megatron.checkpoints.megatron_tensors import (
     MegatronTensors,
-    Place,
     find_places,
     open_tensors,
     whole_parameters,
 )
-from rpg_megatron.config.files import atomic_write_text, open_own
-from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.lora import AdapterMapping, peft_name, weight_name
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import Shape
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.system.dtypes import dtype_name, torch_dtype
+from rpg_megatron.system.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from rpg_megatron.commands.convert.command import Source
@@ -46,26 +45,22 @@ Count = Callable[[int], None]
 """Called with the bytes of each parameter."""
 _ONE_RANK: dict[str, Any] = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
 _WHOLE = RankCoordinates(rank=0, pipeline_rank=0, data_rank=0, context_rank=0, **_ONE_RANK)
-_FILE_BYTES = 5 * 1024**3
-"""Size of a file of Megatron's format from which the next one begins."""
-_STATEFUL = re.compile(r"(.*\.linear_(?:proj|qkv|fc1|fc2))\.weight")
-"""Layers that have an extra state in Megatron, for FP8, which its readers expect."""
+TOLERANCE = 1e-5
+"""Largest difference of logits, relative to the largest logit or to 1 if that is smaller.
+
+Both sides compute in float32, in different orders of summation.
+"""
 
 
 def write_megatron(source: Source, folder: Path, count: Count) -> None:
     """Write the HF checkpoint in Megatron's format, into an empty folder. Raises UserError, OSError."""
-    writer = _MegatronWriter(folder)
-
-    def filled() -> Iterator[tuple[str, Tensor]]:
-        for name, shape in whole_parameters(source.layout).items():
-            parameter = torch.empty(shape, dtype=torch_dtype(source.dtype))
-            yield name, parameter
-            # The two halves of a gated block's input layer are apart, as Megatron's ranks need them.
-            halves = 2 if name.endswith("linear_fc1.weight") else 1
-            writer.add(find_places(name, source.shape)[0], parameter, halves)
-            count(parameter.nbytes)
-
-    load_hf_weights(source.folder, filled(), source.layout, **_ONE_RANK)
+    writer = MegatronWriter(folder)
+    read = _read_model(source.folder, source.layout, torch_dtype(source.dtype))
+    for name in whole_parameters(source.layout):
+        parameter = read(name)
+        # The two halves of a gated block's input layer are apart, as Megatron's ranks need them.
+        writer.add(find_places(name, source.shape)[0], parameter, 2 if name.endswith("fc1.weight") else 1)
+        count(parameter.nbytes)
     writer.finish()
 
 
@@ -74,19 +69,16 @@ def write_hf(source: Source, out: Path, count: Count, max_shard_bytes: int) -> N
 
     Raises UserError, OSError.
     """
-    layout, lora = source.layout, source.lora
-    adapters = layout if lora is None else AdapterMapping(source.shape, lora)
-    stored = MegatronTensors(source.folder, adapters)
-    dtype, read = torch_dtype(stored.dtype), stored.parameter
+    layout = source.layout
+    dtype, read = _read_source(source)
+    parameters = _Parameters(layout, read, count)
     if isinstance(layout, AdapterMapping):
-        export_adapter(out, _Parameters(layout, read, count), layout, _WHOLE, source.config, dtype=dtype)
+        export_adapter(out, parameters, layout, _WHOLE, source.config, dtype=dtype)
         return
-    if lora is not None:
-        read = _read_merged(source, stored, lora)
     export_hf(
         out,
         source.config,
-        _Parameters(layout, read, count),
+        parameters,
         layout,
         _WHOLE,
         dtype=dtype,
@@ -96,115 +88,155 @@ def write_hf(source: Source, out: Path, count: Count, max_shard_bytes: int) -> N
     )
 
 
-class _Parameters(Mapping[str, Tensor]):
-    """A whole model's parameters by Megatron's name; ``[name]`` reads one, and the last one is kept.
+class _Parameters(dict[str, Tensor]):
+    """A whole model's parameters by Megatron's name; ``[name]`` reads one, and keeps the last one.
 
     ``items`` gives tensors without values, for their shapes.
     """
 
     def __init__(self, layout: ModelMapping, read: Callable[[str], Tensor], count: Count) -> None:
-        self._shapes, self._read, self._count = whole_parameters(layout), read, count
-        self._last: tuple[str, Tensor] | None = None
+        super().__init__({n: torch.empty(s, device="meta") for n, s in whole_parameters(layout).items()})
+
+        def counted(name: str) -> Tensor:
+            parameter = read(name)
+            count(parameter.nbytes)
+            return parameter
+
+        self._read = lru_cache(maxsize=1)(counted)
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = None  # frees it before the next one is read
-            self._last = name, self._read(name)
-            self._count(self._last[1].nbytes)
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    def items(self) -> ItemsView[str, Tensor]:
-        return {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}.items()
+        return self._read(name)
 
 
-def _read_merged(source: Source, adapters: MegatronTensors, lora: LoraSettings) -> Callable[[str], Tensor]:
-    """Reads the model's parameters with the adapters added, in float32: the caller rounds the sums once."""
-    layout, base, shapes = source.layout, open_tensors(source.config), whole_parameters(source.layout)
-    stored = verify_hf_checkpoint(source.config, layout)
-    factors = adapters.mapping.hf_tensors()
-    layers, names = range(source.shape.num_layers), lora.names
-    adapted = {weight_name(n, t): [peft_name(n, t, x) for x in "AB"] for n in layers for t in names}
+def _read_model(model: Path, layout: ModelMapping, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """What reads a parameter of a model's folder, of either format."""
+    if (megatron := open_tensors(model)) is not None:
+        return lambda name: megatron.parameter(name).to(dtype)
+    stored, shapes = verify_hf_checkpoint(model, layout), whole_parameters(layout)
 
-    @torch.no_grad()
     def read(name: str) -> Tensor:
-        weight = torch.empty(shapes[name])
-        if base is not None:
-            weight.copy_(base.parameter(name))
-        else:
-            one = [(name, weight)]
-            load_hf_weights(source.config, one, layout, stored=stored, **_ONE_RANK)
-        for piece in layout.pieces(name, **_ONE_RANK):
-            if piece.hf_name in adapted:
-                a, b = (adapters.read(x, Box.whole(factors[x])).float() for x in adapted[piece.hf_name])
-                rows = slice(piece.hf.start[0], piece.hf.end[0])
-                weight[piece.local.slices()].addmm_(b[rows], a, alpha=lora.scale)
-        return weight
+        parameter = torch.empty(shapes[name], dtype=dtype)
+        load_hf_weights(model, [(name, parameter)], layout, stored=stored, **_ONE_RANK)
+        return parameter
 
     return read
 
 
-class _MegatronWriter:
-    """A torch_dist checkpoint that grows by one parameter at a time. All methods raise OSError."""
+def _read_source(source: Source) -> tuple[torch.dtype, Callable[[str], Tensor]]:
+    """The dtype of the result, and what reads a parameter of it from the Megatron checkpoint.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
-        self._file = open_own(self._new_name(), "xb")
-        self._index = Index({}, [], [])
+    The sums with adapters are float32: whoever asks for them rounds them once.
+    """
+    layout, lora = source.layout, source.lora
+    if lora is None or isinstance(layout, AdapterMapping):
+        stored = MegatronTensors(source.folder, layout)
+        return torch_dtype(stored.dtype), stored.parameter
+    mapping, layers = AdapterMapping(source.shape, lora), range(source.shape.num_layers)
+    adapters, sizes = MegatronTensors(source.folder, mapping), mapping.hf_tensors()
+    adapted = {weight_name(n, t): [peft_name(n, t, x) for x in "AB"] for n in layers for t in lora.names}
+    base = _read_model(source.config, layout, torch.float32)
 
-    def add(self, place: Place, parameter: Tensor, parts: int) -> None:
-        """Write a parameter, in as many parts along its rows."""
-        whole = place.shape(tuple(parameter.shape))
-        chunks: list[tuple[Shape, Shape]] = []
-        for number, part in enumerate(parameter.chunk(parts)):
-            own = Box((number * len(part), *(0,) * (part.ndim - 1)), tuple(part.shape))
-            box = place.box(own)
-            chunks.append((box.start, box.extent))
-            # Of a part, torch would write all of the parameter that it is a part of.
-            self._write(place.key, box.start, (part.clone() if parts > 1 else part).reshape(box.extent))
-        known = self._index.tensors.get(place.key)
-        chunks = chunks if known is None else known.chunks + chunks
-        self._index.tensors[place.key] = StoredTensor(dtype_name(parameter.dtype), whole, chunks)
-        if match := _STATEFUL.fullmatch(place.key):
-            at, size = place.axes[-1] if place.axes else (0, 1)
-            self._add_object(f"{match[1]}._extra_state/shard_{at}_{size}", None)
+    @torch.no_grad()
+    def read(name: str) -> Tensor:
+        weight = base(name)
+        for piece in layout.pieces(name, **_ONE_RANK):
+            if piece.hf_name in adapted:
+                a, b = (adapters.read(x, Box.whole(sizes[x])).float() for x in adapted[piece.hf_name])
+                rows = slice(piece.hf.start[0], piece.hf.end[0])
+                weight[piece.local.slices()].addmm_(b[rows], a, alpha=lora.scale)
+        return weight
 
-    def finish(self) -> None:
-        """Write the index, of the pickle for torch and of JSON."""
-        # Without a version Megatron-LM would assume its oldest order of QKV.
-        common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": dict(CONTENT)}
-        self._add_object("common_state/shard_0_1", common)
-        self._close()
-        metadata = to_torch(self._index)
-        with open_own(self._folder / INDEX, "xb") as file:
-            pickle.dump(metadata, file)
-        write_plain_index(self._folder, metadata, metadata.storage_data)
-        text = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-        atomic_write_text(self._folder / MEGATRON, text)
+    return torch_dtype(adapters.dtype), read
 
-    def _add_object(self, name: str, value: object) -> None:
-        self._index.objects.append(name)
-        self._write(name, None, [value])
 
-    def _write(self, name: str, offset: Shape | None, value: object) -> None:
-        if self._file.tell() >= _FILE_BYTES:
-            self._close()
-            self._number += 1
-            self._file = open_own(self._new_name(), "xb")
-        begin = self._file.tell()
-        torch.save(value, self._file)
-        part = StoredPart(name, offset, None, self._new_name().name, begin, self._file.tell() - begin)
-        self._index.pieces.append(part)
+# -- verification -------------------------------------------------------------------------------------------
 
-    def _new_name(self) -> Path:
-        return self._folder / f"__{self._number}_0.distcp"
 
-    def _close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+def verify_logits(source: Source, megatron: Path, hf: Path) -> str:
+    """Compare the logits of the two checkpoints of a conversion; returns the result as a line.
+
+    Prepares this process for Megatron on a CPU. Raises RunFailed if they differ.
+    """
+    logging.disable(logging.WARNING)  # of libraries, also their progress bars
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sequences = choose_sequences(source.shape)
+        return compare(hf, sequences, _megatron_logits(source, megatron, sequences))
+
+
+def choose_sequences(shape: ModelShape) -> list[list[int]]:
+    """A few fixed random sequences that include the first and last token of the vocabulary."""
+    generator = random.Random(0)
+    lengths = [min(n, shape.max_positions) for n in (1, 2, 19, 77)]
+    sequences = [[generator.randrange(shape.vocab_size) for _ in range(n)] for n in lengths]
+    sequences[1][0], sequences[-1][-1] = 0, shape.vocab_size - 1
+    return sequences
+
+
+def _megatron_logits(source: Source, checkpoint: Path, sequences: list[list[int]]) -> list[Tensor]:
+    """Logits after every token of every sequence, without vocabulary padding: [n, vocab] each, float32.
+
+    In float32 whatever the checkpoint's dtype: bfloat16 rounds logits by 1% and more, which could hide a
+    wrong frequency or norm. Megatron loads the checkpoint by its own reader.
+    """
+    from rpg_megatron.policy.device import start_device
+    from rpg_megatron.system.collectives import host_backend
+
+    start_device("cpu")
+    dist.init_process_group(host_backend(1), store=dist.HashStore(), rank=0, world_size=1)
+    # Megatron may be imported only after the device is prepared.
+    from rpg_megatron.checkpoints.megatron import load_weights
+    from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
+    from rpg_megatron.policy import optimizer as _optimizer  # noqa: F401  it allows its classes in checkpoints
+    from rpg_megatron.policy.microbatch import pack_lengths
+    from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
+
+    shape, parallel = source.shape, ParallelSettings()
+    config = transformer_config(shape, parallel, PrecisionSettings(dtype="float32"))
+    config.perform_initialization = False
+    (model,) = build_model(shape, config, ModelSettings(path=source.config), start_mesh(parallel))
+    with torch.no_grad():
+        if source.lora is None:
+            load_weights(checkpoint, [model], shape.vocab_size)
+        else:
+            dtype, read = _read_source(source)
+            for name, parameter in named_parameters([model]):
+                parameter.copy_(read(name).to(dtype))
+        logits = []
+        for sequence in sequences:
+            tokens, positions = torch.tensor([sequence]), torch.arange(len(sequence))[None]
+            packed = pack_lengths([len(sequence)], tokens.device)
+            output = model.eval()(tokens, positions, None, packed_seq_params=packed)
+            logits.append(output[0, :, : shape.vocab_size].clone())
+    dist.destroy_process_group()
+    return logits
+
+
+def compare(hf: Path, sequences: list[list[int]], logits: list[Tensor]) -> str:
+    """Compare Megatron's logits of the sequences with those of transformers. As ``verify_logits``."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        hf, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    ).eval()
+    difference, largest, worst = 0.0, 0.0, ""
+    for number, (tokens, ours) in enumerate(zip(sequences, logits, strict=True)):
+        with torch.no_grad():
+            reference = model(torch.tensor([tokens])).logits[0]
+        gap = torch.where((ours - reference).isnan(), torch.inf, (ours - reference).abs())
+        largest = max(largest, float(reference.abs().max()))
+        if float(gap.max()) >= difference:
+            position, token = divmod(int(gap.argmax()), gap.size(1))
+            difference = float(gap.max())
+            worst = f"sequence {number} of {len(tokens)} tokens, position {position}, logit of token {token}"
+    tolerance = TOLERANCE * max(1.0, largest)
+    if not difference <= tolerance:
+        raise RunFailed(
+            f"logits differ by up to {difference:.2e} ({worst}), beyond the tolerance of {tolerance:.1e} for "
+            "float32 rounding: Megatron and transformers disagree; nothing was written"
+        )
+    return (
+        f"logits: max |difference| from transformers {difference:.2e} over {sum(map(len, sequences))} "
+        f"positions, tolerance {tolerance:.1e} (float32, largest logit {largest:.3g})\n"
+    )

@@ -14,7 +14,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.terminal import exit_on_interrupt
 
 if TYPE_CHECKING:
-    from rpg_megatron.commands.convert.command import Report, Source
+    from rpg_megatron.commands.convert.command import Source
     from rpg_megatron.launcher.supervisor import StopSignals
 
 convert = typer.Typer(
@@ -32,52 +32,41 @@ def _refuse_layout(size: int | None) -> None:
         raise UserError("--tensor, --pipeline: a Megatron checkpoint has no layout; remove the option")
 
 
-OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to create.")]
-Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare logits with transformers (loads the whole model).")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the mapping of each tensor; write nothing.")]
-Layout = Annotated[int | None, typer.Option(hidden=True, callback=_refuse_layout)]
+OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers, all in memory.")]
+Layout = Annotated[int | None, typer.Option("--tensor", "--pipeline", hidden=True, callback=_refuse_layout)]
 
 
 @convert.command()
 def hf_to_megatron(
     hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
-    out: OutFolder = None,
+    out: OutFolder,
     verify: Verify = False,
-    dry_run: DryRun = False,
-    tensor: Layout = None,
-    pipeline: Layout = None,
+    layout: Layout = None,
 ) -> None:
     """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint.
 
-    Megatron-LM's tools read it, and training starts from it: model.path=DIR.
+    Megatron-Core loads it in any layout, and training starts from it: model.path=DIR.
     """
     with exit_on_interrupt():
         from rpg_megatron.commands.convert import command as tool
 
     source = tool.open_hf(hf)
-    _convert(source, out, dry_run, partial(tool.convert_to_megatron, source, verify=verify))
+    _convert(source, out, partial(tool.convert_to_megatron, source, verify=verify))
 
 
 @convert.command()
 def megatron_to_hf(
-    megatron: Annotated[
-        Path, typer.Option(metavar="DIR", help="Megatron-Core checkpoint, a run, or its checkpoint.")
-    ],
-    out: OutFolder = None,
+    megatron: Annotated[Path, typer.Option(metavar="DIR", help="Megatron-Core checkpoint, or a run('s).")],
+    out: OutFolder,
     config: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="HF config and tokenizer, or a LoRA run's model, if not found."),
     ] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file size, GiB.")] = 5.0,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a LoRA run: write the adapter alone, in PEFT's format.")
-    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA run's adapter, for PEFT.")] = False,
     verify: Verify = False,
-    dry_run: DryRun = False,
-    tensor: Layout = None,
-    pipeline: Layout = None,
+    layout: Layout = None,
 ) -> None:
     """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint, for vLLM and others.
 
@@ -91,15 +80,12 @@ def megatron_to_hf(
         raise UserError("--verify compares whole models; leave out --adapter")
     source = tool.open_megatron(newest_run(megatron), config, adapter=adapter)
     limit = int(max_shard_gib * 1024**3)
-    work = partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit)
-    _convert(source, out, dry_run, work)
+    _convert(source, out, partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit))
 
 
 @convert.command()
 def inspect(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint, or a run.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint of either kind, or a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the tensors of a checkpoint, and check that it is complete."""
@@ -113,25 +99,17 @@ def inspect(
         raise typer.Exit(2)
 
 
-def _convert(
-    source: Source, out: Path | None, dry_run: bool, work: Callable[[Path, StopSignals], Report]
-) -> None:
+def _convert(source: Source, out: Path, work: Callable[[Path, StopSignals], str]) -> None:
     with exit_on_interrupt():
-        from rpg_megatron.commands.convert.command import mapping
         from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
-    if dry_run:
-        typer.echo("\n".join(mapping(source)))
-        return
-    if out is None:
-        raise UserError("--out is missing; give the folder to create")
     leave_to_first_node("convert")
     print(source, file=sys.stderr)
     with StopSignals() as signals, exit_codes():
         try:
-            typer.echo(str(work(out, signals)))
+            typer.echo(work(out, signals))
         except Interrupted as e:
             e.note = "nothing was written"
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_megatron.checkpoints.hf_hub import with_local_model, with_model_folder
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import tables
 from rpg_megatron.commands.plan.from_run import take_from
@@ -44,7 +44,7 @@ def run_plan(
         )
     if from_run is not None and settings.sft is not None:
         raise UserError("--from: fine-tuning (sft) has no estimate of time")
-    for_target = with_model_folder(settings.model_copy(update={"device": target.device}))
+    for_target = with_local_model(settings.model_copy(update={"device": target.device}), hub=False)
     settings = with_local_model(for_target, weights=False)
     subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
     notes = [*run_checks(subject, told=True), *not_checked(subject)]
