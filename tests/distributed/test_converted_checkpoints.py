@@ -2,9 +2,9 @@
 
 Why: the converter writes Megatron's format without Megatron, and runs read it without Megatron; either could
 agree with the other and with nobody else. Proved, bit for bit on gloo ranks, also with experts:
-Megatron-Core's own ``dist_checkpointing.load`` and our reader fill the parameters of each rank as the HF files
-do, and what Megatron saves in that layout, with its own padding and parts, is the same whole model to our
-reader. Not covered: optimizer state (test_resume_layouts), Transformer Engine's layers.
+Megatron-Core's own ``dist_checkpointing.load`` and our reader fill the parameters of each rank as the HF
+files do, and what Megatron saves in that layout, with its own padding and parts, is the same whole model to
+our reader. Not covered: optimizer state (test_resume_layouts), Transformer Engine's layers.
 """
 
 from __future__ import annotations
