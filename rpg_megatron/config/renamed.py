@@ -7,6 +7,8 @@ import re
 RENAMED: dict[str, str] = {
     "rollout.dynamic.surplus": "remove it: groups beyond a step's batch are always discarded, and "
     "their prompts come again in the next step",
+    "--tensor": "remove it: a Megatron checkpoint has no layout, and is loaded in any",
+    "--pipeline": "remove it: a Megatron checkpoint has no layout, and is loaded in any",
     "--assume peak_fp8": "use peak_bf16, in proportion to which it is",
     "--assume peak_fp32": "use peak_bf16, in proportion to which it is",
     "--assume prefill_mfu": "use score_mfu",

@@ -14,26 +14,19 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
-from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
-from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.megatron_tensors import (
-    MegatronTensors,
-    find_places,
-    open_tensors,
-    whole_parameters,
-)
+from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, find_places, whole_parameters
 from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
+from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.launcher.supervisor import RunFailed
-from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.lora import AdapterMapping, peft_name, weight_name
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.dtypes import torch_dtype
@@ -43,19 +36,17 @@ if TYPE_CHECKING:
 
 Count = Callable[[int], None]
 """Called with the bytes of each parameter."""
-_ONE_RANK: dict[str, Any] = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
-_WHOLE = RankCoordinates(rank=0, pipeline_rank=0, data_rank=0, context_rank=0, **_ONE_RANK)
+_WHOLE = RankCoordinates(
+    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
+)
 TOLERANCE = 1e-5
-"""Largest difference of logits, relative to the largest logit or to 1 if that is smaller.
-
-Both sides compute in float32, in different orders of summation.
-"""
+"""Largest difference of logits in float32, relative to the largest logit or to 1 if that is smaller."""
 
 
 def write_megatron(source: Source, folder: Path, count: Count) -> None:
     """Write the HF checkpoint in Megatron's format, into an empty folder. Raises UserError, OSError."""
     writer = MegatronWriter(folder)
-    read = _read_model(source.folder, source.layout, torch_dtype(source.dtype))
+    read = parameter_reader(source.folder, source.layout, torch_dtype(source.dtype))
     for name in whole_parameters(source.layout):
         parameter = read(name)
         # The two halves of a gated block's input layer are apart, as Megatron's ranks need them.
@@ -108,45 +99,14 @@ class _Parameters(dict[str, Tensor]):
         return self._read(name)
 
 
-def _read_model(model: Path, layout: ModelMapping, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """What reads a parameter of a model's folder, of either format."""
-    if (megatron := open_tensors(model)) is not None:
-        return lambda name: megatron.parameter(name).to(dtype)
-    stored, shapes = verify_hf_checkpoint(model, layout), whole_parameters(layout)
-
-    def read(name: str) -> Tensor:
-        parameter = torch.empty(shapes[name], dtype=dtype)
-        load_hf_weights(model, [(name, parameter)], layout, stored=stored, **_ONE_RANK)
-        return parameter
-
-    return read
-
-
 def _read_source(source: Source) -> tuple[torch.dtype, Callable[[str], Tensor]]:
-    """The dtype of the result, and what reads a parameter of it from the Megatron checkpoint.
-
-    The sums with adapters are float32: whoever asks for them rounds them once.
-    """
+    """The dtype of the result, and what reads a parameter of it from the Megatron checkpoint."""
     layout, lora = source.layout, source.lora
     if lora is None or isinstance(layout, AdapterMapping):
         stored = MegatronTensors(source.folder, layout)
         return torch_dtype(stored.dtype), stored.parameter
-    mapping, layers = AdapterMapping(source.shape, lora), range(source.shape.num_layers)
-    adapters, sizes = MegatronTensors(source.folder, mapping), mapping.hf_tensors()
-    adapted = {weight_name(n, t): [peft_name(n, t, x) for x in "AB"] for n in layers for t in lora.names}
-    base = _read_model(source.config, layout, torch.float32)
-
-    @torch.no_grad()
-    def read(name: str) -> Tensor:
-        weight = base(name)
-        for piece in layout.pieces(name, **_ONE_RANK):
-            if piece.hf_name in adapted:
-                a, b = (adapters.read(x, Box.whole(sizes[x])).float() for x in adapted[piece.hf_name])
-                rows = slice(piece.hf.start[0], piece.hf.end[0])
-                weight[piece.local.slices()].addmm_(b[rows], a, alpha=lora.scale)
-        return weight
-
-    return torch_dtype(adapters.dtype), read
+    adapters = MegatronTensors(source.folder, AdapterMapping(source.shape, lora))
+    return torch_dtype(adapters.dtype), merged_reader(source.config, layout, adapters, lora)
 
 
 # -- verification -------------------------------------------------------------------------------------------

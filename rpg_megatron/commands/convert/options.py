@@ -27,14 +27,8 @@ convert = typer.Typer(
 )
 
 
-def _refuse_layout(size: int | None) -> None:
-    if size is not None:
-        raise UserError("--tensor, --pipeline: a Megatron checkpoint has no layout; remove the option")
-
-
 OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers, all in memory.")]
-Layout = Annotated[int | None, typer.Option("--tensor", "--pipeline", hidden=True, callback=_refuse_layout)]
 
 
 @convert.command()
@@ -42,7 +36,6 @@ def hf_to_megatron(
     hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
     out: OutFolder,
     verify: Verify = False,
-    layout: Layout = None,
 ) -> None:
     """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint.
 
@@ -66,7 +59,6 @@ def megatron_to_hf(
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file size, GiB.")] = 5.0,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA run's adapter, for PEFT.")] = False,
     verify: Verify = False,
-    layout: Layout = None,
 ) -> None:
     """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint, for vLLM and others.
 

@@ -86,5 +86,4 @@ class Staging:
         if self._lock is not None:
             self._lock.close()
         if isinstance(error, OSError):
-            why = error.strerror or error
-            raise UserError(f"{self._out}: cannot be written ({why}); nothing was written") from None
+            raise UserError(f"{self._out}: not written ({error.strerror or error})") from None
