@@ -76,9 +76,7 @@ Weights = Callable[[str], Tensor]
 
 
 def stored_weights(folder: Path) -> Weights:
-    """The tensors of a Hugging Face checkpoint, or of a Megatron one's ``hf``, read on demand; KeyError if there
-    is no such name.
-    """
+    """The tensors of a checkpoint, Hugging Face's or Megatron's, read on demand; KeyError for an unknown name."""
     stored, megatron = list_checkpoint(folder), open_tensors(folder)
 
     @lru_cache(maxsize=32)
