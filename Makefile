@@ -52,6 +52,7 @@ lint: $(VENV)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tools.lines
 
 format: $(VENV)  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """Prints lines by folder beside those of the last release, and their limits: part of ``make lint``.
 
-``python tools/lines.py --renew`` writes today's figures into tools/lines.toml, at a release. The limits and the
+``python tools/lines.py --renew`` writes today's figures into tools/lines.toml, at a release. The limits and
 exceptions in that file are held by tests/unit/test_lines.py.
 """
 

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.commands.exit_codes import UNSAVED
+from rpg_megatron.commands.report.changes import find_changes
+from rpg_megatron.commands.report.render import render_page
 from rpg_megatron.commands.report.run_files import read_run, step_in_name
 from rpg_megatron.commands.report.samples import decode_prompts, read_problems
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.config.files import atomic_write_text, read_text
+from rpg_megatron.config.settings import make_settings
+from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+from rpg_megatron.data.rollout_files import find_rollouts, list_rollouts, step_of
+from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
 if TYPE_CHECKING:
@@ -30,6 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "UserError", "load_run", "train"]
 
+_RESPONSE = (
+    *("prompt_id", "group", "sample", "branch", "prompt", "text", "reward"),
+    *("correct", "answer", "extracted", "reason", "advantage"),
+)
+"""Columns of a response, named as in ``Trajectory``; the prompt as text."""
 _EVALUATION = 1 << 30
 """Maximum bytes to read of the responses of an evaluation."""
 
@@ -57,23 +69,18 @@ def train(
     """
     arguments = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
     command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train"]
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="rpg-train-") as folder:
         if isinstance(settings, str | Path):
             load_settings(Path(settings), arguments)  # refuses secrets, which all users could read there
             command += [str(settings), *arguments]
         else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rpg-settings-")))
-            command.append(str(_write_settings(settings, arguments, folder / "settings.yaml")))
+            command.append(str(_write_settings(settings, arguments, Path(folder, "settings.yaml"))))
         command += ["--fresh"] if fresh else []
         command += ["--from", str(source)] if source else []
-        return load_run(_stream(command))
+        return load_run(_stream(command, Path(folder, "run")))
 
 
 def _write_settings(settings: Mapping[str, Any] | Settings, overrides: list[str], file: Path) -> Path:
-    from rpg_megatron.checkpoints.hf_hub import with_local_model
-    from rpg_megatron.config.settings import make_settings
-    from rpg_megatron.launcher.run_dir import resolved_yaml
-
     raw = settings.model_dump(mode="json") if isinstance(settings, Settings) else dict(settings)
     # A hub id is resolved first: in the file, it would become a path.
     chosen = with_local_model(make_settings(raw, overrides, "settings"))
@@ -81,8 +88,10 @@ def _write_settings(settings: Mapping[str, Any] | Settings, overrides: list[str]
     return file
 
 
-def _stream(command: list[str]) -> Path:
-    """Run the command and print its output; returns the folder of the run, which its last lines name."""
+def _stream(command: list[str], named: Path) -> Path:
+    """Run the command and print its output; returns the run's folder. named: a file that will name it."""
+    from rpg_megatron.commands.train import RUN_FILE  # the launcher
+
     process = subprocess.Popen(
         with_parent_death_signal(command, signal.SIGTERM),
         stdin=subprocess.DEVNULL,
@@ -91,17 +100,16 @@ def _stream(command: list[str]) -> Path:
         text=True,
         errors="replace",
         start_new_session=True,  # some notebooks interrupt the whole group: the run would get it twice
+        env=os.environ | {RUN_FILE: str(named)},
     )
     assert process.stdout is not None
-    folder, message, interrupted = "", "", False
+    message, interrupted = "", False
     while True:
         try:
             line = process.stdout.readline(1 << 20)
             if not line:
                 break
             print(line, end="", flush=True)
-            if line.startswith("run "):
-                folder = line[4:].strip()
             message = line if line.startswith("error: ") else message and message + line
         except KeyboardInterrupt:
             interrupted = True
@@ -110,12 +118,13 @@ def _stream(command: list[str]) -> Path:
     code = process.wait()
     if interrupted:
         raise KeyboardInterrupt
-    if code == UNSAVED:
-        raise UserError(f"{folder}: trained, but its last checkpoint was not written; the output says why")
-    if code:
+    if code not in (0, UNSAVED):
         text = message.removeprefix("error: ").strip()
         raise UserError(text or f"the run ended with exit code {code}; the output says why")
-    return Path(folder)
+    folder = Path(read_text(named))
+    if code == UNSAVED:
+        raise UserError(f"{folder}: trained, but its last checkpoint was not written; the output says why")
+    return folder
 
 
 class Run:
@@ -170,8 +179,6 @@ class Run:
         advantage, tokens, finish, and a column ``part/NAME`` for each component of the reward. Raises
         UserError if the step has none or cannot be read.
         """
-        from rpg_megatron.data.rollout_files import find_rollouts, step_of
-
         file = find_rollouts(self.folder, step)
         return self._read_responses(step_of(file), file)
 
@@ -197,11 +204,11 @@ class Run:
             if not whole:
                 self.notes.append(f"only the first {_EVALUATION >> 30} GiB of {file.name} were read")
             for p in problems:
-                same = {"step": step_in_name(file), "set": p.set, "prompt_id": p.prompt_id}
-                same |= {"prompt": p.prompt, "answer": p.answer}
+                same = {name: getattr(p, name) for name in ("set", "prompt_id", "prompt", "answer")}
                 for sample, text in enumerate(p.responses):
-                    columns = {"sample": sample, "text": text, "correct": p.correct[sample]}
-                    rows.append(same | columns | {"tokens": p.lengths[sample], "finish": p.finishes[sample]})
+                    row = {"sample": sample, "text": text, "correct": p.correct[sample]}
+                    row |= {"tokens": p.lengths[sample], "finish": p.finishes[sample]}
+                    rows.append({"step": step_in_name(file)} | same | row)
         return _pandas().DataFrame(rows)
 
     def plot(self, *others: Run) -> Page:
@@ -209,39 +216,22 @@ class Run:
         return Page([self.folder, *(other.folder for other in others)])
 
     def _rollouts(self) -> dict[int, Path]:
-        from rpg_megatron.data.rollout_files import list_rollouts, step_of  # numpy and pyarrow
-
         return {step_of(file): file for file in list_rollouts(self.folder)}
 
     def _read_responses(self, step: int, file: Path) -> pd.DataFrame:
-        from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
-
         pd = _pandas()
         rows: list[dict[str, Any]] = []
-        groups: list[int] = []  # of each row
-        prompts: dict[int, list[int]] = {}
+        prompts: dict[int, list[int]] = {}  # by group
         for _, t in iter_foreign_rollouts([file], self.folder):
             if isinstance(t, UserError):
                 raise t
-            if t is None:
-                continue
-            prompts.setdefault(t.group, t.prompt.tolist())
-            groups.append(t.group)
-            row: dict[str, Any] = {
-                "step": step,
-                "prompt_id": t.prompt_id,
-                "group": t.group,
-                "sample": t.sample,
-            }
-            row |= {"branch": t.branch, "prompt": ""}
-            row |= {"text": t.text, "reward": t.reward, "correct": t.correct, "answer": t.answer}
-            row |= {"extracted": t.extracted, "reason": t.reason, "advantage": t.advantage}
-            row |= {"tokens": t.sampled, "finish": t.finish}
-            rows.append(row | {f"part/{name}": value for name, value in t.parts.items()})
+            if t is not None:
+                prompts.setdefault(t.group, t.prompt.tolist())
+                parts = {f"part/{name}": value for name, value in t.parts.items()}
+                row = {name: getattr(t, name) for name in _RESPONSE}
+                rows.append({"step": step} | row | {"tokens": t.sampled, "finish": t.finish} | parts)
         texts = dict(zip(prompts, decode_prompts(self._files, list(prompts.values())), strict=True))
-        for row, group in zip(rows, groups, strict=True):
-            row["prompt"] = texts[group]
-        return pd.DataFrame(rows)
+        return pd.DataFrame([row | {"prompt": texts[row["group"]]} for row in rows])
 
 
 class Page:
@@ -249,9 +239,6 @@ class Page:
 
     def __init__(self, folders: list[Path]) -> None:
         """Raises UserError if a folder is not that of a run."""
-        from rpg_megatron.commands.report.changes import find_changes
-        from rpg_megatron.commands.report.render import render_page
-
         runs = [read_run(folder) for folder in folders]
         self._page = render_page(runs).decode()
         self._lines = ["The report is drawn when it is scrolled to."]

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.files import atomic_write, open_regular
+from rpg_megatron.config.files import atomic_write
 from rpg_megatron.rewards.extraction import opens_thoughts
 from rpg_megatron.rewards.failures import RewardFailure, first_of_each
 from rpg_megatron.system.fork_server import FAILURES
 
 if TYPE_CHECKING:
     from rpg_megatron.config import Settings
+    from rpg_megatron.data.rows import Row
     from rpg_megatron.rewards.reward import Score, Scorer
 
 _AHEAD = 256
@@ -33,8 +34,6 @@ _AHEAD = 256
 _EXAMPLE = '{"response": "... Answer: 5", "answer": "5"}'
 _SECONDS = 2.0
 """Interval of progress lines."""
-_MISSING = "the key {!r} is missing"
-_NO_RESPONSE = _MISSING.format("response")
 _ROLLOUTS = re.compile(r"step_\d{6}\.parquet")
 
 
@@ -249,7 +248,8 @@ def _holds_responses(file: Path) -> bool:
     """Whether a file has responses, and not only problems, by its first line."""
     if file.suffix in (".parquet", ".arrow") or file.is_dir():
         return False
-    return _NO_RESPONSE not in str(next(_lines(file), ""))
+    _, _, first = next(_rows(file), (0, "", {}))
+    return isinstance(first, UserError) or not first or "response" in first
 
 
 def _reference_answers(settings: Settings) -> Iterator[Line]:
@@ -295,53 +295,37 @@ def _context(prompt: str, row: dict[str, Any] | None) -> str:
     return json.dumps({"prompt": prompt, "messages": messages, "row": row}, default=str)
 
 
+def _rows(file: Path) -> Iterator[Row]:
+    from rpg_megatron.config.data import SourceSettings
+    from rpg_megatron.data.rows import read_rows
+
+    if not file.is_file():
+        problem = "is a directory" if file.is_dir() else "no such file"
+        raise UserError(f"{file}: {problem}; give a JSON lines file")
+    return read_rows(SourceSettings(path=file), None, "grade")
+
+
 def _lines(file: Path) -> Iterator[Line | UserError]:
     """The lines, or an error for each malformed one. Empty lines are skipped."""
-    try:
-        with open_regular(file) as source:
-            for row, raw in enumerate(source, 1):
-                if not raw.strip():
-                    continue
-                try:
-                    yield _parse(f"{file}:{row}", row, raw)
-                except UserError as e:
-                    yield e
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file; give a JSON lines file") from None
-    except IsADirectoryError:
-        raise UserError(f"{file}: is a directory; give a JSON lines file") from None
-    except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror or e})") from None
+    for index, where, row in _rows(file):
+        try:
+            yield row if isinstance(row, UserError) else _read(where, index + 1, row)
+        except UserError as e:
+            yield e
 
 
-def _parse(where: str, row: int, raw: bytes) -> Line:
-    try:
-        record = json.loads(raw.decode("utf-8-sig" if row == 1 else "utf-8"))
-    except UnicodeDecodeError as e:
-        raise UserError(
-            f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8"
-        ) from None
-    except (ValueError, RecursionError) as e:
-        raise UserError(f"{where}: not valid JSON ({e}); write one object per line: {_EXAMPLE}") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: not an object; write one per line: {_EXAMPLE}")
+def _read(where: str, number: int, row: dict[str, Any]) -> Line:
     for key in ("response", "answer"):
-        if key not in record:
-            keys = ", ".join(map(repr, record)) or "none"
-            raise UserError(f"{where}: {_MISSING.format(key)} (keys of this line: {keys}); add it")
-    response, answer = record["response"], _as_text(record["answer"])
+        if key not in row:
+            keys = ", ".join(map(repr, row)) or "none"
+            raise UserError(f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it")
+    response, answer = row["response"], row["answer"]
     if not isinstance(response, str):
         raise UserError(f"{where}: 'response' is not text; put it in quotes")
-    if answer is None:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise UserError(f"{where}: 'answer' is neither text nor a number; put it in quotes")
-    if not answer.strip():
+    if not str(answer).strip():
         raise UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
-    prompt = str(record.get("prompt", ""))
-    context, opened = _context(prompt, record), opens_thoughts(prompt[-100:])
-    return Line(row, response, answer, prompt or row, context, opened=opened)
-
-
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else str(value)
+    prompt = str(row.get("prompt", ""))
+    context, opened = _context(prompt, row), opens_thoughts(prompt[-100:])
+    return Line(number, response, str(answer), prompt or number, context, opened=opened)

@@ -45,7 +45,7 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
         request = EvalRequest(
             model=_checkpoint(run, step),
             files=(f"{_NAME}={problems}",),
-            samples=count // len(rows),
+            sampling={"samples": count // len(rows)},
             tensor=trained.engine.tensor,
             overrides=() if graded else ("guards.reward_failures=off",),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import typer
 from rpg_megatron.commands.exit_codes import UNSAVED
 from rpg_megatron.commands.plan.other_placements import estimate
 from rpg_megatron.config import Settings
+from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
@@ -23,6 +25,9 @@ from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import is_finished
 from rpg_megatron.launcher.summary import summarise
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+
+RUN_FILE = "RPG_RUN_FILE"
+"""Environment variable with a file that will name the run's folder, for ``rpg_megatron.train``."""
 
 
 def train(
@@ -57,6 +62,8 @@ def _train(
         settings = with_steps(settings)
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
+            if RUN_FILE in os.environ:
+                atomic_write_text(Path(os.environ[RUN_FILE]), str(run.folder))
             try:
                 run.notes.extend(record_environment(run.folder, settings))
                 run.start()

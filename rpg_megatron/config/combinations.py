@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.losses import DistilSettings
 from rpg_megatron.config.objective import TrainingSettings
 from rpg_megatron.config.rollout import KeepBestSettings
-
-if TYPE_CHECKING:
-    from rpg_megatron.config.settings import Settings
+from rpg_megatron.config.sections import Sections
 
 USE_TOOLS = "rpg_megatron.environments.tools:use_tools"
 """The episode that needs other settings."""
 
 
-def find_problems(s: Settings) -> Iterator[str]:
+def find_problems(s: Sections) -> Iterator[str]:
     """Settings that would have no effect, or conflict with others; none in settings that were loaded."""
     yield from _sft_problems(s)
     yield from _teacher_problems(s)
@@ -73,7 +70,7 @@ def find_problems(s: Settings) -> Iterator[str]:
         yield from s.correction.problems()
 
 
-def _sft_problems(s: Settings) -> Iterator[str]:
+def _sft_problems(s: Sections) -> Iterator[str]:
     if s.sft is None:
         if not s.engine.replicas:
             yield "engine.replicas 0 is for sft without evaluation only; set it to 1 or more"
@@ -97,7 +94,7 @@ def _sft_problems(s: Settings) -> Iterator[str]:
         yield "rollout.ahead has no effect with sft; remove it"
 
 
-def _teacher_problems(s: Settings) -> Iterator[str]:
+def _teacher_problems(s: Sections) -> Iterator[str]:
     loss = s.objective
     if s.teacher is None:
         if isinstance(loss, DistilSettings):
@@ -118,7 +115,7 @@ def _teacher_problems(s: Settings) -> Iterator[str]:
         yield "reward.kl and teacher exclude each other; use objective.type distil with objective.reward"
 
 
-def _lora_problems(s: Settings) -> Iterator[str]:
+def _lora_problems(s: Sections) -> Iterator[str]:
     if s.lora is None:
         if s.model.adapter is not None:
             yield "model.adapter needs lora, with the rank, alpha and targets of that adapter; add it"
@@ -133,7 +130,7 @@ def _lora_problems(s: Settings) -> Iterator[str]:
         )
 
 
-def _tool_problems(s: Settings) -> Iterator[str]:
+def _tool_problems(s: Sections) -> Iterator[str]:
     if s.rollout.episode is None or s.rollout.episode.type != USE_TOOLS:
         return
     if s.rollout.tool_call_parser is None:
@@ -145,7 +142,7 @@ def _tool_problems(s: Settings) -> Iterator[str]:
         )
 
 
-def _keep_best_problems(s: Settings, best: KeepBestSettings) -> Iterator[str]:
+def _keep_best_problems(s: Sections, best: KeepBestSettings) -> Iterator[str]:
     if s.evaluation is None:
         yield "checkpoint.keep_best needs an evaluation; add one, or set keep_best to null"
         return
@@ -159,7 +156,7 @@ def _keep_best_problems(s: Settings, best: KeepBestSettings) -> Iterator[str]:
         )
 
 
-def _async_problems(s: Settings) -> Iterator[str]:
+def _async_problems(s: Sections) -> Iterator[str]:
     ahead = s.rollout.ahead
     if ahead and s.engine.colocated:
         yield (
@@ -170,34 +167,11 @@ def _async_problems(s: Settings) -> Iterator[str]:
         yield from s.guards.problems_of_correction(ahead, s.rollout.restricted, s.correction)
 
 
-def reasons_for_pass(s: Settings) -> Iterator[str]:
-    """Why auto computes the old policy's log-probs by a pass before the updates."""
-    yield from _excludes_old_from_update(s)
-    for key in ("minibatches", "epochs"):
-        if (count := getattr(s.training, key)) > 1:
-            yield f"training.{key} {count}: a step has several updates"
-
-
-def _excludes_old_from_update(s: Settings) -> Iterator[str]:
-    """Settings that need these log-probs before the first update, or change its forward pass."""
-    if s.reward.kl is not None:
-        yield "reward.kl: advantages depend on the log-probs"
-    if divergence := s.full_divergence or s.top_divergence:
-        yield f"objective.divergence {divergence} to a teacher takes the place of entropies in the update"
-    if s.optimizer.type == "schedule_free_adamw":
-        yield "optimizer.type schedule_free_adamw takes gradients at other weights than engines have"
-    if s.precision.fp8 is not None and s.precision.fp8.recipe == "delayed":
-        yield "precision.fp8.recipe delayed: scales change from one forward pass to the next"
-    kept = s.correction is not None and s.correction.denominator == "kept"
-    if kept and s.training.router_aux_loss:
-        yield "correction.denominator kept: training.router_aux_loss needs the number of kept tokens"
-
-
-def _old_problems(s: Settings) -> Iterator[str]:
+def _old_problems(s: Sections) -> Iterator[str]:
     old = s.training.old
     if old not in ("update", "engine") or s.sft is not None:
         return
-    for reason in _excludes_old_from_update(s):
+    for reason in s.excludes_old_from_update():
         yield f"training.old {old} excludes {reason}; set it to auto"
     if old == "update":
         return
@@ -220,7 +194,7 @@ def _old_problems(s: Settings) -> Iterator[str]:
         yield "guards.uncorrected has no effect with training.old engine; remove it"
 
 
-def _router_replay_problems(s: Settings) -> Iterator[str]:
+def _router_replay_problems(s: Sections) -> Iterator[str]:
     if s.training.router_replay == "off":
         if s.rollout.journal_routes:
             yield "rollout.journal_routes has no effect unless training.router_replay is set; remove it"
@@ -236,7 +210,7 @@ def _router_replay_problems(s: Settings) -> Iterator[str]:
     yield from s.engine.problems_of_routes()
 
 
-def _shared_prompt_problems(s: Settings) -> Iterator[str]:
+def _shared_prompt_problems(s: Sections) -> Iterator[str]:
     if not s.training.share_prompts:
         return
     if s.device == "cuda" and s.precision.dtype == "float32":
@@ -249,7 +223,7 @@ def _shared_prompt_problems(s: Settings) -> Iterator[str]:
         yield f"training.share_prompts has no effect: {why}; remove it"
 
 
-def _missing_baseline_settings(s: Settings) -> dict[str, str]:
+def _missing_baseline_settings(s: Sections) -> dict[str, str]:
     """What the objective's published algorithm requires besides its loss: key -> value.
 
     Only defaults are reported: they are RPG's, and not part of the named algorithm.
@@ -267,7 +241,7 @@ def _missing_baseline_settings(s: Settings) -> dict[str, str]:
     return missing
 
 
-def _offloading_problems(s: Settings) -> Iterator[str]:
+def _offloading_problems(s: Sections) -> Iterator[str]:
     if s.device != "cuda":
         yield (
             "memory.offload_optimizer needs device cuda: on a CPU the optimizer is already in host "
@@ -281,7 +255,7 @@ def _offloading_problems(s: Settings) -> Iterator[str]:
         yield "memory.offload_optimizer excludes precision.fp8.parameters; remove one of them"
 
 
-def _transformer_engine_problems(s: Settings) -> Iterator[str]:
+def _transformer_engine_problems(s: Sections) -> Iterator[str]:
     fp8, implementation = s.precision.fp8, s.model.implementation
     if s.device == "cpu" and fp8 is not None and fp8.parameters:
         yield "precision.fp8.parameters needs device cuda: a CPU only emulates products; set it to false"

@@ -5,90 +5,68 @@ from __future__ import annotations
 import re
 from typing import Any
 
-RENAMED: dict[str, str] = {
-    "rollout.dynamic.surplus": "remove it: groups beyond a step's batch are always discarded, and "
-    "their prompts come again in the next step",
-    "--assume peak_fp8": "use peak_bf16, in proportion to which it is",
-    "--assume peak_fp32": "use peak_bf16, in proportion to which it is",
-    "--assume prefill_mfu": "use score_mfu",
-    "--assume link_efficiency": "use nvlink and network: 70% of them is reached",
-    "--assume host_link": "remove it: it is the data sheet's",
-    "--assume gloo": "remove it: it is the measured 0.98 GB/s",
-    "--assume allreduce_latency": "use decode_overhead",
-    "--assume length_spread": "remove it: responses have the mean length",
-    "--assume update_overhead": "use step_overhead, which includes the updates'",
-    "--assume sync_overhead": "use step_overhead, which includes the sync's",
-    "--assume handover_overhead": "remove it: it is 2 s, beside step_overhead",
-    "--assume trainer_share": "plan with engine.colocated=false and the layout that you mean",
-    "aggregation.constant": "remove it: the divisor is rollout.max_response_tokens"
-    "; optimizer.lr scales the loss",
-    "anchor.decay": "remove it: it is 0.9",
-    "bridge.address": "set cluster.interface to the network that engines use",
-    "bridge.bucket_mib": "remove it: it is 256",
-    "bridge.timeout": "remove it: it is 120 s",
-    "checkpoint.keep_best.export": "remove it: with export.enabled the best one is exported",
-    "evaluation.min_p": "use evaluation.top_p or evaluation.top_k",
-    "export.max_shard_gib": "remove it: files have at most 4 GiB; convert has --max-shard-gib",
-    "guards.engine_ratio": "remove it: it is 8; guards.mismatch=off turns the comparison of engines off",
-    "guards.probe_prompts": "remove it: there are 16",
-    "guards.probe_tokens": "remove it: there are 8",
-    "guards.reward_failures_share": "remove it: it is 0.5; guards.reward_failures=warn never stops a run",
-    "guards.skipped_updates": "remove it: it is 5",
-    "job.backoff": "remove it: it is 120 s, doubled for each further restart",
-    "lora.dropout": "remove it: with dropout the loss's ratio to the old policy would not be 1 at the first "
-    "update",
-    "rendezvous_port": "remove it: a free port is chosen",
-    "reward.memory_gib": "remove it: a worker may take 2 GiB more than its imports",
-    "rollout.episode.memory_gib": "remove it: a process may take 4 GiB more than its imports",
-    "rollout.min_p": "use rollout.top_p or rollout.top_k",
-    "teacher.concurrency": "remove it: it is 64",
-    "teacher.timeout": "remove it: it is 600 s",
-    "trackers.entity": "set the environment variable WANDB_ENTITY",
-    "trackers.group": "set the environment variable WANDB_RUN_GROUP",
-    "trackers.offline": "set the environment variable WANDB_MODE=offline",
-    "trackers.responses": "remove it: tensorboard shows 4 of each step",
-    "trackers.system": "remove it: use of the first node is always logged",
-    "trackers.tags": "for wandb set the environment variable WANDB_TAGS; mlflow logs all settings",
+RENAMED: dict[str, tuple[Any, ...]] = {
+    "rollout.dynamic.surplus": (
+        "remove it: groups beyond a step's batch are always discarded, and come again in the next step",
+    ),
+    "--assume peak_fp8": ("use peak_bf16, in proportion to which it is",),
+    "--assume peak_fp32": ("use peak_bf16, in proportion to which it is",),
+    "--assume prefill_mfu": ("use score_mfu",),
+    "--assume link_efficiency": ("use nvlink and network: 70% of them is reached",),
+    "--assume host_link": ("remove it: it is the data sheet's",),
+    "--assume gloo": ("remove it: it is the measured 0.98 GB/s",),
+    "--assume allreduce_latency": ("use decode_overhead",),
+    "--assume length_spread": ("remove it: responses have the mean length",),
+    "--assume update_overhead": ("use step_overhead, which includes the updates'",),
+    "--assume sync_overhead": ("use step_overhead, which includes the sync's",),
+    "--assume handover_overhead": ("remove it: it is 2 s, beside step_overhead",),
+    "--assume trainer_share": ("plan with engine.colocated=false and the layout that you mean",),
+    "aggregation.constant": (
+        "remove it: the divisor is rollout.max_response_tokens; optimizer.lr scales the loss",
+        None,
+    ),
+    "anchor.decay": ("remove it: it is 0.9", 0.9),
+    "bridge.address": ("set cluster.interface to the network that engines use", None),
+    "bridge.bucket_mib": ("remove it: it is 256", 256),
+    "bridge.timeout": ("remove it: it is 120 s", 120),
+    "checkpoint.keep_best.export": ("remove it: with export.enabled the best one is exported", True),
+    "evaluation.min_p": ("use evaluation.top_p or evaluation.top_k", 0),
+    "export.max_shard_gib": ("remove it: files have at most 4 GiB; convert has --max-shard-gib", 4),
+    "guards.engine_ratio": ("remove it: it is 8; guards.mismatch=off turns the comparison of engines off", 8),
+    "guards.probe_prompts": ("remove it: there are 16", 16),
+    "guards.probe_tokens": ("remove it: there are 8", 8),
+    "guards.reward_failures_share": (
+        "remove it: it is 0.5; guards.reward_failures=warn never stops a run",
+        0.5,
+    ),
+    "guards.skipped_updates": ("remove it: it is 5", 5),
+    "job.backoff": ("remove it: it is 120 s, doubled for each further restart", 120),
+    "lora.dropout": (
+        "remove it: with dropout the loss's ratio to the old policy would not be 1 at the first update",
+        0,
+    ),
+    "rendezvous_port": ("remove it: a free port is chosen", 0),
+    "reward.memory_gib": ("remove it: a worker may take 2 GiB more than its imports", 2),
+    "rollout.episode.memory_gib": ("remove it: a process may take 4 GiB more than its imports", 4),
+    "rollout.min_p": ("use rollout.top_p or rollout.top_k", 0),
+    "teacher.concurrency": ("remove it: it is 64", 64),
+    "teacher.timeout": ("remove it: it is 600 s", 600),
+    "trackers.entity": ("set the environment variable WANDB_ENTITY", None),
+    "trackers.group": ("set the environment variable WANDB_RUN_GROUP", None),
+    "trackers.offline": ("set the environment variable WANDB_MODE=offline", False),
+    "trackers.responses": ("remove it: tensorboard shows 4 of each step", 4),
+    "trackers.system": ("remove it: use of the first node is always logged", True),
+    "trackers.tags": ("for wandb set the environment variable WANDB_TAGS; mlflow logs all settings", [], {}),
 }
 """Dotted key of a setting (without an index: ``trackers.url``), or an option (``--gpus``) -> what to do, such
-as "use rollout.dynamic.oversample" or "remove it: it had no effect"."""
-_VALUES: dict[str, tuple[Any, ...]] = {
-    "aggregation.constant": (None,),
-    "anchor.decay": (0.9,),
-    "bridge.address": (None,),
-    "bridge.bucket_mib": (256,),
-    "bridge.timeout": (120,),
-    "checkpoint.keep_best.export": (True,),
-    "evaluation.min_p": (0,),
-    "export.max_shard_gib": (4,),
-    "guards.engine_ratio": (8,),
-    "guards.probe_prompts": (16,),
-    "guards.probe_tokens": (8,),
-    "guards.reward_failures_share": (0.5,),
-    "guards.skipped_updates": (5,),
-    "job.backoff": (120,),
-    "lora.dropout": (0,),
-    "rendezvous_port": (0,),
-    "reward.memory_gib": (2,),
-    "rollout.episode.memory_gib": (4,),
-    "rollout.min_p": (0,),
-    "teacher.concurrency": (64,),
-    "teacher.timeout": (600,),
-    "trackers.entity": (None,),
-    "trackers.group": (None,),
-    "trackers.offline": (False,),
-    "trackers.responses": (4,),
-    "trackers.system": (True,),
-    "trackers.tags": ([], {}, ()),
-}
-"""Settings that are gone -> the values that now always apply, with which a file may still have them: the
-``config.yaml`` of a run has all settings, also those of the version that has written it."""
+as "use rollout.dynamic.oversample"; then the values with which a file may still have it, since they now
+always apply: the ``config.yaml`` of a run has all settings of the version that has written it."""
 
 
 def explain_renamed(key: str) -> str | None:
     """The message for a key or option that is gone; None: it never existed."""
-    instead = RENAMED.get(re.sub(r"\[\d+\]", "", key))
-    return f"{key!r} is gone; {instead}" if instead is not None else None
+    gone = RENAMED.get(re.sub(r"\[\d+\]", "", key))
+    return f"{key!r} is gone; {gone[0]}" if gone is not None else None
 
 
 def remove_gone(raw: dict[str, Any]) -> list[str]:
@@ -97,7 +75,7 @@ def remove_gone(raw: dict[str, Any]) -> list[str]:
     Returns a message for each of the others: a section with settings of the user's own code takes any key.
     """
     messages = []
-    for key in RENAMED:
+    for key, (instead, *values) in RENAMED.items():
         *path, last = key.split(".")
         sections: list[Any] = [raw]
         for part in path:
@@ -108,8 +86,8 @@ def remove_gone(raw: dict[str, Any]) -> list[str]:
                 continue
             if key == "trackers.responses" and section.get("type", "tensorboard") != "tensorboard":
                 continue
-            if section[last] in _VALUES.get(key, ()):
+            if section[last] in values:
                 del section[last]
             else:
-                messages.append(f"{key!r} is gone; {RENAMED[key]}")
+                messages.append(f"{key!r} is gone; {instead}")
     return messages

@@ -90,7 +90,7 @@ async def _run(settings: Settings, folder: Path) -> list[tuple[str, str, str]]:
     save_codec(tokenizer, folder / CODEC)
     save_chat_template(tokenizer, part.data, folder / CHAT)
     (prompt,), _ = fit_prompts([problem], data, tokenizer, part.where)
-    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids)
+    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids, chats=True)
     codec = codec_of(tokenizer)
     engine: Any = _Engine([*codec.encode(prompt.answer), stops[0]], tokenizer.vocab_size)
     worker = Worker(settings, codec, [engine], folder, stops)

@@ -26,6 +26,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.files import open_own
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.events import EVENTS
+from rpg_megatron.system.metrics_file import parse_row
 from rpg_megatron.system.terminal import printable
 
 _ROWS = 10
@@ -84,8 +85,8 @@ class Progress:
             with open_own(metrics) as file:
                 rows = file.read()
             self._read = len(rows)
-            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-                self.step = int(json.loads(rows.splitlines()[-1])["step"])
+            if rows and (last := parse_row(rows.splitlines()[-1])) is not None:
+                self.step = last["step"]
         self._drawn = 0.0
         self._socket = None if work is None else _bind(work / EVENTS)
         self._live = (
@@ -187,10 +188,8 @@ class Progress:
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            try:
-                self._handle_step(dict(json.loads(line)), self.steps)
-            except (ValueError, KeyError, TypeError):
-                continue
+            if (row := parse_row(line)) is not None:
+                self._handle_step(row, self.steps)
 
     def _handle_step(self, row: dict[str, Any], steps: int) -> None:
         if int(row["step"]) <= self.step:

@@ -38,7 +38,6 @@ from rpg_megatron.config.files import (
     is_ours,
     open_own,
     open_regular,
-    parse_json,
     read_json,
     read_text,
     real_path,
@@ -49,7 +48,6 @@ from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.launcher.run_dir import (
     LOGS,
-    METRICS,
     SUMMARY,
     create_run,
     is_finished,
@@ -60,6 +58,7 @@ from rpg_megatron.launcher.run_dir import (
 )
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.summary import display_path
+from rpg_megatron.system.metrics_file import METRICS, parse_row
 
 ORIGIN = ".origin"
 """File in runs created with --fresh or --from: path of the checkpoint that they start from; else empty."""
@@ -391,9 +390,7 @@ def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
     if file.exists():
         with open_own(file, "rb+") as rows:
             for row in rows:
-                step = newest
-                with suppress(ValueError, OverflowError, KeyError, TypeError):  # a damaged row stays as it is
-                    step = int(parse_json(row)["step"])
+                step = (parse_row(row) or {"step": newest})["step"]  # a damaged row stays as it is
                 if step > last or not row.endswith(b"\n"):
                     break
                 end, newest = end + len(row), step

@@ -35,11 +35,12 @@ from rpg_megatron.launcher.rank_env import (
 )
 from rpg_megatron.launcher.remote_nodes import RemoteNodes, RemoteRank
 from rpg_megatron.launcher.resume import ORIGIN, open_run
-from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS, METRICS
+from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
 from rpg_megatron.system.child import Child, ProcessStatus, explain, user_error
 from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
+from rpg_megatron.system.metrics_file import METRICS
 from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.training.preemption import REQUEUE
 

@@ -22,7 +22,6 @@ _EARLIER = re.compile(r"config_until_(\d{6,})\.yaml")
 LOGS = "logs"
 LAUNCHER_LOG = "launcher.log"
 """In ``logs``: all lines that the launcher printed, also those that could not be written to stdout."""
-METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 """Results of a run that has ended. ``unsaved``: why there is no checkpoint of the last step, if so."""
 REPORT = "report.html"

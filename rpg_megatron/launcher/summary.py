@@ -14,7 +14,8 @@ from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.files import read_json
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.progress import clock
-from rpg_megatron.launcher.run_dir import CONFIG, LOGS, METRICS, REPORT, SUMMARY
+from rpg_megatron.launcher.run_dir import CONFIG, LOGS, REPORT, SUMMARY
+from rpg_megatron.system.metrics_file import METRICS
 
 
 def summarise(run: Path) -> str:

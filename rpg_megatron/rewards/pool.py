@@ -13,13 +13,14 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from rpg_megatron.rewards.grader import MEMORY
 from rpg_megatron.system.fork_server import FAILURES
 from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, WorkerProcess
 
 if TYPE_CHECKING:
     from rpg_megatron.config.reward import RewardSettings, RewardTerm
 
+MEMORY = 2 * 1024**3
+"""Address space of a worker beyond what its imports take, in bytes."""
 _CLOSED = Outcome(None, "crash", "the pool was closed")
 
 
@@ -120,7 +121,7 @@ class WorkerPool:
             process.end()
 
 
-def start_function(path: str, deadline: float, memory: int, *, lazy: bool = False) -> ForkServer:
+def start_function(path: str, deadline: float, memory: int = MEMORY, *, lazy: bool = False) -> ForkServer:
     """Import a function, which takes positional arguments, in a fork server.
 
     path: ``module:name``. deadline: seconds for a call. memory: see ``Loader``. lazy:

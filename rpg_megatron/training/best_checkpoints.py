@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS, list_steps, remove_old
 from rpg_megatron.config import Settings
-from rpg_megatron.config.files import atomic_write_text, open_own
+from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.system.metrics_file import METRICS, read_metrics
 
 BEST = "best.json"
 """File in ``checkpoints/``: the metric, and the best existing checkpoints, best first."""
@@ -34,10 +34,8 @@ class BestCheckpoints:
         if self._wanted is None or settings.evaluation is None:
             return
         self.metric = self._wanted.metric or settings.evaluation.metric_names()[0]
-        with suppress(OSError), open_own(run_dir / "metrics.jsonl", "r", encoding="utf-8") as rows:
-            for line in rows:
-                with suppress(ValueError, KeyError, TypeError):  # a damaged row
-                    self.add(json.loads(line))
+        for row in read_metrics(run_dir / METRICS):
+            self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
         """Add the value of a row of metrics, if it has one. Step 0 has no checkpoint."""

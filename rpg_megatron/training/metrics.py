@@ -14,6 +14,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import open_own
 from rpg_megatron.config.trackers import BOARD_RESPONSES, TensorBoardSettings
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.system.metrics_file import METRICS
 from rpg_megatron.training.trackers.client import Trackers, sample_responses
 from rpg_megatron.training.trackers.texts import ResponseTexts, to_markdown
 
@@ -40,7 +41,7 @@ class MetricsWriter:
         TensorBoard files. board_responses: responses in them for each step, decoded by the tokenizer of the
         checkpoint ``model``.
         """
-        self._file: IO[str] = open_own(run_dir / "metrics.jsonl", "a", encoding="utf-8")
+        self._file: IO[str] = open_own(run_dir / METRICS, "a", encoding="utf-8")
         self._board: SummaryWriter | None = None
         if board:
             self._board = SummaryWriter(

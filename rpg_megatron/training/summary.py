@@ -8,6 +8,7 @@ from typing import Any
 
 from rpg_megatron.config.evaluation import EvaluationSettings
 from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.system.metrics_file import METRICS
 
 
 def add_accuracy(summary: dict[str, Any], evaluation: EvaluationSettings, row: dict[str, float]) -> None:
@@ -32,7 +33,7 @@ def write_summary(
         "steps": steps,
         "tokens_per_second": sum(rates) / len(rates),
         "export": None if export is None else str(export),
-        "metrics": str(run_dir / "metrics.jsonl"),
+        "metrics": str(run_dir / METRICS),
         "seconds": seconds,
     }
     atomic_write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -19,7 +19,6 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.config.combinations import reasons_for_pass
 from rpg_megatron.config.objective import SKIPPED_UPDATES
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, Prompt, count_shared, plan_batches
@@ -75,7 +74,7 @@ class Trainer:
         self._learning_rate = build_schedule(settings.optimizer, settings.training.steps)
         self._old_from = settings.old_from
         if mesh.rank == 0 and settings.sft is None:
-            why = next(reasons_for_pass(settings), "") if settings.training.old == "auto" else ""
+            why = next(settings.reasons_for_pass(), "") if settings.training.old == "auto" else ""
             print(f"training.old: {self._old_from}" + (f" ({why})" if why else ""), flush=True)
         self.skipped_updates = 0
         """Consecutive skipped updates, up to the last update."""

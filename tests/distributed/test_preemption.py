@@ -250,9 +250,7 @@ def check_replay(ranks: Ranks) -> None:
     _, request = plan_replay(ranks.run, STEPS, None)
     assert (request["tolerance"], request["checkpoint"]) == (0.0, None)
     (ranks.run / "replay_request.json").write_text(json.dumps(request))
-    assert [rank.wait(120) for rank in ranks.start("rpg_megatron.commands.replay.rank")] == [0] * WORLD, (
-        ranks.log()
-    )
+    assert [rank.wait(120) for rank in ranks.start("rpg_megatron.commands.rank")] == [0] * WORLD, ranks.log()
     report = json.loads((ranks.run / "replay.json").read_text())
     assert [(step["step"], step["exact"]) for step in report["steps"]] == [
         (s, True) for s in range(1, STEPS + 1)

@@ -13,7 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from rpg_megatron.commands.audit.compare_engines import trainer_side
-from rpg_megatron.commands.audit.module_check import ModuleChecker, StoredWeights
+from rpg_megatron.commands.audit.module_check import ModuleChecker, stored_weights
 from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
@@ -76,7 +76,7 @@ def main() -> None:
         traced = trace_policy(policy, shape, packs)
         if mesh.rank == 0:
             side = trainer_side(trajectories, packs, traced)
-            weights = StoredWeights(settings.model.path)
+            weights = stored_weights(settings.model.path)
             checker = ModuleChecker(side, shape, weights, settings.rollout.temperature)
             results[name] = {
                 "links": {site: checker.error(site) for site in checker.sites()}

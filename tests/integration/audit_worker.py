@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.commands.audit import compare_engines as auditing
-from rpg_megatron.commands.audit.module_check import StoredWeights
+from rpg_megatron.commands.audit.module_check import stored_weights
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
+from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.layers import PackedAttention
@@ -154,7 +155,7 @@ def main() -> None:
     tokens = auditing.choose_tokens(settings, request)[:3]
     true = run_dir / "weights"
     run.write_checkpoint(true)
-    others = {"version 0": StoredWeights(faults / "earlier")}
+    others = {"version 0": stored_weights(faults / "earlier")}
     results = {}
     cases = json.loads((run_dir / "cases.json").read_text())
     for version, case in enumerate(cases):
@@ -164,11 +165,9 @@ def main() -> None:
         run.sync_engines(version)
         load(run, settings.model.path)
         with TRAINER_FAULTS.get(case, lambda _: nullcontext())(run):
-            verdict, _ = auditing.audit_engine(
-                run, 0, engine_socket(work, 0), bridge, os.environ[TOKEN_VARIABLE], tokens, true, others
-            )
-        if verdict is not None:
-            results[case] = verdict.to_json()
+            client = EngineClient(0, engine_socket(work, 0), os.environ[TOKEN_VARIABLE], timeout=600.0)
+            verdict = auditing.audit_engine(run, client, bridge, tokens, true, others)
+        results[case] = verdict
     if run.mesh.rank == 0:
         (run_dir / "result.json").write_text(json.dumps(results))
     dist.barrier()

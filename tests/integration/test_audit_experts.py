@@ -30,7 +30,6 @@ MODEL = QUICKSTART_MOE.parent / "quickstart" / "moe_model"
 BLOCK = "model.layers.2.mlp"
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 WRONG = "of the engine is wrong: the output is off by"
-TOKENS = "for every token with a large weight of expert"
 
 
 def names(expert: int) -> list[str]:
@@ -70,10 +69,10 @@ FAULTS = {
     "stale": stale_layer,
 }
 TEXTS = {
-    "half": (f"{BLOCK}.experts {WRONG}", f"{TOKENS} 3"),
-    "down": (f"{BLOCK}.experts {WRONG}", f"{TOKENS} 3"),
-    "stale_expert": (f"{BLOCK}.experts {WRONG}", f"{TOKENS} 6"),
-    "swapped": (f"{BLOCK}.experts {WRONG}", f"{TOKENS} 1, 5"),
+    "half": (f"{BLOCK}.experts {WRONG}", "%"),
+    "down": (f"{BLOCK}.experts {WRONG}", "%"),
+    "stale_expert": (f"{BLOCK}.experts {WRONG}", "%"),
+    "swapped": (f"{BLOCK}.experts {WRONG}", "%"),
     "row": (f"{BLOCK}.gate.weight {WRONG}", "%"),
     "stale_row": (f"{BLOCK}.gate.weight {WRONG}", "%"),
     "stale": ("layer 2 of the engine is stale", "the weights are those of version 0"),
@@ -104,14 +103,13 @@ def check_fault(report: dict, case: str) -> None:
     assert finding["text"].endswith(ends)
 
 
-def check_trainer(report: dict, named: str = "") -> None:
-    """The first expert of every expert rank, in all layers. named: end of the messages."""
+def check_trainer(report: dict) -> None:
+    """The first expert of every expert rank, in all layers."""
     assert [(f["kind"], f["side"], f["layers"]) for f in report["findings"]] == [
         ("weights", "trainer", [i]) for i in range(4)
     ], report["findings"]
     for i, finding in enumerate(report["findings"]):
         assert finding["text"].startswith(f"model.layers.{i}.mlp.experts of the trainer is wrong: ")
-        assert finding["text"].endswith(named)
 
 
 def test_faults_of_experts_and_routers(checkpoints: Path, tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_faults_of_experts_and_routers(checkpoints: Path, tmp_path: Path) -> Non
     check_clean(reports["clean"], 1e-4)
     for case in cases[1:-1]:
         check_fault(reports[case], case)
-    check_trainer(reports["trainer_expert"], f"{TOKENS} 0, 4")
+    check_trainer(reports["trainer_expert"])
     assert reports["down"]["first"]["site"] == "layers.2.experts"
     assert reports["row"]["first"]["site"] == "layers.2.router"
 
@@ -146,4 +144,4 @@ def test_every_layout_against_an_engine_of_two_workers(checkpoints: Path, tmp_pa
             check_fault(reports["half"], "half")
             check_fault(reports["row"], "row")
             check_fault(reports["stale"], "stale")
-            check_trainer(reports["trainer_expert"])  # in bfloat16 some of their tokens pass as right
+            check_trainer(reports["trainer_expert"])

@@ -63,7 +63,6 @@ def test_a_sound_machine_is_all_green(config_file: Path, tmp_path: Path) -> None
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert re.search(r"NCCL +n/a +not applicable: device is cpu", done.stdout)
-    assert list(tmp_path.glob(".doctor*")) == []
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +168,12 @@ def botched(workplace: Path) -> dict[str, dict[str, str]]:
         ("careless", "data", "none.jsonl", "."),
         ("careless", "open files", "limited to 256, up to 528 are needed", "ulimit -n|hard limit"),
         ("careless", "secrets", r"\.netrc has mode 0644", r"chmod 600 .*\.netrc"),
-        ("careless", "walltime", "10 min left, a checkpoint every 20.0 min", r"checkpoint.every=[45], or"),
         ("cramped", "shared memory", "/dev/shm has 1 MiB free", "--shm-size="),
         ("cramped", "disk space", "2.0 MiB free, one checkpoint and the export need", "checkpoint.keep"),
         ("cramped", "clock", "3600 s off the file system's clock", "time service"),
         ("cramped", "layout", "tensor=3 does not divide", "tensor parallel sizes that fit"),
         ("botched", "megatron-core", "0.16.1; ==0.19.2 is required", "pip install .*megatron-core==0.19.2"),
-        ("botched", "schedulefree", "not installed; schedulefree==1.4.1", "make .venv"),
+        ("botched", "schedulefree", "not installed; schedulefree is required", "make .venv"),
         ("botched", "torch import", "libcudart.so.13", "reinstall the pinned version of torch"),
         ("botched", "run folder", "/proc: ", r"runs=\.\.\."),
     ],
@@ -193,7 +191,7 @@ def test_what_is_broken_is_named_with_its_fix(
 @pytest.mark.parametrize(
     ("machine", "sound"),
     [
-        ("careless", ["versions", "torch import", "run folder", "clock", "packages", "own code"]),
+        ("careless", ["versions", "torch import", "run folder", "clock", "walltime", "packages", "own code"]),
         ("cramped", ["versions", "torch import", "run folder", "model", "data", "open files", "secrets"]),
         ("botched", ["python", "model", "data", "shared memory", "open files", "secrets"]),
     ],
@@ -203,21 +201,17 @@ def test_what_is_sound_stays_green(machine: str, sound: list[str], request: pyte
     assert [name for name in sound if checks[name]["verdict"] != "ok"] == []
 
 
-def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_path: Path) -> None:
-    """Three tasks of a step: a sound one, one with few open files and a wrong clock, a silent one."""
-    shift = tmp_path / "shift"
-    shift.mkdir()
-    (shift / "sitecustomize.py").write_text(SHIFTED_CLOCK)
-    quick = tmp_path / "quick.py"  # the real command; it imports no torch, waits less for the silent one
+def test_under_srun_each_node_prints_its_failures(config_file: Path, tmp_path: Path) -> None:
+    """Two tasks of a step: a sound one, and one with few open files."""
+    quick = tmp_path / "quick.py"  # the real command, which imports no torch
     quick.write_text(
-        "from rpg_megatron.commands.doctor import command, gather\n"
+        "from rpg_megatron.commands.doctor import command\n"
         "left = ('torch import', 'between nodes')\n"
         "command.PROBES[:] = [p for p in command.PROBES if p[0] not in left]\n"
-        "gather.gather_reports.__kwdefaults__['wait'] = 10.0\n"
         "from rpg_megatron import cli; cli.main()\n"
     )
 
-    def start(task: int, **more: str) -> subprocess.Popen[str]:
+    def start(task: int) -> subprocess.Popen[str]:
         step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
         step |= {"SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": str(task)}
         step |= {"SLURM_PROCID": str(task), "SLURMD_NODENAME": f"n{task + 1}", "HOME": str(tmp_path)}
@@ -228,22 +222,16 @@ def test_under_srun_the_first_task_tells_of_all_nodes(config_file: Path, tmp_pat
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment_of(**step, **more),
+            env=environment_of(**step),
         )
 
-    second = start(1, PYTHONPATH=f"{REPOSITORY}:{shift}", CLOCK_SHIFT="3600")
-    first = start(0)
-    out, err = first.communicate(timeout=280)
-    assert second.communicate(timeout=280) == ("", "")
-    assert (first.returncode, second.returncode, err) == (1, 0, "")
+    first, second = start(0), start(1)
+    assert first.communicate(timeout=280) == ("n1: all checks passed\n", "")
+    out, err = second.communicate(timeout=280)
+    assert (first.returncode, second.returncode, err) == (0, 1, "")
     assert max(map(len, out.splitlines())) <= 80
-    words = " ".join(out.split())
-    assert re.search(r"n1 \d+ \d* ?\d+ n2", words), "the first node is sound"
-    assert re.search(r"n2 .*open files.*task 2", words)
-    assert re.search(r"task 2 .*report", words)
-    assert "no report within 10 s" in words
-    assert "clock between nodes" in words
-    assert list((tmp_path / "runs").glob(".doctor*")) + list(tmp_path.glob(".doctor*")) == []
+    assert re.search(r"n2 +open files +FAILED", out)
+    assert out.endswith("n2: 1 failed\n")
 
 
 def test_the_tasks_of_a_step_try_their_network(config_file: Path, tmp_path: Path) -> None:
@@ -256,10 +244,11 @@ def test_the_tasks_of_a_step_try_their_network(config_file: Path, tmp_path: Path
         "probes = [('between nodes', 140, network.probe_network)]\n"
         "print(*probe.run_probes(probes, probe.Subject(settings, None)), sep='\\n')"
     )
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "localhost,localhost"}
+    step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
 
     def start(task: int, *overrides: str) -> subprocess.Popen[str]:
-        environment = environment_of(**step, SLURM_PROCID=str(task), SLURMD_NODENAME="localhost")
+        environment = environment_of(**step, SLURM_NODEID=str(task), SLURMD_NODENAME="localhost")
         return subprocess.Popen(
             [sys.executable, "-c", probe, *overrides],
             stdout=subprocess.PIPE,
@@ -277,7 +266,7 @@ def test_the_tasks_of_a_step_try_their_network(config_file: Path, tmp_path: Path
     )
     for (out, err), (verdict, end) in zip(outputs, verdicts, strict=True):
         assert err == ""
-        found = rf"name='between nodes', verdict='{verdict}', .*2 tasks, gloo: \d+\.\d GB/s {end}"
+        found = rf"name='between nodes', verdict='{verdict}', .*2 nodes, gloo: \d+\.\d GB/s {end}"
         assert re.search(found, out), out
     wrong = [start(0, "cluster.interface=nowhere"), start(0, "cluster.min_bandwidth=0")]
     outputs = [task.communicate(timeout=100) for task in wrong]

@@ -8,7 +8,7 @@ import torch
 
 from rpg_megatron.commands.audit.causes import Finding
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker
-from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
+from rpg_megatron.commands.audit.verdict import AuditVerdict, Expected, diagnose
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import all_sites
 from rpg_megatron.models.registry import mapping_for
@@ -30,7 +30,6 @@ def make_side(
     name: str = "engine",
     *,
     temperature: float = 1.0,
-    padding: float = 0.0,
     dtype: torch.dtype = torch.float32,
     spoil: Callable[[str, ModuleChecker, torch.Tensor], torch.Tensor] = lambda site, checker, values: values,
 ) -> ActivationTrace:
@@ -44,7 +43,7 @@ def make_side(
     checker = ModuleChecker(side, shape, lambda n: weights[n], temperature)
     for site in all_sites(shape):
         side.trace[site] = spoil(site, checker, checker.expected(site)).to(dtype)
-    side.logp = checker.logprobs(padding=padding).float()
+    side.logp = checker.logprobs().float()
     return side
 
 
@@ -59,12 +58,9 @@ def verdict_of(
     bounds: tuple[float, float] = (1e-3, 1e-4),
     replayed: bool = False,
 ) -> AuditVerdict:
-    return diagnose(
-        engine,
-        trainer or make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
-        make_side(shape, weights, "trainer", dtype=getattr(torch, dtype)),
-        shape=shape,
-        weights=lambda n: weights[n],
+    expected = Expected(
+        shape,
+        lambda n: weights[n],
         temperature=1.0,
         dtype=dtype,
         bounds=bounds,
@@ -72,6 +68,8 @@ def verdict_of(
         device=torch.device("cpu"),
         replayed=replayed,
     )
+    alone = make_side(shape, weights, "trainer", dtype=getattr(torch, dtype))
+    return diagnose(engine, trainer or alone, alone, expected)
 
 
 def only(verdict: AuditVerdict) -> Finding:

@@ -48,11 +48,10 @@ MODULES = (
     "rpg_megatron.rollout.sampler",
     "rpg_megatron.rollout.worker",
     "rpg_megatron.training.rank",
-    "rpg_megatron.commands.audit.rank",
     "rpg_megatron.commands.convert.hf_logits",
     "rpg_megatron.commands.convert.rank",
     "rpg_megatron.commands.eval.process",
-    "rpg_megatron.commands.replay.rank",
+    "rpg_megatron.commands.rank",
 )
 """Modules that are forked; all others start normally, such as workers that run foreign code."""
 _ENGINE_PACKAGES = (

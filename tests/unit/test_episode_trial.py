@@ -6,11 +6,13 @@ gateway; the engine is the stand-in of the check. Not covered: an episode that n
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.launcher import episode_trial
 from rpg_megatron.launcher.checks import CHECKS
 from rpg_megatron.launcher.episode_trial import try_episode
 from tests.support.ranks import ROOT
@@ -141,3 +143,18 @@ def test_when_it_is_not_called(run: Path) -> None:
     assert note.endswith("was not called: it may need a server; train and doctor call it")
     names = [check.name for check in CHECKS]
     assert names.index("own code") < names.index("episode"), "what cannot be imported is told first"
+
+
+def test_a_turn_ends_as_in_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at the token that the chat template writes after a turn."""
+    end, stops = 7, []
+
+    def worker(*arguments: object) -> None:
+        stops.extend(arguments[-1])
+        raise InterruptedError
+
+    monkeypatch.setattr("rpg_megatron.rollout.worker.Worker", worker)
+    monkeypatch.setattr("rpg_megatron.data.chat_rendering.turn_end", lambda _: end)
+    with pytest.raises(InterruptedError):
+        asyncio.run(episode_trial._run(load_settings(run, [key("right")]), tmp_path))
+    assert end in stops

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def request_(checkpoint: Path, data: Path) -> EvalRequest:
-    return EvalRequest(checkpoint, files=[str(data)], samples=4, device="cpu")
+    return EvalRequest(checkpoint, files=[str(data)], sampling={"samples": 4}, device="cpu")
 
 
 def prompts(count: int = 3) -> list[Prompt]:
@@ -139,14 +140,17 @@ def test_equal_settings_resume_and_others_show_the_difference(tmp_path: Path, re
     out = tmp_path / "a" / "b"
     first = opened(request_, out)
     assert first.made
-    assert not first.finished
+    assert first.summary() is None
     with pytest.raises(UserError, match="another evaluation is running there"):
         opened(request_, out)
     first.close()
     opened(replace(request_, engines=2, overrides=["engine.max_sequences=7"]), out).close()
     for changed, lines in (
-        (replace(request_, samples=8), ["evaluation.samples: 4 -> 8"]),
-        (replace(request_, temperature=0.5, seed=3), ["evaluation.temperature: 1.0 -> 0.5", "seed: 0 -> 3"]),
+        (replace(request_, sampling={"samples": 8}), ["evaluation.samples: 4 -> 8"]),
+        (
+            replace(request_, sampling={"samples": 4, "temperature": 0.5}, seed=3),
+            ["evaluation.temperature: 1.0 -> 0.5", "seed: 0 -> 3"],
+        ),
         (
             replace(request_, overrides=["data.template=Q {prompt}"]),
             ['evaluation.sets.sums.template: "{prompt}" -> "Q {prompt}"'],
@@ -189,7 +193,12 @@ def test_without_a_folder_the_settings_name_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = set()
-    for request in (request_, request_, replace(request_, samples=8), replace(request_, engines=3)):
+    for request in (
+        request_,
+        request_,
+        replace(request_, sampling={"samples": 8}),
+        replace(request_, engines=3),
+    ):
         folder = opened(request, None)
         folder.close()
         names.add(str(folder.path.relative_to(tmp_path)))
@@ -342,9 +351,8 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
     folder.close()
     open_output_dir(tmp_path / "out", settings, "tiny").close()  # the same settings resume
 
-    overridden = EvalRequest(
-        run, samples=4, temperature=1.0, top_p=1.0, seed=1, max_response_tokens=32, device="cpu"
-    )
+    sampling = {"samples": 4, "temperature": 1.0, "top_p": 1.0, "max_response_tokens": 32}
+    overridden = EvalRequest(run, sampling=sampling, seed=1, device="cpu")
     settings, _ = make_request(replace(overridden, overrides=["data.limit=2"]))
     evaluation = settings.evaluation
     assert evaluation is not None
@@ -396,8 +404,8 @@ def test_each_set_has_its_own_sampling(
     make_checkpoint(run / "hf" / "step_000002")
     (run / "config.yaml").write_text(config_file.read_text() + SETS.replace("DATA", str(data)))
 
-    def sampling(**options: Any) -> list[tuple[Any, ...]]:
-        settings, _ = make_request(EvalRequest(run, device="cpu", **options))
+    def sampling(own: Any = MappingProxyType({}), **everywhere: Any) -> list[tuple[Any, ...]]:
+        settings, _ = make_request(EvalRequest(run, device="cpu", sampling=everywhere, own=own))
         assert settings.evaluation is not None
         return [
             (p.samples, p.temperature, p.top_p, p.response_tokens(settings.rollout.max_response_tokens))
@@ -415,7 +423,10 @@ def test_each_set_has_its_own_sampling(
     assert [(p.name, p.samples) for p in only.evaluation.heldout] == [("x", 3)]
 
     for_all, by_set = split_sampling(samples=["4", "aime24=32"], temperature=["a=b=0.5"], top_p=None)
-    assert (for_all, by_set) == ({"samples": 4}, {"aime24": {"samples": 32}, "a=b": {"temperature": 0.5}})
+    assert (for_all, by_set) == (
+        {"samples": "4"},
+        {"aime24": {"samples": "32"}, "a=b": {"temperature": "0.5"}},
+    )
 
 
 def test_the_table_shows_where_sets_differ() -> None:
@@ -447,19 +458,25 @@ def test_the_table_shows_where_sets_differ() -> None:
         (["MODEL", "--suite", "aime26"], "--suite: 'aime26' is not known; did you mean 'aime2"),
         (["MODEL", "--suite", "aime24", "--data-dir", "EMPTY"], "has no file for aime24"),
         (["MODEL", "--suite", "aime24", "--data-dir", "/nowhere"], "--data-dir: /nowhere is not a folder"),
-        (["MODEL", "--suite", "aime24", "--suite", "aime24"], "two sets are named aime24"),
+        (["MODEL", "--suite", "aime24", "--suite", "aime24"], "sets[1] repeats the name aime24; set another"),
         (["MODEL", "--data", "/nowhere.jsonl"], "--data: /nowhere.jsonl does not exist"),
         (["MODEL", "--data", "a b.jsonl"], "'a b' is not a valid name of a set; give NAME=a b.jsonl"),
         (["MODEL", "--data", "DATA", "--temperature", "0", "-n", "2"], "set samples to 1"),
         (["MODEL", "--data", "DATA", "-n", "4", "--temperature", "sums=0"], "sets[0] (sums): temperature 0"),
         (
             ["MODEL", "--data", "DATA", "-n", "sums=0"],
-            "--samples: 'sums=0' is not a whole number of at least 1",
+            "evaluation.sets[0].samples: must be greater than or equal to 1 (got '0')",
+        ),
+        (["MODEL", "--data", "DATA", "-n", "many"], "evaluation.samples: must be a valid integer"),
+        (["MODEL", "--data", "DATA", "--temperature", "[nan"], "evaluation.temperature: must be a"),
+        (
+            ["MODEL", "--data", "DATA", "--max-response-tokens", "x"],
+            "evaluation.max_response_tokens: must be",
         ),
         (["MODEL", "--data", "DATA", "-n", "4", "-n", "2"], "--samples is given twice for all sets"),
         (["MODEL", "--data", "DATA", "--top-p", "sum=0.5"], "there is no set sum; the sets are sums"),
-        (["MODEL", "--data", "DATA", "--max-response-tokens", "sums=512"], "512 leaves no room for a prompt"),
-        (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "512 leaves no room for a prompt"),
+        (["MODEL", "--data", "DATA", "--max-response-tokens", "sums=512"], "(512) is more than the model's"),
+        (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "(512) is more than the model's 512"),
         (["MODEL", "--data", "DATA", "data.max_prompt_tokens=500"], "model's 512 positions"),
         (["MODEL", "--data", "DATA", "--tensor", "3"], "--tensor: tensor=3"),
         (["MODEL", "--data", "DATA", "--device", "tpu"], "device: "),

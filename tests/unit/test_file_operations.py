@@ -45,7 +45,6 @@ MAY_OPEN = {
     "config/files.py": "the module",
     "commands/convert/convert.py": "/proc",
     "commands/doctor/gpu.py": "/proc, and a new folder of its own, mode 0700",
-    "commands/doctor/packages.py": "files of this package's source tree",
     "commands/init/command.py": "files of this package",
     "commands/plan/gpus.py": "/proc and /sys",
     "commands/report/render.py": "files of this package",

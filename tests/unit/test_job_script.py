@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.launch import job_script
 from rpg_megatron.commands.launch.job_script import (
-    REQUEUE,
     SETUP,
     SLURM,
     check_job,
@@ -49,11 +49,11 @@ def test_the_script_gives_every_word_as_it_was_given(tmp_path: Path, monkeypatch
     launcher.parent.mkdir()
     launcher.write_text('#!/bin/bash\nprintf "<%s>" "$@"; echo; pwd\n')
     launcher.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     words = ["data.template=x 'y' \"$HOME\" {prompt}\n!", "seed=3"]
-    script = training_script(Path("a c.yaml"), words, nodes=2, command="the bin/rpg-megatron", folder=folder)
+    script = training_script(Path("a c.yaml"), words, nodes=2, command="../the bin/rpg-megatron")
     process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    expected = ["train", str(tmp_path / "a c.yaml"), "bridge.transport=process_group", *words]
+    expected = ["train", str(folder / "a c.yaml"), "bridge.transport=process_group", *words]
     assert process.stdout == "".join(f"<{word}>" for word in expected) + f"\n{folder}\n"
     # A bare name is resolved where the job runs.
     assert " exec rpg-megatron train " in training_script(Path("c.yaml"))
@@ -202,8 +202,15 @@ def test_its_environment_has_what_the_command_imports() -> None:
 
 
 def test_nemo_run_requeues_as_the_scripts_do() -> None:
-    file = Path(__file__).parents[2] / "slurm" / "requeue.sh"
-    assert file.read_text().endswith(f"\n\n{REQUEUE}\n")
+    """A package that is installed has the lines too: they are data of it, and one file in a checkout."""
+    root = Path(__file__).parents[2]
+    file, packed = root / "slurm" / "requeue.sh", Path(job_script.__file__).with_name("requeue.sh")
+    assert packed.read_bytes() == file.read_bytes()
+    lines = file.read_text().rstrip()
+    assert lines.endswith("\n\n" + SETUP.partition("CHAIN=1\n")[2])
+    assert "trap finish EXIT" in SETUP
+    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert data["rpg_megatron.commands.launch"] == ["*.sh"]
 
 
 SHOW, UPDATE = "scontrol show job 77\n", "scontrol update JobId=77"

@@ -1,6 +1,6 @@
 """Limits on the size of modules, of functions' arguments and of rooms. Weight is a property of the design.
 
-tools/lines.toml has the limits and the exceptions: what is above a limit today, which may only become smaller.
+tools/lines.toml has the limits and the exceptions: what is above a limit today, and may only become smaller.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 
 from tools.lines import PACKAGE, TABLE, VENDORED, count_lines, lines_by_folder, source_files
 
-MODULE, ARGUMENTS = 400, 7
-"""Largest number of lines of a module, and of arguments of a function without self."""
+MODULE, ARGUMENTS, COMMAND = 400, 7, 800
+"""Most lines of a module, arguments of a function without self, lines of a command that is not listed."""
 NEAR = 15
 """Lines by which an exception may be larger than its module: a change may come back."""
 CONFIG = tomllib.loads(TABLE.read_text())
@@ -47,9 +47,7 @@ def test_modules_are_small() -> None:
     large = {name: count for name, count in modules().items() if count > MODULE}
     assert large.keys() == allowed.keys(), f"more than {MODULE} lines: {large}; tools/lines.toml: {allowed}"
     for name, count in large.items():
-        assert count <= allowed[name], (
-            f"{name} has {count} lines, {allowed[name]} are allowed: make it smaller"
-        )
+        assert count <= allowed[name], f"{name} has {count} lines, not {allowed[name]}: make it smaller"
         assert allowed[name] <= count + NEAR, f"tools/lines.toml: {name} has {count} lines now; lower it"
 
 
@@ -57,14 +55,10 @@ def test_functions_have_few_arguments() -> None:
     assert arguments() == CONFIG["functions"], f"more than {ARGUMENTS} arguments; use a dataclass"
 
 
-@pytest.mark.parametrize("room", CONFIG["limits"])
-def test_rooms_keep_their_limits(room: str) -> None:
-    assert lines_by_folder()[room] <= CONFIG["limits"][room], f"{room}: make it smaller"
-
-
-def test_every_command_has_a_limit() -> None:
-    commands = {name for name in lines_by_folder() if name.startswith("commands/")}
-    assert commands == {name for name in CONFIG["limits"] if name.startswith("commands/")}
+@pytest.mark.parametrize("room", sorted({*lines_by_folder(), *CONFIG["limits"]}))
+def test_commands_keep_their_limits(room: str) -> None:
+    limit = CONFIG["limits"].get(room, COMMAND if room.startswith("commands/") else None)
+    assert limit is None or lines_by_folder()[room] <= limit, f"{room}: make it smaller"
 
 
 def test_files_of_others_are_not_counted(tmp_path: Path) -> None:

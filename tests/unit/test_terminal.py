@@ -47,14 +47,13 @@ DISPLAYS = """
 from rich.live import Live
 from rich.text import Text
 from rpg_megatron.commands.console import table_console
-from rpg_megatron.commands.doctor.gather import NodeReport
 from rpg_megatron.commands.doctor.probe import failed
-from rpg_megatron.commands.doctor.table import print_reports
+from rpg_megatron.commands.doctor.table import print_checks
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.terminal import protect_streams
 
 protect_streams()
-print_reports([NodeReport("n", (failed("name " + hostile, hostile, hostile),))], table_console())
+print_checks([failed("name " + hostile, hostile, hostile)], table_console(), "n" + hostile)
 console = PlainTextConsole(force_terminal=True, width=100)
 with Live(Text("text " + hostile), console=console, auto_refresh=False) as live:
     print("within", hostile)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.run_folder import ADAPTERS
-from rpg_megatron.commands.audit import RANK, REPORT, REQUEST
-from rpg_megatron.commands.console import table_console
+from rpg_megatron.commands.rank_job import report_file, run_ranks
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
-from rpg_megatron.config.files import atomic_write_text, read_text, remove
+from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.checks import CheckedRun, check_start
-from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+from rpg_megatron.launcher.supervisor import StopSignals
 
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
 """Hooks see neither the modules of a compiled model nor tokens of a cached prefix."""
@@ -59,39 +55,24 @@ def audit(
     settings, request = plan_audit(target, overrides)
     if copy is not None and not copy.absolute().parent.is_dir():
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
-    engine = settings.engine.model_copy(update={"arguments": (*settings.engine.arguments, *_EAGER)})
-    engine_settings = settings.model_copy(update={"engine": engine})
     check_start(CheckedRun(settings))
+    arguments = (*settings.engine.arguments, *_EAGER)
+    engine_settings = _changed(settings, engine={"arguments": arguments})
     if engine_model is not None:
         _check_engine_model(settings, engine_model)
         request["sync"] = False
-        loads = engine.model_copy(update={"arguments": (*engine.arguments, "--load-format", "safetensors")})
-        model = settings.model.model_copy(update={"path": engine_model.absolute()})
-        update = {"engine": loads, "model": model, "lora": None}  # the weights that it loads are whole
-        engine_settings = settings.model_copy(update=update)
-    signals.raising = False  # from here on, resources must be cleaned up
-    synced = engine_model is None
-    with RunLauncher(
-        settings, signals, rank_module=RANK, engine_settings=engine_settings, synced=synced, fresh=True
-    ) as run:
-        atomic_write_text(run.folder / REQUEST, json.dumps(request))
-        try:
-            run.start()
-            run.watch()
-        except Interrupted as e:
-            e.note = f"the audit's folder is kept: {display_path(run.folder)}"
-            raise
-        finally:
-            remove(run.folder / "weights", ignore_errors=True)
-    text = read_text(run.folder / REPORT)
-    report = json.loads(text)
+        arguments += ("--load-format", "safetensors")
+        model = {"path": engine_model.absolute()}
+        engine_settings = _changed(settings, engine={"arguments": arguments}, model=model)
+        engine_settings = engine_settings.model_copy(update={"lora": None})  # what it loads is whole
+    options: dict[str, Any] = {"engine_settings": engine_settings, "synced": engine_model is None}
+    folder, report = run_ranks("audit", settings, signals, request, **options)
     if copy is not None:
         try:
-            atomic_write_text(copy, text)
+            atomic_write_text(copy, json.dumps(report, indent=2) + "\n")
         except OSError as e:
             raise UserError(f"--out: {copy}: {e.strerror}; choose another file") from None
-    show(report, table_console())
-    print(f"\nreport: {display_path(run.folder / REPORT)}", flush=True)
+    print(f"{show(report)}\n\nreport: {display_path(report_file(folder, 'audit'))}", flush=True)
     return bool(report["clean"])
 
 
@@ -103,32 +84,37 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
     request: dict[str, Any] = {}
     if not target.is_dir():
         settings = with_local_model(load_settings(target, overrides))
-        settings.prompts("audit")
     else:
         if not (target / CONFIG).is_file():
             raise UserError(f"{target}: holds no {CONFIG}; give a config file, or the folder of a run")
         settings = load_run_settings(target / CONFIG, overrides)
-        settings.prompts("audit")
         exports = sorted((target / "hf").glob("step_*/"))
         if exports:
             old = {f"model.path ({display_path(settings.model.path)})": str(settings.model.path)}
             old |= {display_path(path): str(path.absolute()) for path in exports[:-1]}
             request["others"] = old
-            place = {"path": exports[-1].absolute(), "adapter": None}
+            model = {"path": exports[-1].absolute(), "adapter": None}
             adapter = target.absolute() / ADAPTERS / exports[-1].name
             if settings.lora is not None and adapter.is_dir():
-                place = {"adapter": adapter}  # instead of the sums: engines are to add them
-            settings = settings.model_copy(update={"model": settings.model.model_copy(update=place)})
+                model = {"adapter": adapter}  # instead of the sums: engines are to add them
+            settings = _changed(settings, model=model)
         if saved := list_rollouts(target):
             request["rollouts"] = str(saved[-1].absolute())
         settings = settings.model_copy(update={"runs": target.absolute().parent})
-    # The audit sends one request at a time: nothing is sampled ahead.
-    rollout = settings.rollout.model_copy(update={"ahead": 0, "inflight": "continue"})
-    guards = settings.guards.model_copy(update={"uncorrected": False})
-    # Its references compute one sequence at a time.
-    training = settings.training.model_copy(update={"share_prompts": False})
-    update = {"rollout": rollout, "guards": guards, "training": training}
-    return settings.model_copy(update=update | {"name": f"{settings.name}-audit", "trackers": ()}), request
+    settings.prompts("audit")
+    settings = _changed(
+        settings,
+        rollout={"ahead": 0, "inflight": "continue"},  # it sends one request at a time
+        guards={"uncorrected": False},
+        training={"share_prompts": False},  # its references compute one sequence at a time
+    )
+    return settings.model_copy(update={"name": f"{settings.name}-audit", "trackers": ()}), request
+
+
+def _changed(settings: Settings, **sections: dict[str, Any]) -> Settings:
+    """Settings with other values in some sections."""
+    changed = {name: getattr(settings, name).model_copy(update=new) for name, new in sections.items()}
+    return settings.model_copy(update=changed)
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
@@ -138,60 +124,50 @@ def _check_engine_model(settings: Settings, path: Path) -> None:
         engine_shape = read_model_shape(path)
     except UserError as e:
         raise UserError(f"--engine-model: {str(e).removeprefix('model.path: ')}") from None
-    alike = replace(engine_shape, **{name: getattr(policy_shape, name) for name in _MAY_DIFFER})
-    if alike != policy_shape:
-        a, b = asdict(policy_shape), asdict(alike)
-        listed = ", ".join(
-            f"{f.name} {b[f.name]}, not {a[f.name]}" for f in fields(policy_shape) if a[f.name] != b[f.name]
-        )
+    policy, engine = asdict(policy_shape), asdict(engine_shape)
+    differing = [name for name in policy if name not in _MAY_DIFFER and policy[name] != engine[name]]
+    if differing:
+        listed = ", ".join(f"{name} {engine[name]}, not {policy[name]}" for name in differing)
         raise UserError(f"--engine-model: {path} is a different model than model.path ({listed})")
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the layers of the first engine with findings, or of the first one, and the verdicts."""
+def show(report: dict[str, Any]) -> str:
+    """The layers of the first engine with findings, or of the first one, and the verdicts, as text."""
     engines = report["engines"]
     worst = next((e for e in engines if not e["clean"]), engines[0])
     source = "weights synced through the bridge" if report["synced"] else "weights as the engine loaded them"
-    _print(
-        console,
-        f"\nengine {worst['engine']} against the trainer: {worst['sequences']} sequences, {worst['tokens']} "
-        f"tokens, {report['dtype']}, {source}\n"
-        "relative difference of engine and trainer; * marks a module whose output does not match its input\n",
-    )
-    _print(console, _table(worst))
-    logprobs = worst["logprobs"]
+    logprobs, routes, first = worst["logprobs"], worst["routes"], worst["first"]
     head = "*" if _broken(worst, ("logits", "logprobs")) else ""
-    _print(
-        console,
+    lines = [
+        f"\nengine {worst['engine']} against the trainer: {worst['sequences']} sequences, {worst['tokens']} "
+        f"tokens, {report['dtype']}, {source}",
+        "relative difference of engine and trainer; * marks a module whose output does not match its input\n",
+        *_table(worst),
         f"\nfinal norm {_cell(worst, 'final_norm')}   log-probs {head}mean {_number(logprobs['mean'])}, "
         f"max {_number(logprobs['max'])} nats over {logprobs['tokens']:.0f} sampled tokens\n",
-    )
-    if routes := worst["routes"]:
-        _print(
-            console,
+    ]
+    if routes:
+        lines.append(
             f"choices of experts: {routes['changed']} of {routes['choices']} (tokens x layers) differ; "
-            f"{routes['unused']} of {routes['experts']} experts were not chosen for any token\n",
+            f"{routes['unused']} of {routes['experts']} experts were not chosen for any token\n"
         )
-    if worst["first"]:
-        first = worst["first"]
-        _print(
-            console,
+    if first:
+        lines.append(
             f"first: {first['site']} of the {first['side']}, off by {_number(first['error'])} "
-            f"(rounding explains {first['tolerance']:.0e})",
+            f"(rounding explains {first['tolerance']:.0e})"
         )
     for engine in engines:
         name = f"engine {engine['engine']}: " if len(engines) > 1 else ""
         if engine["clean"]:
-            _print(console, f"{name}clean: every module of both sides matches its input; they agree")
+            lines.append(f"{name}clean: every module of both sides matches its input; they agree")
         for finding in engine["findings"][:_SHOWN]:
-            _print(
-                console, f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}."
-            )
+            lines.append(f"{name}{finding['kind']}: {finding['text']}.\n  What to do: {finding['advice']}.")
         if (more := len(engine["findings"]) - _SHOWN) > 0:
-            _print(console, f"{name}and {more} more findings, see the report")
+            lines.append(f"{name}and {more} more findings, see the report")
+    return "\n".join(lines)
 
 
-def _table(engine: dict[str, Any]) -> str:
+def _table(engine: dict[str, Any]) -> list[str]:
     """One line per layer; not a rich table, which would truncate digits if it does not fit."""
     inside = [site.split(".")[1:] for site in engine["drift"] if site.startswith("layers.")]
     present = {part for _, part in inside}
@@ -200,7 +176,7 @@ def _table(engine: dict[str, Any]) -> str:
     for i in sorted({int(layer) for layer, _ in inside}):
         cells = (_cell(engine, *(f"layers.{i}.{part}" for part in parts)) for parts in columns.values())
         lines.append(f"{i:>5}" + "".join(f"{cell:>9}" for cell in cells))
-    return "\n".join(lines)
+    return lines
 
 
 def _cell(engine: dict[str, Any], *sites: str) -> str:
@@ -217,7 +193,3 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def _broken(engine: dict[str, Any], sites: tuple[str, ...]) -> bool:
     return any(b["site"] in sites for b in engine["broken"])
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

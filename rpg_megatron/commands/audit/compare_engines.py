@@ -12,22 +12,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from rpg_megatron.bridge.vllm.trace import join_workers, read_workers
-from rpg_megatron.commands.audit import REPORT, REQUEST
-from rpg_megatron.commands.audit.module_check import ActivationTrace, StoredWeights, Weights
+from rpg_megatron.commands.audit.module_check import ActivationTrace, Weights, stored_weights
 from rpg_megatron.commands.audit.trace_megatron import trace_policy
-from rpg_megatron.commands.audit.verdict import AuditVerdict, diagnose
+from rpg_megatron.commands.audit.verdict import Expected, diagnose
+from rpg_megatron.commands.rank_job import WEIGHTS
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.config.files import atomic_write_text, read_json, remove
 from rpg_megatron.data.prompt_stream import PromptStream
 from rpg_megatron.data.prompts import load_prompts, load_tokenizer
 from rpg_megatron.data.rollout_files import read_rollouts, step_of
 from rpg_megatron.data.trajectory import Tokens, Trajectory
-from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.models.activation_sites import FINAL_INPUT, LOGITS, Trace
@@ -36,6 +36,7 @@ from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.collectives import broadcast_object
 from rpg_megatron.system.dtypes import dtype_name
 from rpg_megatron.training.mismatch import find_gaps
+from rpg_megatron.training.rank import RankProcess
 from rpg_megatron.training.run import RankRun
 
 _SEQUENCES = 6
@@ -60,56 +61,47 @@ class AuditRequest:
     """Checkpoints that may explain a wrong weight: name in messages -> folder."""
 
 
-def audit(run: RankRun, folder: Path, work: Path, bridge: Path, token: str) -> None:
-    """Audit every engine and write the report to ``folder``. Collective."""
-    request = AuditRequest(**read_json(folder / REQUEST))
+def audit(rank: RankProcess, request: AuditRequest) -> dict[str, Any]:
+    """Audit every engine; rank 0 returns the report, for JSON. Collective."""
+    run = rank.start_run(RankRun)
     if request.sync:
         run.sync_engines(version=0)
-    sequences = choose_tokens(run.settings, request) if run.mesh.rank == 0 else []
-    weights = folder / "weights"
+    settings, weights = run.settings, rank.run_dir / WEIGHTS
+    sequences = choose_tokens(settings, request) if run.mesh.rank == 0 else []
     run.write_checkpoint(weights)
-    others = {name: StoredWeights(Path(path)) for name, path in request.others.items()}
+    others = {name: stored_weights(Path(path)) for name, path in request.others.items()}
     engines = []
-    for index in range(run.settings.engine.replicas):
-        socket = engine_socket(work, index)
-        verdict, count = audit_engine(run, index, socket, bridge, token, sequences, weights, others)
-        if verdict is not None:
-            engines.append(
-                {"engine": index, "sequences": len(sequences), "tokens": count} | verdict.to_json()
-            )
-    if run.mesh.rank == 0:
-        remove(weights)
-        report = {
-            "clean": all(e["clean"] for e in engines),
-            "dtype": run.settings.precision.dtype,
-            "model": str(run.settings.model.path),
-            "synced": request.sync,
-            "engines": engines,
-        }
-        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    for index in range(settings.engine.replicas):
+        socket, timeout = engine_socket(rank.work, index), settings.engine.request_timeout
+        client = EngineClient(index, socket, rank.token, timeout=timeout)
+        engines.append(audit_engine(run, client, rank.bridge, sequences, weights, others))
+    return {
+        "clean": all(e.get("clean") for e in engines),
+        "dtype": settings.precision.dtype,
+        "model": str(settings.model.path),
+        "synced": request.sync,
+        "engines": engines,
+    }
 
 
 def audit_engine(
     run: RankRun,
-    index: int,
-    socket: Path,
+    client: EngineClient,
     bridge: Path,
-    token: str,
     sequences: Sequence[Tokens],
     weights: Path,
     others: Mapping[str, Weights],
-) -> tuple[AuditVerdict | None, int]:
-    """Compare one engine with the trainer. Collective; rank 0 returns the verdict and the number of tokens.
+) -> dict[str, Any]:
+    """Compare one engine with the trainer. Collective; rank 0 returns the verdict, for JSON.
 
-    sequences: on rank 0, tokens that the engine continues. weights: folder of the trainer's weights as a
-    Hugging Face checkpoint.
+    client: of the engine, used on rank 0. sequences: on rank 0, tokens that the engine continues. weights:
+    folder of the trainer's weights as a Hugging Face checkpoint.
     """
     settings = run.settings
     shape = read_model_shape(settings.model.path)
     traced: list[tuple[Trajectory, Trace]] = []
     if run.mesh.rank == 0:
         run.events.phase("tracing the engine", 0, 1)
-        client = EngineClient(index, socket, token, timeout=settings.engine.request_timeout)
         traced = asyncio.run(trace_engine(client, settings, shape, bridge, sequences))
         run.events.phase("tracing the trainer", 0, 1)
     trajectories: list[Trajectory] = broadcast_object([t for t, _ in traced], list[Trajectory])
@@ -117,22 +109,27 @@ def audit_engine(
     apart = [run.policy.pack([t]) for t in trajectories]
     packed, alone = (trace_policy(run.policy, shape, p) for p in (packs, apart))
     if run.mesh.rank:
-        return None, 0
+        return {}
     run.events.phase("comparing", 0, 1)
-    verdict = diagnose(
-        _engine_side(trajectories, [trace for _, trace in traced]),
-        trainer_side(trajectories, packs, packed),
-        trainer_side(trajectories, apart, alone),
-        shape=shape,
-        weights=StoredWeights(weights),
+    dtype = settings.precision.dtype
+    expected = Expected(
+        shape,
+        stored_weights(weights),
         temperature=settings.rollout.temperature,
-        dtype=settings.precision.dtype,
-        bounds=settings.guards.thresholds(settings.precision.dtype),
+        dtype=dtype,
+        bounds=settings.guards.thresholds(dtype),
         others=others,
         device=run.policy.device,
         replayed=settings.training.router_replay == "rollout",
     )
-    return verdict, sum(t.length - 1 for t in trajectories)
+    verdict = diagnose(
+        _engine_side(trajectories, [trace for _, trace in traced]),
+        trainer_side(trajectories, packs, packed),
+        trainer_side(trajectories, apart, alone),
+        expected,
+    )
+    tokens = sum(t.length - 1 for t in trajectories)
+    return {"engine": client.index, "sequences": len(sequences), "tokens": tokens} | verdict.to_json()
 
 
 def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
@@ -144,12 +141,8 @@ def choose_tokens(settings: Settings, request: AuditRequest) -> list[Tokens]:
         starts = [np.concatenate([t.prompt, t.response[: len(t.response) // 2]]) for t in worst]
     else:
         prompts = load_prompts(settings.prompts("audit"), load_tokenizer(settings.model.path), first=_PROMPTS)
-        starts = [
-            p.tokens
-            for p in PromptStream(prompts, settings.seed, settings.data.weights).take(
-                min(len(prompts), _PROMPTS)
-            )
-        ]
+        stream = PromptStream(prompts, settings.seed, settings.data.weights)
+        starts = [prompt.tokens for prompt in stream.take(min(len(prompts), _PROMPTS))]
     short = [s for s in starts if len(s) <= _LONG] or [min(starts, key=len)]
     room = context_length(settings) - 1
     return [s[:room] for s in short[:_SEQUENCES]]
@@ -176,7 +169,16 @@ async def trace_engine(
             )
             await _call(client, "take")
             shards = await asyncio.to_thread(read_workers, bridge, settings.engine.tensor)
-            trajectory = _trajectory(number, tokens, sample)
+            trajectory = Trajectory(
+                prompt_id=number,
+                sample=0,
+                prompt=np.asarray(tokens, np.int32),
+                response=sample.tokens,
+                behaviour=sample.logprobs,
+                versions=np.zeros(len(sample.tokens), np.int32),
+                finish=sample.finish,
+                text="",
+            )
             traced.append((trajectory, _cut(join_workers(shards, shape), trajectory)))
         await _call(client, "stop")
     finally:
@@ -190,19 +192,6 @@ async def _call(client: EngineClient, action: str) -> None:
     if any(errors):
         listed = "; ".join(e for e in errors if e)
         raise UserError(f"engine {client.index} cannot be traced ({action}): {listed}; see its log")
-
-
-def _trajectory(number: int, tokens: Tokens, sample: Sample) -> Trajectory:
-    return Trajectory(
-        prompt_id=number,
-        sample=0,
-        prompt=np.asarray(tokens, np.int32),
-        response=sample.tokens,
-        behaviour=sample.logprobs,
-        versions=np.zeros(len(sample.tokens), np.int32),
-        finish=sample.finish,
-        text="",
-    )
 
 
 def _cut(trace: Trace, trajectory: Trajectory) -> Trace:

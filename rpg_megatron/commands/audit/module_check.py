@@ -5,14 +5,14 @@ Here every value of one side is recomputed from *that side's own* earlier values
 checked by itself, without inherited errors. Every step from the embedding to the log-probs is covered: if all
 modules pass, the two sides differ only by rounding.
 
-A possible cause of an error is a copy of the checker with other weights, another model shape or other
-positions (``dataclasses.replace``).
+A possible cause of an error is a copy of the checker with other weights or another model shape
+(``dataclasses.replace``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -73,21 +73,17 @@ Weights = Callable[[str], Tensor]
 """HF name -> the full tensor, in the checkpoint's dtype."""
 
 
-class StoredWeights:
-    """The tensors of a Hugging Face checkpoint, read on demand."""
+def stored_weights(folder: Path) -> Weights:
+    """The tensors of a Hugging Face checkpoint, read on demand; KeyError if there is no such name."""
+    stored = list_checkpoint(folder)
 
-    def __init__(self, folder: Path):
-        self._stored = list_checkpoint(folder)
-        self._read_cached = lru_cache(maxsize=32)(self._read)
-
-    def __call__(self, name: str) -> Tensor:
-        """One tensor. Raises KeyError if there is no such name."""
-        return self._read_cached(name)
-
-    def _read(self, name: str) -> Tensor:
-        with safe_open(self._stored[name].file, framework="pt", device="cpu") as file:
+    @lru_cache(maxsize=32)
+    def read(name: str) -> Tensor:
+        with safe_open(stored[name].file, framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    return read
 
 
 @dataclass
@@ -109,11 +105,6 @@ class ActivationTrace:
     dtype: str
     """Dtype of its activations: float32 or bfloat16."""
 
-    @property
-    def positions(self) -> Tensor:
-        """int64 [t]: position within the sequence."""
-        return torch.cat([torch.arange(n) for n in self.lengths])
-
 
 @dataclass
 class ModuleChecker:
@@ -126,8 +117,6 @@ class ModuleChecker:
     temperature: float
     device: torch.device = field(default=torch.device("cpu"))
     """Where to compute; values and weights are moved there on demand."""
-    starts: Sequence[int] | None = None
-    """The position at which each sequence starts; None: 0."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,37 +198,36 @@ class ModuleChecker:
             frequencies = llama3_frequencies(d, shape.rope_theta, shape.rope_scaling)
         else:
             frequencies = shape.rope_theta ** (-torch.arange(0, d, 2, dtype=self.dtype) / d)
-        lengths = self.side.lengths
-        starts = torch.tensor(self.starts or [0] * len(lengths))
-        positions = self.side.positions + starts.repeat_interleave(torch.tensor(lengths))
+        positions = torch.cat([torch.arange(n) for n in self.side.lengths])
         angles = positions.to(self.device)[:, None, None] * self._local(frequencies)
         a, b = x.unflatten(1, (-1, d)).chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).flatten(1)
 
-    def logprobs(self, temperature: float | None = None, padding: float = 0.0) -> Tensor:
-        """Log-probs of the sampled tokens [n] from the side's own logits, or from its last norm.
-
-        padding: number of additional columns with logit 0 in the softmax.
-        """
+    def logprobs(self, temperature: float | None = None) -> Tensor:
+        """Log-probs of the sampled tokens [n] from the side's own logits, or from its last norm."""
         logits = self.logits / (temperature or self.temperature)
-        picked = logits.gather(1, self.side.sampled.to(self.device)[:, None])[:, 0]
-        total = logits.logsumexp(1)
-        if padding > 0:
-            total = torch.logaddexp(total, torch.full_like(total, math.log(padding)))
-        return picked - total
+        return logits.gather(1, self.side.sampled.to(self.device)[:, None])[:, 0] - logits.logsumexp(1)
 
     @cached_property
     def fitted_temperature(self) -> tuple[float, float]:
         """The temperature that best fits the reported log-probs, and the remaining RMS difference relative
         to that at the configured temperature.
+
+        The best point of a logarithmic grid, then of ever finer ones around it.
         """
 
         def error(temperature: float) -> float:
             return (self.logp() - self.logprobs(temperature)).square().mean().sqrt().item()
 
-        temperature, rest = minimise(error, *_TEMPERATURES)
-        return temperature, rest / max(error(self.temperature), 1e-30)
+        low, high, steps = _TEMPERATURES
+        while True:
+            grid = torch.logspace(math.log10(low), math.log10(high), steps, dtype=torch.float64).tolist()
+            errors = [error(temperature) for temperature in grid]
+            best = min(range(steps), key=errors.__getitem__)
+            if high < low * (1 + 1e-9):
+                return grid[best], errors[best] / max(error(self.temperature), 1e-30)
+            low, high, steps = grid[max(best - 1, 0)], grid[min(best + 1, steps - 1)], 7
 
     @cached_property
     def logits(self) -> Tensor:
@@ -299,13 +287,9 @@ class ModuleChecker:
         return tolerance
 
     def weight_rounding(self, site: str) -> float:
-        """Error due to rounding the weights of a norm to the side's dtype; 0 for matrices, where it averages
-        out.
-        """
-        if split_site(site)[1] not in NORMS:
-            return 0.0
+        """Error from rounding a norm's weights to the side's dtype; 0 for matrices, where it averages out."""
         ratio = TOLERANCE[self.side.dtype] / CHANNEL_TOLERANCE[self.side.dtype]
-        return torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * ratio
+        return torch.finfo(torch_dtype(self.side.dtype)).eps / 2 * ratio * (split_site(site)[1] in NORMS)
 
     def _channel_ratios(self, site: str, expected: Tensor) -> Tensor:
         """[width] least-squares factor from expected to found values of each channel of a norm.
@@ -349,21 +333,6 @@ def distance(actual: Tensor, expected: Tensor) -> float:
         scale = scale.clamp(min=max(scale.mean().item(), 1e-30)) if dim == 0 else scale.clamp(min=1e-30)
         worst = max(worst, (off.sum(dim) / scale).max().sqrt().nan_to_num(nan=math.inf).item())
     return worst
-
-
-def minimise(error: Callable[[float], float], low: float, high: float, steps: int) -> tuple[float, float]:
-    """The positive number between ``low`` and ``high`` with the smallest error, and that error.
-
-    A logarithmic grid of ``steps`` points, then ever finer ones around the best point.
-    """
-    low, high = math.log(low), math.log(high)
-    while True:
-        grid = torch.linspace(low, high, steps, dtype=torch.float64).tolist()
-        errors = [error(math.exp(point)) for point in grid]
-        best = min(range(steps), key=errors.__getitem__)
-        if high - low < 1e-9:
-            return math.exp(grid[best]), errors[best]
-        low, high, steps = grid[max(best - 1, 0)], grid[min(best + 1, steps - 1)], 7
 
 
 def routing_weights(logits: Tensor, experts: ExpertShape) -> Tensor:

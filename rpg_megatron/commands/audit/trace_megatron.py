@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rpg_megatron.config import ModelShape
@@ -27,8 +26,8 @@ _HEADS = ("query_norm", "key_norm", "query_rope", "key_rope", "attention", "acti
 that sequence parallelism shards the tokens.
 """
 
-_Sent = tuple[str, tuple[int, ...], np.ndarray]
-"""A tensor between ranks: its dtype, its shape and, since numpy has no bfloat16, its bytes."""
+_Sent = tuple[str, np.ndarray]
+"""A tensor between ranks: its dtype and, since numpy has no bfloat16, the bytes of its rows."""
 
 
 def trace_policy(
@@ -41,15 +40,21 @@ def trace_policy(
     """
     kept: dict[str, list[Tensor]] = defaultdict(list)
     with ExitStack() as stack:
-        for handle in _hook(policy.chunks, kept):
-            stack.callback(handle.remove)
+        for remove in _hook(policy.chunks, kept):
+            stack.callback(remove)
         scored = policy.logprobs(packs)
     mesh = policy.mesh
     # Data-parallel replicas computed the same; use the first one.
     coordinates = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
     own_calls = None
     if mesh.data_rank == 0:
-        own_calls = coordinates, {site: [_send(call) for call in calls] for site, calls in kept.items()}
+        own_calls = (
+            coordinates,
+            {
+                site: [(dtype_name(call.dtype), call.view(torch.uint8).numpy()) for call in calls]
+                for site, calls in kept.items()
+            },
+        )
     everyone = gather_on_first(own_calls, tuple[tuple[int, int, int], dict[str, list[_Sent]]] | None)
     if mesh.rank:
         return []
@@ -58,7 +63,8 @@ def trace_policy(
     shards: dict[str, list[list[list[Tensor]]]] = defaultdict(lambda: [[] for _ in range(mesh.context)])
     for (_, context_rank, _), values in ranks:
         for site, calls in values.items():
-            shards[site][context_rank].append([_receive(call) for call in calls])
+            tensors = [torch.tensor(rows).view(torch_dtype(dtype)) for dtype, rows in calls]
+            shards[site][context_rank].append(tensors)
     traced = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
@@ -74,49 +80,24 @@ def trace_policy(
     return traced
 
 
-def _send(tensor: Tensor) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
-    return dtype_name(tensor.dtype), tuple(tensor.shape), tensor.flatten().view(torch.uint8).numpy()
+def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterable[Callable[[], None]]:
+    """Hook the modules of this rank; yields the functions that remove the hooks."""
 
+    def keep(module: nn.Module, *after: str, before: Sequence[str] = ()) -> Callable[[], None]:
+        """Record a module's inputs and outputs, the latter without the bias that linear layers return."""
 
-def _receive(sent: tuple[str, tuple[int, ...], NDArray[np.uint8]]) -> Tensor:
-    dtype, shape, values = sent
-    tensor = torch.empty(shape, dtype=torch_dtype(dtype))
-    tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(values))
-    return tensor
+        def record(_: nn.Module, args: Any, out: Any) -> None:
+            outputs = out if isinstance(out, tuple) else (out,)
+            for site, value in [*zip(before, args, strict=False), *zip(after, outputs, strict=False)]:
+                kept[site].append(_rows(value))
 
+        return module.register_forward_hook(record).remove
 
-def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterable[Any]:
-    """Hook the modules of this rank; yields the handles that remove the hooks."""
-
-    def keep(module: nn.Module, take: Callable[[Any, Any], dict[str, Tensor]]) -> Any:
-        def after(_: nn.Module, args: Any, out: Any) -> None:
-            for site, value in take(args, out).items():
-                kept[site].append(value.detach().reshape(value.size(0), -1).cpu().clone())
-
-        return module.register_forward_hook(after)
-
-    def first(site: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """The output; linear layers also return a bias."""
-        return lambda args, out: {site: out[0] if isinstance(out, tuple) else out}
-
-    def both(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """The two outputs."""
-        return lambda args, out: dict(zip(sites, out, strict=True))
-
-    def entering(*sites: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """The inputs and the output."""
-        *before, after = sites
-        return lambda args, out: {**dict(zip(before, args, strict=False)), **first(after)(args, out)}
-
-    def norm(module: nn.Module, before: str, after: str) -> Callable[[Any, Any], dict[str, Tensor]]:
-        """The input of a norm, and its output if this module computes it.
-
-        In Transformer Engine's dense layers the norm is fused into the next linear layer, and this module is
-        an identity. A hook cannot see the output, so the audit recomputes it from the input.
+    def keep_norm(module: nn.Module, before: str, after: str) -> Callable[[], None]:
+        """In Transformer Engine's dense layers the norm is fused into the next linear layer, and this module
+        is an identity: the audit recomputes the output from the input.
         """
-        if isinstance(module, IdentityOp):
-            return lambda args, _: {before: args[0]}
-        return entering(before, after)
+        return keep(module, *([] if isinstance(module, IdentityOp) else [after]), before=[before])
 
     for chunk in chunks:
         decoder: Any = chunk.decoder
@@ -126,51 +107,46 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
                 return layer_site(i, part)
 
             attention, mlp = layer.self_attention, layer.mlp
-            before = layer.input_layernorm
-            yield keep(before, norm(before, at("input"), at("input_norm")))
-            yield keep(attention.linear_qkv, first(at(_QKV)))
+            yield keep_norm(layer.input_layernorm, at("input"), at("input_norm"))
+            yield keep(attention.linear_qkv, at(_QKV))
             if not isinstance(attention.q_layernorm, IdentityOp | None):
-                yield keep(attention.q_layernorm, first(at("query_norm")))
-                yield keep(attention.k_layernorm, first(at("key_norm")))
+                yield keep(attention.q_layernorm, at("query_norm"))
+                yield keep(attention.k_layernorm, at("key_norm"))
             core = attention.core_attention
             rotated = at("query_rope"), at("key_rope")
             if isinstance(core, PackedAttention):  # includes the rotation, unlike Transformer Engine's
-                yield keep(core.rotary, both(*rotated))
-                yield keep(core, first(at("attention")))
+                yield keep(core.rotary, *rotated)
+                yield keep(core, at("attention"))
             else:
-                yield keep(core, entering(*rotated, at("attention")))
-            yield keep(attention.linear_proj, first(at("attention_output")))
-            before = layer.pre_mlp_layernorm
-            yield keep(before, norm(before, at("middle"), at("mlp_norm")))
+                yield keep(core, at("attention"), before=rotated)
+            yield keep(attention.linear_proj, at("attention_output"))
+            yield keep_norm(layer.pre_mlp_layernorm, at("middle"), at("mlp_norm"))
             if hasattr(mlp, "router"):
-                yield _KeptLogits(mlp.router, kept[at("router")])
-                yield keep(mlp, first(at("experts")))
+                yield _keep_logits(mlp.router, kept[at("router")])
+                yield keep(mlp, at("experts"))
             else:
-                yield keep(mlp.linear_fc1, first(at(_GATE_UP)))
-                yield keep(mlp.linear_fc2, entering(at("activation"), at("mlp_output")))
+                yield keep(mlp.linear_fc1, at(_GATE_UP))
+                yield keep(mlp.linear_fc2, at("mlp_output"), before=[at("activation")])
         if getattr(decoder, "final_layernorm", None) is not None:
-            yield keep(decoder.final_layernorm, entering(FINAL_INPUT, FINAL_NORM))
+            yield keep(decoder.final_layernorm, FINAL_NORM, before=[FINAL_INPUT])
 
 
-class _KeptLogits:
-    """Records the logits of a router, which no module returns, by wrapping ``TopKRouter.gating``.
+def _rows(value: Tensor) -> Tensor:
+    """A copy on the CPU: [t, width]."""
+    return value.detach().reshape(value.size(0), -1).cpu().clone()
 
-    The wrapper stays until ``remove``.
-    """
 
-    def __init__(self, router: Any, kept: list[Tensor]):
-        self._router, plain = router, router.gating
+def _keep_logits(router: Any, kept: list[Tensor]) -> Callable[[], None]:
+    """Record the logits of a router, which no module returns, by wrapping ``TopKRouter.gating``."""
+    plain = router.gating
 
-        def gating(hidden: Tensor) -> Tensor:
-            logits: Tensor = plain(hidden)
-            kept.append(logits.detach().reshape(logits.size(0), -1).cpu().clone())
-            return logits
+    def gating(hidden: Tensor) -> Tensor:
+        logits: Tensor = plain(hidden)
+        kept.append(_rows(logits))
+        return logits
 
-        router.gating = gating
-
-    def remove(self) -> None:
-        """Restore the original method."""
-        del self._router.gating
+    router.gating = gating
+    return lambda: delattr(router, "gating")
 
 
 def _join(site: str, shards: list[Tensor], shape: ModelShape, tokens: int) -> Trace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from rpg_megatron.commands.audit.causes import LOGPROBS, Finding, explain
 from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, Weights, distance
 from rpg_megatron.config import ModelShape
-from rpg_megatron.models.activation_sites import FINAL_NORM, LOGITS, all_sites, layer_site
+from rpg_megatron.models.activation_sites import FINAL_NORM, all_sites, layer_site
 
 
 @dataclass
@@ -42,62 +42,64 @@ class AuditVerdict:
     def to_json(self) -> dict[str, Any]:
         """Plain values for JSON; None for numbers that are not finite."""
         plain = {"clean": self.clean, "first": self.broken[0] if self.broken else None} | asdict(self)
-        return cast(dict[str, Any], _finite(plain))
+        return cast(dict[str, Any], json.loads(json.dumps(plain), parse_constant=lambda _: None))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+@dataclass(frozen=True)
+class Expected:
+    """What both sides should compute with."""
+
+    shape: ModelShape
+    weights: Weights
+    """The trainer's, by HF name."""
+    temperature: float
+    dtype: str
+    """``precision.dtype``."""
+    bounds: tuple[float, float]
+    """Largest and mean |log-prob difference| that the run's guard allows, nats."""
+    others: Mapping[str, Weights]
+    """Other weights that may explain a wrong parameter, by their name in messages."""
+    device: torch.device
+    """Where to compute."""
+    replayed: bool = False
+    """Whether the run replays the engine's choice of experts; the traces are without replay."""
 
 
 def diagnose(
-    engine: ActivationTrace,
-    trainer: ActivationTrace,
-    alone: ActivationTrace,
-    *,
-    shape: ModelShape,
-    weights: Weights,
-    temperature: float,
-    dtype: str,
-    bounds: tuple[float, float],
-    others: Mapping[str, Weights],
-    device: torch.device,
-    replayed: bool = False,
+    engine: ActivationTrace, trainer: ActivationTrace, alone: ActivationTrace, expected: Expected
 ) -> AuditVerdict:
     """Compare an engine with the trainer on the same tokens.
 
-    trainer: sequences packed as in training; alone: one sequence per row. weights: the trainer's, by HF
-    name. temperature, dtype: as configured. bounds: largest and mean |log-prob difference| that the run's
-    guard allows, nats. others: other weights that may explain a wrong parameter, by their name in messages.
-    device: where to compute. replayed: whether the run replays the engine's choice of experts; the traces are
-    without replay.
+    trainer: sequences packed as in training; alone: one sequence per row.
     """
-    sides = {
-        side.name: ModuleChecker(side, shape, weights, temperature, device) for side in (engine, trainer)
+    engine_checker, trainer_checker, apart = (
+        ModuleChecker(side, expected.shape, expected.weights, expected.temperature, expected.device)
+        for side in (engine, trainer, alone)
+    )
+    sides = {"engine": engine_checker, "trainer": trainer_checker}
+    links = {
+        name: {s: checker.error(s) for s in checker.sites()} | {LOGPROBS: checker.logprob_error()}
+        for name, checker in sides.items()
     }
-    apart = ModuleChecker(alone, shape, weights, temperature, device)
-    links = {name: _links(checker) for name, checker in sides.items()}
     broken = _broken(sides, links)
+    dtype, bounds = expected.dtype, expected.bounds
     findings = [_dtype(side, dtype) for side in (engine, trainer) if side.dtype != dtype]
     for name, checker in sides.items():
         sites = [b["site"] for b in broken if b["side"] == name]
-        findings += explain(checker, sites, others, apart if name == "trainer" else None)
+        findings += explain(checker, sites, expected.others, apart if name == "trainer" else None)
     gap = (engine.logp.double() - trainer.logp.double()).abs()
     logprobs = {"mean": gap.mean().item(), "max": gap.max().item(), "tokens": float(gap.numel())}
     drift = {
         site: distance(engine.trace[site], trainer.trace[site])
-        for site in sides["engine"].sites()
+        for site in engine_checker.sites()
         if site in trainer.trace
     }
-    routes = _routes(engine, trainer, shape)
+    routes = _routes(engine, trainer, expected.shape)
     # With replay, a run never has the log-probs that follow from different choices.
-    comparable = not (replayed and routes.get("changed"))
+    comparable = not (expected.replayed and routes.get("changed"))
     # Written so that NaN counts as out of bounds.
     if comparable and not findings and not (logprobs["max"] <= bounds[0] and logprobs["mean"] <= bounds[1]):
-        findings.append(_rounding(drift, logprobs, bounds, dtype, routes))
+        findings.append(_rounding(drift, logprobs, routes, expected))
     return AuditVerdict(findings, broken, links, drift, logprobs, routes)
 
 
@@ -109,34 +111,26 @@ def _routes(engine: ActivationTrace, trainer: ActivationTrace, shape: ModelShape
     counts = {"choices": 0, "changed": 0, "experts": 0, "unused": 0}
     for layer in experts.layers:
         logits = [side.trace[layer_site(layer, "router")] for side in (engine, trainer)]
-        chosen, others = (
-            torch.zeros(x.shape, dtype=torch.bool).scatter_(1, x.topk(experts.per_token).indices, True)
-            for x in logits
-        )
+        chosen, others = (x.topk(experts.per_token).indices.sort(1).values for x in logits)
         counts["choices"] += len(chosen)
         counts["changed"] += int((chosen != others).any(1).sum())
         counts["experts"] += experts.count
-        counts["unused"] += int((~chosen.any(0)).sum())
+        counts["unused"] += experts.count - chosen.unique().numel()
     return counts
-
-
-def _links(checker: ModuleChecker) -> dict[str, float]:
-    """Error of every site, and of the log-probs, in the order of computation."""
-    return {site: checker.error(site) for site in checker.sites()} | {LOGPROBS: checker.logprob_error()}
 
 
 def _broken(
     sides: Mapping[str, ModuleChecker], links: Mapping[str, Mapping[str, float]]
 ) -> list[dict[str, Any]]:
     """The sites whose error exceeds rounding, see ``AuditVerdict.broken``."""
+    broken: list[dict[str, Any]] = [
+        {"side": name, "site": site, "error": error, "tolerance": tolerance}
+        for name, errors in links.items()
+        for site, error in errors.items()
+        if error > (tolerance := sides[name].tolerance(site))
+    ]
     order = [*all_sites(sides["engine"].shape), LOGPROBS]
-    broken: list[dict[str, Any]] = []
-    for name, errors in links.items():
-        for site, error in errors.items():
-            tolerance = sides[name].tolerance(LOGITS if site == LOGPROBS else site)
-            if error > tolerance:
-                broken.append({"side": name, "site": site, "error": error, "tolerance": tolerance})
-    return sorted(broken, key=lambda f: order.index(str(f["site"])))
+    return sorted(broken, key=lambda place: order.index(place["site"]))
 
 
 def _dtype(side: ActivationTrace, dtype: str) -> Finding:
@@ -146,18 +140,14 @@ def _dtype(side: ActivationTrace, dtype: str) -> Finding:
 
 
 def _rounding(
-    drift: Mapping[str, float],
-    logprobs: Mapping[str, float],
-    bounds: tuple[float, float],
-    dtype: str,
-    routes: Mapping[str, int],
+    drift: Mapping[str, float], logprobs: Mapping[str, float], routes: Mapping[str, int], expected: Expected
 ) -> Finding:
     first, *_ = drift.values()
     text = (
-        f"every module alone is correct, but rounding in {dtype} accumulates: engine and trainer differ by "
-        f"{first:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, the log-probs by "
-        f"{logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most (bounds {bounds[1]:.0e}, "
-        f"{bounds[0]:.0e})"
+        f"every module alone is correct, but rounding in {expected.dtype} accumulates: engine and trainer "
+        f"differ by {first:.1e} at the first layer's input and {drift[FINAL_NORM]:.1e} at the end, the "
+        f"log-probs by {logprobs['mean']:.1e} nats on average, {logprobs['max']:.1e} at most (bounds "
+        f"{expected.bounds[1]:.0e}, {expected.bounds[0]:.0e})"
     )
     advice = "use precision.dtype=float32, or raise guards.mismatch_mean and .mismatch_max and set correction"
     if routes.get("changed"):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import os
+import socket
 from contextlib import suppress
 from functools import partial
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.doctor import gpu, machine, network, packages, run_inputs
-from rpg_megatron.commands.doctor.gather import (
-    NodeReport,
-    find_job_step,
-    gather_reports,
-    node_name,
-    send_report,
-)
 from rpg_megatron.commands.doctor.probe import Probe, Subject, run_probes
-from rpg_megatron.commands.doctor.table import failures, print_reports, to_json
+from rpg_megatron.commands.doctor.table import failures, print_checks, to_json
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.launcher import bandwidth
 from rpg_megatron.launcher.checks import CHECKS
@@ -33,11 +27,11 @@ PROBES: list[tuple[str, float, Probe]] = [
     ("sandboxes", 30, machine.probe_sandboxes),
     ("temporary files", 10, machine.probe_temporary),
     ("clock", 20, machine.probe_clock),
+    ("walltime", 20, machine.probe_walltime),
     (network.NAME, bandwidth.SECONDS, network.probe_network),
     *((check.name, check.seconds, partial(run_inputs.probe_check, check)) for check in CHECKS),
     ("run folder", 30, run_inputs.probe_run_folder),
     ("secrets", 10, run_inputs.probe_secrets),
-    ("walltime", 20, run_inputs.probe_walltime),
 ]
 """Name, timeout in seconds, function; in the order of the report."""
 _WIDTH = 120
@@ -47,25 +41,18 @@ _WIDTH = 120
 def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
     """Check this machine or, as a task of ``srun``, this node; returns whether all checks passed.
 
-    The first task prints the reports of all nodes. The others send it theirs, and return whether that worked.
+    Each of several nodes prints its own name, and what is wrong with it.
     """
-    started, step = time.time(), find_job_step()
     shape = None
     if settings is not None:
         with suppress(UserError):  # reported by the probe of the model
             settings = with_local_model(settings)
             shape = read_model_shape(settings.model.path)
-    subject = Subject(settings, shape)
-    checks = run_probes(PROBES, subject)
-    folder = machine.runs_folder(subject)
-    if not step.first:
-        return send_report(step, folder, checks)
-    if step.tasks > 1:
-        reports = gather_reports(step, folder, checks, started=started)
-    else:
-        reports = [NodeReport(node_name(), tuple(checks))]
+    checks = run_probes(PROBES, Subject(settings, shape))
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    several = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     if as_json:
-        print(to_json(reports))
+        print(to_json(checks, node))
     else:
-        print_reports(reports, table_console(_WIDTH))
-    return not failures(reports)
+        print_checks(checks, table_console(_WIDTH), node if several else None)
+    return not failures(checks)

@@ -28,11 +28,9 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 def gpu_memory() -> str | None:
     """Memory of the smallest GPU in the format of ``plan``, None if nvidia-smi does not report it."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-        return f"{min(int(line) for line in done.stdout.split())}MiB"
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return f"{min(int(line.split()[0]) for line in _query('memory.total').stdout.splitlines())}MiB"
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
         return None
 
 
@@ -73,11 +71,16 @@ def probe_gpus(subject: Subject) -> Iterator[Check]:
     yield _infiniband()
 
 
+def _query(fields: str) -> subprocess.CompletedProcess[str]:
+    """A line for each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+
+
 def _driver() -> Check:
-    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
     fix = "install the NVIDIA driver, or run on a node that has one; device=cpu needs none"
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        done = _query("driver_version,name,memory.total")
     except (OSError, subprocess.TimeoutExpired) as e:
         return failed("driver", f"nvidia-smi does not answer ({type(e).__name__})", fix)
     cards = [line.strip() for line in done.stdout.splitlines() if line.strip()]
@@ -151,7 +154,7 @@ def _compiler() -> Check:
 
 
 def _infiniband() -> Check:
-    """NCCL opens these libraries when it starts; without them nodes talk over TCP, an order slower."""
+    """NCCL opens these libraries; without them nodes talk over TCP, an order of magnitude slower."""
     devices = sorted(f.name for f in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
     if not devices:
         return not_applicable("InfiniBand", "this node has none")

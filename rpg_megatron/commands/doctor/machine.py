@@ -1,4 +1,4 @@
-"""Probes of this node: memory, foreign input, sandboxes, temporary files, clock."""
+"""Probes of this node: memory, foreign input, sandboxes, temporary files, clock, time left."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.input_checks import nearest_folder
+from rpg_megatron.launcher.nodes import end_of_job
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
 from rpg_megatron.system.namespaces import find_problem
 from rpg_megatron.system.sandbox import means
@@ -108,6 +109,14 @@ def probe_clock(subject: Subject) -> Iterator[Check]:
         yield failed("clock", f"{skew:.0f} s off the file system's clock", fix)
     else:
         yield ok("clock", f"within {max(skew, 0.1):.1f} s of the file system's")
+
+
+def probe_walltime(_subject: Subject) -> Iterator[Check]:
+    """Time left in a Slurm job. A run saves before its end, so that none is too little."""
+    if (end := end_of_job()) is None:
+        yield not_applicable("walltime", "not in a Slurm job, or no limit known")
+    else:
+        yield ok("walltime", f"{(end - time.time()) / 60:,.0f} min left")
 
 
 def runs_folder(subject: Subject) -> Path:

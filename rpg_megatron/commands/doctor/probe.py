@@ -85,35 +85,22 @@ def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> 
     Each probe is (name, timeout in seconds, function). A probe that times out or raises is a failed check of
     its name: a hanging file system blocks a thread, but not the report.
     """
-    results: queue.SimpleQueue[tuple[int, list[Check]]] = queue.SimpleQueue()
     started = time.monotonic()
-    for number, (name, _, probe) in enumerate(probes):
-        threading.Thread(target=_run, args=(number, name, probe, subject, results), daemon=True).start()
-    by_probe: dict[int, list[Check]] = {}
-    while len(by_probe) < len(probes):
-        due = {n: started + p[1] - time.monotonic() for n, p in enumerate(probes) if n not in by_probe}
-        for number in [n for n, seconds in due.items() if seconds <= 0]:
-            name, limit, _ = probes[number]
-            fix = "check for a hanging file system or tool, or data that take longer to read"
-            by_probe[number] = [failed(name, f"no answer within {limit:.0f} s", fix)]
-            del due[number]
-        if not due:
-            continue
+    answers: list[queue.SimpleQueue[list[Check]]] = []
+    for name, _, probe in probes:
+        answers.append(queue.SimpleQueue())
+        threading.Thread(target=_run, args=(name, probe, subject, answers[-1]), daemon=True).start()
+    checks: list[Check] = []
+    for (name, limit, _), answer in zip(probes, answers, strict=True):
         try:
-            number, checks = results.get(timeout=max(0.01, min(due.values())))
+            checks += answer.get(timeout=max(0.0, started + limit - time.monotonic()))
         except queue.Empty:
-            continue
-        by_probe.setdefault(number, checks)  # a late answer is ignored
-    return [check for number in range(len(probes)) for check in by_probe[number]]
+            fix = "check for a hanging file system or tool, or data that take longer to read"
+            checks.append(failed(name, f"no answer within {limit:.0f} s", fix))
+    return checks
 
 
-def _run(
-    number: int,
-    name: str,
-    probe: Probe,
-    subject: Subject,
-    results: queue.SimpleQueue[tuple[int, list[Check]]],
-) -> None:
+def _run(name: str, probe: Probe, subject: Subject, answer: queue.SimpleQueue[list[Check]]) -> None:
     checks: list[Check] = []
     try:
         for check in probe(subject):
@@ -123,4 +110,4 @@ def _run(
     except Exception as e:
         fix = "an internal error of this check: report it with this line"
         checks.append(failed(name, f"{type(e).__name__}: {e}", fix))
-    results.put((number, checks))
+    answer.put(checks)

@@ -1,15 +1,15 @@
-"""Rows of the table of checks, and probes of the folder of the runs, secrets and walltime."""
+"""Rows of the table of checks, and probes of the folder of the runs and of secrets."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import runs_folder
@@ -27,11 +27,9 @@ from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.errors import gib
-from rpg_megatron.config.files import read_text
 from rpg_megatron.launcher.checks import CheckedRun, RunCheck
 from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
-from rpg_megatron.launcher.nodes import Nodes, end_of_job, find_nodes
-from rpg_megatron.launcher.run_dir import METRICS, list_runs
+from rpg_megatron.launcher.nodes import Nodes, find_nodes
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
 SPEED_BYTES = 32 * 1024**2
@@ -92,7 +90,7 @@ def _checked(check: RunCheck, run: CheckedRun) -> str:
             return f"{gib(free)} free, {gib(disk_bytes(settings, run.shape))} needed"
         case "shared memory" if transport == "shared_memory":
             return f"{SHARED_MEMORY}: {gib(shutil.disk_usage(SHARED_MEMORY).free)} free"
-        case "shared memory" | "bridge address":
+        case "shared memory":
             return f"bridge.transport is {transport}"
         case "GPUs":
             return "enough" if settings.device == "cuda" else "device is cpu"
@@ -140,49 +138,16 @@ def probe_secrets(subject: Subject, environment: Mapping[str, str] = os.environ)
         Path(environment.get("NETRC", str(home / ".netrc"))),
         *sorted(runs_folder(subject).glob(".meeting-*.json")),
     ]
-    private: list[tuple[Path, int]] = []
-    readable: list[tuple[Path, int]] = []
+    modes: dict[Path, int] = {}
     for file in files:
-        try:
-            mode = stat.S_IMODE(file.stat().st_mode)
-        except OSError:
-            continue
-        (readable if mode & 0o077 else private).append((file, mode))
-    for file, mode in readable:
+        with suppress(OSError):
+            modes[file] = stat.S_IMODE(file.stat().st_mode)
+    readable = {file: mode for file, mode in modes.items() if mode & 0o077}
+    for file, mode in readable.items():
         yield failed("secrets", f"{file} has mode {mode:04o}: other users can read it", f"chmod 600 {file}")
     if not readable:
-        names = ", ".join(str(file) for file, _ in private)
+        names = ", ".join(map(str, modes))
         yield ok("secrets", f"private: {names}" if names else "no token files found")
-
-
-def probe_walltime(subject: Subject, environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """The time left in the job is longer than the checkpoint interval."""
-    if "SLURM_JOB_ID" not in environment:
-        yield not_applicable("walltime", "not in a Slurm job")
-        return
-    end = end_of_job(environment)
-    if end is None:
-        yield ok("walltime", "no limit known")
-        return
-    left = end - time.time()
-    settings = subject.settings
-    if settings is None or settings.checkpoint.every is None:
-        yield ok("walltime", f"{left / 60:,.0f} min left")
-        return
-    step = _step_seconds(settings)
-    if step is None:
-        yield ok("walltime", f"{left / 60:,.0f} min left; seconds per step unknown before the first run")
-        return
-    interval = step * min(settings.checkpoint.every, settings.training.steps)
-    estimate = (
-        f"{left / 60:,.0f} min left, a checkpoint every {interval / 60:,.1f} min "
-        f"({step:.0f} s per step in the last run)"
-    )
-    if left < interval:
-        every = max(1, int(left / 2 / step))
-        yield failed("walltime", estimate, f"set checkpoint.every={every}, or raise the job's --time")
-    else:
-        yield ok("walltime", estimate)
 
 
 def _write_speed(folder: Path, nbytes: int) -> float | None:
@@ -195,16 +160,3 @@ def _write_speed(folder: Path, nbytes: int) -> float | None:
         file.flush()
         os.fsync(file.fileno())
         return written / (time.monotonic() - start) if written else None
-
-
-def _step_seconds(settings: Settings) -> float | None:
-    """Median seconds per step in the newest run of this name that has any."""
-    for run in list_runs(settings):
-        try:
-            rows = [json.loads(line) for line in read_text(run / METRICS).splitlines()]
-        except (OSError, ValueError):
-            continue
-        seconds = sorted(row["time/step"] for row in rows if "time/step" in row)
-        if seconds:
-            return float(seconds[len(seconds) // 2])
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -12,7 +13,6 @@ import yaml
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.affects import tag_of_setting
-from rpg_megatron.config.base import Affects
 from rpg_megatron.config.files import atomic_write_text, flatten, is_ours, open_own, read_json, remove
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.resume import list_changes
@@ -20,8 +20,6 @@ from rpg_megatron.launcher.run_dir import CONFIG, LOGS, SUMMARY, resolved_yaml
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.summary import display_path
 
-DEFAULT = Path("evals")
-"""Parent of the folders of evaluations without --out."""
 _MODEL = "model.json"
 _WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
@@ -37,16 +35,13 @@ class OutputDir:
     discard: bool = False
     """Whether ``close`` removes it if it is new and holds no results."""
 
-    @property
-    def finished(self) -> bool:
-        """Whether the evaluation is complete."""
-        return (self.path / SUMMARY).is_file()
-
-    def summary(self) -> dict[str, Any]:
-        """The summary of the results. Raises UserError if it cannot be read."""
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of the results; None until all are there. Raises UserError if it cannot be read."""
         file = self.path / SUMMARY
         try:
             return dict(read_json(file))
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError, TypeError) as e:
             raise UserError(f"{file}: cannot be read ({e}); delete it and start again") from None
 
@@ -72,7 +67,7 @@ def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputD
     """
     now, weights = _comparable(yaml.safe_load(resolved_yaml(settings))), _weights(settings.model.path)
     digest = hashlib.sha256(json.dumps([now, weights], sort_keys=True).encode()).hexdigest()[:8]
-    path = (out or DEFAULT / f"{label}-{digest}").absolute()
+    path = (out or Path("evals", f"{label}-{digest}")).absolute()
     made = not path.exists()
     if not made and not is_ours(path):
         raise UserError(f"--out: {display_path(path)} belongs to another user; choose another folder")
@@ -84,11 +79,10 @@ def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputD
                 f"--out: {display_path(path)}: another evaluation is running there; wait, or choose another "
                 "folder"
             )
-        try:
+        with ExitStack() as undo:
+            undo.callback(lock.close)
             _take(path, settings, now, weights)
-        except BaseException:
-            lock.close()
-            raise
+            undo.pop_all()
     except OSError as e:
         raise UserError(f"--out: {e.filename or path}: {e.strerror}; choose another folder") from None
     return OutputDir(path, lock, made)
@@ -130,11 +124,9 @@ def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
     """
     sets = {part["name"]: part for part in raw["evaluation"]["sets"]}
     plain = flatten(raw | {"data": None, "evaluation": raw["evaluation"] | {"sets": sets}})
-    return {key: value for key, value in plain.items() if _affects_results(tag_of_setting(key))}
-
-
-def _affects_results(tag: Affects) -> bool:
-    return tag.evaluated and tag.what in ("training", "results", "sums")
+    tags = {key: tag_of_setting(key) for key in plain}
+    kinds = ("training", "results", "sums")
+    return {key: plain[key] for key, tag in tags.items() if tag.evaluated and tag.what in kinds}
 
 
 def _weights(model: Path) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +49,31 @@ from rpg_megatron.rollout.worker import CODEC, Worker, engine_clients
 from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.tasks import run_all
 
-PHASE = "evaluation"
+
+@dataclass
+class _HeldOut:
+    """A set while it is evaluated."""
+
+    part: HeldOutSet
+    prompts: list[Prompt]
+    left_out: dict[str, int]
+    """Number of rows dropped or cut, by reason."""
+    done: list[EvalResult]
+    """Without those for which the reward failed: it may have been corrected."""
 
 
-def load_set(
-    part: HeldOutSet, tokenizer: Any, vocab: int, *, rows: bool
-) -> tuple[list[Prompt], dict[str, int]]:
-    """The prompts of a set, and the number of rows dropped or cut, by reason.
+def _open_set(part: HeldOutSet, settings: Settings, folder: Path, tokenizer: Any, vocab: int) -> _HeldOut:
+    """The prompts of a set, and its results so far. vocab: rows of the model's embedding.
 
-    vocab: rows of the model's embedding. rows: whether to keep the rows, for ``Prompt.context``.
     Raises UserError as ``data.problems`` and ``data.prompts`` do.
     """
-    problems, left_out = read_problems_with_counts(part.data, rows=rows)
+    problems, left_out = read_problems_with_counts(part.data, rows=settings.needs_rows)
     prompts, too_long = fit_prompts(problems, part.data, tokenizer, vocab=vocab, refused=left_out)
     counts = dict(left_out.counts)
     if too_long:
         counts["too long" if part.data.too_long == "drop" else "cut"] = too_long
-    return prompts, counts
+    results = read_results(results_file(folder, part.name), prompts, part.samples)
+    return _HeldOut(part, prompts, counts, [result for result in results if not result.failed])
 
 
 async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Path, token: str) -> None:
@@ -73,19 +82,9 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     with without_torch():
         tokenizer = load_tokenizer(settings.model.path)
     vocab = read_model_shape(settings.model.path).vocab_size
-    loaded = {
-        part.name: load_set(part, tokenizer, vocab, rows=settings.needs_rows) for part in evaluation.heldout
-    }
-    prompts = {name: prompts_of_set for name, (prompts_of_set, _) in loaded.items()}
-    done = {  # without those for which the reward failed: it may have been corrected
-        part.name: [
-            result
-            for result in read_results(results_file(folder, part.name), prompts[part.name], part.samples)
-            if not result.failed
-        ]
-        for part in evaluation.heldout
-    }
-    finished = {(name, result.prompt_id) for name, results in done.items() for result in results}
+    sets = {p.name: _open_set(p, settings, folder, tokenizer, vocab) for p in evaluation.heldout}
+    prompts = {name: each.prompts for name, each in sets.items()}
+    finished = {(name, result.prompt_id) for name, each in sets.items() for result in each.done}
     total = sum(map(len, prompts.values()))
     events = EventSender(work / EVENTS)
     engines = engine_clients(settings, work, token)
@@ -98,76 +97,54 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
 
     def keep(result: EvalResult) -> None:
         append_result(results_file(folder, result.set), result)
-        done[result.set].append(result)
+        sets[result.set].done.append(result)
         finished.add((result.set, result.prompt_id))
-        events.phase(PHASE, len(finished), total)
+        events.phase("evaluation", len(finished), total)
 
     try:
         # The launcher restarts no engine of an evaluation.
         pool = EnginePool(settings.engine.model_copy(update={"restarts": 0}), engines, work)
-        dispatcher = Dispatcher(pool, [worker], settings.engine.max_sequences)
-        heldout = HeldOut(settings, dispatcher, prompts)
+        heldout = HeldOut(settings, Dispatcher(pool, [worker], settings.engine.max_sequences), prompts)
         if len(finished) < total:
             await run_all([engine.wait_ready(settings.engine.start_timeout) for engine in engines])
             for engine in engines:
                 note_answer(work, engine.index, incarnation=0)
-            events.phase(PHASE, len(finished), total)
+            events.phase("evaluation", len(finished), total)
             pool.require_version(None)  # engines keep the weights they have loaded
             await heldout.evaluate(keep, skip=frozenset(finished))
-            _guard_rewards(settings, heldout, done, events)
+            samples = {name: sum(len(result.correct) for result in each.done) for name, each in sets.items()}
+            counts = [count._replace(graded=samples[name]) for name, count in heldout.failures.items()]
+            warnings, message = guard_failures(counts, settings.guards, "evaluation")
+            for text in warnings:
+                events.send({"kind": "status", "text": f"warning: {text}"})
+            if message is not None:  # the reward failed too often
+                raise UserError(message)
     finally:
         worker.close()
         for engine in engines:
             await engine.close()
         events.close()
-    counts = {name: left_out for name, (_, left_out) in loaded.items()}
-    _write_summary(folder, settings, checkpoint, prompts, done, counts)
-
-
-def _guard_rewards(
-    settings: Settings, heldout: HeldOut, done: dict[str, list[EvalResult]], events: EventSender
-) -> None:
-    """Warn of failures of the reward. Raises UserError if there are too many in a set."""
-    samples = {name: sum(len(r.correct) for r in results) for name, results in done.items()}
-    counts = [count._replace(graded=samples[name]) for name, count in heldout.failures.items()]
-    warnings, message = guard_failures(counts, settings.guards, "evaluation")
-    for text in warnings:
-        events.send({"kind": "status", "text": f"warning: {text}"})
-    if message is not None:
-        raise UserError(message)
-
-
-def _write_summary(
-    folder: Path,
-    settings: Settings,
-    checkpoint: Path,
-    prompts: dict[str, list[Prompt]],
-    done: dict[str, list[EvalResult]],
-    left_out: dict[str, dict[str, int]],
-) -> None:
-    """Sort the results into the order of the data, and write the summary."""
-    evaluation = settings.evaluation
-    assert evaluation is not None
-    sets = {}
-    for part in evaluation.heldout:
-        name = part.name
-        by_id = {result.prompt_id: result for result in done[name]}
-        results = [by_id[prompt.id] for prompt in prompts[name]]
-        write_results(results_file(folder, name), results)
-        sets[name] = {
-            **describe_set(results, settings.seed),
-            "left_out": left_out[name],
-            "temperature": part.temperature,
-            "top_p": part.top_p,
-            "max_response_tokens": part.response_tokens(settings.rollout.max_response_tokens),
-        }
     summary = {
         "model": str(checkpoint),
         "top_k": evaluation.top_k,
         "seed": settings.seed,
-        "sets": sets,
+        "sets": {name: _finish_set(each, settings, folder) for name, each in sets.items()},
     }
     atomic_write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def _finish_set(each: _HeldOut, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Sort the results of a set into the order of the data; returns its summary."""
+    part, by_id = each.part, {result.prompt_id: result for result in each.done}
+    results = [by_id[prompt.id] for prompt in each.prompts]
+    write_results(results_file(folder, part.name), results)
+    return {
+        **describe_set(results, settings.seed),
+        "left_out": each.left_out,
+        "temperature": part.temperature,
+        "top_p": part.top_p,
+        "max_response_tokens": part.response_tokens(settings.rollout.max_response_tokens),
+    }
 
 
 def main() -> int:

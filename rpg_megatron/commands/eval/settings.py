@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rpg_megatron.checkpoints.checkpoint_path import EXPORTS, kind_of, list_exports, open_step
 from rpg_megatron.checkpoints.hf_hub import download
 from rpg_megatron.checkpoints.run_folder import MODEL
@@ -18,10 +16,10 @@ from rpg_megatron.commands.convert.command import Source, open_megatron
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.affects import tag_of_setting
 from rpg_megatron.config.base import NAME
-from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.evaluation import OWN_SAMPLING, EvaluationSettings
 from rpg_megatron.config.explanation import valid_keys
 from rpg_megatron.config.files import real_path
+from rpg_megatron.config.merging import apply_override
 from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.settings import make_settings
@@ -37,19 +35,23 @@ _OPTIONS = {
     ),
     "seed": "use --seed",
     "device": "use --device",
-    "model.path": "give the model as MODEL",
-    "model.revision": "give the model as MODEL",
+    "model": "give the model as MODEL",
     "rollout.max_response_tokens": "use --max-response-tokens",
     "evaluation": "use --suite, --data, --samples and the other options",
 }
 """Settings, or a section of them, for which there are options."""
-_STYLE = ("template", "chat", "system", "thinking")
+_STYLE = {"template", "chat", "system", "thinking"}
+"""Settings of a run's problems that other problems take over."""
+_KEPT = {"stop", "stop_token_ids", "episode", "tool_call_parser"}
+"""Settings of a run's rollouts that its evaluation takes over."""
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
 _TEST = {"gsm8k": "test", "math": "test"}
 """Held-out split of presets whose default is the training split."""
 _RESPONSE = 4096
 _PROMPT = 2048
 """Default tokens of response and prompt, limited by the model's positions."""
+_Raw = dict[str, Any]
+"""A section of settings as plain values."""
 
 
 @dataclass
@@ -63,12 +65,10 @@ class EvalRequest:
     """FILE or NAME=FILE."""
     folder: Path | None = None
     """Folder with the files of the suites."""
-    samples: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_response_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Values of ``OWN_SAMPLING`` for all sets."""
     own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name of a set -> those of the four values above that it has of its own."""
+    """Name of a set -> values that it has of its own."""
     seed: int | None = None
     engines: int = 1
     tensor: int = 1
@@ -95,86 +95,82 @@ class EvalModel:
 
 def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     """Settings whose ``model.path`` is the checkpoint, and the model. Raises UserError for bad options."""
-    model_source = find_model(request.model)
-    model, run = model_source.path, model_source.run
-    trained = load_run_settings(run / CONFIG) if run is not None else None
-    run_evaluation = _own_sets(trained, request)
-    sets = [] if run_evaluation else find_sets(request.suites, request.files, request.folder)
-    sampling = _sampling(trained, request)
+    model = find_model(request.model)
+    trained = load_run_settings(model.run / CONFIG) if model.run is not None else None
     _check_overrides(request.overrides)
-    shape = read_model_shape(model_source.config)
-    response = request.max_response_tokens or (
-        trained.rollout.max_response_tokens if trained else min(_RESPONSE, shape.max_positions // 2)
-    )
-    own_sampling = _own_sampling(run_evaluation, sets, request)
-    limits = [part.get("max_response_tokens") for part in (sampling, *own_sampling.values())]
-    longest = max(response, *(limit or 0 for limit in limits))
-    if longest >= shape.max_positions:
-        raise UserError(
-            f"--max-response-tokens: {longest} leaves no room for a prompt: the model has "
-            f"{shape.max_positions} positions (max_position_embeddings)"
-        )
-    reward: dict[str, Any] = {"type": "auto"}
-    guards: dict[str, Any] = {}
-    rollout: dict[str, Any] = {"max_response_tokens": response}
-    engine: dict[str, Any] = {"replicas": request.engines, "tensor": request.tensor}
-    data: dict[str, Any] = {"max_prompt_tokens": min(_PROMPT, shape.max_positions - longest)}
-    if trained is not None:
-        heldout = (
-            trained.evaluation.heldout[0].data
-            if trained.evaluation
-            else trained.sft.data
-            if trained.sft
-            else trained.data
-        )
-        data |= {key: getattr(heldout, key) for key in _STYLE}
-        if run_evaluation is not None:
-            data = heldout.model_dump(include=set(DataSettings.model_fields))
-        reward = _reward(trained.reward, request.overrides)
-        kept = {"stop", "stop_token_ids", "episode", "tool_call_parser"}
-        rollout |= trained.rollout.model_dump(mode="json", include=kept)
-        engine["max_sequences"] = trained.engine.max_sequences
-        guards = trained.guards.model_dump(include={"reward_failures"})
-    if sets:
-        data |= {key: value for key, value in sets[0].items() if key != "name"}
-    raw = {
+    shape = read_model_shape(model.config)
+    evaluation, sets = _problems(trained, request)
+    _set_sampling(evaluation, sets, request)
+    positions = shape.max_positions
+    response = trained.rollout.max_response_tokens if trained else min(_RESPONSE, positions // 2)
+    response = request.sampling.get("max_response_tokens", response)
+    limits = (response, *(part.get("max_response_tokens") for part in (evaluation, *sets.values())))
+    longest = max((int(limit) for limit in limits if str(limit).isdecimal()), default=0)
+    for part in sets.values():
+        part.setdefault("max_prompt_tokens", max(1, min(_PROMPT, positions - longest)))
+        for item in request.overrides:
+            if item.startswith("data."):
+                apply_override({"data": part}, item)
+    first = next(iter(sets.values()))
+    raw: dict[str, Any] = {
         "name": "eval",
         "seed": request.seed if request.seed is not None else trained.seed if trained else 0,
-        "device": request.device or _device(),
-        "model": {"path": str(model.absolute())},
+        "device": request.device
+        or ("cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"),
+        "model": {"path": str(model.path.absolute())},
         "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
-        "rollout": rollout,
-        "engine": engine,
-        "reward": reward,
-        "guards": guards,
-        "data": data,
+        "rollout": {"max_response_tokens": response},
+        "engine": {"replicas": request.engines, "tensor": request.tensor},
+        "reward": {"type": "auto"},
+        "data": {key: value for key, value in first.items() if key not in ("name", *OWN_SAMPLING)},
+        "evaluation": evaluation,
     }
-    settings = make_settings(raw, list(request.overrides), "eval")
-    if run_evaluation is not None:
-        problems = _overridden(run_evaluation, settings, request.overrides)
-    else:
-        common = settings.data.model_dump(exclude={"path", "preset", "split"})
-        problems = {"sets": [common | part for part in sets]}
-    if run_evaluation is not None and run_evaluation.data is not None:
-        sampling |= own_sampling[run_evaluation.name]
-    else:
-        none = dict.fromkeys(OWN_SAMPLING)
-        names = [part["name"] or part["preset"] for part in problems["sets"]]
-        merged = zip(names, problems["sets"], strict=True)
-        problems["sets"] = [part | none | own_sampling[name] for name, part in merged]
-    try:
-        evaluation = EvaluationSettings.model_validate(problems | sampling)
-    except ValidationError as e:
-        raise UserError(f"eval: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
-    settings = settings.model_copy(update={"evaluation": evaluation})
-    for part in settings.prompt_sets[1:]:
-        if part.tokens > shape.max_positions:
+    if trained is not None:
+        raw["reward"] = _reward(trained.reward, request.overrides)
+        raw["rollout"] |= trained.rollout.model_dump(mode="json", include=_KEPT)
+        raw["engine"]["max_sequences"] = trained.engine.max_sequences
+        raw["guards"] = trained.guards.model_dump(include={"reward_failures"})
+    others = [item for item in request.overrides if not item.startswith("data.")]
+    settings = make_settings(raw, others, "eval")
+    for prompts in settings.prompt_sets[1:]:
+        if prompts.tokens > positions:
             raise UserError(
-                f"data.max_prompt_tokens ({part.data.max_prompt_tokens}) + --max-response-tokens "
-                f"({part.response_tokens}) is more than the model's {shape.max_positions} positions "
+                f"data.max_prompt_tokens ({prompts.data.max_prompt_tokens}) + --max-response-tokens "
+                f"({prompts.response_tokens}) is more than the model's {positions} positions "
                 "(max_position_embeddings); lower one of the two"
             )
-    return settings, model_source
+    return settings, model
+
+
+def _problems(trained: Settings | None, request: EvalRequest) -> tuple[_Raw, dict[str, _Raw]]:
+    """The section ``evaluation``, and the section of each of its sets in it, by name. Raises UserError."""
+    own = trained.evaluation if trained is not None else None
+    if own is not None and _asks_for_own(own, request):
+        section = own.model_dump(mode="json")
+        raw_sets = [section["data"]] if own.data is not None else section["sets"]
+        return section, dict(zip([part.name for part in own.heldout], raw_sets, strict=True))
+    style: _Raw = {}
+    if trained is not None:
+        data = own.heldout[0].data if own else trained.sft.data if trained.sft else trained.data
+        assert data is not None
+        style = data.model_dump(mode="json", include=_STYLE)
+    sets = [style | part for part in find_sets(request.suites, request.files, request.folder)]
+    sampling = own.model_dump(include={*OWN_SAMPLING, "top_k"}) if own is not None else {}
+    return sampling | {"sets": sets}, {part["name"]: part for part in sets}
+
+
+def _set_sampling(evaluation: _Raw, sets: dict[str, _Raw], request: EvalRequest) -> None:
+    """What is given for all sets replaces also the own values of a set; what is given for one set is last."""
+    evaluation |= request.sampling
+    single = evaluation.get("data") is not None
+    for part in sets.values():
+        for key in request.sampling:
+            part.pop(key, None)
+    for name, values in request.own.items():
+        if name not in sets:
+            option = next(iter(values)).replace("_", "-")
+            raise UserError(f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(sets)}")
+        (evaluation if single else sets[name]).update(values)
 
 
 def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
@@ -190,60 +186,17 @@ def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]
     return reward | {"terms": {name: term | {"weight": 1.0} for name, term in terms}}
 
 
-def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSettings | None:
-    """The run's own evaluation, if it is requested: no set is given, or the file of its only set.
+def _asks_for_own(own: EvaluationSettings, request: EvalRequest) -> bool:
+    """Whether a run is to be evaluated as it evaluates itself: no set is given, or the file of its only set.
 
     Seeds depend on the name of the set in the run, so this gives the same result as the run itself.
     """
-    if trained is None or trained.evaluation is None or request.suites:
-        return None
     if not request.files:
-        return trained.evaluation
-    data = trained.evaluation.data
-    if data is None or data.path is None or len(request.files) > 1:
-        return None
+        return not request.suites
+    if request.suites or len(request.files) > 1 or own.data is None or own.data.path is None:
+        return False
     name, _, file = request.files[0].rpartition("=")
-    same = real_path(Path(file).absolute()) == real_path(data.path) and name in ("", trained.evaluation.name)
-    return trained.evaluation if same else None
-
-
-def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
-    """Responses per problem and sampling: as given, else as in the run, else the defaults."""
-    base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
-    requested = {key: getattr(request, key) for key in OWN_SAMPLING} | {"top_k": None}
-    return {key: getattr(base, key) if value is None else value for key, value in requested.items()}
-
-
-def _own_sampling(
-    evaluation: EvaluationSettings | None, sets: Sequence[dict[str, Any]], request: EvalRequest
-) -> dict[str, dict[str, Any]]:
-    """Name of each set -> its own values, as given for it, or as in the run unless one is given for all sets.
-
-    Raises UserError if a set with own values is not evaluated.
-    """
-    by_set: dict[str, dict[str, Any]] = {part["name"]: {} for part in sets}
-    for part in evaluation.heldout if evaluation is not None else ():
-        keys = [key for key in OWN_SAMPLING if getattr(request, key) is None]
-        by_set[part.name] = {key: getattr(part.data, key, None) for key in keys}
-    for name, values in request.own.items():
-        if name not in by_set:
-            option = next(iter(values)).replace("_", "-")
-            raise UserError(
-                f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(by_set)}"
-            )
-        by_set[name] |= values
-    return {name: {k: v for k, v in values.items() if v is not None} for name, values in by_set.items()}
-
-
-def _overridden(
-    evaluation: EvaluationSettings, settings: Settings, overrides: Sequence[str]
-) -> dict[str, Any]:
-    """The run's sets, with the keys of ``data`` that the command line sets."""
-    keys = {item.split(".")[1].partition("=")[0] for item in overrides if item.startswith("data.")}
-    data = settings.data.model_dump(include=keys)
-    if evaluation.data is not None:
-        return {"name": evaluation.name, "data": evaluation.data.model_dump() | data}
-    return {"sets": [part.model_dump() | data for part in evaluation.sets]}
+    return real_path(Path(file).absolute()) == real_path(own.data.path) and name in ("", own.name)
 
 
 def check_request(settings: Settings, model: EvalModel) -> None:
@@ -271,19 +224,17 @@ def find_model(path: Path) -> EvalModel:
     if kind == "hf":
         run = path.absolute().parents[1] if path.absolute().parent.name == EXPORTS else None
         return EvalModel(path, run if run is not None and (run / CONFIG).is_file() else None)
-    if kind == "megatron":
-        source = open_megatron(path, name="MODEL")
-        return EvalModel(source.whole, None, source)
+    run, exports = None, []
     if kind == "run":
         run, exports = path.absolute(), list_exports(path)
-    else:
+    elif kind != "megatron":
         step = open_step(path, "MODEL")
         run = step.run
         exports = [e for e in list_exports(run) if (e.name, MODEL) == (step.folder.name, step.weights.name)]
     if exports:
         return EvalModel(exports[-1], run)
     source = open_megatron(path, name="MODEL")
-    return EvalModel(source.whole, run if (run / CONFIG).is_file() else None, source)
+    return EvalModel(source.whole, run if run and (run / CONFIG).is_file() else None, source)
 
 
 def model_label(model: EvalModel) -> str:
@@ -304,12 +255,8 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
         except UserError as e:
             raise UserError(str(e).replace("data.preset", "--suite", 1)) from None
         path = Path(file) if file else _find_copy(name, folder) if folder is not None else None
-        part: dict[str, Any] = {"name": name, "preset": name}
-        if path is not None:
-            part["path"] = str(path.absolute())
-        elif name in _TEST:
-            part["split"] = _TEST[name]
-        sets.append(part)
+        place = {"path": str(path.absolute())} if path else {"split": _TEST[name]} if name in _TEST else {}
+        sets.append({"name": name, "preset": name} | place)
     for item in files:
         # Paths may contain "=" too, so the part before it must be a valid name.
         name, eq, file = item.partition("=")
@@ -320,22 +267,19 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
         sets.append({"name": name, "path": str(Path(file).absolute())})
     if not sets:
         raise UserError("no problems to evaluate; give --suite NAME,NAME or --data FILE")
-    names = [part["name"] for part in sets]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two sets are named {twice}; rename one of them with --data NAME=FILE")
     return sets
 
 
 def _find_copy(name: str, folder: Path) -> Path:
     """The file of a suite: its name, or the name and ``_test`` or ``-test``."""
-    tried = [folder / f"{stem}{end}" for stem in (name, f"{name}_test", f"{name}-test") for end in _ENDINGS]
-    path = next((p for p in tried if p.exists()), None)
-    if path is None:
-        raise UserError(
-            f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
-            f"--suite {name}=FILE"
-        )
-    return path
+    for stem in (name, f"{name}_test", f"{name}-test"):
+        for file in (folder / f"{stem}{end}" for end in _ENDINGS):
+            if file.exists():
+                return file
+    raise UserError(
+        f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
+        f"--suite {name}=FILE"
+    )
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -346,8 +290,3 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise UserError(f"{item!r}: {instead}")
         if "." not in key or (key in known and not tag_of_setting(key).evaluated):
             raise UserError(f"{item!r}: has no effect on an evaluation; remove it")
-
-
-def _device() -> str:
-    """The device: cuda if there is a GPU, else cpu."""
-    return "cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"

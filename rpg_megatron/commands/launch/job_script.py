@@ -21,68 +21,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.files import read_text
 from rpg_megatron.config.parsing import parse_yaml
 from rpg_megatron.launcher.checks import CheckedRun, check_start, has_torch, preparing
 from rpg_megatron.launcher.nodes import assign_node
 
-REQUEUE = r"""# A task of an array is a run of its own: a seed, or a study's. With CHAIN=1 all are one run.
-chain=${CHAIN:+${SLURM_ARRAY_JOB_ID:-}}
-job=$SLURM_JOB_ID
-task=()
-if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
-    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number of the last task is that of the whole array
-    [ -n "$chain" ] || task=(--task "$SLURM_ARRAY_TASK_ID")
-fi
-# After a failure of the machine the launcher writes into it how many seconds to wait, and nodes to leave out.
-export RPG_RESTART_FILE=$PWD/.restart-$job
-rm -f "$RPG_RESTART_FILE"
-
-# Slurm signals the command as well, which saves and exits; this shell ignores signals and waits for it.
-trap : TERM USR1
-requeue() { # MESSAGE SECONDS [NODES]
-    trap '' TERM # Slurm sends it when the job is requeued; what is ignored here is ignored by scontrol
-    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ] || return # it is being cancelled
-    if [ -n "${3:-}" ]; then
-        before=$(scontrol show job "$job" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p')
-    fi
-    echo "$1" && scontrol requeue "$job" || return
-    if [ -n "${3:-}" ]; then
-        scontrol update JobId="$job" ExcNodeList="${before:+$before,}$3"
-    fi
-    if [ "$2" -gt 120 ]; then # Slurm holds a requeued job for two minutes anyway
-        scontrol update JobId="$job" StartTime="now+$2"
-    fi
-}
-# Exit code 75: saved because of a signal. Leave the rest to the next task of a chain, or requeue the job.
-# Exit code 0: finished; drop the pending tasks of a chain.
-finish() {
-    code=$?
-    set +evx
-    if [ -e "$RPG_RESTART_FILE" ]; then
-        read -r seconds nodes < "$RPG_RESTART_FILE"
-        rm -f "$RPG_RESTART_FILE"
-        if [ -n "$chain" ]; then # the next task goes on, without the nodes
-            [ -z "$nodes" ] || scontrol update JobId="$chain" ExcNodeList="$nodes"
-        else
-            requeue "requeued" "$seconds" "$nodes"
-        fi
-    elif [ "$code" -eq 75 ] && [ -n "$chain" ]; then
-        exit 0
-    elif [ "$code" -eq 75 ]; then
-        requeue "saved; requeued" 0
-    elif [ "$code" -eq 0 ] && [ -n "$chain" ]; then
-        scancel --state=PENDING "$chain"
-    fi
-    exit "$code"
-}
-trap finish EXIT"""
-"""The part of ``slurm/requeue.sh`` that requeues; a test checks that both are the same."""
-
+_REQUEUE = read_text(Path(__file__).with_name("requeue.sh"))
+"""``slurm/requeue.sh``, which the scripts in ``slurm/`` source. NeMo-Run has options for its first part."""
 SETUP = f"""\
 # By default srun gives a task one core; one launcher per node uses all cores of the job there.
 export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}"
 CHAIN=1
-{REQUEUE}"""
+{_REQUEUE[_REQUEUE.index("# A task of an array") :].rstrip()}"""
 """Lines of a batch script before its ``srun``."""
 
 SLURM: dict[str, Any] = {
@@ -106,22 +56,16 @@ _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 
 def training_script(
-    config: Path,
-    overrides: Sequence[str] = (),
-    *,
-    nodes: int = 1,
-    command: str = "rpg-megatron",
-    folder: Path | None = None,
+    config: Path, overrides: Sequence[str] = (), *, nodes: int = 1, command: str = "rpg-megatron"
 ) -> str:
-    """Shell script that each node of a training job runs; for ``nemo_run.Script(inline=...)``.
+    """Shell script that each node of a training job runs here; for ``nemo_run.Script(inline=...)``.
 
-    command: a name on the job's PATH, or a path. folder: working directory; None: the current one.
-    Raises UserError if NeMo-Run would change the script.
+    command: a name on the job's PATH, or a path. Raises UserError if NeMo-Run would change the script.
     """
     words = [str(Path(command).absolute()) if os.sep in command else command, "train", str(config.absolute())]
     if nodes > 1:
         words.append("bridge.transport=process_group")
-    script = f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {shlex.join([*words, *overrides])}\n"
+    script = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*words, *overrides])}\n"
     if "/nemo_run" in script:
         raise UserError(
             "NeMo-Run replaces /nemo_run in scripts with its own folder; "
@@ -143,17 +87,12 @@ def check_job(
         check_start(CheckedRun(settings, frozenset({"trainer", "engines"}), nodes=nodes))
         return settings
     check_start(preparing(with_local_model(settings), nodes=nodes))
-    executable = shutil.which(command)
-    if executable is None:
-        raise UserError(
-            f"{command} was not found; give the one of the training environment: "
-            "--command DIR/bin/rpg-megatron"
-        )
-    if Path(executable).resolve().parent == Path(sys.executable).absolute().parent and not has_torch():
-        raise UserError(
-            f"{executable} belongs to this environment, which has no torch; give the training environment's: "
-            "--command DIR/bin/rpg-megatron"
-        )
+    executable, here = shutil.which(command), Path(sys.executable).absolute().parent
+    problem = f"{command} was not found" if executable is None else ""
+    if executable is not None and Path(executable).resolve().parent == here and not has_torch():
+        problem = f"{executable} belongs to this environment, which has no torch"
+    if problem:
+        raise UserError(f"{problem}; give the training environment's: --command DIR/bin/rpg-megatron")
     return settings
 
 
@@ -162,9 +101,8 @@ def gpus_a_node(settings: Settings, nodes: int) -> int:
     if settings.device == "cpu":
         return 0
     shares = [assign_node(settings, rank, nodes) for rank in range(nodes)]
-    if settings.engine.colocated:
-        return max(len(share.ranks) for share in shares)  # the engines share these GPUs
-    return max(len(share.ranks) + len(share.engines) * settings.engine.tensor for share in shares)
+    each = 0 if settings.engine.colocated else settings.engine.tensor
+    return max(len(share.ranks) + len(share.engines) * each for share in shares)
 
 
 def read_options(options: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:

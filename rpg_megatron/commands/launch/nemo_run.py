@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rpg_megatron.commands.launch.job_script import (
-    SLURM,
-    check_job,
-    gpus_a_node,
-    read_options,
-    training_script,
-)
+from rpg_megatron.commands.launch import job_script
+from rpg_megatron.commands.launch.job_script import SLURM
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import read_text, remove
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
@@ -30,7 +25,6 @@ if TYPE_CHECKING:
     from nemo_run import Executor, Experiment
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-KINDS = ("slurm", "local", "docker")
 
 
 def launch(
@@ -38,43 +32,38 @@ def launch(
 ) -> None:
     """Submit a training run to Slurm, or run it to its end locally or in Docker.
 
-    kind: one of KINDS. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the job runs.
-    dry_run: print the job's script, and keep the files that it names. Raises UserError before submission if
-    the settings do not fit the number of nodes, RunFailed if a run locally or in Docker fails, Interrupted
-    after a signal before the start.
+    kind: slurm, local or docker. options: arguments of NeMo-Run's executor, as KEY=VALUE. command: what the
+    job runs. dry_run: print the job's script, and keep the files that it names. Raises UserError before
+    submission if the settings do not fit the number of nodes, RunFailed if a run locally or in Docker fails,
+    Interrupted after a signal before the start.
     """
     run = _nemo_run()
-    if kind not in KINDS:
-        raise UserError(
-            f"--executor {kind}: is none of {', '.join(KINDS)}; use NeMo-Run's other executors from Python: "
-            "examples/nemo_run_recipe.py"
-        )
     classes = {"slurm": run.SlurmExecutor, "local": run.LocalExecutor, "docker": run.DockerExecutor}
+    if kind not in classes:
+        raise UserError(
+            f"--executor {kind}: is none of {', '.join(classes)}; use NeMo-Run's other executors from "
+            "Python: examples/nemo_run_recipe.py"
+        )
     types = typing.get_type_hints(classes[kind])
     known = {field.name: types[field.name] for field in fields(classes[kind]) if field.init}
-    arguments = read_options(options, known)
+    arguments = job_script.read_options(options, known)
     nodes = arguments.get("nodes", 1)
     if kind == "local" and nodes != 1:
         raise UserError("--option nodes: the local executor has one node; use slurm for several")
     container = arguments.get("container_image") is not None
-    settings = check_job(config, overrides, nodes=nodes, command=command, container=container)
-    script = training_script(config, overrides, nodes=nodes, command=command)
-    home = _folder(run)
-    arguments = _completed(kind, arguments, gpus_a_node(settings, nodes), run, home)
+    settings = job_script.check_job(config, overrides, nodes=nodes, command=command, container=container)
+    script = job_script.training_script(config, overrides, nodes=nodes, command=command)
+    arguments = _completed(kind, arguments, job_script.gpus_a_node(settings, nodes), run)
     executor = classes[kind](packager=run.Packager(), **arguments)
     if kind == "slurm" and not dry_run and shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not installed here; run this on a login node of the cluster, or use an SSH tunnel "
             "as in examples/nemo_run_recipe.py"
         )
-    with _forwarded_signals(kind):
-        _run(run, kind, settings.name, executor, script, dry_run=dry_run)
-
-
-def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dry_run: bool) -> None:
     quiet = {"clean_mode": True, "log_level": "WARN", "enable_goodbye_message": False}
-    with run.Experiment(name, executor, skip_status_at_exit=True, **quiet) as experiment:
-        experiment.add(run.Script(inline=script), name=name, tail_logs=kind != "slurm")
+    made = run.Experiment(settings.name, executor, skip_status_at_exit=True, **quiet)
+    with _forwarded_signals(kind), made as experiment:
+        experiment.add(run.Script(inline=script), name=settings.name, tail_logs=kind != "slurm")
         if dry_run:
             experiment.dryrun(log=False, delete_exp_dir=False)
             _show(experiment, kind, script)
@@ -82,8 +71,7 @@ def _run(run: Any, kind: str, name: str, executor: Executor, script: str, *, dry
         _start(experiment, detach=kind == "slurm")
     (job,) = experiment.jobs
     if kind == "slurm":
-        number = job.handle.rpartition("/")[2]
-        print(f"job {number}, its logs: {job.executor.job_dir}")
+        print(f"job {job.handle.rpartition('/')[2]}, its logs: {job.executor.job_dir}")
     elif job.state.name != "SUCCEEDED":
         # NeMo-Run may show nothing of a short run.
         log = next(Path(job.executor.job_dir).rglob("combined.log"), Path(job.executor.job_dir, "log"))
@@ -124,39 +112,33 @@ def _nemo_run() -> Any:
     return nemo_run
 
 
-def _folder(run: Any) -> str:
-    """Where NeMo-Run keeps scripts and logs. Raises UserError if NeMo-Run cannot handle the path."""
-    home = str(run.config.get_nemorun_home())
+def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any) -> dict[str, Any]:
+    """The executor's arguments, with defaults for those not given. Raises UserError."""
+    home = str(run.config.get_nemorun_home())  # of its scripts and logs
     if shlex.quote(home) != home:
         raise UserError(
             f"NEMORUN_HOME: NeMo-Run cannot use {home!r}; set a folder without blanks, on a shared disk"
         )
-    return home
-
-
-def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any, home: str) -> dict[str, Any]:
-    """The executor's arguments, with defaults for those not given."""
-    here = f"{Path.cwd()}:{Path.cwd()}"
+    here = [f"{Path.cwd()}:{Path.cwd()}"]
     if kind == "docker":
         if "container_image" not in arguments:
             raise UserError("--executor docker needs an image: -o container_image=NAME")
         # Weights are transferred through shared memory; Docker's default is 64 MB.
-        defaults = {"shm_size": "32g", "volumes": [here], "num_gpus": -1 if gpus else None}
-        return defaults | arguments
+        return {"shm_size": "32g", "volumes": here, "num_gpus": -1 if gpus else None} | arguments
     if kind == "local":
         return arguments
     defaults = SLURM | {"account": None, "tunnel": run.LocalTunnel(job_dir=f"{home}/experiments")}
     if gpus and not {"gres", "gpus_per_node", "gpus_per_task"} & arguments.keys():
         defaults["gpus_per_node"] = gpus
     if "container_image" in arguments:
-        defaults["container_mounts"] = [here]
-    more = {
-        "srun_args": [*SLURM["srun_args"], *(arguments.get("srun_args") or [])],
-        "setup_lines": "\n".join(filter(None, [arguments.get("setup_lines"), SLURM["setup_lines"]])),
-        "additional_parameters": SLURM["additional_parameters"]
-        | (arguments.get("additional_parameters") or {}),
-    }
-    return defaults | arguments | more
+        defaults["container_mounts"] = here
+    defaults |= arguments
+    # These are added to ours.
+    defaults["srun_args"] = [*SLURM["srun_args"], *(arguments.get("srun_args") or [])]
+    defaults["setup_lines"] = "\n".join(filter(None, [arguments.get("setup_lines"), SLURM["setup_lines"]]))
+    own = arguments.get("additional_parameters") or {}
+    defaults["additional_parameters"] = SLURM["additional_parameters"] | own
+    return defaults
 
 
 def _start(experiment: Experiment, *, detach: bool) -> None:
@@ -170,9 +152,8 @@ def _start(experiment: Experiment, *, detach: bool) -> None:
         remove(Path(experiment.jobs[0].executor.experiment_dir), ignore_errors=True)
         if isinstance(e, UnexpectedExit):
             raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
-        raise UserError(
-            f"Docker: {e}; check that its daemon is running and that you may use it (docker info)"
-        ) from None
+        fix = "check that its daemon is running and that you may use it (docker info)"
+        raise UserError(f"Docker: {e}; {fix}") from None
 
 
 def _show(experiment: Experiment, kind: str, script: str) -> None:

@@ -9,10 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from rpg_megatron.commands.report.run_files import Row, RunFiles, read_run
+from rpg_megatron.commands.report.run_files import RunFiles, read_run
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import flatten
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS
+from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.system.metrics_file import METRICS, Row
 
 _LATEST = 50
 """Steps that are read, the newest: older ones have other lengths, or settings that a resume changed."""

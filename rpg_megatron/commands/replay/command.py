@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
-from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
+from rpg_megatron.commands.rank_job import run_ranks
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.affects import settings_that_differ
-from rpg_megatron.config.files import atomic_write_text, open_regular, read_json, read_text, real_path
+from rpg_megatron.config.files import read_text, real_path, remove
 from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollouts_file
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.resume import ORIGIN
-from rpg_megatron.launcher.run import RunLauncher
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, load_run_settings, settings_file
+from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings, settings_file
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system.console import PlainTextConsole
+from rpg_megatron.system.metrics_file import METRICS, read_metrics
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """Maximum differences due to another order of summation."""
@@ -33,15 +32,9 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
     settings, request = plan_replay(folder, step, overrides)
     # It needs no engines and no data, and no tracker either.
     check_start(CheckedRun(settings.model_copy(update={"trackers": ()}), ALL - {"engines", "data"}))
-    signals.raising = False  # from here on, resources must be cleaned up
-    with RunLauncher(
-        settings, signals, rank_module=RANK, engines=False, fresh=True, console=PlainTextConsole(stderr=True)
-    ) as run:
-        atomic_write_text(run.folder / REQUEST, json.dumps(request))
-        run.start()
-        run.watch()
-        report: dict[str, Any] = read_json(run.folder / REPORT)
-        run.discard()
+    console = PlainTextConsole(stderr=True)
+    made, report = run_ranks("replay", settings, signals, request, engines=False, console=console)
+    remove(made, ignore_errors=True)
     return report
 
 
@@ -77,14 +70,13 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
 
 
 def _check_row(folder: Path, step: int) -> None:
-    try:
-        with open_regular(folder / METRICS) as lines:
-            rows = [json.loads(line) for line in lines]
-        steps = {int(row["step"]) for row in rows if "policy/skipped_updates" in row}
-    except (OSError, ValueError) as e:
-        raise UserError(f"{folder / METRICS} cannot be read ({e}); a replay is compared with it") from None
+    notes: list[str] = []
+    rows = read_metrics(folder / METRICS, notes)
+    steps = {int(row["step"]) for row in rows if "policy/skipped_updates" in row}
     if step not in steps:
-        have = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step"
+        have = (
+            f"it has steps {min(steps)} to {max(steps)}" if steps else "; ".join(["it has no step", *notes])
+        )
         raise UserError(f"--step {step}: {folder / METRICS} has no row of this step; {have}")
 
 

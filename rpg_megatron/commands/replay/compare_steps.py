@@ -6,7 +6,6 @@ run saved. The steps between the checkpoint and the requested step are also trai
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from rpg_megatron.commands.replay import REPORT, REQUEST
-from rpg_megatron.config.files import atomic_write_text, open_regular, read_json
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.rollout_files import iter_rollouts, rollouts_file
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.collectives import gather_on_first
 from rpg_megatron.system.events import EventSender
+from rpg_megatron.system.metrics_file import METRICS, read_metrics
 from rpg_megatron.training.trainer import Trainer
 
 _COMPARED = ("policy/", "kl/", "ratio/", "correction/", "off_policy/", "lr")
@@ -41,11 +39,10 @@ class ReplayRequest:
     """Maximum difference of a match: absolute, and relative for numbers above 1."""
 
 
-def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
-    """Replay what the request in ``folder`` asks for, and write the report there. Collective."""
-    request = ReplayRequest(**read_json(folder / REQUEST))
+def replay(trainer: Trainer, request: ReplayRequest, events: EventSender) -> dict[str, Any]:
+    """Replay what is asked for; rank 0 returns the report, for JSON. Collective."""
     run, first = Path(request.run), trainer.mesh.rank == 0
-    rows = _read_rows(run) if first else {}
+    rows = {int(row["step"]): row for row in read_metrics(run / METRICS)} if first else {}
     done = int(trainer.load(Path(request.checkpoint), trusted=True)["step"]) if request.checkpoint else 0
     steps = []
     for step in range(done + 1, request.step + 1):
@@ -62,9 +59,7 @@ def replay(trainer: Trainer, folder: Path, events: EventSender) -> None:
             largest = join_gaps([g for g in gaps if g is not None])
             row = rows.get(step, {})
             steps.append({"step": step} | compare(largest, row, batch.metrics, request.tolerance))
-    if first:
-        report = {"request": asdict(request), **steps[-1], "steps": steps}
-        atomic_write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    return {"request": asdict(request), **steps[-1], "steps": steps} if first else {}
 
 
 class SavedRollouts:
@@ -178,12 +173,3 @@ def _unscored(t: Trajectory) -> Trajectory:
     """The trajectory as received from the sampler."""
     nothing = np.zeros(0, np.float32)
     return replace(t, old=nothing, anchor=nothing, advantage=0.0)
-
-
-def _read_rows(run: Path) -> dict[int, dict[str, Any]]:
-    rows: dict[int, dict[str, Any]] = {}
-    with open_regular(run / "metrics.jsonl") as lines:
-        parsed = [json.loads(line) for line in lines]
-    for row in parsed:  # the last step may have a second row, for its checkpoint
-        rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
-    return rows

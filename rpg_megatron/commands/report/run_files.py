@@ -22,20 +22,13 @@ import msgspec
 import yaml
 
 from rpg_megatron.config import UserError
-from rpg_megatron.config.files import flatten, open_regular, parse_json, read_text, real_path
+from rpg_megatron.config.files import flatten, parse_json, read_text, real_path
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, SUMMARY
+from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
 from rpg_megatron.launcher.run_lock import is_held
+from rpg_megatron.system.metrics_file import METRICS, Row, read_metrics
 
-Row = dict[str, float]
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A step, or another whole number, that JavaScript and floats hold exactly."""
-LARGEST = 1e100
-"""Larger numbers count as infinite: squares of others, and their sums, are finite."""
-_KEYS, _KEY = 1000, 200  # maximum metrics of a run, and characters of a name
-_METRICS, _LINE = 200_000_000, 1_000_000  # maximum bytes of metrics.jsonl (50,000 steps), and of a line
 _JSON = 10_000_000  # maximum bytes of other JSON files
 
 
@@ -109,7 +102,7 @@ def read_run(folder: Path) -> RunFiles:
     summary = read(SUMMARY, None, lambda file: read_json(file, _Summary))
     return RunFiles(
         folder=folder,
-        rows=_read_metrics(folder / METRICS, notes),
+        rows=read_metrics(folder / METRICS, notes),
         config=read(CONFIG, {}, lambda file: _flat_config(read_yaml(file, inside))),
         finished=summary is not None,
         seconds=summary.seconds if summary else None,
@@ -168,49 +161,6 @@ def _merge(rows: list[Row]) -> Row:
 
 class _Summary(msgspec.Struct):
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
-
-
-def _read_metrics(file: Path, notes: list[str]) -> list[Row]:
-    """Rows by step. If a step has several rows, the values of later rows replace those of earlier ones."""
-    rows: dict[int, Row] = {}
-    keys: dict[str, str] = {}  # of all rows, which share these strings
-    more: set[str] = set()
-    lines = broken = 0
-    try:
-        with open_regular(file, real_path(file.parent)) as opened:
-            while line := opened.readline(_LINE):
-                if opened.tell() > _METRICS:
-                    notes.append(f"only the first {_METRICS / 1e6:.0f} MB of {file.name} were read")
-                    break
-                lines += 1
-                try:
-                    values = parse_json(line)
-                    step = msgspec.convert(values["step"], Count)
-                except (ValueError, LookupError, TypeError, msgspec.MsgspecError):
-                    broken += bool(line.strip())
-                    continue
-                row = rows.setdefault(step, {"step": step})
-                for key, value in values.items():
-                    if key == "step" or not isinstance(value, float | int):
-                        continue
-                    if len(key) > _KEY or (key not in keys and len(keys) == _KEYS):
-                        more.add(key[:_KEY])
-                    else:
-                        row[keys.setdefault(key, key)] = _bounded(value)
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        notes.append(f"{file.name} cannot be read ({e.strerror})")
-    note_skipped(notes, file.name, broken, lines)
-    if more:
-        notes.append(f"{file.name}: {len(more)} metrics are left out (more than {_KEYS}, or long names)")
-    return [rows[step] for step in sorted(rows)]
-
-
-def _bounded(value: float) -> float:
-    """As a float; numbers beyond ``LARGEST``, also integers that no float holds, as infinite."""
-    known = abs(value) <= LARGEST or value != value
-    return float(value) if known else math.inf if value > 0 else -math.inf
 
 
 def note_skipped(notes: list[str], name: str, broken: int, lines: int) -> None:

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rpg_megatron.commands.report.run_files import Count, RunFiles, note_skipped
+from rpg_megatron.commands.report.run_files import RunFiles, note_skipped
 from rpg_megatron.config.files import open_regular, real_path
+from rpg_megatron.system.metrics_file import Count
 from rpg_megatron.system.timeline import EARLIER, TIMELINE
 
 _STEPS = 6  # that are shown
