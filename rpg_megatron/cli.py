@@ -104,7 +104,9 @@ def train(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="DIR|NAME", help="Start a new run from a checkpoint, or from a run's newest."
+            "--from",
+            metavar="DIR|NAME",
+            help="Start a new run from a checkpoint or a run's newest; weights alone are model.path.",
         ),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; not needed under srun.")] = None,
@@ -148,6 +150,7 @@ def train(
         from rpg_megatron.config.study import is_study
         from rpg_megatron.launcher.node_agent import run_node
         from rpg_megatron.launcher.nodes import find_nodes
+        from rpg_megatron.launcher.resume import take_weights
         from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.supervisor import StopSignals
 
@@ -162,6 +165,7 @@ def train(
             settings = found
         else:
             return
+        settings, source = take_weights(settings, source)
         settings = with_local_model(settings)
         if settings.sft is None and ctx.info_name == "sft":
             raise UserError(f"{config}: has no section sft (docs/warm-start.md); use train for RL")

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rpg_megatron.checkpoints.megatron_folder import weights_of
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import open_regular, parse_json, places_of, read_json
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
@@ -115,12 +116,20 @@ def _offset(file: Path, name: str, offsets: Any, expected: int) -> int:
 
 
 def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, in one file or in several with an index.
+    """Every tensor of a checkpoint, in one file or in several with an index, or in Megatron's format.
 
     Raises UserError if there is no checkpoint, if a file that the index names is missing or corrupt, or if
     another reader would take other tensors: vLLM takes all that is in the files, whatever the index says, and
     without an index every file; transformers prefers ``SINGLE`` to the index.
     """
+    if weights_of(model_dir) is not None:
+        from rpg_megatron.checkpoints.megatron_tensors import (
+            open_tensors,  # msgspec, which a login node may lack
+        )
+
+        megatron = open_tensors(model_dir)
+        assert megatron is not None
+        return megatron.stored()
     single, index = model_dir / SINGLE, model_dir / INDEX
     if not index.exists():
         if not single.exists():

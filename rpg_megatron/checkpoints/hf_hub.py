@@ -1,32 +1,47 @@
-"""Downloads a model from the Hugging Face hub by its id, such as ``Qwen/Qwen3-4B-Base``."""
+"""Finds the folder of the model that settings name, which may be on the Hugging Face hub, such as
+``Qwen/Qwen3-4B-Base``, or in a Megatron checkpoint.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import CONFIGURATION
+from rpg_megatron.checkpoints.hf_files import CONFIG, CONFIGURATION
+from rpg_megatron.checkpoints.megatron_folder import HF, find_checkpoint, is_megatron
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.policy import is_hub_id
 
 _WEIGHTS = "*.safetensors"
 
 
-def with_local_model(settings: Settings, *, weights: bool = True) -> Settings:
-    """The settings with ``model.path`` and ``teacher.path`` as local folders; hub ids are downloaded.
+def with_local_model(settings: Settings, *, weights: bool = True, hub: bool = True) -> Settings:
+    """The settings with ``model.path`` and ``teacher.path`` as local folders with config.json and tokenizer.
 
-    The files are in the hub's cache, so later calls work without network access. weights: whether to download
-    the weights too. Raises UserError if the hub has no such model or cannot be reached.
+    Hub ids are downloaded, unless ``hub`` is False. The files are in the hub's cache, so later calls work
+    without network access. weights: whether to download the weights too. A Megatron checkpoint becomes its
+    ``hf``, which readers of weights know (``megatron_folder.weights_of``). Raises UserError if the hub has no
+    such model or cannot be reached, or if there is no ``hf``.
     """
-    model, teacher = settings.model, settings.teacher
-    if is_hub_id(model.path) and not model.path.exists():
-        path = download(str(model.path), model.revision, weights=weights)
-        settings = settings.model_copy(update={"model": model.model_copy(update={"path": path})})
-    place = None if teacher is None else teacher.path
-    if teacher is None or place is None or not is_hub_id(place) or place.exists():
-        return settings
-    path = download(str(place), weights=weights, key="teacher.path")
-    return settings.model_copy(update={"teacher": teacher.model_copy(update={"path": path})})
+    update: dict[str, Any] = {}
+    for key in ("model", "teacher"):
+        section = getattr(settings, key)
+        path = None if section is None else section.path
+        if path is None:
+            continue
+        if hub and is_hub_id(path) and not path.exists():
+            path = download(str(path), getattr(section, "revision", None), weights=weights, key=f"{key}.path")
+        elif is_megatron(path):
+            path = find_checkpoint(path) / HF
+            if not (path / CONFIG).is_file():
+                raise UserError(
+                    f"{key}.path: {path.parent} has no {HF}/ with config.json and tokenizer; copy them there "
+                    "from an HF folder of the same model, or convert it with rpg-megatron convert "
+                    "megatron-to-hf"
+                )
+        if path != section.path:
+            update[key] = section.model_copy(update={"path": path})
+    return settings.model_copy(update=update) if update else settings
 
 
 def download(

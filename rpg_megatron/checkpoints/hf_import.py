@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rpg_megatron.checkpoints.hf_files import StoredTensor, verify_hf_checkpoint
+from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
@@ -30,7 +31,9 @@ def load_hf_weights(
     experts: ExpertShard = ALL_EXPERTS,
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> int:
-    """Fill parameters in place from a checkpoint; returns the bytes read from its files.
+    """Fill parameters in place from a checkpoint of either format; returns the bytes read from its files.
+
+    model_dir: of Hugging Face's format, or ``hf`` of a Megatron checkpoint.
 
     params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
     dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. experts: the experts of the
@@ -39,8 +42,9 @@ def load_hf_weights(
     Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
     read, MappingError if a parameter's name is unknown or its shape is wrong.
     """
+    megatron = open_tensors(model_dir)
     if stored is None:
-        stored = verify_hf_checkpoint(model_dir, mapping)
+        stored = verify_hf_checkpoint(model_dir, mapping) if megatron is None else megatron.stored()
     bytes_read = 0
     for name, param in params:
         # Files are memory-mapped, and pages count as this process's memory until the file is closed, so files
@@ -73,9 +77,13 @@ def load_hf_weights(
                         "are the layers numbered through the whole model?"
                     )
                 in_file = stored[piece.hf_name]
-                if in_file.file not in handles:
-                    handles[in_file.file] = stack.enter_context(_open(in_file.file))
-                param[piece.local.slices()].copy_(_read(handles[in_file.file], piece, in_file))
+                if megatron is not None:
+                    values = megatron.read(piece.hf_name, piece.hf)
+                else:
+                    if in_file.file not in handles:
+                        handles[in_file.file] = stack.enter_context(_open(in_file.file))
+                    values = _read(handles[in_file.file], piece, in_file)
+                param[piece.local.slices()].copy_(values)
                 bytes_read += piece.hf.numel * ITEM_BYTES[SAFETENSORS[in_file.dtype]]
     return bytes_read
 

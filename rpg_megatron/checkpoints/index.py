@@ -72,7 +72,21 @@ class Index(msgspec.Struct, frozen=True):
 
     tensors: dict[str, Tensor]
     objects: list[str]
+    """Names of what are no tensors, such as FP8 scales."""
     pieces: list[StoredPart]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The model's tensors, without optimizer state."""
+        return {n: t for n, t in self.tensors.items() if not n.startswith(("optimizer.", "chained_"))}
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """File -> minimum size in bytes."""
+        ends: dict[str, int] = {}
+        for piece in self.pieces:
+            ends[piece.file] = max(ends.get(piece.file, 0), piece.begin + piece.length)
+        return ends
 
 
 class _File(msgspec.Struct):

@@ -41,23 +41,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rpg_megatron.checkpoints.index import write_plain_index
-from rpg_megatron.checkpoints.megatron_folder import MEGATRON, Contents, read_contents
+from rpg_megatron.checkpoints.index import Index, read_index, write_plain_index
+from rpg_megatron.checkpoints.megatron_folder import CONTENT, MEGATRON, check_tensors
 from rpg_megatron.checkpoints.plain_loading import drop_pickled_states, plain_loading
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import open_own, open_regular, places_of
 from rpg_megatron.models.lora import is_adapter
-from rpg_megatron.system.collectives import barrier, default_group_on_host, gather_objects, gather_on_first
-
-CONTENT = {
-    # A key for each layer: Megatron will drop the alternative, one tensor over all layers.
-    "non_homogeneous_layers": True,
-    "singleton_local_shards": False,
-    # The default cannot be saved at all; this one can be read in any layout.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-}
-"""How keys are formed. Megatron stores it in the checkpoint, for readers to form the same keys."""
+from rpg_megatron.system.collectives import default_group_on_host, gather_objects
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -222,17 +212,6 @@ def _gather_state(part: DistributedOptimizer, **options: Any) -> Any:
     return DistributedOptimizer.get_parameter_state_dp_zero(part, **how)
 
 
-def save_weights(folder: Path, models: Sequence[GPTModel], iteration: int = 0) -> None:
-    """Write this rank's part of the weights, without optimizer. Collective; ``folder`` exists and is empty.
-
-    For programs that end when any rank fails: otherwise the other ranks would hang.
-    """
-    planned = plan_save(folder, models, iteration=iteration, stage=False)
-    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
-        planned.finish(everyone)
-    barrier()
-
-
 def load_weights(
     folder: Path,
     models: Sequence[GPTModel],
@@ -257,7 +236,8 @@ def load_weights(
 def _load(
     folder: Path, models: Sequence[GPTModel], vocab: int, optimizer: MegatronOptimizer | None, trusted: bool
 ) -> None:
-    contents = read_contents(folder)
+    index = read_index(folder)
+    objects = set(index.objects)
     try:  # Megatron opens it by its name
         open_regular(folder / MEGATRON, *places_of(folder)).close()
     except OSError as e:
@@ -267,9 +247,9 @@ def _load(
     # the checkpoint are initialised.
     _, state = extract_matching_values(
         _describe(models, content),
-        lambda leaf: isinstance(leaf, ShardedObject) and leaf.unique_key not in contents.objects,
+        lambda leaf: isinstance(leaf, ShardedObject) and leaf.unique_key not in objects,
     )
-    _check_tensors(folder, contents, state, vocab)
+    _check_tensors(folder, index, state, vocab)
     keys = list(state)
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata(content))
@@ -283,16 +263,6 @@ def _load(
             model.load_state_dict(loaded[key], strict=False)
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
-
-
-def stored_dtype(contents: Contents) -> str:
-    """The dtype of a checkpoint's weights, as torch names it. Raises UserError if there are several."""
-    dtypes = sorted({t.dtype for t in contents.weights.values()})
-    if len(dtypes) != 1:
-        raise UserError(
-            f"the checkpoint's weights have several dtypes ({', '.join(dtypes)}); save them with one"
-        )
-    return dtypes[0]
 
 
 def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +285,7 @@ def _metadata(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
 
 
-def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], vocab: int) -> None:
+def _check_tensors(folder: Path, index: Index, state: dict[str, Any], vocab: int) -> None:
     """Compare the tensors of all ranks with the stored ones; Megatron would stop at the first difference."""
     own_tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
     for leaf in nested_values(state):
@@ -325,36 +295,7 @@ def _check_tensors(folder: Path, contents: Contents, state: dict[str, Any], voca
                 own_tensors[part.key] = (tuple(part.global_shape), bool(part.allow_shape_mismatch))
     everyone = gather_objects(own_tensors, dict[str, tuple[tuple[int, ...], bool]])
     expected = {key: value for rank in everyone for key, value in rank.items()}
-    stored = contents.weights
-    adapters = any(map(is_adapter, stored))
-    if adapters != any(map(is_adapter, expected)):
-        raise UserError(
-            f"{folder}: holds "
-            + (
-                "the adapters of a LoRA run, without its model; give the run's checkpoint, with its settings"
-                if adapters
-                else "a whole model, and the settings train adapters (lora); set lora to null"
-            )
-        )
-    problems = [f"missing: {n}" for n in expected if n not in stored]
-    problems += [f"unexpected: {n}" for n in stored if n not in expected]
-    problems += [
-        f"wrong shape: {n} is {list(stored[n].shape)}, not {list(shape)}"
-        for n, (shape, padded) in expected.items()
-        if n in stored and not _fits(stored[n].shape, shape, vocab if padded else None)
-    ]
-    if problems:
-        more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
-        raise UserError(
-            f"{folder}: the tensors do not match the model that its config.json describes\n "
-            + "\n  ".join(problems[:40])
-            + more
-        )
-
-
-def _fits(stored: tuple[int, ...], expected: tuple[int, ...], vocab: int | None) -> bool:
-    """Whether a stored tensor can be loaded; the number of vocabulary padding rows may differ."""
-    return stored == expected if vocab is None else stored[1:] == expected[1:] and stored[0] >= vocab
+    check_tensors(folder, index.weights, expected, vocab)
 
 
 @contextmanager

@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import open_own, open_regular, places_of, read_json, read_text, real_path
+from rpg_megatron.models.lora import is_adapter
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES
 from rpg_megatron.system.terminal import one_line
+
+if TYPE_CHECKING:
+    from rpg_megatron.checkpoints.index import Index, Tensor
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -31,6 +35,15 @@ HF = "hf"
 MANIFEST = "manifest.json"
 MEGATRON = "metadata.json"
 """A file in every Megatron-Core checkpoint, by which one is recognised."""
+CONTENT = {
+    # A key for each layer: Megatron will drop the alternative, one tensor over all layers.
+    "non_homogeneous_layers": True,
+    "singleton_local_shards": False,
+    # The default cannot be saved at all; this one can be read in any layout.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""How keys are formed. Megatron stores it in the checkpoint, for readers to form the same keys."""
 _FORMAT = 1
 _CHUNK = 1 << 22
 _LONGEST_TRACKER = 80
@@ -57,6 +70,8 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / MEGATRON).is_file():
         return path
+    if (outer := weights_of(path)) is not None:
+        return outer
     tracker = path / LATEST
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; give the folder of a Megatron checkpoint")
@@ -81,8 +96,20 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder is a Megatron checkpoint, or contains some."""
-    return (path / MEGATRON).is_file() or (path / LATEST).is_file()
+    """Whether a folder is a Megatron checkpoint, contains some, or is the ``hf`` of one."""
+    return (path / MEGATRON).is_file() or (path / LATEST).is_file() or weights_of(path) is not None
+
+
+def weights_of(model: Path) -> Path | None:
+    """The Megatron checkpoint with the weights of a model's folder; None: they are in that folder itself.
+
+    The former is the ``hf`` folder of a checkpoint, with config.json and tokenizer. A model's folder is the
+    only thing that names it in the settings, once ``hf_hub.with_local_model`` has found it.
+    """
+    outer = model.absolute().parent
+    if model.name != HF or not (outer / MEGATRON).is_file() or any(model.glob("*.safetensors*")):
+        return None
+    return outer
 
 
 def hash_files(
@@ -211,51 +238,52 @@ def _sha256(file: Path, count: Callable[[int], None], inside: Sequence[Path]) ->
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class StoredWeight:
-    """One tensor of a Megatron checkpoint, stored in one file or several."""
+def check_tensors(
+    folder: Path,
+    stored: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[tuple[int, ...], bool]],
+    vocab: int,
+) -> None:
+    """Compare the weights of a checkpoint with those of a model: key -> shape, and whether it has padding.
 
-    dtype: str
-    """As torch names it, without ``torch.``."""
-    shape: tuple[int, ...]
-    """Shape of the full tensor, independent of the layout that wrote it."""
-    parts: int
-    """Number of pieces that it is stored in."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Content of a checkpoint according to its index."""
-
-    tensors: dict[str, StoredWeight]
-    """Megatron's key -> tensor, optimizer state included."""
-    objects: frozenset[str]
-    """Megatron's keys of objects that are not tensors, such as FP8 scales."""
-    ends: dict[str, int]
-    """File -> minimum size in bytes."""
-
-    @property
-    def weights(self) -> dict[str, StoredWeight]:
-        """The model's tensors, without optimizer state."""
-        return {n: t for n, t in self.tensors.items() if not n.startswith(("optimizer.", "chained_"))}
-
-
-def read_contents(folder: Path) -> Contents:
-    """Read the index. Raises UserError if it is missing or invalid."""
-    from rpg_megatron.checkpoints.index import read_index  # msgspec, which a login node may lack
-
-    index = read_index(folder)
-    ends: dict[str, int] = {}
-    for piece in index.pieces:
-        ends[piece.file] = max(ends.get(piece.file, 0), piece.begin + piece.length)
-    tensors = {n: StoredWeight(t.dtype, t.shape, len(t.chunks)) for n, t in index.tensors.items()}
-    return Contents(tensors, frozenset(index.objects), ends)
+    The number of padding rows of a vocabulary of ``vocab`` may differ. Raises one UserError that lists
+    missing, unexpected and wrongly shaped tensors.
+    """
+    adapters = any(map(is_adapter, stored))
+    if adapters != any(map(is_adapter, expected)):
+        raise UserError(
+            f"{folder}: holds "
+            + (
+                "the adapters of a LoRA run, without its model; give the run's checkpoint, with its settings"
+                if adapters
+                else "a whole model, and the settings train adapters (lora); set lora to null"
+            )
+        )
+    problems = [f"missing: {n}" for n in expected if n not in stored]
+    problems += [f"unexpected: {n}" for n in stored if n not in expected]
+    problems += [
+        f"wrong shape: {n} is {list(stored[n].shape)}, not {list(shape)}"
+        for n, (shape, padded) in expected.items()
+        if n in stored and not _fits(stored[n].shape, shape, vocab if padded else None)
+    ]
+    if problems:
+        more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
+        raise UserError(
+            f"{folder}: the tensors do not match the model that its config.json describes\n "
+            + "\n  ".join(problems[:40])
+            + more
+        )
 
 
-def find_short_files(folder: Path, contents: Contents) -> list[str]:
+def _fits(stored: tuple[int, ...], expected: tuple[int, ...], vocab: int | None) -> bool:
+    """Whether a stored tensor can be loaded; the number of vocabulary padding rows may differ."""
+    return stored == expected if vocab is None else stored[1:] == expected[1:] and stored[0] >= vocab
+
+
+def find_short_files(folder: Path, index: Index) -> list[str]:
     """One line for each file that the index needs and that is missing or truncated."""
     problems, inside = [], places_of(folder)
-    for name, end in sorted(contents.ends.items()):
+    for name, end in sorted(index.ends.items()):
         size = _size_of(folder / name, inside)
         if isinstance(size, str):
             problems.append(f"{one_line(name)} {size}")

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from rpg_megatron.checkpoints.foreign_reader import AT_ONCE, NAME, TENSOR, TUPLE, Location
-from rpg_megatron.checkpoints.index import read_index, to_torch
+from rpg_megatron.checkpoints.index import StoredPart, read_index, to_torch
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import open_regular, places_of
+from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.system.foreign_input import ForeignInputError, plain_value, read_foreign
 
@@ -147,6 +148,27 @@ def load_object(folder: Path, name: str) -> Any:
     """The plain values and tensors in a file of ``torch.save`` of a checkpoint. Raises UserError."""
     with _open_files(folder, [name]) as files:
         return next(_read_objects(files, [(0, 0, -1)]))
+
+
+def locate_parts(folder: Path, parts: Sequence[StoredPart]) -> list[Location]:
+    """Where the parts of tensors begin in their files. Raises UserError."""
+    names = sorted({part.file for part in parts})
+    number = {name: i for i, name in enumerate(names)}
+    with _open_files(folder, names) as files:
+        return list(_locate(files, [(number[p.file], p.begin, p.length) for p in parts]))
+
+
+def read_part(file: Path, where: Location, box: Box) -> torch.Tensor:
+    """A box of a part of a tensor. Only its rows are read, in the first dimension with several.
+
+    Raises UserError.
+    """
+    dim = next((d for d, size in enumerate(where.shape) if size > 1), 0)
+    shape, first = list(where.shape), where.offset + box.start[dim] * where.stride[dim]
+    shape[dim] = box.extent[dim]
+    with _open_files(file.parent, [file.name]) as (opened,):
+        values = _read_tensor(opened, where._replace(shape=tuple(shape), offset=first))
+    return values[tuple(slice(None) if d == dim else s for d, s in enumerate(box.slices()))]
 
 
 @contextmanager

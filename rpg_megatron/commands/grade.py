@@ -14,19 +14,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import batched, chain, groupby
+from itertools import batched, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from rpg_megatron.config import Settings
+from rpg_megatron.config.data import SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write
+from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.config.settings import make_settings
+from rpg_megatron.data.problems import read_problems
+from rpg_megatron.data.rows import Row, read_rows
+from rpg_megatron.launcher.run_dir import load_run_settings
 from rpg_megatron.rewards.extraction import opens_thoughts
 from rpg_megatron.rewards.failures import RewardFailure, first_of_each
 from rpg_megatron.system.fork_server import FAILURES
 
-if TYPE_CHECKING:
-    from rpg_megatron.config import Settings
-    from rpg_megatron.data.rows import Row
+if TYPE_CHECKING:  # it imports asyncio
     from rpg_megatron.rewards.reward import Score, Scorer
 
 _AHEAD = 256
@@ -35,6 +40,8 @@ _EXAMPLE = '{"response": "... Answer: 5", "answer": "5"}'
 _SECONDS = 2.0
 """Interval of progress lines."""
 _ROLLOUTS = re.compile(r"step_\d{6}\.parquet")
+_NO_TOKENS = (0,)
+"""Of a response that is known as text only."""
 
 
 class Line(NamedTuple):
@@ -42,16 +49,13 @@ class Line(NamedTuple):
 
     row: int
     """Number of its line or row, from 1."""
-    response: str
+    response: tuple[Any, ...]
+    """Arguments of ``rewards.reward.Response``."""
     answer: str
     group: Any
     """The same for consecutive responses of a group."""
     context: str = ""
     """``Prompt.context``."""
-    tokens: Sequence[int] = (0,)
-    finish: str = "stop"
-    sampled: int | None = None
-    opened: bool = False
 
 
 class Summary(NamedTuple):
@@ -91,8 +95,6 @@ def reward_settings(file: Path, reward: str, overrides: Sequence[str]) -> Settin
 
     overrides: ``reward.*`` and ``data.*``, KEY=VALUE. Raises UserError.
     """
-    from rpg_megatron.config.settings import make_settings
-
     for item in overrides:
         if not item.startswith(("reward.", "data.")):
             raise UserError(f"{item!r}: has no effect on grading; KEY=VALUE may set reward.* and data.*")
@@ -116,7 +118,6 @@ def grade_file(
     Raises UserError with file, row and fix for malformed lines; with ``skip_malformed`` those of JSON lines
     are skipped and counted.
     """
-    from rpg_megatron.config.reward import RewardSettings
     from rpg_megatron.rewards.reward import Scorer
 
     if out is not None and out.is_dir():
@@ -205,16 +206,13 @@ def _scores(lines: Callable[[], Iterator[Line | UserError]], scorer: Scorer) -> 
     from rpg_megatron.rewards.reward import Response
 
     async def score(groups: Sequence[list[Line]]) -> list[list[Score]]:
-        async def one(group: list[Line]) -> list[Score]:
-            responses = [Response(r.response, r.tokens, r.finish, r.sampled, r.opened) for r in group]  # type: ignore[arg-type]
-            return await scorer.score(responses, group[0].answer, group[0].context)
-
-        return await asyncio.gather(*map(one, groups))
+        responses = ([Response(*line.response) for line in group] for group in groups)
+        tasks = (scorer.score(r, g[0].answer, g[0].context) for r, g in zip(responses, groups, strict=True))
+        return await asyncio.gather(*tasks)
 
     good = (line for line in lines() if isinstance(line, Line))
-    groups = (list(group) for _, group in groupby(good, key=lambda line: line.group))
-    if not scorer.reads_groups:
-        groups = ([line] for line in chain.from_iterable(groups))
+    key: Callable[[Line], Any] = (lambda line: line.group) if scorer.reads_groups else (lambda line: line.row)
+    groups = (list(group) for _, group in groupby(good, key))
     with asyncio.Runner() as runner:
         for chunk in batched(groups, _AHEAD):
             for group, scores in zip(chunk, runner.run(score(chunk)), strict=True):
@@ -239,26 +237,20 @@ def _source(file: Path, scorer: Scorer, custom: Settings | None) -> Callable[[],
     if custom is not None and _ROLLOUTS.fullmatch(file.name):
         contexts = _read_contexts(file) if scorer.reads_prompts else {}
         return lambda: _rollouts(file, contexts)
-    if custom is not None and not _holds_responses(file):
-        return lambda: _reference_answers(custom)
+    if custom is not None:
+        # Problems, and not responses, by the first line.
+        table = file.suffix in (".parquet", ".arrow") or file.is_dir()
+        _, _, first = (0, "", {}) if table else next(_rows(file), (0, "", UserError("")))
+        if isinstance(first, dict) and "response" not in first:
+            return lambda: _reference_answers(custom)
     return lambda: _lines(file)
 
 
-def _holds_responses(file: Path) -> bool:
-    """Whether a file has responses, and not only problems, by its first line."""
-    if file.suffix in (".parquet", ".arrow") or file.is_dir():
-        return False
-    _, _, first = next(_rows(file), (0, "", {}))
-    return isinstance(first, UserError) or not first or "response" in first
-
-
 def _reference_answers(settings: Settings) -> Iterator[Line]:
-    from rpg_megatron.data.problems import read_problems
-
     for problem in read_problems(settings.prompts("grade"), rows=True):
-        text = settings.data.template.replace("{prompt}", problem.text)
-        context = _context(text, problem.row)
-        yield Line(problem.id + 1, problem.answer, problem.answer, problem.id, context)
+        context = _context(settings.data.template.replace("{prompt}", problem.text), problem.row)
+        response = (problem.answer, _NO_TOKENS, "stop")
+        yield Line(problem.id + 1, response, problem.answer, problem.id, context)
 
 
 def _rollouts(file: Path, contexts: dict[int, str]) -> Iterator[Line]:
@@ -270,14 +262,13 @@ def _rollouts(file: Path, contexts: dict[int, str]) -> Iterator[Line]:
             raise t
         if t is not None:
             row += 1
-            context = contexts.get(t.prompt_id, "")
-            yield Line(row, t.text, t.answer, t.group, context, t.response.tolist(), t.finish, t.sampled)
+            response = (t.text, t.response, t.finish, t.sampled)
+            yield Line(row, response, t.answer, t.group, contexts.get(t.prompt_id, ""))
 
 
 def _read_contexts(file: Path) -> dict[int, str]:
     """``Prompt.context`` of the run's prompts, by id. Raises UserError if the run or its data are missing."""
     from rpg_megatron.data.prompts import load_prompts, load_tokenizer, without_torch
-    from rpg_megatron.launcher.run_dir import load_run_settings
 
     config = file.absolute().parents[1] / "config.yaml"
     if not config.is_file():
@@ -296,9 +287,6 @@ def _context(prompt: str, row: dict[str, Any] | None) -> str:
 
 
 def _rows(file: Path) -> Iterator[Row]:
-    from rpg_megatron.config.data import SourceSettings
-    from rpg_megatron.data.rows import read_rows
-
     if not file.is_file():
         problem = "is a directory" if file.is_dir() else "no such file"
         raise UserError(f"{file}: {problem}; give a JSON lines file")
@@ -327,5 +315,5 @@ def _read(where: str, number: int, row: dict[str, Any]) -> Line:
     if not str(answer).strip():
         raise UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
     prompt = str(row.get("prompt", ""))
-    context, opened = _context(prompt, row), opens_thoughts(prompt[-100:])
-    return Line(number, response, str(answer), prompt or number, context, opened=opened)
+    begun = (response, _NO_TOKENS, "stop", None, opens_thoughts(prompt[-100:]))
+    return Line(number, begun, str(answer), prompt or number, _context(prompt, row))

@@ -129,7 +129,7 @@ def _submit(
     typer.echo(shlex.join(command))
     if dry_run:
         return
-    first = study.runs[numbers[0] - 1].settings
+    first = with_local_model(study.runs[numbers[0] - 1].settings, hub=False)
     if first.model.path.is_dir():  # jobs may see other files
         check_start(CheckedRun(first, ALL - {"machine", "engines"}, prepares=True))
     done = subprocess.run(command, capture_output=True, text=True, check=False)

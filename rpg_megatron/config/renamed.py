@@ -9,6 +9,8 @@ RENAMED: dict[str, tuple[Any, ...]] = {
     "rollout.dynamic.surplus": (
         "remove it: groups beyond a step's batch are always discarded, and come again in the next step",
     ),
+    "--tensor": ("remove it: a converted checkpoint has no layout; that of a run is parallel.tensor",),
+    "--pipeline": ("remove it: a converted checkpoint has no layout; that of a run is parallel.pipeline",),
     "--assume peak_fp8": ("use peak_bf16, in proportion to which it is",),
     "--assume peak_fp32": ("use peak_bf16, in proportion to which it is",),
     "--assume prefill_mfu": ("use score_mfu",),

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, get_args
 
 from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
 from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.checkpoints.megatron_folder import weights_of
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.combinations import find_problems
@@ -264,8 +265,10 @@ def has_weights(model: Path) -> bool:
 
     Without any, it is a description, which is enough for a plan.
     """
-    return not model.is_dir() or any(
-        re.search(r"\.(safetensors|bin)\b", file.name) for file in model.iterdir()
+    return (
+        not model.is_dir()
+        or weights_of(model) is not None
+        or any(re.search(r"\.(safetensors|bin)\b", file.name) for file in model.iterdir())
     )
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any, BinaryIO
 import yaml
 
 from rpg_megatron.checkpoints.checkpoint_path import kind_of, list_exports, whole_step
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.run_folder import (
     ADAPTERS,
     CONFIG,
@@ -110,6 +111,17 @@ def open_run(
         ) from None
 
 
+def take_weights(settings: Settings, source: Path | None) -> tuple[Settings, Path | None]:
+    """Settings and source of ``train --from``: weights without the state of a run become ``model.path``.
+
+    Raises UserError if ``source`` is no checkpoint.
+    """
+    if source is None or kind_of(source, "--from") not in ("hf", "megatron"):
+        return settings, source
+    model = settings.model.model_copy(update={"path": source.absolute(), "revision": None})
+    return settings.model_copy(update={"model": model}), None
+
+
 def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> OpenRun:
     if source is not None:
         return _start_from(settings, source.absolute(), dry)
@@ -170,7 +182,7 @@ def find_finished(settings: Settings) -> Path | None:
     update: dict[str, Any] = {"model": settings.model.model_copy(update=place)}
     if settings.sft is not None:
         update["training"] = recorded.training
-    settings = settings.model_copy(update=update)
+    settings = with_local_model(settings.model_copy(update=update), hub=False)
     if done < settings.training.steps or _changes(settings, folder / CONFIG)[0]:
         return None
     return folder
@@ -235,13 +247,6 @@ def _start_from(settings: Settings, source: Path, dry: bool) -> OpenRun:
     kind = kind_of(source, "--from")
     source = whole_step(source)
     checkpoint: Path | None = source
-    if kind in ("hf", "megatron"):
-        start = (
-            "set model.path to it" if kind == "hf" else "convert it with rpg-megatron convert megatron-to-hf"
-        )
-        raise UserError(
-            f"--from {source}: is a model without the state of a run; to start from its weights, {start}"
-        )
     run_dir = source if kind == "run" else source.parent.parent
     if kind == "run":
         checkpoint = _newest_complete(source, notes, root=source)

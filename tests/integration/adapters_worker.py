@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.megatron import save_weights
+from rpg_megatron.checkpoints.megatron import WrittenPart, plan_save
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.config.lora import LoraSettings
@@ -20,7 +20,7 @@ from rpg_megatron.models.lora import AdapterMapping, split_parameters
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.lora import LoraModel
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
-from rpg_megatron.system.collectives import barrier
+from rpg_megatron.system.collectives import barrier, gather_on_first
 from rpg_megatron.system.dtypes import torch_dtype
 
 
@@ -45,7 +45,9 @@ def main() -> None:
         vocab_multiple=1,
         stored=check_adapter(folder / "adapter", mapping),
     )
-    save_weights(folder / "saved", [model])
+    planned = plan_save(folder / "saved", [model], stage=False)
+    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
+        planned.finish(everyone)
     if mesh.rank == 0:
         (folder / "result.json").write_text("null")
     barrier()

@@ -48,8 +48,6 @@ MODULES = (
     "rpg_megatron.rollout.sampler",
     "rpg_megatron.rollout.worker",
     "rpg_megatron.training.rank",
-    "rpg_megatron.commands.convert.hf_logits",
-    "rpg_megatron.commands.convert.rank",
     "rpg_megatron.commands.eval.process",
     "rpg_megatron.commands.rank",
 )

@@ -26,7 +26,7 @@ import torch
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_files import list_checkpoint, list_copied, read_header
 from rpg_megatron.commands.convert.command import open_megatron
-from rpg_megatron.commands.convert.processes import StagingDir
+from rpg_megatron.commands.convert.staging import Staging
 from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.config import UserError, load_settings, merging, read_model_shape
 from rpg_megatron.config.data import DataSettings
@@ -38,6 +38,7 @@ from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.launcher.nodes import find_nodes
 from rpg_megatron.launcher.preflight import check_model
+from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.tiny_models import TINY, random_state_dict, write_checkpoint
@@ -417,7 +418,7 @@ def test_weights_may_be_links(tmp_path: Path, make_checkpoint) -> None:
 def test_the_folder_of_a_conversion_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        with StagingDir(tmp_path / "out", 0) as place:
+        with Staging(tmp_path / "out", 0, StopSignals()) as place:
             assert place.work == tmp_path / ".out.incomplete"
             assert place.work.stat().st_mode & 0o777 == 0o700
     finally:
@@ -438,7 +439,7 @@ def test_a_conversion_takes_no_folder_that_others_have_made(tmp_path: Path, kind
         (work / "lock").symlink_to(tmp_path / "victim" / "file")
     with (
         pytest.raises(UserError, match=r"\.out\.incomplete: .*; choose a writable folder"),
-        StagingDir(tmp_path / "out", 0),
+        Staging(tmp_path / "out", 0, StopSignals()),
     ):
         pass
     assert (tmp_path / "victim" / "file").exists()

@@ -266,7 +266,7 @@ def test_a_checkpoint_is_one_model_for_trainer_and_engine(
     requests = [
         lambda: check_start(CheckedRun(settings)),
         lambda: run_plan(settings, None, sweep=False, as_json=True),
-        lambda: open_hf(model, 1, 1),
+        lambda: open_hf(model),
         lambda: run_checks(CheckedRun(settings, frozenset({"weights", "engines"}))),  # as eval does
     ]
     for request in requests:

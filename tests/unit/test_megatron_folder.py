@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rpg_megatron.checkpoints.index import Index, StoredPart
 from rpg_megatron.checkpoints.megatron_folder import (
     LATEST,
     MANIFEST,
     CheckpointMetadata,
-    Contents,
     find_checkpoint,
     find_damage,
     find_short_files,
@@ -48,7 +48,10 @@ def test_the_tracker_file_names_the_checkpoint(tmp_path: Path, latest: str, name
     (tmp_path / LATEST).write_text(latest)
     assert find_checkpoint(tmp_path) == find_checkpoint(folder) == folder
     assert is_megatron(tmp_path)
-    assert not is_megatron(folder / "hf")
+    (folder / "hf").mkdir(exist_ok=True)
+    assert find_checkpoint(folder / "hf") == folder, "which is its model's folder"
+    (folder / "hf" / "model.safetensors").touch()
+    assert not is_megatron(folder / "hf"), "an HF checkpoint beside some metadata.json"
 
 
 def test_what_is_no_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
@@ -191,4 +194,4 @@ def test_a_name_that_no_file_can_have_is_damage(tmp_path: Path, name: str) -> No
     assert [p.partition(" cannot be read (")[0] for p in find_damage(tmp_path, {name: entry})] == [
         one_line(name)
     ]
-    assert len(find_short_files(tmp_path, Contents({}, frozenset(), {name: 1}))) == 1
+    assert len(find_short_files(tmp_path, Index({}, [], [StoredPart("weight", (), None, name, 0, 1)]))) == 1

@@ -38,7 +38,7 @@ from rpg_megatron.checkpoints import plain_loading as plain_loading_module
 from rpg_megatron.checkpoints.foreign_reader import Location
 from rpg_megatron.checkpoints.index import PLAIN_INDEX, from_torch, read_index, write_plain_index
 from rpg_megatron.checkpoints.megatron import load_weights
-from rpg_megatron.checkpoints.megatron_folder import find_short_files, read_contents
+from rpg_megatron.checkpoints.megatron_folder import find_short_files
 from rpg_megatron.checkpoints.pickle_values import Name, Pairs, Record, load_values
 from rpg_megatron.checkpoints.plain_loading import (
     _read_tensor,
@@ -86,7 +86,7 @@ def load(folder: Path, state: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def test_a_checkpoint_is_read_as_before(checkpoint_folder: Path) -> None:
-    contents = read_contents(checkpoint_folder)
+    contents = read_index(checkpoint_folder)
     assert contents.tensors["weight"].shape == (2, 3)
     assert contents.tensors["weight"].dtype == "float32"
     assert find_short_files(checkpoint_folder, contents) == []
@@ -323,7 +323,7 @@ def test_an_index_that_does_not_fit_its_files_is_one_message(
 
 
 def read_then_load(folder: Path) -> None:
-    read_contents(folder)  # as ``load_weights`` does first
+    read_index(folder)  # as ``load_weights`` does first
     load(folder, {"weight": torch.zeros(2, 3)})
 
 
@@ -404,7 +404,7 @@ def test_no_nesting_ends_the_process(checkpoint_folder: Path) -> None:
 def test_an_index_may_name_what_it_does_not_need(checkpoint_folder: Path) -> None:
     """As torch 2.13 does, whose second save in a process puts a plan into the index."""
     rewrite(checkpoint_folder, lambda found: replace(found, planner_data=SavePlan([], Payload(Path("x")))))
-    assert read_contents(checkpoint_folder).tensors["weight"].shape == (2, 3)
+    assert read_index(checkpoint_folder).tensors["weight"].shape == (2, 3)
 
 
 def test_values_of_a_pickle_are_inert() -> None:
@@ -475,7 +475,7 @@ def test_an_index_names_only_files_of_its_folder(checkpoint_folder: Path, path: 
 
     rewrite(checkpoint_folder, move)
     with pytest.raises(UserError, match=r"\.metadata: not readable .* is outside the checkpoint's folder"):
-        read_contents(checkpoint_folder)
+        read_index(checkpoint_folder)
 
 
 @pytest.mark.parametrize(
@@ -588,7 +588,7 @@ def test_a_file_that_is_too_short_is_one_message(checkpoint_folder: Path) -> Non
 
 
 def test_irregular_files_of_a_checkpoint_are_reported_as_damage(checkpoint_folder: Path) -> None:
-    contents = read_contents(checkpoint_folder)
+    contents = read_index(checkpoint_folder)
     (name,) = contents.ends
     (checkpoint_folder / name).unlink()
     os.mkfifo(checkpoint_folder / name)

@@ -80,7 +80,7 @@ def test_the_mixture_fits_two_ranks_and_a_cpu_engine():
 def test_inspect_lists_the_experts_of_the_mixture():
     report = inspect_checkpoint(MOE_MODEL)
     assert report.problems == []
-    experts = [row for row in report.tensors if ".experts." in row.name]
+    experts = [row for row in report.tensors if ".experts." in row["name"]]
     assert len(experts) == 4 * 8 * 3
     assert "1,066,368 parameters" in report.table()
     assert "8 experts of 64 in 4 layers, 4 per token" in report.table()

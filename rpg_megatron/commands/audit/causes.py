@@ -130,13 +130,13 @@ class _Causes:
         layers = layers_of(sites)
         whole = len(sites) > _FEW * max(len(layers), 1)
         if whole:
-            names, subject = layers, f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
+            count, subject = len(layers), f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
         else:
             tied = self._shape.tied_embeddings
             names = [parameter_of(s, tied) or f"model.{s.replace('experts', 'mlp.experts')}" for s in sites]
-            subject = ", ".join(names[:_FEW])
-            subject += f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        text = f"{subject} of the {self._side} {'are' if len(names) > 1 else 'is'} {fault}"
+            count, subject = len(names), ", ".join(names[:_FEW])
+            subject += f" and {count - _FEW} more" if count > _FEW else ""
+        text = f"{subject} of the {self._side} {'are' if count > 1 else 'is'} {fault}"
         return self._finding(kind or ("layer" if whole else "weights"), text, sites, **values)
 
     def _explains(self, sites: Sequence[str], hypothesis: ModuleChecker) -> bool:

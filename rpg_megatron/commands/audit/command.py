@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.checkpoints.megatron_folder import is_megatron
 from rpg_megatron.checkpoints.run_folder import ADAPTERS
 from rpg_megatron.commands.rank_job import report_file, run_ranks
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
@@ -119,6 +120,11 @@ def _changed(settings: Settings, **sections: dict[str, Any]) -> Settings:
 
 def _check_engine_model(settings: Settings, path: Path) -> None:
     """Check that the engine's checkpoint has the trainer's sizes; the audit finds other differences."""
+    if is_megatron(path):
+        raise UserError(
+            f"--engine-model: {path} is a Megatron checkpoint, which engines do not load; convert it with "
+            "rpg-megatron convert megatron-to-hf"
+        )
     policy_shape = read_model_shape(settings.model.path)
     try:
         engine_shape = read_model_shape(path)

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
+from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.activation_sites import (
@@ -39,6 +40,7 @@ from rpg_megatron.models.activation_sites import (
     parameter_of,
     split_site,
 )
+from rpg_megatron.models.boxes import Box
 from rpg_megatron.policy.model import llama3_frequencies
 from rpg_megatron.system.dtypes import torch_dtype
 
@@ -74,11 +76,13 @@ Weights = Callable[[str], Tensor]
 
 
 def stored_weights(folder: Path) -> Weights:
-    """The tensors of a Hugging Face checkpoint, read on demand; KeyError if there is no such name."""
-    stored = list_checkpoint(folder)
+    """The tensors of a checkpoint, Hugging Face's or Megatron's, read on demand; KeyError for an unknown name."""
+    stored, megatron = list_checkpoint(folder), open_tensors(folder)
 
     @lru_cache(maxsize=32)
     def read(name: str) -> Tensor:
+        if megatron is not None:
+            return megatron.read(name, Box.whole(stored[name].shape))
         with safe_open(stored[name].file, framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor

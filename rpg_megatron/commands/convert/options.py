@@ -14,64 +14,53 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.terminal import exit_on_interrupt
 
 if TYPE_CHECKING:
-    from rpg_megatron.commands.convert.command import Report, Source
+    from rpg_megatron.commands.convert.command import Source
     from rpg_megatron.launcher.supervisor import StopSignals
 
 convert = typer.Typer(
     name="convert",
-    help="Convert checkpoints between Hugging Face and Megatron-Core, any tensor x pipeline layout, on CPUs.",
+    help="Convert checkpoints between Hugging Face and Megatron-Core. Training starts from either "
+    "(model.path), in any layout; vLLM and others need the former.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-OutFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to create.")]
-Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare logits with transformers (loads the whole model).")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the mapping of each rank; write nothing.")]
+
+
+OutFolder = Annotated[Path, typer.Option(metavar="DIR", help="Folder to create.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers, all in memory.")]
 
 
 @convert.command()
 def hf_to_megatron(
     hf: Annotated[Path, typer.Option(metavar="DIR", help="Hugging Face checkpoint.")],
-    out: OutFolder = None,
-    tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 1,
+    out: OutFolder,
     verify: Verify = False,
-    dry_run: DryRun = False,
 ) -> None:
-    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint."""
+    """Write a Hugging Face checkpoint as a Megatron-Core distributed checkpoint.
+
+    Megatron-Core loads it in any layout, and training starts from it: model.path=DIR.
+    """
     with exit_on_interrupt():
         from rpg_megatron.commands.convert import command as tool
 
-    source = tool.open_hf(hf, tensor, pipeline)
-    _convert(source, out, dry_run, partial(tool.convert_to_megatron, source, verify=verify))
+    source = tool.open_hf(hf)
+    _convert(source, out, partial(tool.convert_to_megatron, source, verify=verify))
 
 
 @convert.command()
 def megatron_to_hf(
-    megatron: Annotated[
-        Path, typer.Option(metavar="DIR", help="Megatron-Core checkpoint, a run, or its checkpoint.")
-    ],
-    out: OutFolder = None,
-    tensor: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size. [default: as saved]")
-    ] = None,
-    pipeline: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline-parallel size. [default: as saved]")
-    ] = None,
+    megatron: Annotated[Path, typer.Option(metavar="DIR", help="Megatron-Core checkpoint, or a run('s).")],
+    out: OutFolder,
     config: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="HF config and tokenizer, or a LoRA run's model, if not found."),
     ] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Largest file size, GiB.")] = 5.0,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a LoRA run: write the adapter alone, in PEFT's format.")
-    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA run's adapter, for PEFT.")] = False,
     verify: Verify = False,
-    dry_run: DryRun = False,
 ) -> None:
-    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint.
+    """Write a Megatron-Core distributed checkpoint as a Hugging Face checkpoint, for vLLM and others.
 
     The adapters of a LoRA run are merged with its model.
     """
@@ -81,17 +70,14 @@ def megatron_to_hf(
 
     if adapter and verify:
         raise UserError("--verify compares whole models; leave out --adapter")
-    source = tool.open_megatron(newest_run(megatron), tensor, pipeline, config, adapter=adapter)
+    source = tool.open_megatron(newest_run(megatron), config, adapter=adapter)
     limit = int(max_shard_gib * 1024**3)
-    work = partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit)
-    _convert(source, out, dry_run, work)
+    _convert(source, out, partial(tool.convert_to_hf, source, verify=verify, max_shard_bytes=limit))
 
 
 @convert.command()
 def inspect(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Hugging Face or Megatron checkpoint, or a run.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint of either kind, or a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the tensors of a checkpoint, and check that it is complete."""
@@ -105,37 +91,17 @@ def inspect(
         raise typer.Exit(2)
 
 
-def _convert(
-    source: Source, out: Path | None, dry_run: bool, work: Callable[[Path, StopSignals], Report]
-) -> None:
+def _convert(source: Source, out: Path, work: Callable[[Path, StopSignals], str]) -> None:
     with exit_on_interrupt():
-        from rpg_megatron.commands.convert.command import mapping
         from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
-        from rpg_megatron.system.limits import check_files
 
-    if dry_run:
-        typer.echo("\n".join(mapping(source)))
-        return
-    if out is None:
-        raise UserError("--out is missing; give the folder to create")
     leave_to_first_node("convert")
-    check_files(source.tensor * source.pipeline, 0)
     print(source, file=sys.stderr)
     with StopSignals() as signals, exit_codes():
         try:
-            report = work(out, signals)
+            typer.echo(work(out, signals))
         except Interrupted as e:
             e.note = "nothing was written"
             raise
-    if (v := report.verification) is not None:
-        typer.echo(
-            f"logits: max |difference| from transformers {v.difference:.2e} over {v.tokens} positions, "
-            f"tolerance {v.tolerance:.1e} (float32, largest logit {v.largest:.3g})"
-        )
-    worst = max(report.memory, key=lambda m: m.peak)
-    typer.echo(
-        f"{report.out}: written in {report.seconds:.1f} s; peak memory per process "
-        f"{worst.peak / 1e6:,.1f} MB above its baseline, for {worst.shard / 1e6:,.1f} MB of weights"
-    )

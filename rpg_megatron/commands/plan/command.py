@@ -44,7 +44,7 @@ def run_plan(
         )
     if from_run is not None and settings.sft is not None:
         raise UserError("--from: fine-tuning (sft) has no estimate of time")
-    for_target = settings.model_copy(update={"device": target.device})
+    for_target = with_local_model(settings.model_copy(update={"device": target.device}), hub=False)
     settings = with_local_model(for_target, weights=False)
     subject = preparing(settings, weights=settings is for_target and has_weights(settings.model.path))
     notes = [*run_checks(subject, told=True), *not_checked(subject)]

@@ -1,4 +1,4 @@
-// The arms of a study: runs that differ in their seed only. On a chart an arm takes the place of a run: the
+// The arms of a study: runs that differ in their seed. On a chart an arm takes the place of a run: the
 // mean over its seeds with a band, and its runs behind it. study.py computes the tables.
 
 const isHidden = (run) => view.hidden.has(run) || view.hidden.has(run?.arm);
@@ -156,7 +156,7 @@ function pairTables() {
 
 function studyHead() {
   const repeats = arms.flatMap((arm) => arm.repeats).map((i) => data.runs[i].name);
-  const said = "Runs that differ in their seed only are an arm. A value is the mean over its seeds ± half of its 95% "
+  const said = "Runs that differ in their seed, and by rounding at most, are an arm. A value is the mean over its seeds ± half of its 95% "
     + "t-interval; one seed has no interval. Curves are means over the seeds that have reached a step, thinner "
     + "where some have not. Bands: 95% t-interval of the mean of three or more seeds; of two seeds, from the "
     + "lowest to the highest.";

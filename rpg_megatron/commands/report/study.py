@@ -22,7 +22,7 @@ _VALUE = 28  # characters of a setting's value in a name
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in their seed only."""
+    """Runs that differ in their seed, and in settings that affect results by rounding at most."""
 
     name: str
     """The settings that tell it from the other arms."""

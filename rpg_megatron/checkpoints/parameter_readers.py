@@ -1,0 +1,54 @@
+"""Reads the parameters of a whole model one by one, so that there need not be memory for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, open_tensors, whole_parameters
+from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.lora import peft_name, weight_name
+from rpg_megatron.models.mapping import ModelMapping
+
+_ONE_RANK: dict[str, Any] = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
+Reader = Callable[[str], torch.Tensor]
+"""Megatron's name -> the parameter, as one rank with the whole model has it."""
+
+
+def parameter_reader(model: Path, mapping: ModelMapping, dtype: torch.dtype) -> Reader:
+    """Reader of a model's folder, of either format. Raises UserError."""
+    if (megatron := open_tensors(model)) is not None:
+        return lambda name: megatron.parameter(name).to(dtype)
+    stored, shapes = verify_hf_checkpoint(model, mapping), whole_parameters(mapping)
+
+    def read(name: str) -> torch.Tensor:
+        parameter = torch.empty(shapes[name], dtype=dtype)
+        load_hf_weights(model, [(name, parameter)], mapping, stored=stored, **_ONE_RANK)
+        return parameter
+
+    return read
+
+
+def merged_reader(model: Path, layout: ModelMapping, adapters: MegatronTensors, lora: LoraSettings) -> Reader:
+    """Reader of a model's folder with adapters added. The sums are float32: the caller rounds them once."""
+    layers, sizes = range(layout.shape.num_layers), adapters.mapping.hf_tensors()
+    adapted = {weight_name(n, t): [peft_name(n, t, x) for x in "AB"] for n in layers for t in lora.names}
+    base = parameter_reader(model, layout, torch.float32)
+
+    @torch.no_grad()
+    def read(name: str) -> torch.Tensor:
+        weight = base(name)
+        for piece in layout.pieces(name, **_ONE_RANK):
+            if piece.hf_name in adapted:
+                a, b = (adapters.read(x, Box.whole(sizes[x])).float() for x in adapted[piece.hf_name])
+                rows = slice(piece.hf.start[0], piece.hf.end[0])
+                weight[piece.local.slices()].addmm_(b[rows], a, alpha=lora.scale)
+        return weight
+
+    return read
