@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def test_the_library_of_the_charts_is_the_released_one(run: Path, tmp_path: Path
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
         "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
     }
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert "vendor/*" in project["tool"]["setuptools"]["package-data"]["rpg_megatron.commands.report"]
     page = write_report([run], tmp_path / "r.html").read_text()
     for name in digests:
         text = (folder / name).read_text()

@@ -124,18 +124,17 @@ function armTable() {
     element("tr", measures.map(() => cells(["last", "best"], "th")))], rows);
 }
 
-const CLEAR = { higher: "higher", lower: "lower", unclear: "no clear difference" };
-
 function pairRow({ arms: [i, j], value, interval, paired, seeds, verdict, steps }, kind) {
   const number = (n) => (kind === "percent" ? oneDecimal(100 * n) : plainNumber(n)).replace("-", "−");
   const text = (n) => (n > 0 ? "+" : "") + number(n);
   const one = Math.min(...seeds) < 2;
   const counted = paired ? plural(seeds[0], one ? "seed" : "pair") : `${seeds[0]} and ${seeds[1]}`;
-  const unknown = one ? "one seed: no interval" : "seeds are equal: no interval";
+  const words = { higher: "higher", lower: "lower", unclear: "no clear difference",
+    unknown: one ? "one seed: no interval" : "seeds are equal: no interval" };
   return element("tr", element("th", { scope: "row" }, swatch(arms[i]), " ", arms[i].name),
     element("td.left", "− ", swatch(arms[j]), " ", arms[j].name), element("td", text(value)),
     element("td", interval ? interval.map(text).join(" to ") : "–"), element("td", counted),
-    element("td", { class: `left ${verdict}` }, CLEAR[verdict] ?? unknown,
+    element("td", { class: `left ${verdict}` }, words[verdict],
       steps[0] === steps[1] ? null : element("small", ` steps ${range(steps)}`)));
 }
 

@@ -69,10 +69,9 @@ function tickTexts(ticks, increment, kind) {
   const width = increment / worth;
   const fewest = (fits) => [0, 1, 2, 3, 4, 5, 6, 7].find(fits) ?? 8;
   const digits = fewest((n) => Math.abs(width * 10 ** n - Math.round(width * 10 ** n)) < 1e-6);
-  const format = (tick) => {
-    if (tick && (largest / worth < 1e-3 || largest / worth >= 1e6)) return tick.toExponential(fewest((n) =>
-      Math.abs(Number(tick.toExponential(n)) - tick) < width * 1e-6)).replace("e+", "e");
-    return tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  };
+  const exact = (tick) => tick.toExponential(fewest((n) =>
+    Math.abs(Number(tick.toExponential(n)) - tick) < width * 1e-6)).replace("e+", "e");
+  const format = (tick) => (largest / worth < 1e-3 || largest / worth >= 1e6 ? tick && exact(tick)
+    : tick.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
   return ticks.map((tick) => (format(tick / worth) + name).replaceAll("-", "−"));
 }

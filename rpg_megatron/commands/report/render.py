@@ -37,7 +37,7 @@ _ROWS = 8000  # of metrics on a page: about 3 MB
 _ROOM = 4_000_000  # bytes of responses on a page
 _READ = 400_000_000  # bytes of decompressed rollouts and evaluations to read
 _CHARTS = ("series", "vendor/uPlot.iife.min", "numbers", "charts")
-_PAGE = ("arms", "timeline", "responses", "page", "live")
+_PAGE = ("arms", "catalogue", "timeline", "responses", "page", "live")
 _STYLES = ("vendor/uPlot.min", "page")
 
 _POLL = 2.0  # seconds between two looks at the runs that are watched

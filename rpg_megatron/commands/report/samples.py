@@ -10,6 +10,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
@@ -249,8 +250,10 @@ def _decode(run: RunFiles, texts: Sequence[list[int]]) -> list[str] | None:
     None without one.
     """
     folder, model = run.folder, run.config.get("model.path")
-    newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
-    files: list[tuple[Path, ...]] = [(file, real_path(folder)) for file in newest]
+    files: list[tuple[Path, ...]] = []
+    with suppress(OSError):
+        newest = sorted((folder / "hf").glob("step_*/tokenizer.json"))[-1:]
+        files += [(file, real_path(folder)) for file in newest]
     if isinstance(model, str) and folder.stat().st_uid == os.geteuid():  # others' could name any folder
         files.append((Path(model) / "tokenizer.json",))
     for file, *inside in files if texts else ():
