@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
 
 from rpg_megatron.commands.plan.activations import Device
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
-from rpg_megatron.commands.plan.nccl_memory import engine_nccl
 from rpg_megatron.commands.plan.trainer_memory import (
     MERGED,
     NCCL,
     RESERVE,
     SERVED,
     MemoryPart,
+    Phase,
     RankMemory,
+    link_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.engine.command import kv_bytes_per_token
@@ -31,6 +31,8 @@ UTILISATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 GRAPHS = 1024**3
 """CUDA context and graphs of a worker; not measured, a rule of thumb."""
+NCCL_OF_WORKER = 600 * 1024**2
+"""NCCL's buffers of a worker of an engine with several; from NCCL's sources."""
 CONTEXT = 512 * 1024**2
 """CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
 thumb."""
@@ -38,7 +40,7 @@ SERVER = 1800 * 1024**2
 """On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
 _GIB = 1024**3
 
-Turn = Literal["rollout", "update"]
+TURNS: tuple[Phase, Phase] = ("rollout", "update")
 """What a shared GPU is used for: the engine samples, or the trainer rank computes."""
 
 
@@ -85,10 +87,9 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int, links: int = 0
+    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int
 ) -> EngineMemory:
-    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU; links: bytes of
-    NCCL for receiving weights.
+    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
 
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
@@ -104,7 +105,7 @@ def engine_memory(
         kv_cache = int(engine.kv_cache_gib * _GIB)
         return EngineMemory(weights, adapters, 0, kv_cache, buckets, kv_bytes, longest, None)
     batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-    buckets += links
+    buckets += link_bytes(settings)[1]
     running = GRAPHS + engine_nccl(engine.tensor) + batched * item * _activations(shape, engine.tensor)
     # Float32 logits, and a sorted or exponentiated copy.
     running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
@@ -114,6 +115,11 @@ def engine_memory(
     utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
     kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
     return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation)
+
+
+def engine_nccl(tensor: int) -> int:
+    """Bytes of NCCL on a worker of an engine with ``tensor`` workers, which vLLM counts when it starts."""
+    return NCCL_OF_WORKER if tensor > 1 else 0
 
 
 def _activations(shape: ModelShape, tensor: int) -> int:
@@ -196,14 +202,14 @@ class SharedGpu:
     parts: tuple[MemoryPart, ...]
     """Of both turns; ``phase`` is the turn."""
 
-    def total(self, turn: Turn) -> int:
+    def total(self, turn: Phase) -> int:
         """Peak bytes of a turn."""
         return sum(part.nbytes for part in self.parts if part.phase == turn)
 
     @property
     def peak(self) -> int:
         """Peak bytes of both turns."""
-        return max(self.total("rollout"), self.total("update"))
+        return max(map(self.total, TURNS))
 
 
 def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
@@ -215,23 +221,32 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     """
     weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED, MERGED))
     nccl = sum(part.nbytes for part in rank.parts if part.name == NCCL)
-    asleep = GRAPHS + engine_nccl(settings.engine.tensor)
     # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to, on the same node.
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
-    parts = [
-        MemoryPart("engine: weights", engine.weights, "exact", "rollout"),
-        *([MemoryPart("engine: adapters", engine.adapters, "exact", "rollout")] if engine.adapters else []),
-        MemoryPart("engine: KV cache", engine.kv_cache, "exact", "rollout"),
-        MemoryPart("engine: batch, context, graphs, NCCL", engine.running, "estimated", "rollout"),
-        MemoryPart("rank: parameters", weights, "exact", "rollout"),
-        MemoryPart("rank: NCCL buffers", nccl, "estimated", "rollout"),
-        MemoryPart("rank: peak", rank.peak, "estimated", "update"),
-        MemoryPart("engine asleep: context, graphs, NCCL", asleep, "estimated", "update"),
-    ]
-    for turn in get_args(Turn):
-        parts.append(MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated", turn))
-        if readers:
-            parts.append(MemoryPart("contexts of engines that read here", readers, "estimated", turn))
-    return SharedGpu(tuple(sorted(parts, key=lambda part: get_args(Turn).index(part.phase))))
+    both = ("rank: CUDA context, reserve", RESERVE), ("contexts of engines that read here", readers)
+    tables = {
+        "rollout": (
+            ("engine: weights", engine.weights),
+            ("engine: adapters", engine.adapters),
+            ("engine: KV cache", engine.kv_cache),
+            ("engine: batch, context, graphs, NCCL", engine.running),
+            ("rank: parameters", weights),
+            ("rank: NCCL buffers", nccl),
+            *both,
+        ),
+        "update": (
+            ("rank: peak", rank.peak),
+            ("engine asleep: context, graphs, NCCL", GRAPHS + engine_nccl(settings.engine.tensor)),
+            *both,
+        ),
+    }
+    exact = ("engine: weights", "engine: adapters", "engine: KV cache", "rank: parameters")
+    parts = (
+        MemoryPart(name, nbytes, "exact" if name in exact else "estimated", turn)
+        for turn in TURNS
+        for name, nbytes in tables[turn]
+        if nbytes
+    )
+    return SharedGpu(tuple(parts))

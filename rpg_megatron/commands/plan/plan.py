@@ -23,7 +23,6 @@ from rpg_megatron.commands.plan.layout import (
     plan_batch,
     trained_parameters,
 )
-from rpg_megatron.commands.plan.nccl_memory import link_nccl, trainer_nccl
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
@@ -177,14 +176,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     parallel, device, on_gpu = settings.parallel, target.device, target.device == "cuda"
     batch = plan_batch(settings, shape.max_positions)
     tokens, microbatches = batch.tokens_per_microbatch, batch.microbatches
-    gpus, fused = count_gpus(settings), uses_fused_layers(settings, device)
-    here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
-    of_rank, of_worker = link_nccl(settings, gpus) if on_gpu else (0, 0)
-
-    def nccl(stage: int) -> int:
-        buffers = trainer_nccl(settings, shape, stage, fused=fused, ranks_per_node=here)
-        return buffers + of_rank if on_gpu else 0
-
+    gpus = count_gpus(settings)
     ranks = tuple(
         rank_memory(
             settings,
@@ -194,7 +186,6 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
             tokens=tokens,
             microbatches=microbatches,
             device=device,
-            nccl=nccl(stage),
         )
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
@@ -207,7 +198,6 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         longest=batch.context,
         device=device,
         gpu_bytes=target.nbytes,
-        links=of_worker,
     )
     return Plan(
         settings=settings,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rpg_megatron.commands.plan.engine_memory import SERVER, Turn
+from rpg_megatron.commands.plan.engine_memory import SERVER, TURNS
 from rpg_megatron.commands.plan.from_run import FromRun
 from rpg_megatron.commands.plan.gpus import OF_THE_RUN, Assumed
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
@@ -112,7 +112,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
         _print_table(console, "all processes", _MEMORY, _machine_rows(plan))
     if plan.shared_gpu is not None:
         turns = []
-        for turn in get_args(Turn):
+        for turn in TURNS:
             total = plan.shared_gpu.total(turn)
             rows = _part_rows(part for part in plan.shared_gpu.parts if part.phase == turn)
             turns.append([*rows, _styled("bold", turn, gib(total), _share_of_target(plan, total), "")])
@@ -451,7 +451,7 @@ def to_json(answer: Answer) -> str:
         "run_cost": None,
     }
     if (shared := plan.shared_gpu) is not None:
-        turns = {turn: shared.total(turn) for turn in get_args(Turn)}
+        turns = {turn: shared.total(turn) for turn in TURNS}
         described["card"] = {"shares": [{**vars(p), "turn": p.phase} for p in shared.parts], **turns}
     if steps is not None:
         assumptions = {
