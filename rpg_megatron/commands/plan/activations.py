@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rpg_megatron.commands.plan.layout import in_fp8, layers_of
+from rpg_megatron.commands.plan.layout import BatchPlan, in_fp8, layers_of
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -57,16 +57,22 @@ class StageActivations:
     settings: Settings
     shape: ModelShape
     stage: int
-    tokens: int
-    """Tokens of the largest micro-batch of its replica."""
-    microbatches: int
-    """Micro-batches per update."""
+    batch: BatchPlan
     device: Device
 
     @property
     def fused(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return uses_fused_layers(self.settings, self.device)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the largest micro-batch on this context-parallel rank."""
+        return -(-self.batch.tokens_per_microbatch // self.settings.parallel.context)
+
+    @property
+    def _layers(self) -> list[int]:
+        return [n for part in layers_of(self.shape, self.settings.parallel, self.stage) for n in part]
 
     @property
     def _item(self) -> int:
@@ -78,15 +84,6 @@ class StageActivations:
         parallel = self.settings.parallel
         return self.shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
 
-    @property
-    def _here(self) -> int:
-        """Tokens of a micro-batch on this context-parallel rank."""
-        return -(-self.tokens // self.settings.parallel.context)
-
-    @property
-    def _layers(self) -> list[int]:
-        return [n for part in layers_of(self.shape, self.settings.parallel, self.stage) for n in part]
-
     def saved(self, recompute: Recompute, routes: Routes = "even") -> int:
         """Bytes of all micro-batches in flight."""
         parallel, shape, fp8 = self.settings.parallel, self.shape, self.settings.precision.fp8
@@ -94,11 +91,11 @@ class StageActivations:
             self._layer(recompute, routes, shape.has_experts(n), in_fp8(fp8, n, shape.num_layers))
             for n in self._layers
         )
-        total = in_flight(self.stage, parallel, self.microbatches) * each / parallel.virtual
+        total = in_flight(self.stage, parallel, self.batch.microbatches) * each / parallel.virtual
         if self.stage == parallel.pipeline - 1:
             # Inputs of the final norm and of the log-prob head; targets, normalisers, entropy.
             total += self._item * (self._stream + shape.hidden_size) + 20
-        return round(self._here * total)
+        return round(self.tokens * total)
 
     def _layer(self, recompute: Recompute, routes: Routes, experts: bool, fp8: bool = False) -> float:
         """Bytes that a layer saves for each token on the rank: the inputs of its operations.
@@ -154,9 +151,9 @@ class StageActivations:
                 # The rows in the order of the tokens and of the experts, and the inner tensors.
                 of_row = 2 * shape.hidden_size + (3 * columns if self.fused else 5 * columns / held)
                 inner = expert_rows(shape, parallel, routes) * of_row
-            gradients = self._here * (inner + 3 * shape.hidden_size)
+            gradients = self.tokens * (inner + 3 * shape.hidden_size)
             gradients += 0 if frozen else at_once * 2 * columns * shape.hidden_size
-            most = max(most, self._item * gradients + self._here * again)
+            most = max(most, self._item * gradients + self.tokens * again)
         return round(most)
 
     def worst_routes(self, recompute: Recompute) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rpg_megatron.commands.plan.activations import Device
@@ -14,6 +14,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     NCCL,
     RESERVE,
     SERVED,
+    Basis,
     MemoryPart,
     Phase,
     RankMemory,
@@ -66,9 +67,21 @@ class EngineMemory:
     """Share of the GPU that vLLM uses; None if the KV cache size is set: on a CPU or a shared GPU."""
 
     @property
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """What a worker holds."""
+        table: tuple[tuple[str, int, Basis, Phase], ...] = (
+            ("weights", self.weights, "exact", "always"),
+            ("adapters", self.adapters, "exact", "always"),
+            ("batch, context, graphs, NCCL", self.running, "estimated", "rollout"),
+            ("bridge: buckets, NCCL", self.buckets, "estimated", "sync"),
+            ("KV cache", max(0, self.kv_cache), "exact", "rollout"),
+        )
+        return tuple(MemoryPart(*row) for row in table if row[1])
+
+    @property
     def total(self) -> int:
         """Peak bytes."""
-        return self.weights + self.adapters + self.running + max(0, self.kv_cache) + self.buckets
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def asleep(self) -> int:
@@ -225,28 +238,20 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
-    both = ("rank: CUDA context, reserve", RESERVE), ("contexts of engines that read here", readers)
+    both = (("rank: CUDA context, reserve", RESERVE), ("contexts of engines that read here", readers))
     tables = {
-        "rollout": (
-            ("engine: weights", engine.weights),
-            ("engine: adapters", engine.adapters),
-            ("engine: KV cache", engine.kv_cache),
-            ("engine: batch, context, graphs, NCCL", engine.running),
-            ("rank: parameters", weights),
-            ("rank: NCCL buffers", nccl),
-            *both,
-        ),
+        "rollout": (("rank: parameters", weights), ("rank: NCCL buffers", nccl), *both),
         "update": (
             ("rank: peak", rank.peak),
             ("engine asleep: context, graphs, NCCL", GRAPHS + engine_nccl(settings.engine.tensor)),
             *both,
         ),
     }
-    exact = ("engine: weights", "engine: adapters", "engine: KV cache", "rank: parameters")
-    parts = (
-        MemoryPart(name, nbytes, "exact" if name in exact else "estimated", turn)
+    parts = [replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"]
+    parts += [
+        MemoryPart(name, nbytes, "exact" if name == "rank: parameters" else "estimated", turn)
         for turn in TURNS
         for name, nbytes in tables[turn]
         if nbytes
-    )
+    ]
     return SharedGpu(tuple(parts))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
 from rpg_megatron.commands.plan.engine_memory import (
     SERVER,
+    TURNS,
     EngineMemory,
     SharedGpu,
     engine_memory,
@@ -41,8 +43,9 @@ ROOM = 4 * 1024**3
 
 MOST_RANKS = 1024
 """The most trainer ranks of a layout that is suggested."""
-
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_LOWER = "; lower training.tokens_per_microbatch or engine.kv_cache_gib"
+_LOWER_CACHE = "; lower engine.kv_cache_gib, or raise engine.tensor or parallel.tensor"
+_LOWER_SHARE = "; lower --gpu-memory-utilization in engine.arguments"
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,6 @@ class Plan:
 
     settings: Settings
     shape: ModelShape
-    parameters: int
-    """Number of parameters of the whole model, without adapters."""
-    trained: int
-    """Number of those that updates change: all, or those of adapters."""
     target: Target
     batch: BatchPlan
     ranks: tuple[RankMemory, ...]
@@ -75,10 +74,30 @@ class Plan:
     """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
     shared_gpu: SharedGpu | None
     """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
-    activations: dict[Recompute, int]
-    """Bytes on the largest rank, for each value of memory.recompute."""
-    routed_to_one: int
-    """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model, without adapters."""
+        return model_parameters(self.shape)
+
+    @property
+    def trained(self) -> int:
+        """Number of those that updates change: all, or those of adapters."""
+        return trained_parameters(self.settings, self.shape)
+
+    @property
+    def activations(self) -> dict[Recompute, int]:
+        """Bytes on the largest rank, for each value of memory.recompute."""
+        return {kind: self._activations.saved(kind) for kind in get_args(Recompute)}
+
+    @property
+    def routed_to_one(self) -> int:
+        """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
+        return self._activations.worst_routes(recomputation(self.settings))
+
+    @property
+    def _activations(self) -> StageActivations:
+        return StageActivations(self.settings, self.shape, self.largest.stage, self.batch, self.target.device)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -174,142 +193,113 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if it fails a check (``launcher/checks.py``)."""
     run_checks(CheckedRun(settings, LAYOUT, known=shape))
     parallel, device, on_gpu = settings.parallel, target.device, target.device == "cuda"
-    batch = plan_batch(settings, shape.max_positions)
-    tokens, microbatches = batch.tokens_per_microbatch, batch.microbatches
-    gpus = count_gpus(settings)
+    batch, gpus, shared = (
+        plan_batch(settings, shape.max_positions),
+        count_gpus(settings),
+        settings.engine.colocated,
+    )
     ranks = tuple(
-        rank_memory(
-            settings,
-            shape,
-            stage=stage,
-            publishes=publishes,
-            tokens=tokens,
-            microbatches=microbatches,
-            device=device,
-        )
+        rank_memory(settings, shape, batch, device, stage=stage, publishes=publishes)
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     )
     largest = max(ranks, key=lambda r: r.peak)
-    activations = StageActivations(settings, shape, largest.stage, tokens, microbatches, device)
-    engine = engine_memory(
-        settings,
-        shape,
-        longest=batch.context,
-        device=device,
-        gpu_bytes=target.nbytes,
-    )
-    return Plan(
-        settings=settings,
-        shape=shape,
-        parameters=model_parameters(shape),
-        trained=trained_parameters(settings, shape),
-        target=target,
-        batch=batch,
-        ranks=ranks,
-        engine=engine,
-        gpus=gpus,
-        host=host_memory(
-            settings,
-            shape,
-            batch,
-            ranks,
-            gpus,
-            on_gpu=on_gpu,
-            asleep=engine.asleep if settings.engine.colocated else 0,
-        ),
-        shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpu else None,
-        activations={kind: activations.saved(kind) for kind in _RECOMPUTE},
-        routed_to_one=activations.worst_routes(recomputation(settings)),
-    )
+    engine = engine_memory(settings, shape, longest=batch.context, device=device, gpu_bytes=target.nbytes)
+    asleep = engine.asleep if shared else 0
+    host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
+    gpu = share_gpu(settings, largest, engine) if shared and on_gpu else None
+    return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    settings, engine, target = plan.settings, plan.engine, plan.target
-    has = f"{target.name} has {gib(target.nbytes)}"
-    if plan.on_gpu and plan.gpus.why:
-        yield f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}"
-    gpu = find_gpu(target.name)
-    if settings.precision.fp8 is not None and gpu is not None and not gpu.trains_fp8:
-        yield (
-            f"precision.fp8 needs compute capability 9.0 (Hopper) or later, which {target.name} lacks; set "
-            "precision.fp8=null"
-        )
-    if not plan.on_gpu:
-        if plan.machine_total > target.nbytes:
-            yield (
-                f"all processes together need {gib(plan.machine_total)}, {has}; lower "
-                "training.tokens_per_microbatch or engine.kv_cache_gib"
-            )
-    elif plan.shared_gpu is not None:
-        update, rollout = plan.shared_gpu.total("update"), plan.shared_gpu.total("rollout")
-        if update > target.nbytes:
-            yield (
-                f"during an update a GPU holds {gib(update)}, of which {gib(plan.rank_total)} are a trainer "
-                f"rank's; {has}"
-            )
-        if rollout > target.nbytes:
-            yield (
-                f"while engines sample, a GPU holds {gib(rollout)}, of which {gib(engine.total)} are an "
-                f"engine worker's; {has}; lower engine.kv_cache_gib, or raise engine.tensor or "
-                "parallel.tensor"
-            )
-    else:
-        if plan.rank_total > target.nbytes:
-            yield f"a trainer rank needs {gib(plan.rank_total)}, {has}"
-        if not settings.engine.replicas:
-            return
-        if engine.kv_cache < 0:
-            yield (
-                f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and "
-                f"vLLM uses {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
-            )
-        elif engine.total > target.nbytes:
-            yield (
-                f"an engine worker needs {gib(engine.total)}, {has}; lower --gpu-memory-utilization in "
-                "engine.arguments"
-            )
-    if settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1:
-        more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
-        yield (
+    settings, engine, target, shared = plan.settings, plan.engine, plan.target, plan.shared_gpu
+    gpu, engines, has = find_gpu(target.name), settings.engine.replicas > 0, gib(target.nbytes)
+    apart = plan.on_gpu and shared is None
+    rollout, update = (shared.total(turn) if shared else 0 for turn in TURNS)
+    uncached = apart and engines and engine.kv_cache < 0
+    of_rank, of_worker = (f", of which {gib(n)} are" for n in (plan.rank_total, engine.total))
+    too_large = (
+        ("all processes together need", 0 if plan.on_gpu else plan.need, _LOWER),
+        ("during an update a GPU holds", update, f"{of_rank} a trainer rank's"),
+        ("while engines sample, a GPU holds", rollout, f"{of_worker} an engine worker's{_LOWER_CACHE}"),
+        ("a trainer rank needs", plan.rank_total if apart else 0, ""),
+        ("an engine worker needs", engine.total if apart and engines and not uncached else 0, _LOWER_SHARE),
+    )
+    yield from told(
+        (
+            plan.on_gpu and plan.gpus.why,
+            f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}",
+        ),
+        (
+            settings.precision.fp8 is not None and gpu is not None and not gpu.trains_fp8,
+            "precision.fp8 needs compute capability 9.0 (Hopper) or later, which "
+            f"{target.name} lacks; set precision.fp8=null",
+        ),
+        *(
+            (size > target.nbytes, f"{what} {gib(size)}, {target.name} has {has}{fix}")
+            for what, size, fix in too_large
+        ),
+        (
+            uncached,
+            f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM uses "
+            f"{engine.utilisation or 0:.0%} of {has}; raise engine.tensor",
+        ),
+        (
+            engines and engine.kv_cache >= 0 and engine.full_sequences < 1,
             f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
-            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens"
-        )
+            f"{engine.sequence_tokens:,}; raise "
+            f"{'engine.tensor' if engine.utilisation else 'engine.kv_cache_gib'} or lower "
+            "rollout.max_response_tokens",
+        ),
+    )
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
     settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
+    engines, worst = settings.engine.replicas, plan.routed_to_one
+    running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
     yield from settings.notes()
-    running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, settings.engine.replicas)))
-    if settings.engine.replicas and 1 <= engine.full_sequences < running:
-        yield (
+    yield from told(
+        (
+            engines and 1 <= engine.full_sequences < running,
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
-            "at once: vLLM will preempt and recompute some"
-        )
-    if parallel.pipeline > 1 and batch.pipeline_idle > 0.25:
-        yield (
+            "at once: vLLM will preempt and recompute some",
+        ),
+        (
+            parallel.pipeline > 1 and batch.pipeline_idle > 0.25,
             f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
-            "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
-        )
-    if settings.training.share_prompts:
-        yield "training.share_prompts: times and memory are those without it; shared prompts take less"
-    if settings.optimizer.distributed and parallel.data * parallel.context == 1:
-        yield "optimizer.distributed shards nothing with one replica"
-    if plan.shared_gpu is not None:
-        yield "engine.colocated: memory per turn is computed, not measured"
-    if plan.routed_to_one:
-        verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"
-        yield (
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches",
+        ),
+        (
+            settings.training.share_prompts,
+            "training.share_prompts: memory is that without it; shared prompts take less",
+        ),
+        (
+            settings.optimizer.distributed and parallel.data * parallel.context == 1,
+            "optimizer.distributed shards nothing with one replica",
+        ),
+        (plan.shared_gpu, "engine.colocated: memory per turn is computed, not measured"),
+        (
+            worst,
             "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
-            f"experts of one rank, an update would need {gib(plan.routed_to_one)} more there, {verdict}"
-        )
-    if plan.tight and plan.left >= 0:
-        yield (
+            f"experts of one rank, an update would need {gib(worst)} more there, which "
+            f"{'also fits' if worst <= plan.left else 'does not fit'}",
+        ),
+        (
+            plan.tight and plan.left >= 0,
             f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
-            "on a GPU; choose a layout with more room (--sweep)"
-        )
-    if settings.precision.fp8 is not None and not plan.on_gpu:
-        yield "precision.fp8: the memory of its emulation on a CPU is not counted"
+            "on a GPU; choose a layout with more room (--sweep)",
+        ),
+        (
+            settings.precision.fp8 is not None and not plan.on_gpu,
+            "precision.fp8: the memory of its emulation on a CPU is not counted",
+        ),
+    )
+
+
+def told(*table: tuple[object, str]) -> Iterator[str]:
+    """The texts whose condition holds."""
+    yield from (text for condition, text in table if condition)
 
 
 # -- other layouts of the same run ---------------------------------------------------------------------------
@@ -341,7 +331,8 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
 
 def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
     """The same run with the least recomputation that fits and is not tight; None: the current one is."""
-    for kind in _RECOMPUTE[: _RECOMPUTE.index(recomputation(settings))]:
+    kinds: tuple[Recompute, ...] = get_args(Recompute)
+    for kind in kinds[: kinds.index(recomputation(settings))]:
         plan = _changed(settings, shape, target, "memory", {"recompute": kind})
         if plan is not None and plan.fits and not plan.tight:
             return plan

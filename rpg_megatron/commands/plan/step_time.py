@@ -13,7 +13,6 @@ from typing import Literal
 from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import (
     GPUS_PER_NODE,
-    RankParameters,
     engines_of_a_replica,
     in_fp8,
     rank_parameters,
@@ -40,6 +39,11 @@ ALLREDUCE_BETWEEN_NODES = 75e-6
 """The same for an engine on more than one node: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
+FP8_GAIN = 1.29
+"""Speed of a layer's products in FP8 over that in bfloat16; measured (docs/performance.md)."""
+EXPERT_OVERHEAD = 1e-6
+"""Seconds for each token, layer with experts and pass on a GPU beside products: routing, permutation and
+exchange; from published speeds (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,23 @@ def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
 
 
 @dataclass(frozen=True)
+class _Passes:
+    """Passes over a batch, a backward pass as two."""
+
+    layers: float
+    head: float
+    mlp: float = 0
+    """Additional ones through the MLPs alone."""
+    exchanges: float = 1
+    """Of these, those that communicate: each forward or backward pass."""
+    gradients: bool = False
+    """Whether one of them is for the gradients of weights, which frozen ones do not need."""
+
+
+_FORWARD = _Passes(layers=1, head=1)
+
+
+@dataclass(frozen=True)
 class _Case:
     """A placement, and what its phases are computed from."""
 
@@ -163,6 +184,21 @@ class _Case:
         return self.assumed.peak("fp32" if self.item == 4 else "bf16")
 
     @property
+    def fp8_gain(self) -> float:
+        """``FP8_GAIN`` on a GPU that multiplies in FP8."""
+        return FP8_GAIN if self.assumed.gpu.peak_fp8 > self.assumed.gpu.peak_bf16 else 1.0
+
+    @property
+    def host_link(self) -> float:
+        """Bytes/s between GPU and host memory."""
+        return self.assumed.gpu.host_link * LINK_EFFICIENCY
+
+    def link(self, ranks: float) -> float:
+        """Bytes/s of a GPU in a group of so many neighbouring ranks."""
+        within = ranks <= GPUS_PER_NODE
+        return LINK_EFFICIENCY * (self.assumed.gpu.nvlink if within else self.assumed.network)
+
+    @property
     def prompt(self) -> float:
         """Mean tokens of a prompt."""
         return self.assumed.prompt_mean * self.plan.settings.data.max_prompt_tokens
@@ -173,14 +209,9 @@ class _Case:
         return self.assumed.response_mean * self.plan.settings.rollout.max_response_tokens
 
     @property
-    def longest_response(self) -> float:
-        """Tokens of a step's longest response."""
-        return self.assumed.response_longest * self.plan.settings.rollout.max_response_tokens
-
-    @property
     def longest(self) -> float:
-        """Tokens of a mean prompt with the longest response."""
-        return self.prompt + self.longest_response
+        """Tokens of a mean prompt with the longest response, which is as long as the limit."""
+        return self.prompt + self.plan.settings.rollout.max_response_tokens
 
     def replica_work(self, sequences: float) -> tuple[float, float]:
         """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence.
@@ -188,31 +219,14 @@ class _Case:
         With shared prompts the first response of each group counts its prompt, as if a group's responses were
         in one row.
         """
-        mean, each = self.prompt + self.response, sequences / self.data
-        repeated = self.shared * (1 - 1 / self.plan.settings.rollout.samples_per_prompt)
-        tokens, squares = mean - repeated, mean**2 - repeated * self.shared
+        settings, mean, each = self.plan.settings, self.prompt + self.response, sequences / self.data
+        # Tokens of a mean prompt that responses share (``row_layout.shareable``).
+        least, shared = settings.training.shared_from, max(0.0, self.prompt - 1)
+        if least is None or shared < least * (shared + self.response):
+            shared = 0.0
+        repeated = shared * (1 - 1 / settings.rollout.samples_per_prompt)
+        tokens, squares = mean - repeated, mean**2 - repeated * shared
         return max(each * tokens, self.longest), max(each * squares, self.longest**2)
-
-    @property
-    def shared(self) -> float:
-        """Tokens of a mean prompt that responses share (``row_layout.shareable``)."""
-        least, shared = self.plan.settings.training.shared_from, max(0.0, self.prompt - 1)
-        return shared if least is not None and shared >= least * (shared + self.response) else 0.0
-
-    @property
-    def parameters(self) -> RankParameters:
-        """Those of the largest rank."""
-        return rank_parameters(self.plan.settings, self.plan.shape, self.plan.largest.stage)
-
-    @property
-    def owned(self) -> float:
-        """Parameters whose optimizer state is on the largest rank."""
-        return self.parameters.owned(self.plan.settings, self.data)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the model's weights are frozen, beside adapters."""
-        return self.plan.settings.lora is not None
 
     def microbatches(self, tokens: float) -> int:
         """Micro-batches of a replica with this number of tokens."""
@@ -223,56 +237,56 @@ class _Case:
         parallel = self.plan.settings.parallel
         return 1 + (parallel.pipeline - 1) / parallel.virtual / self.microbatches(tokens)
 
+    @property
+    def owned(self) -> float:
+        """Parameters whose optimizer state is on the largest rank."""
+        settings, plan = self.plan.settings, self.plan
+        return rank_parameters(settings, plan.shape, plan.largest.stage).owned(settings, self.data)
+
 
 def _step(case: _Case) -> StepTime:
     rollout, under_way = _rollout(case)
-    phases = [*rollout, _log_probs(case), _update(case), _scaled(_sync(case), case.assumed.sync_factor)]
+    phases = [*rollout, _log_probs(case), _update(case), _sync(case)]
     if case.placement == "colocated":
-        phases.append(_scaled(_handover(case), case.assumed.handover_factor))
-    phases.append(Phase("other", case.assumed.step_overhead, "fixed"))
+        phases.append(_handover(case))
+    factors, overhead = case.assumed.factors, Phase("other", case.assumed.step_overhead, "fixed")
+    phases = [replace(phase, seconds=factors.get(phase.name, 1) * phase.seconds) for phase in phases]
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
     gpus = case.trainer_gpus, case.engine_gpus
-    return StepTime(case.placement, *gpus, tuple(phases), tokens, under_way, drained)
+    under_way *= factors.get("rollout", 1)
+    return StepTime(case.placement, *gpus, (*phases, overhead), tokens, under_way, drained)
 
 
-def _scaled(phase: Phase, factor: float) -> Phase:
-    return replace(phase, seconds=factor * phase.seconds)
-
-
-def _pass_seconds(
-    case: _Case,
-    tokens: float,
-    squares: float,
-    *,
-    layers: float,
-    mlp: float,
-    head: float,
-    weight_gradients: bool = False,
-) -> float:
-    """Seconds of a replica's GPUs at their peak for passes over sequences with these sums of n and n^2.
+def _work(case: _Case, tokens: float, squares: float, passes: _Passes, mfu: float) -> tuple[float, float]:
+    """Seconds of a replica's GPUs for products, and for communication, of sequences with these n and n^2.
 
     A forward pass takes 2 P n for products with weights (Kaplan et al. 2020, arXiv 2001.08361, 2.1) and
     2 n^2 heads head_dim L for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv 2104.04473,
-    appendix). A backward pass takes twice that. layers, mlp, head: number of passes, a backward pass as two;
-    mlp: additional ones of the MLPs alone. weight_gradients: the passes include one for the gradients of
-    weights, which frozen ones do not need.
+    appendix). A backward pass takes twice that.
     """
     shape, settings = case.plan.shape, case.plan.settings
-    adapters = case.plan.trained if case.frozen else 0
-    of_head = 0
-    if settings.lora is not None and OUTPUT_LAYER in settings.lora.names:
-        of_head = settings.lora.rank * (shape.vocab_size + shape.hidden_size)
-    saved = weight_gradients and case.frozen
     in_layers, in_head = shape.matmul_parameters
-    in_mlp = 3 * shape.hidden_size * shape.active_ffn_columns
     fp8_layers = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
-    share = fp8_layers / shape.num_layers
-    linear = 2 * tokens * ((layers - saved) * in_layers + mlp * in_mlp)
-    attention = 2 * squares * layers * shape.num_heads * shape.head_dim * shape.num_layers
-    other = 2 * tokens * ((head - saved) * in_head + layers * (adapters - of_head) + head * of_head)
-    flops = linear * (share / case.assumed.speedup_in_fp8 + 1 - share) + attention + other
-    return flops / case.peak / (settings.parallel.world / settings.parallel.data)
+    in_fp8_layers = fp8_layers / shape.num_layers
+    linear = in_fp8_layers / case.fp8_gain + 1 - in_fp8_layers  # seconds, of those in bfloat16
+    without, adapters, of_head = 0, 0, 0
+    if (lora := settings.lora) is not None:
+        without = passes.gradients
+        of_head = lora.rank * (shape.vocab_size + shape.hidden_size) * (OUTPUT_LAYER in lora.names)
+        adapters = case.plan.trained - of_head
+    table = (  # parameters, passes
+        (linear * in_layers, passes.layers - without),
+        (linear * 3 * shape.hidden_size * shape.active_ffn_columns, passes.mlp),
+        (in_head, passes.head - without),
+        (adapters, passes.layers),
+        (of_head, passes.head),
+    )
+    attention = squares * passes.layers * shape.num_heads * shape.head_dim * shape.num_layers
+    flops = 2 * (tokens * sum(parameters * number for parameters, number in table) + attention)
+    exchange = _expert_seconds(case, tokens) + _tensor_seconds(case, tokens)
+    ranks = settings.parallel.world / settings.parallel.data
+    return flops / case.peak / ranks / mfu, passes.exchanges * exchange
 
 
 def _rollout(case: _Case) -> tuple[list[Phase], float]:
@@ -283,17 +297,13 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     responses are decoded at batch B; then the longest one continues alone, from the mean to the maximum
     length. Prompts are prefilled once per group (prefix caching).
     """
-    assumed, shape, rollout, engine = (
-        case.assumed,
-        case.plan.shape,
-        case.plan.settings.rollout,
-        case.plan.settings.engine,
-    )
+    assumed, shape, settings, memory = case.assumed, case.plan.shape, case.plan.settings, case.plan.engine
+    rollout, engine = settings.rollout, settings.engine
     prompts = rollout.prompts_per_step / (assumed.kept_groups if rollout.dynamic is not None else 1)
     sequences = max(1.0, prompts * rollout.samples_per_prompt / case.engines)  # of an engine
     in_layers, in_head = shape.matmul_parameters
     fp8 = engine.quantization == "fp8"
-    flops = case.peak * (assumed.speedup_in_fp8 if fp8 else 1) * assumed.score_mfu * engine.tensor
+    flops = case.peak * (case.fp8_gain if fp8 else 1) * assumed.score_mfu * engine.tensor
     bandwidth = assumed.memory_bandwidth * assumed.decode_efficiency
     reduced = ALLREDUCE if engine.tensor <= GPUS_PER_NODE else ALLREDUCE_BETWEEN_NODES
     fixed = assumed.decode_overhead + (2 * shape.num_layers * reduced if engine.tensor > 1 else 0)
@@ -302,27 +312,26 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
         """Seconds to read and to compute in one decoding step."""
         idle = 3 * shape.hidden_size * (_read_columns(shape, batch) - shape.active_ffn_columns)
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
-        read = weights + case.plan.engine.adapters + batch * context * case.plan.engine.kv_bytes_per_token
+        read = weights + memory.adapters + batch * context * memory.kv_bytes_per_token
         return read / bandwidth, 2 * (in_layers + in_head) * batch / flops
 
     context = case.prompt + case.response / 2
-    batch = max(1.0, min(engine.max_sequences, sequences, case.plan.engine.kv_tokens / context))
+    batch = max(1.0, min(engine.max_sequences, sequences, memory.kv_tokens / context))
     read, computed = token(batch, context)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response
     attention = 2 * case.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
     prefill = prompts / case.engines * (2 * (in_layers + in_head) * case.prompt + attention) / flops
     parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
-    bound = max(parts, key=lambda name: parts[name])
-    bound = "prefill" if prefill > seconds else f"{bound}, {batch:.0f} at once"
-    left = max(0.0, case.longest_response - case.response)
+    bound = "prefill" if prefill > seconds else f"{_largest(parts)}, {batch:.0f} at once"
+    left = case.longest - case.prompt - case.response
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
-    factor = assumed.rollout_factor
-    phases = [
-        Phase("rollout", factor * (seconds + prefill), bound),
-        Phase("rollout: tail", factor * left * alone, "one response alone"),
-    ]
-    return phases, factor * response
+    tail = Phase("rollout: tail", left * alone, "one response alone")
+    return [Phase("rollout", seconds + prefill, bound), tail], response
+
+
+def _largest(parts: dict[str, float]) -> str:
+    return max(parts, key=lambda name: parts[name])
 
 
 def _read_columns(shape: ModelShape, batch: float) -> float:
@@ -340,17 +349,17 @@ def _read_columns(shape: ModelShape, batch: float) -> float:
 
 def _log_probs(case: _Case) -> Phase:
     """Forward passes for ``old`` and a held anchor, which is swapped in and out, and one of a teacher."""
-    passes = case.plan.settings.scoring_passes
+    settings = case.plan.settings
+    number = settings.scoring_passes
     tokens, squares = case.replica_work(case.plan.batch.sequences)
-    work = _pass_seconds(case, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
-    exchange = _exchange_seconds(case, tokens)
-    seconds = passes * (work + exchange) * case.bubble(tokens)
-    if case.plan.settings.anchor.type != "old":  # twice, in both directions
-        seconds += 4 * case.item * case.plan.largest.trained / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
-    bound = "FLOP/s" if work >= exchange else "communication"
-    if case.plan.settings.full_divergence is None:
+    work, exchange = _work(case, tokens, squares, _FORWARD, case.assumed.score_mfu)
+    seconds = number * (work + exchange) * case.bubble(tokens)
+    if settings.anchor.type != "old":  # twice, in both directions
+        seconds += 4 * case.item * case.plan.largest.trained / case.host_link
+    if settings.full_divergence is None:
         seconds += _teacher_seconds(case, tokens, squares)
-    return Phase("log-probs", seconds, f"{bound}, {passes:.2g} pass{'' if passes == 1 else 'es'}")
+    bound = _largest({"FLOP/s": work, "communication": exchange})
+    return Phase("log-probs", seconds, f"{bound}, {number:.2g} pass{'' if number == 1 else 'es'}")
 
 
 def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
@@ -362,26 +371,16 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
     if teacher is None or teacher.path is None:
         return 0.0
     settings = case.plan.settings.model_copy(update={"lora": None})
-    plan = replace(case.plan, shape=read_model_shape(teacher.path), settings=settings)
-    other = replace(case, plan=plan)
-    work = _pass_seconds(other, tokens, squares, layers=1, mlp=0, head=1) / case.assumed.score_mfu
+    other = replace(case, plan=replace(case.plan, shape=read_model_shape(teacher.path), settings=settings))
     copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
-    seconds = (work + _exchange_seconds(other, tokens)) * case.bubble(tokens)
-    return seconds + copied / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
-
-
-def _exchange_seconds(case: _Case, tokens: float) -> float:
-    """Seconds of a forward pass besides its products: of experts, and of tensor parallelism.
-
-    tokens: those of a replica. A backward pass takes the same.
-    """
-    return _expert_seconds(case, tokens) + _tensor_seconds(case, tokens)
+    seconds = sum(_work(other, tokens, squares, _FORWARD, case.assumed.score_mfu)) * case.bubble(tokens)
+    return seconds + copied / case.host_link
 
 
 def _expert_seconds(case: _Case, tokens: float) -> float:
     """Routing, permutation and exchange of rows among expert-parallel ranks; 0 for a dense model.
 
-    The larger of ``expert_overhead``, which is measured with all of these, and the bytes of the exchange:
+    The larger of ``EXPERT_OVERHEAD``, which is measured with all of these, and the bytes of the exchange:
     each row and its result are sent. Assumes even load, no overlap, rows to other nodes limited by the
     network, and rows within a node limited by NVLink. Gathering rows over expert tensor ranks is not counted.
     """
@@ -389,13 +388,12 @@ def _expert_seconds(case: _Case, tokens: float) -> float:
     if e is None:
         return 0.0
     each = tokens * len(e.layers) * parallel.data / parallel.world  # tokens and layers of a GPU
-    seconds = case.assumed.expert_overhead
+    seconds = EXPERT_OVERHEAD
     if parallel.expert > 1:
         away = 1 - 1 / parallel.expert  # the fraction of rows that go to other ranks
         sent = 2 * e.per_token * case.plan.shape.hidden_size * case.item * away
         far = max(0.0, 1 - GPUS_PER_NODE / (parallel.expert * parallel.expert_tensor)) / away
-        link = max(far / case.assumed.network, (1 - far) / case.assumed.nvlink)
-        seconds = max(seconds, sent * link / LINK_EFFICIENCY)
+        seconds = max(seconds, sent * far / case.link(math.inf), sent * (1 - far) / case.link(1))
     return each * seconds
 
 
@@ -405,11 +403,8 @@ def _tensor_seconds(case: _Case, tokens: float) -> float:
     Or two all-reduces, which send as much; not overlapped (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2).
     """
     shape, parallel = case.plan.shape, case.plan.settings.parallel
-    if parallel.tensor == 1:
-        return 0.0
     sent = 4 * (1 - 1 / parallel.tensor) * shape.hidden_size * case.item * shape.num_layers
-    link = case.assumed.nvlink if parallel.tensor <= GPUS_PER_NODE else case.assumed.network
-    return tokens * sent / (parallel.context * parallel.pipeline) / (link * LINK_EFFICIENCY)
+    return tokens * sent / (parallel.context * parallel.pipeline) / case.link(parallel.tensor)
 
 
 def _update(case: _Case) -> Phase:
@@ -420,19 +415,16 @@ def _update(case: _Case) -> Phase:
     micro-batch counts. Communication of context parallelism is part of ``train_mfu``; that of tensor
     parallelism and of experts is not.
     """
-    settings, parallel, assumed = case.plan.settings, case.plan.settings.parallel, case.assumed
-    tokens, squares = case.replica_work(case.plan.batch.sequences_per_update)
+    plan, assumed = case.plan, case.assumed
+    settings, parallel = plan.settings, plan.settings.parallel
+    tokens, squares = case.replica_work(plan.batch.sequences_per_update)
     again = recomputation(settings)
-    layers, mlp = 3 + (again == "full"), again == "selective"
-    passes = _pass_seconds(case, tokens, squares, layers=layers, mlp=mlp, head=4, weight_gradients=True)
-    work = passes / assumed.train_mfu
-    exchange = (2 + (again != "none")) * _exchange_seconds(case, tokens)
-    link = (
-        assumed.nvlink if parallel.tensor * case.data * parallel.context <= GPUS_PER_NODE else assumed.network
-    )
-    groups = case.parameters.replicated(parallel, case.data)
+    exchanges = 2 + (again != "none")
+    passes = _Passes(3 + (again == "full"), 4, int(again == "selective"), exchanges, gradients=True)
+    work, exchange = _work(case, tokens, squares, passes, assumed.train_mfu)
+    groups = rank_parameters(settings, plan.shape, plan.largest.stage).replicated(parallel, case.data)
     moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in groups)
-    reduction = moved / (link * LINK_EFFICIENCY)
+    reduction = moved / case.link(parallel.tensor * case.data * parallel.context)
     if settings.optimizer.overlap:
         reduction = max(0.0, reduction - (work + exchange) / case.microbatches(tokens))
     parts = {
@@ -441,14 +433,13 @@ def _update(case: _Case) -> Phase:
         "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
         "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
-        "overheads": assumed.update_overhead,
     }
     if settings.full_divergence is not None:
         parts["teacher"] = _teacher_seconds(case, tokens, squares)
-    bound = max(parts, key=lambda name: parts[name])
+    bound = _largest(parts)
     if bound == "FLOP/s" and tokens <= case.longest:
         bound = "one longest sequence per replica"
-    return Phase("update", case.plan.batch.updates * sum(parts.values()), bound)
+    return Phase("update", plan.batch.updates * sum(parts.values()), bound)
 
 
 def _sync(case: _Case) -> Phase:
@@ -460,7 +451,7 @@ def _sync(case: _Case) -> Phase:
     and back), or over the network (``process_group``; gloo to colocated engines).
     """
     settings, worker, shared = case.plan.settings, case.plan.engine.weights, case.placement == "colocated"
-    sender = case.plan.largest.parameters
+    sender, parallel = case.plan.largest.parameters, settings.parallel
     if settings.serves_adapters:
         worker, sender = case.item * case.plan.trained, case.plan.largest.trained
     transport = settings.bridge.transport
@@ -468,16 +459,14 @@ def _sync(case: _Case) -> Phase:
         transport = "cuda_ipc" if shared else "process_group"
     if transport == "process_group":
         # All ranks of a replica share what its engines read.
-        parallel = settings.parallel
         workers = engines_of_a_replica(case.engines, parallel, case.data) * settings.engine.tensor
         sent = workers * worker / (parallel.tensor * parallel.pipeline)
-        link, kind = (GLOO, "gloo") if shared else (case.assumed.network * LINK_EFFICIENCY, "network")
+        link, kind = (GLOO, "gloo") if shared else (case.link(math.inf), "network")
         who = "busiest sender" if sent > worker else "an engine worker"
         return Phase("sync", max(sent, worker) / link, f"{kind}, {who}")
     if transport == "cuda_ipc":
-        return Phase("sync", worker / (case.assumed.nvlink * LINK_EFFICIENCY), "NVLink")
-    moved = case.item * sender + worker
-    return Phase("sync", moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY), "host link")
+        return Phase("sync", worker / case.link(1), "NVLink")
+    return Phase("sync", (case.item * sender + worker) / case.host_link, "host link")
 
 
 def _handover(case: _Case) -> Phase:
@@ -485,5 +474,4 @@ def _handover(case: _Case) -> Phase:
     settings = case.plan.settings
     state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned
     moved = 2 * state * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
-    seconds = 2 * HANDOVER + moved / (case.assumed.gpu.host_link * LINK_EFFICIENCY)
-    return Phase("handover", seconds, "host link, overheads")
+    return Phase("handover", 2 * HANDOVER + moved / case.host_link, "host link, overheads")

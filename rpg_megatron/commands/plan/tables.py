@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rich import box
@@ -13,13 +13,15 @@ from rich.table import Table
 
 from rpg_megatron.commands.plan.engine_memory import SERVER, TURNS
 from rpg_megatron.commands.plan.from_run import FromRun
-from rpg_megatron.commands.plan.gpus import OF_THE_RUN, Assumed
+from rpg_megatron.commands.plan.gpus import Assumed
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
-from rpg_megatron.commands.plan.other_placements import Costed, cost_lines, faster_line
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
+from rpg_megatron.commands.plan.run_cost import Costed, cost_lines
 from rpg_megatron.commands.plan.step_time import StepTime
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart, recomputation
 from rpg_megatron.config.errors import gib
+
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,6 @@ class Answer:
     """What another run measured."""
     run: Costed | None
     """The cost of the run."""
-    faster: Costed | None
-    """That of a faster placement on the same GPUs."""
     lighter: Plan | None
     """The same run with less recomputation, which also fits."""
     layout: Plan | None
@@ -53,22 +53,12 @@ def print_answer(answer: Answer, console: Console) -> None:
     _print_plan(answer.plan, console)
     if answer.steps:
         _print_times(answer, answer.steps, console)
-    if answer.run is not None:
-        for line in cost_lines(answer.run, answer.assumed.values):
-            console.print(line, highlight=False)
-    if answer.faster is not None:  # in one line, to be copied
-        console.print(faster_line(answer.faster), highlight=False, markup=False, soft_wrap=True)
-    for line in _verdict(answer):
+    for line in [*(cost_lines(answer.run) if answer.run else ()), *_verdict(answer)]:
         console.print(line, highlight=False)
     for line in _suggestions(answer):  # in one line each, to be copied
         console.print(line, highlight=False, soft_wrap=True)
     if answer.swept is not None:
         _print_sweep(answer.swept, console)
-
-
-_MEMORY = ("part", ">bytes", "basis", "when")
-
-Row = tuple[str, ...]
 
 
 def _print_table(console: Console, title: str, columns: Sequence[str], *sections: Iterable[Row]) -> None:
@@ -90,36 +80,14 @@ def _styled(style: str, *cells: str) -> Row:
     return tuple(f"[{style}]{cell}[/]" if cell else "" for cell in cells)
 
 
-def _part_rows(parts: Iterable[MemoryPart]) -> list[Row]:
-    return [(part.name, gib(part.nbytes), part.basis, part.phase) for part in parts]
-
-
 def _print_plan(plan: Plan, console: Console) -> None:
     """Print sizes, batch, and the memory of each kind of process."""
     facts = Table.grid(padding=(0, 2))
     for name, text in _facts(plan):
         facts.add_row(name, text)
     console.print(facts)
-    rank, stages = plan.largest, plan.settings.parallel.pipeline
-    where = "" if stages == 1 else f", pipeline stage {rank.stage}, the largest"
-    title = f"trainer rank{where}: {count(rank.parameters)} parameters"
-    if rank.trained < rank.parameters:
-        title += f", {count(rank.trained)} of them trained"
-    _print_table(console, title, _MEMORY, *_rank_rows(plan))
-    if plan.settings.engine.replicas:
-        _print_table(console, "engine worker", _MEMORY, *_engine_rows(plan))
-    elif not plan.on_gpu:
-        _print_table(console, "all processes", _MEMORY, _machine_rows(plan))
-    if plan.shared_gpu is not None:
-        turns = []
-        for turn in TURNS:
-            total = plan.shared_gpu.total(turn)
-            rows = _part_rows(part for part in plan.shared_gpu.parts if part.phase == turn)
-            turns.append([*rows, _styled("bold", turn, gib(total), _share_of_target(plan, total), "")])
-        _print_table(console, "GPU shared by a trainer rank and an engine worker", _MEMORY, *turns)
-    if plan.on_gpu:
-        everything = [_styled("bold", "all", gib(sum(part.nbytes for part in plan.host)), "", "")]
-        _print_table(console, "host memory of rank 0's node", _MEMORY, _part_rows(plan.host), everything)
+    for title, *sections in _memory_tables(plan):
+        _print_table(console, title, ("part", ">bytes", "basis", "when"), *sections)
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -156,24 +124,24 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     fp8 = settings.precision.fp8
     kind = settings.precision.dtype if fp8 is None else f"FP8 {fp8.recipe}"
-    if plan.implementation == "local":
-        yield "layers", f"Megatron's own, {settings.precision.dtype}"
-    else:
-        yield "layers", f"Transformer Engine's, {kind}; counted from its sources"
+    fused = plan.implementation != "local"
+    yield (
+        "layers",
+        f"Transformer Engine's, {kind}" if fused else f"Megatron's own, {settings.precision.dtype}",
+    )
     if settings.engine.replicas:
         yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
     if plan.on_gpu:
         yield "GPUs", _gpus(plan.gpus)
     epochs, what = settings.training.epochs, "responses" if settings.sft is None else "conversations"
-    if settings.sft is not None:
-        yield "step", f"one update on {batch.sequences:,} conversations"
-    else:
-        yield (
-            "step",
+    step = f"one update on {batch.sequences:,} conversations"
+    if settings.sft is None:
+        step = (
             f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} "
             f"responses, in {batch.updates} updates of {batch.sequences_per_update:,}"
-            + (f" ({epochs} passes)" if epochs > 1 else ""),
+            + (f" ({epochs} passes)" if epochs > 1 else "")
         )
+    yield "step", step
     yield (
         "update",
         f"{batch.sequences_per_rank:,} {what} per replica, up to {batch.longest:,} tokens: at most "
@@ -192,94 +160,79 @@ def _gpus(gpus: Gpus) -> str:
     if gpus.why:
         return f"{total}; not on nodes of {GPUS_PER_NODE}, see below"
     kinds = []
-    for ranks, workers in dict.fromkeys(gpus.nodes):
+    for node in dict.fromkeys(gpus.nodes):
         held = [
-            f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((ranks, "rank"), (workers, "worker")) if n
+            f"{n} {word}{'s' if n > 1 else ''}" for n, word in zip(node, ("rank", "worker"), strict=True) if n
         ]
-        kinds.append(f"{gpus.nodes.count((ranks, workers))} of {' + '.join(held)}")
-    return f"{total}; {'1 node' if len(gpus.nodes) == 1 else f'{len(gpus.nodes)} nodes'}: {', '.join(kinds)}"
+        kinds.append(f"{gpus.nodes.count(node)} of {' + '.join(held)}")
+    return f"{total}; {len(gpus.nodes)} node{'s' if len(gpus.nodes) > 1 else ''}: {', '.join(kinds)}"
 
 
-def _rank_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
-    """The parts of the largest trainer rank; its peak, and other values of memory.recompute."""
-    rank, chosen = plan.largest, recomputation(plan.settings)
-    parts: list[Row] = [
-        (
-            part.name + (f", recompute {chosen}" if part.name == "activations" else ""),
-            gib(part.nbytes),
-            part.basis,
-            "host memory" if part.host else part.phase,
-        )
-        for part in rank.parts
-    ]
-    name, nbytes = ("CUDA context, reserve", RESERVE) if plan.on_gpu else ("imports", IMPORTS)
-    parts.append((name, gib(nbytes), "estimated", "always"))
-    phase = max(rank.phases, key=lambda name: rank.phases[name])
-    peak = _styled("bold", "peak", gib(plan.rank_total), _share_of_target(plan, plan.rank_total), phase)
+def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
+    """Title and sections of the table of each kind of process."""
+
+    def rows(parts: Iterable[MemoryPart]) -> list[Row]:
+        return [(p.name, gib(p.nbytes), p.basis, "host memory" if p.host else p.phase) for p in parts]
+
+    def total(name: str, nbytes: int, when: str = "") -> Row:
+        share = f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}" if plan.on_gpu else ""
+        return _styled("bold", name, gib(nbytes), share, when)
+
+    rank, engine, engines = plan.largest, plan.engine, plan.settings.engine.replicas
+    where = f", pipeline stage {rank.stage}, the largest" if plan.settings.parallel.pipeline > 1 else ""
+    of_them = f", {count(rank.trained)} of them trained" if rank.trained < rank.parameters else ""
+    base = ("CUDA context, reserve", RESERVE) if plan.on_gpu else ("imports", IMPORTS)
     others = [
         _styled("dim", f"activations, recompute {kind}", gib(nbytes), "estimated", "if set so")
         for kind, nbytes in plan.activations.items()
-        if kind != chosen
+        if kind != recomputation(plan.settings)
     ]
-    return parts, [peak, *others]
-
-
-def _engine_rows(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
-    """The parts of an engine worker; its sum and KV cache; on a CPU, the other processes and all together."""
-    engine = plan.engine
-    parts: list[Row] = [("weights", gib(engine.weights), "exact", "always")]
-    if engine.adapters:
-        parts.append(("adapters", gib(engine.adapters), "exact", "always"))
-    kv_basis = "engine.kv_cache_gib"
-    if plan.on_gpu:
-        parts.append(("batch, context, graphs, NCCL", gib(engine.running), "estimated", "rollout"))
-        kv_basis = "as set" if engine.utilisation is None else f"fills {engine.utilisation:.0%}"
-    if engine.buckets:
-        parts.append(("bridge: buckets, NCCL", gib(engine.buckets), "estimated", "sync"))
-    parts.append(("KV cache", gib(max(0, engine.kv_cache)), kv_basis, "rollout"))
-    tokens, each = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each"
-    sums = [
-        _styled("bold", "all", gib(engine.total), _share_of_target(plan, engine.total), "rollout"),
-        _styled("dim", "KV cache holds", tokens, each, f"{engine.full_sequences:,.1f} of full length"),
+    peak = total("peak", plan.rank_total, max(rank.phases, key=lambda name: rank.phases[name]))
+    yield (
+        f"trainer rank{where}: {count(rank.parameters)} parameters{of_them}",
+        [*rows(rank.parts), *rows([MemoryPart(*base, "estimated")])],
+        [peak, *others],
+    )
+    machine = [
+        *rows(plan.host),
+        total("all processes", plan.need, f"{gib(SERVER)} per server" if engines else ""),
     ]
+    if engines:
+        cache = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each"
+        full = f"{engine.full_sequences:,.1f} of full length"
+        sums = [total("all", engine.total, "rollout"), _styled("dim", "KV cache holds", *cache, full)]
+        yield "engine worker", rows(engine.parts), sums, machine if not plan.on_gpu else []
+    elif not plan.on_gpu:
+        yield "all processes", machine
+    if (shared := plan.shared_gpu) is not None:
+        turns = [
+            [*rows(p for p in shared.parts if p.phase == turn), total(turn, shared.total(turn))]
+            for turn in TURNS
+        ]
+        yield "GPU shared by a trainer rank and an engine worker", *turns
     if plan.on_gpu:
-        return parts, sums, []
-    return parts, sums, _machine_rows(plan)
-
-
-def _machine_rows(plan: Plan) -> list[Row]:
-    """On a CPU: the step, and all processes together."""
-    server = f"{gib(SERVER)} per server" if plan.settings.engine.replicas else ""
-    total, has = gib(plan.machine_total), f"of {gib(plan.target.nbytes)}"
-    return [*_part_rows(plan.host), _styled("bold", "all processes", total, has, server)]
-
-
-def _share_of_target(plan: Plan, nbytes: int) -> str:
-    return f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}" if plan.on_gpu else ""
+        everything = _styled("bold", "all", gib(sum(part.nbytes for part in plan.host)), "", "")
+        yield "host memory of rank 0's node", rows(plan.host), [everything]
 
 
 def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) -> None:
     """Print the phases of the first step, all placements, and the assumptions."""
     current, taken = steps[0], answer.taken
-    measured = taken.measured if taken is not None else None
-    title = f"time of a step, {current.placement}: computed, not measured"
-    columns, own = ["phase", ">seconds", ">share", "bound by"], []
-    if taken is not None and measured is not None:
-        title = f"time of a step, {current.placement}: computed from the times of {taken.run.folder.name}"
-        columns.insert(2, ">in that run")
-    phases = []
-    for phase in current.phases:
-        own = [] if measured is None else [_seconds(measured.get(phase.name))]
-        share = f"{phase.seconds / current.step:.0%}"
-        phases.append((phase.name, _seconds(phase.seconds), *own, share, phase.bound))
-    speed = f"{current.trained_tokens / current.step:,.0f} trained tokens/s"
-    own = [] if taken is None or measured is None else [_seconds(taken.run.step)]
-    total = _styled("bold", "step", _seconds(current.step), *own)
-    _print_table(console, title, columns, phases, [(*total, "", speed)])
+    measured = {} if taken is None or taken.measured is None else {**taken.measured, "step": taken.run.step}
+    how = f"from the times of {taken.run.folder.name}" if taken is not None and measured else ", not measured"
+    rows = [(p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases]
+    rows.append(("step", current.step, "", f"{current.trained_tokens / current.step:,.0f} trained tokens/s"))
+    columns = ["phase", ">seconds", *([">in that run"] if measured else []), ">share", "bound by"]
+    phases = [
+        (name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *rest)
+        for name, seconds, *rest in rows
+    ]
+    title = f"time of a step, {current.placement}: computed {how}".replace(" ,", ",")
+    _print_table(console, title, columns, phases[:-1], [_styled("bold", *phases[-1])])
     if answer.plan.on_gpu:  # on a CPU, placements share the cores
         _print_placements(steps, console)
     title = "assumptions; change with --assume NAME=VALUE"
-    numbers = [(name, _number(value), source, why) for name, value, source, why in answer.assumed.rows]
+    numbers = [(name, f"{value:.4g}", source, why) for name, value, source, why in answer.assumed.rows]
     _print_table(console, title, ("name", ">value", "source", "what"), numbers)
     if taken is not None:
         for line in _from_run_lines(taken, answer):
@@ -294,15 +247,16 @@ def _seconds(seconds: float | None) -> str:
 
 def _from_run_lines(taken: FromRun, answer: Answer) -> Iterator[str]:
     """Which figures came from the run, which remain assumed, and what to know of them."""
-    unused = [] if answer.run else [*OF_THE_RUN]
-    if answer.plan.settings.rollout.dynamic is None:
-        unused.append("kept_groups")
+    unused = {"walltime"} if answer.run is None else set()
+    unused |= {"kept_groups"} if answer.plan.settings.rollout.dynamic is None else set()
     sources = {name: source for name, _, source, _ in answer.assumed.rows if name not in unused}
     run, ends = taken.run, "running" if taken.run.running else "not running"
     first = ", without the first after a start" if run.warm else ""
     yield f"from {run.folder} ({ends}): medians of {run.steps} steps{first}"
     by_run, guessed = ([n for n, source in sources.items() if source == kind] for kind in ("run", "assumed"))
     yield f"of the run: {', '.join(by_run) or 'nothing, since --assume sets all of it'}"
+    factors = ", ".join(f"{name} {factor:.3g}" for name, factor in taken.factors.items())
+    yield f"the run's seconds over the formula's: {factors or 'not used'}"
     yield f"still assumed: {', '.join(guessed)}"
     for note in taken.notes:
         yield f"note {note}"
@@ -325,11 +279,10 @@ def _print_placements(steps: Sequence[StepTime], console: Console) -> None:
 
 def waits(step: StepTime) -> str:
     """One line: waiting times of trainer and engines in a step with the settings' placement."""
-    rest = step.seconds("other")
     if step.placement == "colocated":
-        tail, handover = step.seconds("rollout: tail"), step.seconds("handover")
+        tail, rest = step.seconds("rollout: tail"), step.seconds("other", "handover")
         return (
-            f"waiting, of {step.step:.0f} s: all GPUs {rest + handover:.0f} s for handovers and fixed costs; "
+            f"waiting, of {step.step:.0f} s: all GPUs {rest:.0f} s for handovers and fixed costs; "
             f"in the rollout's tail of {tail:.0f} s most are idle"
         )
     trainer = step.step - step.training - step.seconds("sync")
@@ -407,107 +360,71 @@ def _print_sweep(layouts: Sequence[Plan], console: Console, most: int = 20) -> N
         console.print(f"best: {layouts[0].overrides}", highlight=False, soft_wrap=True)
 
 
-def _number(value: float) -> str:
-    for exponent in (12, 9, 6):
-        if value >= 10**exponent:
-            return f"{value / 10**exponent:.4g}e{exponent}"
-    return f"{value:g}"
-
-
 # -- JSON ----------------------------------------------------------------------------------------------------
 
 
 def to_json(answer: Answer) -> str:
     """One JSON object; sizes in bytes."""
-    plan, steps = answer.plan, answer.steps
-    described: dict[str, Any] = {
-        "fits": plan.fits,
-        "problems": plan.problems,
+    plan, steps, lighter, run = answer.plan, answer.steps, answer.lighter, answer.run
+    described = _some(
+        plan, "fits problems target parameters gpus implementation batch ranks activations host tight engine"
+    )
+    described |= {
         "warnings": answer.warnings,
-        "target": plan.target,
-        "parameters": plan.parameters,
         "trained_parameters": plan.trained,
         "parallel": plan.settings.parallel.model_dump(),
-        "gpus": {**vars(plan.gpus), "total": plan.gpus.total},
-        "implementation": plan.implementation,
-        "batch": plan.batch,
-        "ranks": [{**vars(r), "phases": r.phases, "peak": r.peak, "host": r.host} for r in plan.ranks],
         "rank_bytes": plan.rank_total,
         "card": None,
         "machine_bytes": None if plan.on_gpu else plan.machine_total,
         "recompute": recomputation(plan.settings),
-        "activations": plan.activations,
-        "host": plan.host,
         "left_bytes": plan.left,
-        "tight": plan.tight,
         "routed_to_one_bytes": plan.routed_to_one,
-        "engine": {
-            **vars(plan.engine),
-            "total": plan.engine.total,
-            "kv_tokens": plan.engine.kv_tokens,
-            "full_sequences": plan.engine.full_sequences,
-        },
         "step_time": None,
-        "run_cost": None,
+        "run_cost": {"placement": run.step.placement, **(_all(run.cost) if run.cost else {})}
+        if run
+        else None,
     }
     if (shared := plan.shared_gpu) is not None:
-        turns = {turn: shared.total(turn) for turn in TURNS}
-        described["card"] = {"shares": [{**vars(p), "turn": p.phase} for p in shared.parts], **turns}
+        described["card"] = {"shares": shared.parts, **{turn: shared.total(turn) for turn in TURNS}}
     if steps is not None:
-        assumptions = {
-            name: {"value": value, "source": source} for name, value, source, _ in answer.assumed.rows
-        }
+        assumptions = {n: {"value": value, "source": source} for n, value, source, _ in answer.assumed.rows}
         placements = [
-            {
-                **vars(step),
+            _all(step)
+            | {
                 "step_seconds": step.step,
                 "tokens_per_second": step.trained_tokens / step.step,
                 "generation_seconds": step.generation,
                 "training_seconds": step.training,
-                "trainer_idle": step.trainer_idle,
-                "engine_idle": step.engine_idle,
             }
             for step in steps
         ]
         described["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
     if (taken := answer.taken) is not None:
-        described["from"] = {
-            "run": str(taken.run.folder),
-            "steps": taken.run.steps,
-            "step_seconds": taken.run.step,
-            "seconds": taken.run.seconds,
-            "values": taken.values,
-            "notes": taken.notes,
-        }
-    if (run := answer.run) is not None:
-        faster = None if answer.faster is None else _cost(answer.faster)
-        described["run_cost"] = {**_cost(run), "faster": faster}
+        of_run = {"run": str(taken.run.folder), "step_seconds": taken.run.step}
+        described["from"] = of_run | _some(taken.run, "steps seconds") | _some(taken, "values factors notes")
     if not plan.fits:
         overrides = answer.layout.overrides if answer.layout else None
         described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
-    if (lighter := answer.lighter) is not None:
+    if lighter is not None:
         described["lighter"] = {
             "memory.recompute": recomputation(lighter.settings),
             "left_bytes": lighter.left,
         }
     if answer.swept is not None:
         described["sweep"] = [
-            {
-                **p.settings.parallel.model_dump(),
-                "fits": p.fits,
-                "tight": p.tight,
-                "left_bytes": p.left,
-                "rank_bytes": p.rank_total,
-                "microbatches": p.batch.microbatches,
-                "pipeline_idle": p.batch.pipeline_idle,
-                "problems": p.problems,
-            }
+            {**p.settings.parallel.model_dump(), "left_bytes": p.left, "rank_bytes": p.rank_total}
+            | _some(p, "fits tight problems")
+            | _some(p.batch, "microbatches pipeline_idle")
             for p in answer.swept
         ]
-    return json.dumps(described, indent=2, default=vars)
+    return json.dumps(described, indent=2, default=_all)
 
 
-def _cost(run: Costed) -> dict[str, Any]:
-    """Placement, the settings that choose it, and its cost; no cost: the run never ends."""
-    cost = {} if run.cost is None else {**vars(run.cost), "days": run.cost.days}
-    return {"placement": run.step.placement, "settings": run.overrides, **cost}
+def _some(thing: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names.split()}
+
+
+def _all(thing: Any) -> dict[str, Any]:
+    """The fields and the properties of a dataclass."""
+    properties = [name for name, value in vars(type(thing)).items() if isinstance(value, property)]
+    return {name: getattr(thing, name) for name in [*(f.name for f in fields(thing)), *properties]}

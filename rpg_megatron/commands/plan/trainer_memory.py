@@ -24,7 +24,7 @@ from rpg_megatron.config import ModelShape, Settings, read_model_shape
 from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
-Phase = Literal["always", "update", "log-probs", "rollout"]
+Phase = Literal["always", "update", "log-probs", "rollout", "sync"]
 Basis = Literal["exact", "estimated"]
 
 RESERVE = 3 * 1024**3
@@ -168,18 +168,11 @@ def link_bytes(settings: Settings) -> tuple[int, int]:
 
 
 def rank_memory(
-    settings: Settings,
-    shape: ModelShape,
-    *,
-    stage: int,
-    publishes: bool,
-    tokens: int,
-    microbatches: int,
-    device: Device,
+    settings: Settings, shape: ModelShape, batch: BatchPlan, device: Device, *, stage: int, publishes: bool
 ) -> RankMemory:
-    """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update."""
+    """The memory of one rank of a pipeline stage. publishes: see ``RankMemory``."""
     parallel, on_gpu = settings.parallel, device == "cuda"
-    activations = StageActivations(settings, shape, stage, tokens, microbatches, device)
+    activations = StageActivations(settings, shape, stage, batch, device)
     held = rank_parameters(settings, shape, stage)
     table = [
         *_state_rows(settings, held, publishes=publishes, on_gpu=on_gpu, fused=activations.fused),
@@ -244,20 +237,16 @@ def _state_rows(
 def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
     """What depends on the batch: activations, the log-prob head, a layer's working memory; a teacher."""
     settings, shape, stage = activations.settings, activations.shape, activations.stage
-    parallel, lora, on_gpu = settings.parallel, settings.lora, activations.device == "cuda"
+    lora, on_gpu = settings.lora, activations.device == "cuda"
     recompute, item = recomputation(settings), ITEM_BYTES[settings.precision.dtype]
-    here, working, teacher_work = (
-        -(-activations.tokens // parallel.context),
-        activations.working(recompute),
-        0,
-    )
+    here, working, teacher_work = activations.tokens, activations.working(recompute), 0
     if settings.teacher is not None and settings.teacher.path is not None:
         other, plain = read_model_shape(settings.teacher.path), settings.model_copy(update={"lora": None})
         teacher_work = replace(activations, settings=plain, shape=other).working("none")
         nbytes, full = item * rank_parameters(plain, other, stage).total, settings.full_divergence is not None
         # Full: its output layer, and its last hidden states of all micro-batches of an update.
         output_layer = item * other.hidden_size * _head_rows(settings, other) * (last and full and on_gpu)
-        hidden = item * activations.microbatches * here * other.hidden_size * (last and full)
+        hidden = item * activations.batch.microbatches * here * other.hidden_size * (last and full)
         yield TEACHER, nbytes, "exact", "always", on_gpu
         yield "teacher, to score", nbytes * on_gpu, "exact", "log-probs", False
         yield "teacher's output layer", output_layer, "exact", "update", False
