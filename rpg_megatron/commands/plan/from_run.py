@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
@@ -15,7 +16,8 @@ from rpg_megatron.commands.plan.gpus import Assumed, find_gpu
 from rpg_megatron.commands.plan.measured_run import MeasuredRun, changes_between, measure_run
 from rpg_megatron.commands.plan.plan import Plan, plan_for, told
 from rpg_megatron.commands.plan.step_time import Name, step_times
-from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.policy import ParallelSettings
 
 _FEW = 5
 """Steps below which a median is called one of few."""
@@ -51,33 +53,22 @@ def take_from(folder: Path, plan: Plan, assumed: Assumed) -> FromRun:
     """
     run = measure_run(folder)
     run = replace(run, settings=with_local_model(run.settings, weights=False))
-    same_model = _shape_of(run, plan) == plan.shape
-    same_device = run.settings.device == plan.target.device
+    theirs, settings, target = run.settings, plan.settings, plan.target
+    shape = read_model_shape(theirs.model.path)
+    same_model, same_device = shape == plan.shape, theirs.device == target.device
     if not same_model and not same_device:
         raise UserError(
-            f"--from {folder}: a run of another model ({run.settings.model.path}) on another device "
-            f"({run.settings.device}) tells nothing about this one; give a run of the same model or device"
+            f"--from {folder}: a run of another model ({theirs.model.path}) on another device "
+            f"({theirs.device}) tells nothing about this one; give a run of the same model or device"
         )
     if same_device and not plan.on_gpu:
-        _refuse_on_cpu(run, plan.settings, same_model=same_model)
+        _refuse_on_cpu(run, settings, same_model=same_model)
     notes = tuple(_notes(run, plan, same_model=same_model, same_device=same_device))
-    values = _lengths(run, plan.settings) if same_model else {}
+    values = _lengths(run, settings) if same_model else {}
     if not same_device:
         return FromRun(run, values, {}, notes, None)
-    of_run = plan_for(run.settings, _shape_of(run, plan), plan.target)
-    factors = _factors(run, of_run, assumed.replaced(_lengths(run, run.settings)))
+    factors = _factors(run, plan_for(theirs, shape, target), assumed.replaced(_lengths(run, theirs)))
     return FromRun(run, {**values, "step_overhead": run.seconds["other"]}, factors, notes, run.seconds)
-
-
-def _shape_of(run: MeasuredRun, plan: Plan) -> ModelShape:
-    if run.settings.model.path == plan.settings.model.path:
-        return plan.shape
-    try:
-        return read_model_shape(run.settings.model.path)
-    except UserError as e:
-        raise UserError(
-            f"--from {run.folder}: the run's model cannot be compared with {plan.settings.model.path}: {e}"
-        ) from None
 
 
 def _refuse_on_cpu(run: MeasuredRun, settings: Settings, *, same_model: bool) -> None:
@@ -87,15 +78,15 @@ def _refuse_on_cpu(run: MeasuredRun, settings: Settings, *, same_model: bool) ->
             f"--from {run.folder}: a run of another model ({run.settings.model.path}); on a CPU its times "
             "tell nothing about this one, whose products have other sizes"
         )
-    for name in ("parallel", "engine"):
-        for size in ("tensor", "pipeline", "context", "data", "expert", "replicas"):
-            before, after = (getattr(getattr(s, name), size, None) for s in (run.settings, settings))
-            if before != after:
-                raise UserError(
-                    f"--from {run.folder}: the run has {name}.{size} {before}, this config {after}; on a CPU "
-                    "processes share the cores, so the run's times do not scale with their number: plan with "
-                    f"{name}.{size}={before}, or give a run with {after}"
-                )
+    sizes = [*(f"parallel.{n}" for n in ParallelSettings.model_fields), "engine.replicas", "engine.tensor"]
+    for key in sizes:
+        before, after = (attrgetter(key)(s) for s in (run.settings, settings))
+        if before != after:
+            raise UserError(
+                f"--from {run.folder}: the run has {key} {before}, this config {after}; on a CPU processes "
+                "share the cores, so the run's times do not scale with their number: plan with "
+                f"{key}={before}, or give a run with {after}"
+            )
 
 
 def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
@@ -121,43 +112,23 @@ def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumed) -> dict[str, floa
 
 def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool) -> Iterator[str]:
     """What to know of the figures: what was read, what was not taken, what differs."""
-    settings, model, other = plan.settings, run.settings.model.path, _other_gpu(run, plan.target.name)
-    changes = changes_between(run.settings, settings)
-    layouts = [(s.parallel, s.engine.tensor, s.engine.colocated) for s in (run.settings, settings)]
+    settings, theirs, steps = plan.settings, run.settings, run.steps
+    other, changes = _other_gpu(run, plan.target.name), changes_between(theirs, settings)
+    layouts = [(s.parallel, s.engine.tensor, s.engine.colocated) for s in (theirs, settings)]
+    moved = same_device and plan.on_gpu and layouts[0] != layouts[1]
     longer = same_model and run.response > settings.rollout.max_response_tokens
     yield from told(
-        (not run.warm, "the run has only its first step, which includes warm-up: its times are too long"),
-        (
-            run.warm and run.steps < _FEW,
-            f"medians of {run.steps} step{'s' if run.steps > 1 else ''}: few",
-        ),
-        (
-            not same_model,
-            f"the run's model is another ({model}): its lengths and kept groups are not used, its speed is, "
-            "in proportion to the formulas",
-        ),
-        (
-            not same_device,
-            f"the run's device is {run.settings.device}: its lengths and kept groups are used, its times "
-            "are not",
-        ),
-        (
-            same_device and other,
-            f"the run's GPU is another ({other}): its times are used as if they were of {plan.target.name}",
-        ),
-        (
-            same_device and plan.on_gpu and layouts[0] != layouts[1],
+        {
+            f"medians of {steps} step{'s' * (steps > 1)}: few": run.warm and steps < _FEW,
+            "only its first step, which includes warm-up: its times are too long": not run.warm,
+            f"another model ({theirs.model.path}): its lengths and kept groups are not used": not same_model,
+            f"another device ({theirs.device}): its lengths are used, its times are not": not same_device,
+            f"another GPU ({other}): its times count as those of {plan.target.name}": same_device and other,
             "another layout: work is divided by the GPUs at the run's speed; bubbles, reductions, and "
-            "communication of tensor parallelism and experts are those of the formulas",
-        ),
-        (
-            longer,
-            "the run's mean response is longer than rollout.max_response_tokens, so all count as that long",
-        ),
-        (
-            changes,
-            f"settings that differ from the run's, whose lengths are used: {'; '.join(changes)}",
-        ),
+            "communication of tensor parallelism and experts are those of the formulas": moved,
+            "the mean response is longer than rollout.max_response_tokens, so all count as that long": longer,
+            f"changed settings, with the lengths of the run: {'; '.join(changes)}": changes,
+        }
     )
 
 

@@ -121,11 +121,6 @@ class Assumptions:
     factors: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds of a run over those of the formula; those of another run are 1."""
 
-    def peak(self, kind: Literal["bf16", "fp32"]) -> float:
-        """FLOP/s in this precision."""
-        in_precision: float = getattr(self.gpu, f"peak_{kind}")
-        return self.peak_bf16 * in_precision / self.gpu.peak_bf16
-
 
 @dataclass(frozen=True)
 class Assumed:

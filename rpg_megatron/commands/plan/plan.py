@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
@@ -214,6 +215,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
 def _problems(plan: Plan) -> Iterator[str]:
     settings, engine, target, shared = plan.settings, plan.engine, plan.target, plan.shared_gpu
     gpu, engines, has = find_gpu(target.name), settings.engine.replicas > 0, gib(target.nbytes)
+    cannot = gpu is not None and not gpu.trains_fp8
     apart = plan.on_gpu and shared is None
     rollout, update = (shared.total(turn) if shared else 0 for turn in TURNS)
     uncached = apart and engines and engine.kv_cache < 0
@@ -225,32 +227,23 @@ def _problems(plan: Plan) -> Iterator[str]:
         ("a trainer rank needs", plan.rank_total if apart else 0, ""),
         ("an engine worker needs", engine.total if apart and engines and not uncached else 0, _LOWER_SHARE),
     )
+    more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
+    too_small = engines and engine.kv_cache >= 0 and engine.full_sequences < 1
     yield from told(
-        (
-            plan.on_gpu and plan.gpus.why,
-            f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}",
-        ),
-        (
-            settings.precision.fp8 is not None and gpu is not None and not gpu.trains_fp8,
+        {
+            "ranks and engines cannot be placed on nodes of "
+            f"{GPUS_PER_NODE} GPUs: {plan.gpus.why}": plan.on_gpu and plan.gpus.why,
             "precision.fp8 needs compute capability 9.0 (Hopper) or later, which "
-            f"{target.name} lacks; set precision.fp8=null",
-        ),
-        *(
-            (size > target.nbytes, f"{what} {gib(size)}, {target.name} has {has}{fix}")
-            for what, size, fix in too_large
-        ),
-        (
-            uncached,
+            f"{target.name} lacks; set precision.fp8=null": settings.precision.fp8 and cannot,
+            **{
+                f"{what} {gib(size)}, {target.name} has {has}{fix}": size > target.nbytes
+                for what, size, fix in too_large
+            },
             f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM uses "
-            f"{engine.utilisation or 0:.0%} of {has}; raise engine.tensor",
-        ),
-        (
-            engines and engine.kv_cache >= 0 and engine.full_sequences < 1,
+            f"{engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
             f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
-            f"{engine.sequence_tokens:,}; raise "
-            f"{'engine.tensor' if engine.utilisation else 'engine.kv_cache_gib'} or lower "
-            "rollout.max_response_tokens",
-        ),
+            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": too_small,
+        }
     )
 
 
@@ -258,48 +251,37 @@ def _warnings(plan: Plan) -> Iterator[str]:
     settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
     engines, worst = settings.engine.replicas, plan.routed_to_one
     running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
+    verdict = "also fits" if worst <= plan.left else "does not fit"
     yield from settings.notes()
     yield from told(
-        (
-            engines and 1 <= engine.full_sequences < running,
+        {
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
-            "at once: vLLM will preempt and recompute some",
-        ),
-        (
-            parallel.pipeline > 1 and batch.pipeline_idle > 0.25,
+            "at once: vLLM will preempt and recompute some": engines and 1 <= engine.full_sequences < running,
             f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
-            "micro-batches; lower training.tokens_per_microbatch or training.minibatches",
-        ),
-        (
-            settings.training.share_prompts,
-            "training.share_prompts: memory is that without it; shared prompts take less",
-        ),
-        (
-            settings.optimizer.distributed and parallel.data * parallel.context == 1,
-            "optimizer.distributed shards nothing with one replica",
-        ),
-        (plan.shared_gpu, "engine.colocated: memory per turn is computed, not measured"),
-        (
-            worst,
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
+                parallel.pipeline > 1 and batch.pipeline_idle > 0.25
+            ),
+            "training.share_prompts: memory is that without it; shared prompts take less": (
+                settings.training.share_prompts
+            ),
+            "optimizer.distributed shards nothing with one replica": (
+                settings.optimizer.distributed and parallel.data * parallel.context == 1
+            ),
+            "engine.colocated: memory per turn is computed, not measured": plan.shared_gpu,
             "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
-            f"experts of one rank, an update would need {gib(worst)} more there, which "
-            f"{'also fits' if worst <= plan.left else 'does not fit'}",
-        ),
-        (
-            plan.tight and plan.left >= 0,
+            f"experts of one rank, an update would need {gib(worst)} more there, which {verdict}": worst,
             f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
-            "on a GPU; choose a layout with more room (--sweep)",
-        ),
-        (
-            settings.precision.fp8 is not None and not plan.on_gpu,
-            "precision.fp8: the memory of its emulation on a CPU is not counted",
-        ),
+            "on a GPU; choose a layout with more room (--sweep)": plan.tight and plan.left >= 0,
+            "precision.fp8: the memory of its emulation on a CPU is not counted": (
+                settings.precision.fp8 and not plan.on_gpu
+            ),
+        }
     )
 
 
-def told(*table: tuple[object, str]) -> Iterator[str]:
+def told(table: Mapping[str, object]) -> Iterator[str]:
     """The texts whose condition holds."""
-    yield from (text for condition, text in table if condition)
+    yield from (text for text, condition in table.items() if condition)
 
 
 # -- other layouts of the same run ---------------------------------------------------------------------------
@@ -313,12 +295,11 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
     pipeline idle time; the fewest expert-parallel ranks; the most memory left. A rule of thumb: nothing was
     measured.
     """
-    plans = []
-    for sizes in _cuts(world, shape.experts.count if shape.experts else 1):
-        fixed = {"virtual": 1, "sequence": sizes["tensor"] > 1, "expert_tensor": 1}
-        plan = _changed(settings, shape, target, "parallel", {**sizes, **fixed})
-        if plan is not None:
-            plans.append(plan)
+    changes = (
+        {**sizes, "virtual": 1, "sequence": sizes["tensor"] > 1, "expert_tensor": 1}
+        for sizes in _cuts(world, shape.experts.count if shape.experts else 1)
+    )
+    plans = (_changed(settings, shape, target, "parallel", change) for change in changes)
 
     def order(plan: Plan) -> tuple[object, ...]:
         parallel = plan.settings.parallel
@@ -326,17 +307,15 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
         idle = round(plan.batch.pipeline_idle, 2)
         return not plan.fits, plan.tight, cuts, idle, parallel.expert, plan.rank_total
 
-    return sorted(plans, key=order)
+    return sorted((plan for plan in plans if plan is not None), key=order)
 
 
 def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
     """The same run with the least recomputation that fits and is not tight; None: the current one is."""
     kinds: tuple[Recompute, ...] = get_args(Recompute)
-    for kind in kinds[: kinds.index(recomputation(settings))]:
-        plan = _changed(settings, shape, target, "memory", {"recompute": kind})
-        if plan is not None and plan.fits and not plan.tight:
-            return plan
-    return None
+    less = kinds[: kinds.index(recomputation(settings))]
+    plans = (_changed(settings, shape, target, "memory", {"recompute": kind}) for kind in less)
+    return next((plan for plan in plans if plan is not None and plan.fits and not plan.tight), None)
 
 
 def is_bound_to_a_node(settings: Settings) -> bool:
@@ -383,16 +362,13 @@ def _changed(
 
 def _cuts(world: int, experts: int) -> Iterator[dict[str, int]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
-    for tensor in range(1, min(world, GPUS_PER_NODE) + 1):
-        for pipeline in range(1, world // tensor + 1):
-            for context in range(1, min(world // (tensor * pipeline), GPUS_PER_NODE) + 1):
-                data, rest = divmod(world, tensor * pipeline * context)
-                if rest:
-                    continue
+    near = range(1, min(world, GPUS_PER_NODE) + 1)
+    for tensor, context, pipeline in product(near, near, range(1, world + 1)):
+        data, rest = divmod(world, tensor * pipeline * context)
+        for expert in range(1, min(experts, world // pipeline) + 1) if data and not rest else ():
+            if experts % expert == 0 and world // pipeline % expert == 0:
                 cut = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
-                for expert in range(1, min(experts, world // pipeline) + 1):
-                    if experts % expert == 0 and world // pipeline % expert == 0:
-                        yield {**cut, "expert": expert}
+                yield {**cut, "expert": expert}
 
 
 def count(parameters: int) -> str:

@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.gpus import Assumptions
-from rpg_megatron.commands.plan.layout import (
-    GPUS_PER_NODE,
-    engines_of_a_replica,
-    in_fp8,
-    rank_parameters,
-)
+from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, engines_of_a_replica, in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
 from rpg_megatron.config import ModelShape, read_model_shape
@@ -138,80 +133,47 @@ def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes over a batch, a backward pass as two."""
+    """Passes over a batch, a backward pass as two. mlp: additional ones through the MLPs alone; exchanges:
+    those that communicate, each forward or backward pass; gradients: whether one of them is for the gradients
+    of weights, which frozen ones do not need.
+    """
 
     layers: float
     head: float
     mlp: float = 0
-    """Additional ones through the MLPs alone."""
     exchanges: float = 1
-    """Of these, those that communicate: each forward or backward pass."""
     gradients: bool = False
-    """Whether one of them is for the gradients of weights, which frozen ones do not need."""
 
 
 _FORWARD = _Passes(layers=1, head=1)
 
 
-@dataclass(frozen=True)
 class _Case:
-    """A placement, and what its phases are computed from."""
+    """A placement, and what its phases are computed from: mean tokens, speeds of a GPU."""
 
-    plan: Plan
-    assumed: Assumptions
-    placement: Placement
-    trainer_gpus: float
-    engine_gpus: float
-
-    @property
-    def data(self) -> float:
-        """Data-parallel replicas of the trainer."""
-        parallel = self.plan.settings.parallel
-        return parallel.data * self.trainer_gpus / parallel.world
-
-    @property
-    def engines(self) -> float:
-        return self.engine_gpus / self.plan.settings.engine.tensor
-
-    @property
-    def item(self) -> int:
-        """Bytes of a parameter."""
-        return ITEM_BYTES[self.plan.settings.precision.dtype]
-
-    @property
-    def peak(self) -> float:
-        """FLOP/s of products that are not in FP8."""
-        return self.assumed.peak("fp32" if self.item == 4 else "bf16")
-
-    @property
-    def fp8_gain(self) -> float:
-        """``FP8_GAIN`` on a GPU that multiplies in FP8."""
-        return FP8_GAIN if self.assumed.gpu.peak_fp8 > self.assumed.gpu.peak_bf16 else 1.0
-
-    @property
-    def host_link(self) -> float:
-        """Bytes/s between GPU and host memory."""
-        return self.assumed.gpu.host_link * LINK_EFFICIENCY
+    def __init__(
+        self, plan: Plan, assumed: Assumptions, placement: Placement, trainer_gpus: float, engine_gpus: float
+    ) -> None:
+        self.plan, self.assumed, self.placement = plan, assumed, placement
+        self.trainer_gpus, self.engine_gpus = trainer_gpus, engine_gpus
+        settings, parallel = plan.settings, plan.settings.parallel
+        self.data = parallel.data * trainer_gpus / parallel.world  # replicas of the trainer
+        self.engines = engine_gpus / settings.engine.tensor
+        self.item = ITEM_BYTES[settings.precision.dtype]
+        gpu = assumed.gpu
+        self.peak = assumed.peak_bf16 * (gpu.peak_fp32 / gpu.peak_bf16 if self.item == 4 else 1)
+        self.fp8_gain = FP8_GAIN if gpu.peak_fp8 > gpu.peak_bf16 else 1.0
+        self.host_link = gpu.host_link * LINK_EFFICIENCY
+        self.prompt = assumed.prompt_mean * settings.data.max_prompt_tokens
+        self.response = assumed.response_mean * settings.rollout.max_response_tokens
+        self.longest = self.prompt + settings.rollout.max_response_tokens  # the longest response: the limit
+        self.held = rank_parameters(settings, plan.shape, plan.largest.stage)
+        self.owned = self.held.owned(settings, self.data)
 
     def link(self, ranks: float) -> float:
         """Bytes/s of a GPU in a group of so many neighbouring ranks."""
         within = ranks <= GPUS_PER_NODE
         return LINK_EFFICIENCY * (self.assumed.gpu.nvlink if within else self.assumed.network)
-
-    @property
-    def prompt(self) -> float:
-        """Mean tokens of a prompt."""
-        return self.assumed.prompt_mean * self.plan.settings.data.max_prompt_tokens
-
-    @property
-    def response(self) -> float:
-        """Mean tokens of a response."""
-        return self.assumed.response_mean * self.plan.settings.rollout.max_response_tokens
-
-    @property
-    def longest(self) -> float:
-        """Tokens of a mean prompt with the longest response, which is as long as the limit."""
-        return self.prompt + self.plan.settings.rollout.max_response_tokens
 
     def replica_work(self, sequences: float) -> tuple[float, float]:
         """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence.
@@ -236,12 +198,6 @@ class _Case:
         """Pipeline time over that of its work: 1 + (p - 1) / (v m) (arXiv 2104.04473, 2.2)."""
         parallel = self.plan.settings.parallel
         return 1 + (parallel.pipeline - 1) / parallel.virtual / self.microbatches(tokens)
-
-    @property
-    def owned(self) -> float:
-        """Parameters whose optimizer state is on the largest rank."""
-        settings, plan = self.plan.settings, self.plan
-        return rank_parameters(settings, plan.shape, plan.largest.stage).owned(settings, self.data)
 
 
 def _step(case: _Case) -> StepTime:
@@ -284,9 +240,8 @@ def _work(case: _Case, tokens: float, squares: float, passes: _Passes, mfu: floa
     )
     attention = squares * passes.layers * shape.num_heads * shape.head_dim * shape.num_layers
     flops = 2 * (tokens * sum(parameters * number for parameters, number in table) + attention)
-    exchange = _expert_seconds(case, tokens) + _tensor_seconds(case, tokens)
     ranks = settings.parallel.world / settings.parallel.data
-    return flops / case.peak / ranks / mfu, passes.exchanges * exchange
+    return flops / case.peak / ranks / mfu, passes.exchanges * _exchange_seconds(case, tokens)
 
 
 def _rollout(case: _Case) -> tuple[list[Phase], float]:
@@ -363,7 +318,7 @@ def _log_probs(case: _Case) -> Phase:
 
 
 def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
-    """Seconds of a forward pass of a teacher that the ranks hold, whose weights are copied to the GPU first.
+    """A forward pass of a teacher that the ranks hold, whose weights are copied to the GPU first.
 
     Its exact divergences (``form: full``) take one for each update. 0: there is none, or it is a server.
     """
@@ -371,40 +326,36 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
     if teacher is None or teacher.path is None:
         return 0.0
     settings = case.plan.settings.model_copy(update={"lora": None})
-    other = replace(case, plan=replace(case.plan, shape=read_model_shape(teacher.path), settings=settings))
+    plan = replace(case.plan, shape=read_model_shape(teacher.path), settings=settings)
+    other = _Case(plan, case.assumed, case.placement, case.trainer_gpus, case.engine_gpus)
     copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
     seconds = sum(_work(other, tokens, squares, _FORWARD, case.assumed.score_mfu)) * case.bubble(tokens)
     return seconds + copied / case.host_link
 
 
-def _expert_seconds(case: _Case, tokens: float) -> float:
-    """Routing, permutation and exchange of rows among expert-parallel ranks; 0 for a dense model.
+def _exchange_seconds(case: _Case, tokens: float) -> float:
+    """Communication of a forward pass over ``tokens`` of a replica; a backward pass takes the same.
 
-    The larger of ``EXPERT_OVERHEAD``, which is measured with all of these, and the bytes of the exchange:
-    each row and its result are sent. Assumes even load, no overlap, rows to other nodes limited by the
-    network, and rows within a node limited by NVLink. Gathering rows over expert tensor ranks is not counted.
+    Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer, or two
+    all-reduces, which send as much; not overlapped (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2).
+
+    Experts: the larger of ``EXPERT_OVERHEAD`` and the bytes of the exchange, of each row and its result.
+    Assumes even load, no overlap, rows to other nodes limited by the network, and rows within a node limited
+    by NVLink. Gathering rows over expert tensor ranks is not counted.
     """
-    e, parallel = case.plan.shape.experts, case.plan.settings.parallel
+    shape, parallel, e = case.plan.shape, case.plan.settings.parallel, case.plan.shape.experts
+    row = shape.hidden_size * case.item
+    sent = 4 * (1 - 1 / parallel.tensor) * row * shape.num_layers / (parallel.context * parallel.pipeline)
+    of_stream = tokens * sent / case.link(parallel.tensor)
     if e is None:
-        return 0.0
-    each = tokens * len(e.layers) * parallel.data / parallel.world  # tokens and layers of a GPU
+        return of_stream
     seconds = EXPERT_OVERHEAD
     if parallel.expert > 1:
         away = 1 - 1 / parallel.expert  # the fraction of rows that go to other ranks
-        sent = 2 * e.per_token * case.plan.shape.hidden_size * case.item * away
         far = max(0.0, 1 - GPUS_PER_NODE / (parallel.expert * parallel.expert_tensor)) / away
+        sent = 2 * e.per_token * row * away
         seconds = max(seconds, sent * far / case.link(math.inf), sent * (1 - far) / case.link(1))
-    return each * seconds
-
-
-def _tensor_seconds(case: _Case, tokens: float) -> float:
-    """Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer of a pass.
-
-    Or two all-reduces, which send as much; not overlapped (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2).
-    """
-    shape, parallel = case.plan.shape, case.plan.settings.parallel
-    sent = 4 * (1 - 1 / parallel.tensor) * shape.hidden_size * case.item * shape.num_layers
-    return tokens * sent / (parallel.context * parallel.pipeline) / case.link(parallel.tensor)
+    return of_stream + tokens * len(e.layers) * parallel.data / parallel.world * seconds
 
 
 def _update(case: _Case) -> Phase:
@@ -422,7 +373,7 @@ def _update(case: _Case) -> Phase:
     exchanges = 2 + (again != "none")
     passes = _Passes(3 + (again == "full"), 4, int(again == "selective"), exchanges, gradients=True)
     work, exchange = _work(case, tokens, squares, passes, assumed.train_mfu)
-    groups = rank_parameters(settings, plan.shape, plan.largest.stage).replicated(parallel, case.data)
+    groups = case.held.replicated(parallel, case.data)
     moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in groups)
     reduction = moved / case.link(parallel.tensor * case.data * parallel.context)
     if settings.optimizer.overlap:

@@ -83,73 +83,59 @@ def _styled(style: str, *cells: str) -> Row:
 def _print_plan(plan: Plan, console: Console) -> None:
     """Print sizes, batch, and the memory of each kind of process."""
     facts = Table.grid(padding=(0, 2))
-    for name, text in _facts(plan):
-        facts.add_row(name, text)
+    for name, text in _facts(plan).items():
+        if text:
+            facts.add_row(name, text)
     console.print(facts)
     for title, *sections in _memory_tables(plan):
         _print_table(console, title, ("part", ">bytes", "basis", "when"), *sections)
 
 
-def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+def _facts(plan: Plan) -> dict[str, str]:
+    """Name and text of each line; one without a text is left out."""
     shape, settings, parallel, batch = plan.shape, plan.settings, plan.settings.parallel, plan.batch
     layers = shape.stage_layers(parallel.pipeline * parallel.virtual)
     of_layers = str(layers[0]) if len(set(layers)) == 1 else "/".join(map(str, layers))
-    yield (
-        "model",
-        f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
-        f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
-        + (", tied" if shape.tied_embeddings else ""),
-    )
-    if (lora := settings.lora) is not None:
+    lora, e, fp8, sft = settings.lora, shape.experts, settings.precision.fp8, settings.sft is not None
+    adapters = experts = ""
+    if lora is not None:
         where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names)
-        yield (
-            "adapters",
-            f"rank {lora.rank}, {where}: {count(plan.trained)} of {count(plan.parameters)} parameters are "
-            f"trained ({plan.trained / plan.parameters:.2%})",
-        )
-    if (e := shape.experts) is not None:
-        yield (
-            "experts",
+        trained = f"{count(plan.trained)} of {count(plan.parameters)} parameters are trained"
+        adapters = f"rank {lora.rank}, {where}: {trained} ({plan.trained / plan.parameters:.2%})"
+    if e is not None:
+        active, held = count(sum(shape.matmul_parameters)), e.count // parallel.expert
+        experts = (
             f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} per token: "
-            f"{count(sum(shape.matmul_parameters))} active parameters; EP {parallel.expert}, ETP "
-            f"{parallel.expert_tensor}: {e.count // parallel.expert} experts per rank, "
-            f"{expert_replicas(parallel)} replicas",
+            f"{active} active parameters; EP {parallel.expert}, ETP {parallel.expert_tensor}: {held} experts "
+            f"per rank, {expert_replicas(parallel)} replicas"
         )
-    yield (
-        "policy",
-        f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP "
-        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' if parallel.virtual > 1 else ''}, "
-        f"CP {parallel.context}, DP {parallel.data}; {of_layers} layers per "
-        f"stage, {shape.num_heads // parallel.tensor} heads per rank",
+    fused = f"Transformer Engine's, {settings.precision.dtype if fp8 is None else f'FP8 {fp8.recipe}'}"
+    own = f"Megatron's own, {settings.precision.dtype}"
+    passes = f" ({settings.training.epochs} passes)" if settings.training.epochs > 1 else ""
+    several = batch.microbatches > 1
+    step = (
+        f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} responses, "
+        f"in {batch.updates} updates of {batch.sequences_per_update:,}{passes}"
     )
-    fp8 = settings.precision.fp8
-    kind = settings.precision.dtype if fp8 is None else f"FP8 {fp8.recipe}"
-    fused = plan.implementation != "local"
-    yield (
-        "layers",
-        f"Transformer Engine's, {kind}" if fused else f"Megatron's own, {settings.precision.dtype}",
-    )
-    if settings.engine.replicas:
-        yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
-    if plan.on_gpu:
-        yield "GPUs", _gpus(plan.gpus)
-    epochs, what = settings.training.epochs, "responses" if settings.sft is None else "conversations"
-    step = f"one update on {batch.sequences:,} conversations"
-    if settings.sft is None:
-        step = (
-            f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} "
-            f"responses, in {batch.updates} updates of {batch.sequences_per_update:,}"
-            + (f" ({epochs} passes)" if epochs > 1 else "")
-        )
-    yield "step", step
-    yield (
-        "update",
-        f"{batch.sequences_per_rank:,} {what} per replica, up to {batch.longest:,} tokens: at most "
-        f"{batch.microbatches:,} micro-batch{'es' if batch.microbatches > 1 else ''} of "
-        f"{batch.tokens_per_microbatch:,} tokens"
-        + (", gradients accumulated" if batch.microbatches > 1 else "")
-        + (f"; pipeline idle {batch.pipeline_idle:.0%}" if parallel.pipeline > 1 else ""),
-    )
+    return {
+        "model": f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
+        f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
+        f"{', tied' * shape.tied_embeddings}",
+        "adapters": adapters,
+        "experts": experts,
+        "policy": f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' * parallel.sequence}, PP "
+        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' * (parallel.virtual > 1)}, CP {parallel.context}, DP "
+        f"{parallel.data}; {of_layers} layers per stage, {shape.num_heads // parallel.tensor} heads per rank",
+        "layers": own if plan.implementation == "local" else fused,
+        "engines": f"{settings.engine.replicas} x TP {settings.engine.tensor}"
+        * (settings.engine.replicas > 0),
+        "GPUs": _gpus(plan.gpus) * plan.on_gpu,
+        "step": f"one update on {batch.sequences:,} conversations" if sft else step,
+        "update": f"{batch.sequences_per_rank:,} {'conversations' if sft else 'responses'} per replica, up to "
+        f"{batch.longest:,} tokens: at most {batch.microbatches:,} micro-batch{'es' * several} of "
+        f"{batch.tokens_per_microbatch:,} tokens{', gradients accumulated' * several}"
+        f"{f'; pipeline idle {batch.pipeline_idle:.0%}' * (parallel.pipeline > 1)}",
+    }
 
 
 def _gpus(gpus: Gpus) -> str:
@@ -235,7 +221,7 @@ def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) ->
     numbers = [(name, f"{value:.4g}", source, why) for name, value, source, why in answer.assumed.rows]
     _print_table(console, title, ("name", ">value", "source", "what"), numbers)
     if taken is not None:
-        for line in _from_run_lines(taken, answer):
+        for line in _from_run_lines(taken):
             console.print(line, highlight=False, markup=False)
 
 
@@ -245,21 +231,14 @@ def _seconds(seconds: float | None) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
 
 
-def _from_run_lines(taken: FromRun, answer: Answer) -> Iterator[str]:
-    """Which figures came from the run, which remain assumed, and what to know of them."""
-    unused = {"walltime"} if answer.run is None else set()
-    unused |= {"kept_groups"} if answer.plan.settings.rollout.dynamic is None else set()
-    sources = {name: source for name, _, source, _ in answer.assumed.rows if name not in unused}
+def _from_run_lines(taken: FromRun) -> Iterator[str]:
+    """What was read of the run, and what to know of it; the assumptions' table says which are of the run."""
     run, ends = taken.run, "running" if taken.run.running else "not running"
     first = ", without the first after a start" if run.warm else ""
     yield f"from {run.folder} ({ends}): medians of {run.steps} steps{first}"
-    by_run, guessed = ([n for n, source in sources.items() if source == kind] for kind in ("run", "assumed"))
-    yield f"of the run: {', '.join(by_run) or 'nothing, since --assume sets all of it'}"
     factors = ", ".join(f"{name} {factor:.3g}" for name, factor in taken.factors.items())
-    yield f"the run's seconds over the formula's: {factors or 'not used'}"
-    yield f"still assumed: {', '.join(guessed)}"
-    for note in taken.notes:
-        yield f"note {note}"
+    yield f"the run's seconds over the formulas': {factors or 'not used'}"
+    yield from (f"note {note}" for note in taken.notes)
 
 
 def _print_placements(steps: Sequence[StepTime], console: Console) -> None:
@@ -339,15 +318,14 @@ def _print_sweep(layouts: Sequence[Plan], console: Console, most: int = 20) -> N
         sizes["EP"] = "expert"
     rows = []
     for plan in layouts[:most]:
-        parallel = plan.settings.parallel
-        cells = {name: str(getattr(parallel, size)) for name, size in sizes.items()}
-        cells["SP"] = "on" if parallel.sequence else ""
+        cells = {name: str(getattr(plan.settings.parallel, size)) for name, size in sizes.items()}
+        cells["SP"] = "on" if plan.settings.parallel.sequence else ""
         verdict = "[red]no[/]" if not plan.fits else "[yellow]tight[/]" if plan.tight else "[green]fits[/]"
         left = gib(plan.left) if plan.left >= 0 else "-" + gib(-plan.left)
         passes, idle = str(plan.batch.microbatches), f"{plan.batch.pipeline_idle:.0%}"
         rows.append((verdict, *cells.values(), gib(plan.rank_total), left, passes, idle))
-    columns = ["", *sizes, "per rank", "left", "passes", "idle"]
-    _print_table(console, "layouts, best first", [f">{name}" for name in columns], rows)
+    columns = (f">{name}" for name in ("", *sizes, "per rank", "left", "passes", "idle"))
+    _print_table(console, "layouts, best first", [*columns], rows)
     if len(layouts) > most:
         console.print(f"and {len(layouts) - most} more; --json lists all", highlight=False)
     if any(plan.fits and plan.tight for plan in layouts):

@@ -29,43 +29,26 @@ Basis = Literal["exact", "estimated"]
 
 RESERVE = 3 * 1024**3
 """On a GPU: CUDA context, workspaces, fragmentation. Not measured; a rule of thumb."""
-IMPORTS = 712_000_000
-"""On a CPU: memory of a rank after importing torch, Megatron and transformers; measured."""
-RUNTIME = 50_000_000
-"""On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
-FREED = 0.12
-"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
-FREED_OF_BATCH = 0.5
-"""With frozen weights in addition, per byte of a batch's tensors, which are most of what is freed; measured:
-with FREED 40% to 70%."""
-
-_TRAJECTORY = 1500
-"""Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
-_PROMPT = 4
-"""Bytes of a prompt's token: int32."""
-_RESPONSE = 25
-"""Bytes of a response's token: id and weight version, int32; mask, bool; log-probs of engine, trainer and
-anchor, float32; text, assumed to be four characters."""
-
-NCCL_GROUP = 540 * 1024**2
-"""Bytes of NCCL's buffers of a communicator: 0.5 GiB within a node, up to 1.5 between nodes."""
-NCCL_PEER = 320 * 1024**2
-"""More for a rank of the same node with which messages are exchanged: context, experts."""
+IMPORTS, RUNTIME = 712_000_000, 50_000_000
+"""On a CPU: memory of a rank after importing torch, Megatron and transformers, and what gloo, oneDNN and
+Python objects add; measured."""
+FREED, FREED_OF_BATCH = 0.12, 0.5
+"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors (measured: 2% to 29%), and with
+frozen weights in addition per byte of a batch's tensors, which are most of what is freed (with the former 40%
+to 70%)."""
+_TRAJECTORY, _PROMPT, _RESPONSE = 1500, 4, 25
+"""Bytes of a trajectory in Python besides its tokens (measured), of a prompt's token (int32), and of a
+response's: id and weight version, int32; mask, bool; log-probs of engine, trainer and anchor, float32; text,
+assumed to be four characters."""
+NCCL_GROUP, NCCL_PEER = 540 * 1024**2, 320 * 1024**2
+"""Bytes of NCCL's buffers of a communicator (0.5 GiB within a node, up to 1.5 between nodes), and more for
+each rank of the node with which messages are exchanged: context, experts."""
 NCCL_LINK, NCCL_LINK_IN_NODE = 44 * 1024**2, (294 * 1024**2, 550 * 1024**2)
 """Of a link to an engine worker on another node; on the same node, of the rank and of the worker."""
 
-FP8_WEIGHTS = "weights in FP8"
-"""Name of a part: rebuilt after engines used the GPU."""
-SAVE = "checkpoint to be written"
-"""Name of a part: the copy of weights and optimizer state that a save writes in the background."""
-NCCL = "NCCL buffers"
-"""Name of a part: see ``nccl_bytes``."""
-TEACHER = "teacher"
-"""Name of a part: its weights."""
-SERVED = "weights in bfloat16, for engines"
-"""Name of a part: copy of parameters stored in FP8."""
-MERGED = "weights merged with adapters"
-"""Name of a part: for engines that do not apply adapters themselves."""
+SAVE, NCCL, TEACHER = "checkpoint to be written", "NCCL buffers", "teacher"
+SERVED, MERGED = "weights in bfloat16, for engines", "weights merged with adapters"
+"""Names of parts: copies of parameters stored in FP8, and of those with adapters for engines without them."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +84,11 @@ class RankMemory:
     @property
     def phases(self) -> dict[str, int]:
         """Peak bytes of each phase, on the device."""
-        on_device = [part for part in self.parts if not part.host]
-        always = sum(part.nbytes for part in on_device if part.phase == "always")
-        peaks: dict[str, int] = {}
-        for part in on_device:
-            if part.phase != "always":
-                peaks[part.phase] = peaks.get(part.phase, always) + part.nbytes
-        return peaks
+        nbytes: Counter[str] = Counter()
+        for part in self.parts:
+            nbytes[part.phase] += 0 if part.host else part.nbytes
+        always = nbytes.pop("always")
+        return {phase: always + more for phase, more in nbytes.items()}
 
     @property
     def peak(self) -> int:
@@ -214,7 +195,7 @@ def _state_rows(
     # FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights. With
     # fp8.parameters, the parameters are these, and the copy is bfloat16 for the engines. On Blackwell GPUs
     # recipes with one scale per tensor need one byte less.
-    second = SERVED if fp8 is not None and fp8.parameters else FP8_WEIGHTS
+    second = SERVED if fp8 is not None and fp8.parameters else "weights in FP8"
     # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
     moved = offloaded * state * 16 / 12
     yield "parameters", weights * held.total, "exact", "always", False
@@ -229,9 +210,14 @@ def _state_rows(
         yield _bridge_row(settings, weights * published, on_gpu=on_gpu)
     yield "held anchor", weights * held.trained * (settings.anchor.type != "old"), "exact", "always", on_gpu
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
-        kept, most = _saved(settings, held, saved)
+        # The optimizer state of all replicas, moments and float32 weights, is gathered on the first one
+        # (Megatron's format ``fully_reshardable``) and copied, one buffer after another. To resume, each rank
+        # reads all of it. If it is not distributed, float32 weights are the model's.
+        distributed, copies = settings.optimizer.distributed, 1 if settings.anchor.type == "old" else 2
+        kept = (weights * copies + (12 if weights < 4 or distributed else 8)) * saved
+        most = max(kept, 16 * saved, 12 * held.trained) if on_gpu and distributed else kept
         yield SAVE, kept, "exact", "always", on_gpu
-        yield "checkpoint gathered or read", on_gpu * (most - kept), "estimated", "always", True
+        yield "checkpoint gathered or read", most - kept, "estimated", "always", True
 
 
 def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
@@ -269,20 +255,6 @@ def _head_rows(settings: Settings, shape: ModelShape) -> int:
     """Rows of the output layer on a rank."""
     tensor = settings.parallel.tensor
     return shape.padded_vocab(tensor, settings.model.vocab_multiple) // tensor
-
-
-def _saved(settings: Settings, held: RankParameters, written: int) -> tuple[int, int]:
-    """Bytes in host memory of the copy that a save writes, and of the most that save or resume has at once.
-
-    written: trained parameters of which this rank has the first replica, which alone is. Their optimizer
-    state, moments and float32 weights, is gathered there if it is distributed (Megatron's format
-    ``fully_reshardable``). If it is not, float32 weights are the model's.
-    """
-    item, distributed = ITEM_BYTES[settings.precision.dtype], settings.optimizer.distributed
-    state = 12 if item < 4 or distributed else 8
-    kept = (item * (1 if settings.anchor.type == "old" else 2) + state) * written
-    # Gathered state is copied, one buffer after another. To resume, each rank reads all of it.
-    return kept, max(kept, 16 * written, 12 * held.trained) if distributed else kept
 
 
 def _bridge_row(settings: Settings, published: float, *, on_gpu: bool) -> _Row:
@@ -343,9 +315,7 @@ def host_memory(
     response = batch.longest
     if settings.sft is None:
         response = min(settings.rollout.max_response_tokens, response)
-    step = batch_bytes(
-        batch.sequences, batch.sequences * (batch.longest - response), batch.sequences * response
-    )
+    step = batch.sequences * batch_bytes(1, batch.longest - response, response)
     if shape.experts is not None and settings.training.router_replay != "off":
         width = 1 if shape.experts.count <= 256 else 2
         chosen = len(shape.experts.layers) * shape.experts.per_token
