@@ -85,7 +85,7 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     assumed = assume(
         "h100-80", [f"walltime={MINUTES / 60}", f"warning={WARNING}", f"start={first}", "save=1"]
     )
-    cost = run_cost(parts, STEPS, assumed.values, every=50, gpus=1)
+    cost = run_cost(parts, STEPS, assumed, every=50, gpus=1)
     assert cost is not None
     print(
         f"\n{STEPS} steps of {step:.1f} s (rollout {rollout:.1f}, log-probs {log_probs:.2f}), start "

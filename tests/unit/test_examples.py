@@ -287,7 +287,7 @@ def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
 def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
     """In the file's comment and in the table of the README."""
     plan = plan_of(file)
-    by_placement = {s.placement: s for s in step_times(plan, assume(plan.target.name).values)}
+    by_placement = {s.placement: s for s in step_times(plan, assume(plan.target.name))}
     overlapped = by_placement["overlapped"]
     others = [by_placement["by turns"].step, by_placement["colocated"].step]
     estimates = [
@@ -312,7 +312,7 @@ def costs() -> dict[str, str]:
 def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
     """And no other placement of the same GPUs that trains on responses of the current weights is faster."""
     plan = plan_of(file)
-    assumed = assume(plan.target.name).values
+    assumed = assume(plan.target.name)
     run = costed(plan, assumed)
     assert run.cost is not None
     numbers = f"{run.cost.step:,.0f} | {run.cost.jobs} | {run.cost.days:.1f} | {run.cost.gpu_hours:,.0f}"

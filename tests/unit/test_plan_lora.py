@@ -203,7 +203,7 @@ def test_the_head_keeps_its_input_and_no_gradient_of_its_weight() -> None:
 
 
 def seconds(plan: Plan, name: Name) -> float:
-    (current, *_) = step_times(plan, assume(plan.target.name).values)
+    (current, *_) = step_times(plan, assume(plan.target.name))
     return current.seconds(name)
 
 
@@ -212,7 +212,7 @@ def test_an_update_leaves_out_the_gradients_of_frozen_weights() -> None:
     fixed = ("memory.recompute=none", "parallel={data: 64}", "engine.replicas=64")
     full, adapters = plan_of(*fixed), plan_of(*fixed, ADAPTERS)
     in_layers, in_head = full.shape.matmul_parameters
-    assumed = assume("h100-80").values
+    assumed = assume("h100-80")
     tokens = 32 * 16 // 64 * (256 + 0.4 * 8192)  # mean prompt and response of the sequences of a replica
     tokens = max(tokens, 256 + 8192)
     flops = 2 * tokens * (in_layers + in_head - 3 * TRAINED)
@@ -229,7 +229,7 @@ def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> No
     without, with_head = (
         plan_of(*fixed, f"lora={{rank: 16, targets: [q_proj{more}]}}") for more in ("", ", lm_head")
     )
-    added, assumed = 16 * (151_936 + 4096), assume("h100-80").values
+    added, assumed = 16 * (151_936 + 4096), assume("h100-80")
     assert with_head.trained - without.trained == added
     tokens = 512 * 16 * (256 + 0.4 * 8192)
     flops = 4 * 2 * tokens * added
@@ -241,7 +241,7 @@ def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> No
 def test_a_sync_moves_adapters_alone_and_a_handover_the_engines_weights() -> None:
     ipc = "bridge={transport: cuda_ipc}"
     full, adapters = plan_of(ipc), plan_of(ipc, ADAPTERS)
-    assumed = assume("h100-80").values
+    assumed = assume("h100-80")
     assert seconds(adapters, "sync") == pytest.approx(2 * TRAINED / (assumed.nvlink * LINK_EFFICIENCY))
     assert seconds(full, "sync") > 150 * seconds(adapters, "sync")
     moved = 2 * (12 * TRAINED + adapters.engine.weights + adapters.engine.adapters)

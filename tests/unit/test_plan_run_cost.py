@@ -33,7 +33,7 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import Nodes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ASSUMED = assume("h100-80").values
+ASSUMED = assume("h100-80")
 
 
 def walk(

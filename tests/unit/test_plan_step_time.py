@@ -60,7 +60,7 @@ COLOCATED = ("engine={colocated: true, replicas: 8, max_sequences: 64, kv_cache_
 
 def steps(*assumed: str, overrides: tuple[str, ...] = (), gpu: str = "h100-80") -> tuple[StepTime, ...]:
     plan = make_plan(load_settings(QWEN3_8B, [*SMALL, *overrides]), gpu)
-    return step_times(plan, assume(gpu, [*PLAIN, *assumed]).values)
+    return step_times(plan, assume(gpu, [*PLAIN, *assumed]))
 
 
 def seconds(name: Name, *assumed: str, overrides: tuple[str, ...] = ()) -> float:
@@ -346,7 +346,7 @@ def test_the_command_says_where_each_number_comes_from(capsys) -> None:
 
 
 def test_speeds_follow_the_gpu() -> None:
-    a, b = (assume(name).values for name in ("h100-80", "h200-141"))
+    a, b = (assume(name) for name in ("h100-80", "h200-141"))
     assert b.memory_bandwidth / a.memory_bandwidth == pytest.approx(4.8 / 3.35)
     size = assume("48GiB")
     assert size.values == a
@@ -412,7 +412,7 @@ def test_a_mixture_token_costs_its_experts_and_their_exchange() -> None:
             per_gpu * length * 48 * 2e-6,
         ),
     ):
-        step = step_times(plan, assume("h100-80", [*PLAIN, *options]).values)[0]
+        step = step_times(plan, assume("h100-80", [*PLAIN, *options]))[0]
         phase = next(p for p in step.phases if p.name == "log-probs")
         assert phase.seconds == pytest.approx(seconds, rel=1e-9)
         assert phase.bound == name
@@ -422,7 +422,7 @@ def test_decoding_reads_the_experts_that_a_batch_chooses() -> None:
     one, many = (
         step_times(
             make_plan(load_settings(QWEN3_30B_A3B, [*SEPARATE_30B, f"engine.max_sequences={n}"]), "h100-80"),
-            assume("h100-80", [*PLAIN, "memory_bandwidth=1e12", "peak_bf16=1e30"]).values,
+            assume("h100-80", [*PLAIN, "memory_bandwidth=1e12", "peak_bf16=1e30"]),
         )[0].seconds("rollout")
         for n in (1, 64)
     )

@@ -1,9 +1,8 @@
 """Activation memory: what autograd keeps between forward and backward pass, by one formula of a layer.
 
-A test compares it with what autograd saves of Megatron's own (local) layers on a CPU, to a few percent. For
-Transformer Engine's (fused) layers it follows from the sources of Transformer Engine 2.20.2; not measured on
-a GPU. Left out, since they are less than a percent: 1/rms of norms, log-sum-exp of attention, rotary angles,
-and an adapter on the output layer.
+A test compares it with what autograd saves of Megatron's own (local) layers on a CPU, to a few percent; for
+Transformer Engine's (fused) layers it follows from the sources of 2.20.2. Left out, since they are less than
+a percent: 1/rms of norms, log-sum-exp of attention, rotary angles, an adapter on the output layer.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Device = Literal["cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
-Routes = Literal["even", "worst"]
-"""How tokens choose experts: even load, or all tokens choose the experts of one rank."""
-
 _FP8_ITEM = 1 + 4 / 128
 """Bytes of a value in FP8: with blockwise scales a float32 for each 128."""
 
@@ -34,20 +30,16 @@ def uses_fused_layers(settings: Settings, device: str) -> bool:
     return device == "cuda" and dtype == "bfloat16" and implementation != "local"
 
 
-def expert_rows(shape: ModelShape, parallel: ParallelSettings, routes: Routes = "even") -> float:
-    """Rows that the experts of a rank process in one layer, per token of its micro-batch; dense model: 0.
+def expert_rows(shape: ModelShape, parallel: ParallelSettings, *, worst: bool = False) -> float:
+    """Rows (a token in one of its experts) of a rank in one layer, per token of its micro-batch; dense: 0.
 
-    A row is one token in one of its experts. With even load, a rank processes as many rows as its own tokens
-    have, times the ranks that share an expert. No token is dropped: at worst, all tokens of the
-    expert-parallel ranks choose the experts of one rank.
+    With even load as many as its own tokens have, times the ranks that share an expert. No token is dropped:
+    at worst, all tokens of the expert-parallel ranks choose the experts of one rank.
     """
-    e = shape.experts
-    if e is None:
+    if (e := shape.experts) is None:
         return 0
-    shared = parallel.expert_tensor / parallel.tensor
-    if routes == "even":
-        return shared * e.per_token
-    return shared * parallel.expert * min(e.per_token, e.count // parallel.expert)
+    each = parallel.expert * min(e.per_token, e.count // parallel.expert) if worst else e.per_token
+    return parallel.expert_tensor / parallel.tensor * each
 
 
 @dataclass(frozen=True)
@@ -74,30 +66,21 @@ class StageActivations:
     def _layers(self) -> list[int]:
         return [n for part in layers_of(self.shape, self.settings.parallel, self.stage) for n in part]
 
-    @property
-    def _item(self) -> int:
-        return ITEM_BYTES[self.settings.precision.dtype]
-
-    @property
-    def _stream(self) -> float:
-        """Columns of the residual stream on this rank."""
-        parallel = self.settings.parallel
-        return self.shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
-
-    def saved(self, recompute: Recompute, routes: Routes = "even") -> int:
-        """Bytes of all micro-batches in flight."""
-        parallel, shape, fp8 = self.settings.parallel, self.shape, self.settings.precision.fp8
-        each = sum(
-            self._layer(recompute, routes, shape.has_experts(n), in_fp8(fp8, n, shape.num_layers))
-            for n in self._layers
-        )
+    def saved(self, recompute: Recompute, *, worst: bool = False) -> int:
+        """Bytes of all micro-batches in flight. worst: see ``expert_rows``."""
+        settings, parallel, shape = self.settings, self.settings.parallel, self.shape
+        each = 0.0
+        for n in self._layers:
+            fp8 = in_fp8(settings.precision.fp8, n, shape.num_layers)
+            each += self._layer(recompute, worst, shape.has_experts(n), fp8)
         total = in_flight(self.stage, parallel, self.batch.microbatches) * each / parallel.virtual
         if self.stage == parallel.pipeline - 1:
             # Inputs of the final norm and of the log-prob head; targets, normalisers, entropy.
-            total += self._item * (self._stream + shape.hidden_size) + 20
+            stream = shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
+            total += ITEM_BYTES[settings.precision.dtype] * (stream + shape.hidden_size) + 20
         return round(self.tokens * total)
 
-    def _layer(self, recompute: Recompute, routes: Routes, experts: bool, fp8: bool = False) -> float:
+    def _layer(self, recompute: Recompute, worst: bool, experts: bool, fp8: bool = False) -> float:
         """Bytes that a layer saves for each token on the rank: the inputs of its operations.
 
         Of attention: layer's input, norm's output and sum with the stream; queries and keys before their
@@ -105,8 +88,9 @@ class StageActivations:
         queries, and the keys and values of all context ranks. Of a dense MLP: norm's output, gate|up and
         their product; of experts the rows, and these for each row. With adapters also A x of each.
         """
-        shape, parallel, item, stream = self.shape, self.settings.parallel, self._item, self._stream
-        lora, local = self.settings.lora, not self.fused
+        shape, parallel, lora = self.shape, self.settings.parallel, self.settings.lora
+        item, local = ITEM_BYTES[self.settings.precision.dtype], not self.fused
+        stream = shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
         if recompute == "full":
             return item * stream
         low = _FP8_ITEM if fp8 and lora is None else item  # of what products with weights read
@@ -124,11 +108,11 @@ class StageActivations:
             # Frozen experts save neither the rows nor the weighted product; the router's indices are int64.
             trained, columns = lora is None, e.ffn_hidden_size / parallel.expert_tensor
             of_row = trained * shape.hidden_size + (2 + trained + local) * columns
-            total += expert_rows(shape, parallel, routes) * item * of_row
+            total += expert_rows(shape, parallel, worst=worst) * item * of_row
             total += (8 * e.count + 20 * e.per_token) / parallel.tensor
         return total
 
-    def working(self, recompute: Recompute, routes: Routes = "even") -> int:
+    def working(self, recompute: Recompute, *, worst: bool = False) -> int:
         """Bytes of the largest backward pass of one layer besides the activations that are saved.
 
         What is recomputed, and the gradients of the MLP's inner tensors, of the stream and of one weight.
@@ -141,25 +125,20 @@ class StageActivations:
             self.settings.lora is not None,
             0.0,
         )
+        item, hidden = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size
         for experts in {shape.has_experts(n) for n in self._layers}:
-            again = self._layer("none", routes, experts) - self._layer(recompute, routes, experts)
+            again = self._layer("none", worst, experts) - self._layer(recompute, worst, experts)
             columns, at_once = shape.ffn_hidden_size / parallel.tensor, 1
             inner = (6 if frozen else 5) * columns
             if experts and (e := shape.experts) is not None:
                 held, columns = e.count // parallel.expert, e.ffn_hidden_size / parallel.expert_tensor
                 at_once = held if self.fused else 1
                 # The rows in the order of the tokens and of the experts, and the inner tensors.
-                of_row = 2 * shape.hidden_size + (3 * columns if self.fused else 5 * columns / held)
-                inner = expert_rows(shape, parallel, routes) * of_row
-            gradients = self.tokens * (inner + 3 * shape.hidden_size)
-            gradients += 0 if frozen else at_once * 2 * columns * shape.hidden_size
-            most = max(most, self._item * gradients + self.tokens * again)
+                of_row = 2 * hidden + (3 * columns if self.fused else 5 * columns / held)
+                inner = expert_rows(shape, parallel, worst=worst) * of_row
+            weight = 0 if frozen else at_once * 2 * columns * hidden
+            most = max(most, item * (self.tokens * (inner + 3 * hidden) + weight) + self.tokens * again)
         return round(most)
-
-    def worst_routes(self, recompute: Recompute) -> int:
-        """Additional bytes in an update if all tokens choose this rank's experts; 0 for a dense model."""
-        even, worst = (self.saved(recompute, way) + self.working(recompute, way) for way in ("even", "worst"))
-        return worst - even
 
 
 def in_flight(stage: int, parallel: ParallelSettings, microbatches: int) -> int:

@@ -195,17 +195,13 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 
     vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
     """
-    number = default
-    for i, argument in enumerate(arguments):
-        key, eq, value = argument.partition("=")
-        if key.replace("_", "-") != name:
-            continue
-        value = value if eq else (arguments[i + 1] if i + 1 < len(arguments) else "")
-        try:
-            number = float(value)
-        except ValueError:
-            raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
-    return number
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    values = {key.replace("_", "-"): value for key, value in zip(words, [*words[1:], ""], strict=False)}
+    value = values.get(name, default)
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -215,14 +211,19 @@ class SharedGpu:
     parts: tuple[MemoryPart, ...]
     """Of both turns; ``phase`` is the turn."""
 
+    @property
+    def turns(self) -> dict[str, int]:
+        """Peak bytes of each turn."""
+        return {turn: sum(part.nbytes for part in self.parts if part.phase == turn) for turn in TURNS}
+
     def total(self, turn: Phase) -> int:
         """Peak bytes of a turn."""
-        return sum(part.nbytes for part in self.parts if part.phase == turn)
+        return self.turns[turn]
 
     @property
     def peak(self) -> int:
         """Peak bytes of both turns."""
-        return max(map(self.total, TURNS))
+        return max(self.turns.values())
 
 
 def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
-from rpg_megatron.commands.plan.gpus import Assumed, find_gpu
+from rpg_megatron.commands.plan.gpus import Assumptions, find_gpu
 from rpg_megatron.commands.plan.measured_run import MeasuredRun, changes_between, measure_run
 from rpg_megatron.commands.plan.plan import Plan, plan_for, told
 from rpg_megatron.commands.plan.step_time import Name, step_times
@@ -39,13 +39,12 @@ class FromRun:
     measured: dict[str, float] | None
     """Seconds of the run's phases, the rollout with its tail; None: its times are not used."""
 
-    def applied(self, assumed: Assumed) -> Assumed:
+    def applied(self, assumed: Assumptions) -> Assumptions:
         """These assumptions with what the run says; those that the user has set stay."""
-        by_run = assumed.replaced(self.values)
-        return replace(by_run, values=replace(by_run.values, factors=self.factors))
+        return replace(assumed.replaced(self.values), factors=self.factors)
 
 
-def take_from(folder: Path, plan: Plan, assumed: Assumed) -> FromRun:
+def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
     """What the run in ``folder`` determines.
 
     Raises UserError as ``measure_run`` does, and if nothing of the run tells about the planned one: another
@@ -98,9 +97,9 @@ def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
     return values if run.kept is None else {**values, "kept_groups": run.kept}
 
 
-def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumed) -> dict[str, float]:
+def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, float]:
     """Phase -> measured seconds over those of the formula; a phase that has none in either is left out."""
-    step, factors = step_times(of_run, assumed.values)[0], {}
+    step, factors = step_times(of_run, assumed)[0], {}
     phases: tuple[Name, ...] = ("rollout", "log-probs", "update", "sync", "handover")
     for name in phases:
         formula = step.generation if name == "rollout" else step.seconds(name)

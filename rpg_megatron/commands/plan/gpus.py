@@ -14,8 +14,8 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.renamed import explain_renamed
 
 _MIB, _GIB = 1024**2, 1024**3
-_DECIMAL_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_UNITS = {**_DECIMAL_UNITS, "kib": 1024, "mib": _MIB, "gib": _GIB, "g": _GIB}
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {**_DECIMAL, "kib": 1024, "mib": _MIB, "gib": _GIB, "g": _GIB}
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def gpu_bytes(name: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", key)
     if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
         return size
-    near = [gpu for gpu in GPUS if gpu.startswith(key)] or difflib.get_close_matches(
-        key, GPUS, n=1, cutoff=0.3
-    )
+    near = [gpu for gpu in GPUS if gpu.startswith(key)] or difflib.get_close_matches(key, GPUS, 1, 0.3)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"--gpu: {name!r} is neither a size (80GiB, 96e9) nor one of {', '.join(GPUS)}{hint}")
 
@@ -87,12 +85,9 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
 Source = Literal["data sheet", "assumed", "as set", "run"]
 
 
-def _assumed(default: float, why: str, *, most: float = math.inf, zero: bool = False) -> Any:
-    return field(default=default, metadata={"why": why, "most": most, "zero": zero})
-
-
-def _data_sheet(why: str) -> Any:
-    return field(metadata={"why": why, "most": math.inf, "zero": False})
+def _number(why: str, default: float = math.nan, *, most: float = math.inf) -> Any:
+    """An assumption of more than 0, or at least 0 for overheads; without a default it is the data sheet's."""
+    return field(default=default, metadata={"why": why, "most": most})
 
 
 @dataclass(frozen=True)
@@ -104,63 +99,49 @@ class Assumptions:
     """
 
     gpu: Gpu
-    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in float32 in proportion")
-    memory_bandwidth: float = _data_sheet("bytes/s of the GPU's memory")
-    network: float = _assumed(50e9, "bytes/s to other nodes: 400 Gb/s for each GPU")
-    train_mfu: float = _assumed(0.43, "fraction of the peak: forward and backward passes", most=1)
-    score_mfu: float = _assumed(0.43, "fraction of the peak: log-prob passes and engines", most=1)
-    decode_efficiency: float = _assumed(0.33, "fraction of memory_bandwidth: decoding", most=1)
-    decode_overhead: float = _assumed(0.0017, "s per decoding step: scheduler, kernel launches", zero=True)
-    response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
-    prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
-    kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
-    step_overhead: float = _assumed(
-        6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync", zero=True
-    )
-    walltime: float = _assumed(4.0, "hours of a job, as in slurm/*.sbatch")
-    factors: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds of a run over those of the formula; those of another run are 1."""
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """The assumptions of a plan and the source of each."""
-
-    values: Assumptions
     sources: Mapping[str, Source]
+    peak_bf16: float = _number("FLOP/s in bfloat16, dense; in float32 in proportion")
+    memory_bandwidth: float = _number("bytes/s of the GPU's memory")
+    network: float = _number("bytes/s to other nodes: 400 Gb/s for each GPU", 50e9)
+    train_mfu: float = _number("fraction of the peak: forward and backward passes", 0.43, most=1)
+    score_mfu: float = _number("fraction of the peak: log-prob passes and engines", 0.43, most=1)
+    decode_efficiency: float = _number("fraction of memory_bandwidth: decoding", 0.33, most=1)
+    decode_overhead: float = _number("s per decoding step: scheduler, kernel launches", 0.0017)
+    response_mean: float = _number("mean response / rollout.max_response_tokens", 0.4, most=1)
+    prompt_mean: float = _number("mean prompt / data.max_prompt_tokens", 0.25, most=1)
+    kept_groups: float = _number("fraction of groups kept by rollout.dynamic", 0.6, most=1)
+    step_overhead: float = _number("s per step: last grading, batch to the ranks, starts of updates", 6.0)
+    walltime: float = _number("hours of a job, as in slurm/*.sbatch", 4.0)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> seconds of a run over those of the formula; 1 for others."""
 
     @property
     def rows(self) -> list[tuple[str, float, Source, str]]:
         """(name, value, source, meaning) of each assumption."""
-        return [(n, getattr(self.values, n), self.sources[n], about["why"]) for n, about in _ABOUT.items()]
+        return [
+            (name, getattr(self, name), self.sources[name], about["why"]) for name, about in _ABOUT.items()
+        ]
 
-    def replaced(self, values: Mapping[str, float]) -> Assumed:
-        """These assumptions with values of a run; those that the user has set stay."""
-        mine = {name: value for name, value in values.items() if self.sources[name] != "as set"}
-        changed = replace(self.values, **mine)  # type: ignore[arg-type]
-        return Assumed(changed, {**self.sources, **dict.fromkeys(mine, "run")})
+    def replaced(self, values: Mapping[str, float], source: Source = "run") -> Assumptions:
+        """These with other values; those that the user has set stay."""
+        new = {name: value for name, value in values.items() if self.sources[name] != "as set"}
+        return replace(self, sources={**self.sources, **dict.fromkeys(new, source)}, **new)  # type: ignore[arg-type]
 
 
 _ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}
-"""Assumption -> why, most, zero."""
+"""Assumption -> why, most."""
 
 
-def assume(name: str, options: Sequence[str] = ()) -> Assumed:
+def assume(name: str, options: Sequence[str] = ()) -> Assumptions:
     """The assumptions for a GPU, with those set by the user; a memory size or a CPU has an H100's speeds.
 
     options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
     """
-    gpu = find_gpu(name)
-    sheet = gpu or GPUS[DEFAULT]
-    sources: dict[str, Source] = dict.fromkeys(_ABOUT, "assumed")
-    sheet_speeds = ("peak_bf16", "memory_bandwidth")
-    if gpu is not None:
-        sources |= dict.fromkeys(sheet_speeds, "data sheet")
-    assumed = dict(map(_read_option, options))
-    speeds = {speed: getattr(sheet, speed) for speed in sheet_speeds}
-    return Assumed(
-        Assumptions(sheet, **{**speeds, **assumed}), {**sources, **dict.fromkeys(assumed, "as set")}
-    )
+    gpu = find_gpu(name) or GPUS[DEFAULT]
+    speeds = {speed: getattr(gpu, speed) for speed in ("peak_bf16", "memory_bandwidth")}
+    assumed = Assumptions(gpu, dict.fromkeys(_ABOUT, "assumed"))
+    assumed = assumed.replaced(speeds, "data sheet" if find_gpu(name) else "assumed")
+    return assumed.replaced(dict(map(_read_option, options)), "as set")
 
 
 def _read_option(option: str) -> tuple[str, float]:
@@ -178,7 +159,7 @@ def _read_option(option: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     most = _ABOUT[name]["most"]
-    positive = value > 0 or (value == 0 and _ABOUT[name]["zero"])
+    positive = value > 0 or (value == 0 and name.endswith("_overhead"))
     if not (positive and value <= most and value < math.inf):
         range_ = f"of at most {most:g}" if most < math.inf else "such as 0.5 or 3e12"
         raise UserError(f"--assume {name}: needs a positive number {range_}, has {text!r}")

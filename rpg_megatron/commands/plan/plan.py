@@ -94,7 +94,9 @@ class Plan:
     @property
     def routed_to_one(self) -> int:
         """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
-        return self._activations.worst_routes(recomputation(self.settings))
+        of_stage, kind = self._activations, recomputation(self.settings)
+        even, worst = (of_stage.saved(kind, worst=w) + of_stage.working(kind, worst=w) for w in (False, True))
+        return worst - even
 
     @property
     def _activations(self) -> StageActivations:

@@ -1,17 +1,14 @@
 """What a whole run costs: a chain of Slurm jobs, each with the same walltime. Computed, not measured.
 
-A job needs ``start`` seconds, then does steps until it is warned, ``warning`` seconds before its walltime.
-It saves (``save`` seconds), ends, and starts again ``requeue`` seconds later; waiting in a queue is not
-counted. The warning finds each moment of a step, of ``rollout`` + ``log_probs`` + ``rest`` seconds, equally
-often, and costs:
+A job does steps until it is warned, saves, ends, and starts again; waiting in a queue is not counted. The
+warning finds each moment of a step equally often, and costs:
 
 - in the rollout ``under_way`` seconds, or all if less is done: finished groups are kept, others are not;
 - in the log-probs the rollout, and what was done of the log-probs;
 - in the rest (updates, sync, handover, fixed costs) nothing: it is finished after the warning.
 
-Every ``every`` steps a checkpoint stops the run for ``save`` seconds. Where rollouts overlap with training,
-the first step of a job takes ``fill`` seconds more. If a step is longer than a job, the result is too high.
-Evaluations are not counted: how many problems their sets have is known only from the data.
+Where rollouts overlap with training, the first step of a job takes ``fill`` seconds more. If a step is longer
+than a job, the result is too high. Evaluations are not counted: only the data says how large their sets are.
 """
 
 from __future__ import annotations
@@ -28,17 +25,15 @@ from rpg_megatron.config import Settings, UserError
 
 @dataclass(frozen=True)
 class Job:
-    """Seconds of each job of a chain, all but the walltime assumed: guesses, or values of slurm/*.sbatch."""
+    """Seconds of a job: in all; between its warning and its end; before its first step; until Slurm starts it
+    again; for which a checkpoint stops it. Guesses, or the values of slurm/*.sbatch.
+    """
 
     walltime: float
     warning: float = 600.0
-    """Between its warning and its end."""
     start: float = 300.0
-    """Before its first step: imports, engines, weights."""
     requeue: float = 120.0
-    """Until Slurm starts it again."""
     save: float = 60.0
-    """For which a checkpoint stops the run."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +111,13 @@ def _warned(parts: StepParts, step: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Costed:
-    """A plan with the time of its step and the cost of its run."""
+    """A plan with the time of its step and the cost of its run; no cost: it never ends."""
 
     plan: Plan
     step: StepTime
     parts: StepParts
     job: Job
     cost: RunCost | None
-    """None: the run never ends, see ``run_cost``."""
 
 
 def costed(plan: Plan, assumed: Assumptions) -> Costed:
@@ -142,7 +136,7 @@ def estimate(settings: Settings) -> list[str]:
         plan = make_plan(settings)
     except UserError:  # plan says why
         return []
-    return list(cost_lines(costed(plan, assume(plan.target.name).values))) if plan.fits else []
+    return list(cost_lines(costed(plan, assume(plan.target.name)))) if plan.fits else []
 
 
 def cost_lines(run: Costed) -> Iterator[str]:

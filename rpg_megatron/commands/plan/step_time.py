@@ -24,21 +24,18 @@ Placement = Literal["colocated", "by turns", "overlapped"]
 _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
-GLOO = 0.98e9
-"""Bytes/s of a sync over gloo with 2 CPU cores; measured (docs/weight-sync.md)."""
-LINK_EFFICIENCY = 0.7
-"""Fraction of the speed of NVLink, network and host link that transfers reach; assumed."""
-ALLREDUCE = 15e-6
-"""Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1; assumed."""
-ALLREDUCE_BETWEEN_NODES = 75e-6
-"""The same for an engine on more than one node: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
+GLOO, LINK_EFFICIENCY = 0.98e9, 0.7
+"""Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
+NVLink, network and host link that transfers reach, assumed."""
+ALLREDUCE, ALLREDUCE_BETWEEN_NODES = 15e-6, 75e-6
+"""Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1, assumed; and of an engine
+on several nodes: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
-FP8_GAIN = 1.29
-"""Speed of a layer's products in FP8 over that in bfloat16; measured (docs/performance.md)."""
-EXPERT_OVERHEAD = 1e-6
-"""Seconds for each token, layer with experts and pass on a GPU beside products: routing, permutation and
-exchange; from published speeds (docs/plan.md)."""
+FP8_GAIN, EXPERT_OVERHEAD = 1.29, 1e-6
+"""Speed of a layer's products in FP8 over that in bfloat16, measured (docs/performance.md); seconds for each
+token, layer with experts and pass on a GPU beside products: routing, permutation and exchange, from published
+speeds (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,11 @@ class StepTime:
         if self.placement != "overlapped":
             return sum(phase.seconds for phase in self.phases)
         return max(self.generation, self.training) + self.seconds("sync", "other")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens per second."""
+        return self.trained_tokens / self.step
 
     @property
     def generation(self) -> float:
@@ -116,19 +118,13 @@ def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
     placements have the same total number of GPUs; data-parallel ranks and engines are scaled, possibly to
     fractions, and memory is not checked. A colocated run is compared with half of its GPUs for each.
     """
-    trainer, engines, colocated = plan.gpus.trainer, plan.gpus.engines, plan.gpus.colocated
-    total = max(trainer, engines) if colocated else trainer + engines
-    separate = (total / 2, total / 2) if colocated else (trainer, engines)
-    placements: list[tuple[Placement, float, float]] = [
-        ("colocated", *((trainer, engines) if colocated else (total, total))),
-        ("by turns", *separate),
-        ("overlapped", *separate),
-    ]
-    current: Placement = (
-        "colocated" if colocated else "overlapped" if plan.settings.rollout.ahead else "by turns"
-    )
-    placements.sort(key=lambda placement: placement[0] != current)
-    return tuple(_step(_Case(plan, assumed, *placement)) for placement in placements)
+    own, total = (plan.gpus.trainer, plan.gpus.engines), plan.gpus.total
+    shared, separate = (own, (total / 2,) * 2) if plan.gpus.colocated else ((total,) * 2, own)
+    turns: tuple[Placement, ...] = ("by turns", "overlapped")
+    gpus: dict[Placement, tuple[float, float]] = {"colocated": shared, **dict.fromkeys(turns, separate)}
+    current = "colocated" if plan.gpus.colocated else turns[plan.settings.rollout.ahead > 0]
+    placements = sorted(gpus, key=lambda placement: placement != current)
+    return tuple(_step(_Case(plan, assumed, placement, *gpus[placement])) for placement in placements)
 
 
 @dataclass(frozen=True)
@@ -247,10 +243,9 @@ def _work(case: _Case, tokens: float, squares: float, passes: _Passes, mfu: floa
 def _rollout(case: _Case) -> tuple[list[Phase], float]:
     """Prefill, decoding at the batch that fits, and the tail; and the seconds of a mean response.
 
-    A decoding step of batch B takes the longer of two times, plus overheads: reading the weights and the
-    batch's keys and values, and computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1). All
-    responses are decoded at batch B; then the longest one continues alone, from the mean to the maximum
-    length. Prompts are prefilled once per group (prefix caching).
+    A decoding step of batch B takes the longer of reading the weights and the batch's keys and values, and of
+    computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1), plus overheads. All responses are decoded
+    at batch B; then the longest one continues alone. Prompts are prefilled once per group (prefix caching).
     """
     assumed, shape, settings, memory = case.assumed, case.plan.shape, case.plan.settings, case.plan.engine
     rollout, engine = settings.rollout, settings.engine
@@ -277,8 +272,8 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     seconds = sequences / batch * response
     attention = 2 * case.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
     prefill = prompts / case.engines * (2 * (in_layers + in_head) * case.prompt + attention) / flops
-    parts = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
-    bound = "prefill" if prefill > seconds else f"{_largest(parts)}, {batch:.0f} at once"
+    slowest = _largest({"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed})
+    bound = "prefill" if prefill > seconds else f"{slowest}, {batch:.0f} at once"
     left = case.longest - case.prompt - case.response
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
     tail = Phase("rollout: tail", left * alone, "one response alone")
@@ -359,12 +354,11 @@ def _exchange_seconds(case: _Case, tokens: float) -> float:
 
 
 def _update(case: _Case) -> Phase:
-    """All updates of a step: forward, backward, recomputation, reduction of gradients, optimizer.
+    """All updates of a step. The log-prob head is always recomputed in the backward pass.
 
-    The log-prob head is always recomputed in the backward pass. The reduction transfers a float32 gradient
-    and the new weight of each parameter in a ring; with optimizer.overlap only the time beyond that of a
-    micro-batch counts. Communication of context parallelism is part of ``train_mfu``; that of tensor
-    parallelism and of experts is not.
+    The reduction transfers a float32 gradient and the new weight of each parameter in a ring; with
+    optimizer.overlap only the time beyond that of a micro-batch counts. Communication of context parallelism
+    is part of ``train_mfu``.
     """
     plan, assumed = case.plan, case.assumed
     settings, parallel = plan.settings, plan.settings.parallel
@@ -396,10 +390,9 @@ def _update(case: _Case) -> Phase:
 def _sync(case: _Case) -> Phase:
     """Bytes over bandwidth: of the busiest sender or of a worker, whichever transfers more.
 
-    Of adapters that engines apply, each worker reads all; the first sync, with the weights, does not count.
-
-    Workers read from the memory of GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there
-    and back), or over the network (``process_group``; gloo to colocated engines).
+    Workers read from GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there and back), or
+    over the network (``process_group``; gloo to colocated engines). Of adapters that engines apply, each
+    worker reads all.
     """
     settings, worker, shared = case.plan.settings, case.plan.engine.weights, case.placement == "colocated"
     sender, parallel = case.plan.largest.parameters, settings.parallel

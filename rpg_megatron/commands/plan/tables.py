@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rpg_megatron.commands.plan.engine_memory import SERVER, TURNS
 from rpg_megatron.commands.plan.from_run import FromRun
-from rpg_megatron.commands.plan.gpus import Assumed
+from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
 from rpg_megatron.commands.plan.run_cost import Costed, cost_lines
@@ -31,7 +31,7 @@ class Answer:
     plan: Plan
     warnings: Sequence[str]
     """Those of the plan and of the checks."""
-    assumed: Assumed
+    assumed: Assumptions
     steps: Sequence[StepTime] | None
     """The time of a step, first with the placement of the settings."""
     taken: FromRun | None
@@ -112,7 +112,8 @@ def _facts(plan: Plan) -> dict[str, str]:
     fused = f"Transformer Engine's, {settings.precision.dtype if fp8 is None else f'FP8 {fp8.recipe}'}"
     own = f"Megatron's own, {settings.precision.dtype}"
     passes = f" ({settings.training.epochs} passes)" if settings.training.epochs > 1 else ""
-    several = batch.microbatches > 1
+    several, engines = batch.microbatches > 1, settings.engine.replicas
+    heads = shape.num_heads // parallel.tensor
     step = (
         f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} responses, "
         f"in {batch.updates} updates of {batch.sequences_per_update:,}{passes}"
@@ -124,16 +125,15 @@ def _facts(plan: Plan) -> dict[str, str]:
         "adapters": adapters,
         "experts": experts,
         "policy": f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' * parallel.sequence}, PP "
-        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' * (parallel.virtual > 1)}, CP {parallel.context}, DP "
-        f"{parallel.data}; {of_layers} layers per stage, {shape.num_heads // parallel.tensor} heads per rank",
+        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' * (parallel.virtual > 1)}, CP {parallel.context}, "
+        f"DP {parallel.data}; {of_layers} layers per stage, {heads} heads per rank",
         "layers": own if plan.implementation == "local" else fused,
-        "engines": f"{settings.engine.replicas} x TP {settings.engine.tensor}"
-        * (settings.engine.replicas > 0),
+        "engines": f"{engines} x TP {settings.engine.tensor}" * (engines > 0),
         "GPUs": _gpus(plan.gpus) * plan.on_gpu,
         "step": f"one update on {batch.sequences:,} conversations" if sft else step,
         "update": f"{batch.sequences_per_rank:,} {'conversations' if sft else 'responses'} per replica, up to "
-        f"{batch.longest:,} tokens: at most {batch.microbatches:,} micro-batch{'es' * several} of "
-        f"{batch.tokens_per_microbatch:,} tokens{', gradients accumulated' * several}"
+        f"{batch.longest:,} tokens: at most {batch.microbatches:,} micro-batch{'es' * several} "
+        f"of {batch.tokens_per_microbatch:,} tokens{', gradients accumulated' * several}"
         f"{f'; pipeline idle {batch.pipeline_idle:.0%}' * (parallel.pipeline > 1)}",
     }
 
@@ -207,7 +207,7 @@ def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) ->
     measured = {} if taken is None or taken.measured is None else {**taken.measured, "step": taken.run.step}
     how = f"from the times of {taken.run.folder.name}" if taken is not None and measured else ", not measured"
     rows = [(p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases]
-    rows.append(("step", current.step, "", f"{current.trained_tokens / current.step:,.0f} trained tokens/s"))
+    rows.append(("step", current.step, "", f"{current.tokens_per_second:,.0f} trained tokens/s"))
     columns = ["phase", ">seconds", *([">in that run"] if measured else []), ">share", "bound by"]
     phases = [
         (name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *rest)
@@ -247,7 +247,7 @@ def _print_placements(steps: Sequence[StepTime], console: Console) -> None:
         gpus, idle = f"{step.trainer_gpus:g} + {step.engine_gpus:g}", f"{step.engine_idle:.0%}"
         if step.placement == "colocated":
             gpus, idle = f"{step.gpus:.0f}", "the same"
-        speed = f"{step.trained_tokens / step.step:,.0f}"
+        speed = f"{step.tokens_per_second:,.0f}"
         rows.append((step.placement, gpus, f"{step.step:.1f}", speed, f"{step.trainer_idle:.0%}", idle))
     columns = ("placement", ">GPUs", ">step, s", ">tokens/s", ">trainers idle", ">engines idle")
     _print_table(console, "placements with the same number of GPUs", columns, rows)
@@ -352,7 +352,7 @@ def to_json(answer: Answer) -> str:
         "trained_parameters": plan.trained,
         "parallel": plan.settings.parallel.model_dump(),
         "rank_bytes": plan.rank_total,
-        "card": None,
+        "card": plan.shared_gpu,
         "machine_bytes": None if plan.on_gpu else plan.machine_total,
         "recompute": recomputation(plan.settings),
         "left_bytes": plan.left,
@@ -362,19 +362,11 @@ def to_json(answer: Answer) -> str:
         if run
         else None,
     }
-    if (shared := plan.shared_gpu) is not None:
-        described["card"] = {"shares": shared.parts, **{turn: shared.total(turn) for turn in TURNS}}
     if steps is not None:
         assumptions = {n: {"value": value, "source": source} for n, value, source, _ in answer.assumed.rows}
+        renamed = {"step": "step_seconds", "generation": "generation_seconds", "training": "training_seconds"}
         placements = [
-            _all(step)
-            | {
-                "step_seconds": step.step,
-                "tokens_per_second": step.trained_tokens / step.step,
-                "generation_seconds": step.generation,
-                "training_seconds": step.training,
-            }
-            for step in steps
+            {renamed.get(name, name): value for name, value in _all(step).items()} for step in steps
         ]
         described["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
     if (taken := answer.taken) is not None:
@@ -384,10 +376,8 @@ def to_json(answer: Answer) -> str:
         overrides = answer.layout.overrides if answer.layout else None
         described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
     if lighter is not None:
-        described["lighter"] = {
-            "memory.recompute": recomputation(lighter.settings),
-            "left_bytes": lighter.left,
-        }
+        kind = recomputation(lighter.settings)
+        described["lighter"] = {"memory.recompute": kind, "left_bytes": lighter.left}
     if answer.swept is not None:
         described["sweep"] = [
             {**p.settings.parallel.model_dump(), "left_bytes": p.left, "rank_bytes": p.rank_total}

@@ -43,8 +43,8 @@ assumed to be four characters."""
 NCCL_GROUP, NCCL_PEER = 540 * 1024**2, 320 * 1024**2
 """Bytes of NCCL's buffers of a communicator (0.5 GiB within a node, up to 1.5 between nodes), and more for
 each rank of the node with which messages are exchanged: context, experts."""
-NCCL_LINK, NCCL_LINK_IN_NODE = 44 * 1024**2, (294 * 1024**2, 550 * 1024**2)
-"""Of a link to an engine worker on another node; on the same node, of the rank and of the worker."""
+NCCL_LINK = 44 * 1024**2
+"""Of a link of ``process_group`` between a rank and an engine worker on nodes of their own, at either end."""
 
 SAVE, NCCL, TEACHER = "checkpoint to be written", "NCCL buffers", "teacher"
 SERVED, MERGED = "weights in bfloat16, for engines", "weights merged with adapters"
@@ -135,17 +135,11 @@ def nccl_bytes(settings: Settings) -> int:
 
 
 def link_bytes(settings: Settings) -> tuple[int, int]:
-    """NCCL's buffers of the links of ``process_group`` on a trainer rank, and on an engine worker.
-
-    Each pair of a rank and a worker has a communicator; on GPUs that they share it is gloo's.
-    """
+    """NCCL's buffers of the links of ``process_group`` on a trainer rank, and on an engine worker."""
     parallel, engine = settings.parallel, settings.engine
-    if settings.bridge.transport != "process_group" or engine.colocated:
-        return 0, 0
-    on_one_node = parallel.world + engine.replicas * engine.tensor <= GPUS_PER_NODE
-    of_rank, of_worker = NCCL_LINK_IN_NODE if on_one_node else (NCCL_LINK, NCCL_LINK)
     workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
-    return workers * of_rank, parallel.tensor * parallel.pipeline * of_worker
+    linked = settings.bridge.transport == "process_group" and not engine.colocated  # colocated: gloo's
+    return NCCL_LINK * workers * linked, NCCL_LINK * parallel.tensor * parallel.pipeline * linked
 
 
 def rank_memory(
@@ -296,22 +290,17 @@ def host_memory(
     keeps there. Does not include libraries, engine processes and page cache.
     """
     parallel = settings.parallel
-    here = parallel.world
-    nbytes: Counter[str] = Counter()
+    here, nbytes = parallel.world, Counter[str]()
     if on_gpu:
         here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
-        of_ranks = f", {here} rank{'s' if here > 1 else ''}"
-        kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
-        for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
-            replica, stage = number // parallel.tensor, number // (parallel.world // parallel.pipeline)
-            publishes = replica % (parallel.context * parallel.data) == 0
-            for part in kinds[stage, publishes].parts:
-                if part.host:
-                    nbytes[part.name + of_ranks] += part.nbytes
-        if asleep:
-            workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
-            of_workers = f"{workers} worker{'s' if workers > 1 else ''}"
-            nbytes[f"weights of sleeping engines, {of_workers}"] = workers * asleep
+        workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
+        # Megatron numbers ranks tensor, context, data, pipeline; the first replica publishes.
+        replicas = parallel.context * parallel.data
+        publish = sum(number // parallel.tensor % replicas == 0 for number in range(here))
+        for rank, number in zip(ranks, (publish, here - publish), strict=False):
+            for part in rank.parts:
+                nbytes[f"{part.name}, {here} rank{'s' * (here > 1)}"] += part.nbytes * part.host * number
+        nbytes[f"weights of sleeping engines, {workers} worker{'s' * (workers > 1)}"] = workers * asleep
     response = batch.longest
     if settings.sft is None:
         response = min(settings.rollout.max_response_tokens, response)
@@ -326,6 +315,5 @@ def host_memory(
     shares = (1 + (parallel.world > parallel.data)) * step * leaders // parallel.data
     steps = 1 + settings.rollout.ahead
     name = f"{steps} steps" if steps > 1 else "the step"
-    of_leaders = f"shares of {leaders} leader{'s' if leaders > 1 else ''}"
-    nbytes[f"{name} in the sampler, {of_leaders}"] = steps * step + shares
-    return tuple(MemoryPart(name, size, "estimated", host=True) for name, size in nbytes.items())
+    nbytes[f"{name} in the sampler, shares of {leaders} leader{'s' * (leaders > 1)}"] = steps * step + shares
+    return tuple(MemoryPart(name, n, "estimated", host=True) for name, n in nbytes.items() if n)
