@@ -39,7 +39,6 @@ CONTEXT = 512 * 1024**2
 thumb."""
 SERVER = 1800 * 1024**2
 """On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
-_GIB = 1024**3
 
 TURNS: tuple[Phase, Phase] = ("rollout", "update")
 """What a shared GPU is used for: the engine samples, or the trainer rank computes."""
@@ -47,24 +46,22 @@ TURNS: tuple[Phase, Phase] = ("rollout", "update")
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory of one worker."""
+    """The memory of one worker, in bytes.
+
+    adapters: slots, and the adapters as they were read; running: the largest batch's activations and logits,
+    context, graphs, NCCL; buckets: receive buffers of weights and NCCL's links, which vLLM does not count;
+    sequence_tokens: of the longest prompt and response; utilisation: share of the GPU that vLLM uses, None if
+    the size of the KV cache is set: on a CPU or a shared GPU.
+    """
 
     weights: int
-    """Exact, except for weights that kernels re-pack."""
     adapters: int
-    """Slots of adapters, and the adapters as they were read; 0 without."""
     running: int
-    """Estimated: the largest batch's activations and logits, context, graphs, NCCL."""
     kv_cache: int
-    """Bytes for keys and values."""
     buckets: int
-    """Receive buffers of weights and NCCL's links, from the first sync on; not counted by vLLM."""
     kv_bytes_per_token: int
-    """Exact."""
     sequence_tokens: int
-    """Tokens of the longest prompt and response."""
     utilisation: float | None
-    """Share of the GPU that vLLM uses; None if the KV cache size is set: on a CPU or a shared GPU."""
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
@@ -111,28 +108,18 @@ def engine_memory(
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
     buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
-    if device == "cuda" and engine.colocated:
-        buckets = 0  # they are in host memory
-    if device == "cpu":
-        # The server's processes are counted with the machine: ``SERVER``.
-        kv_cache = int(engine.kv_cache_gib * _GIB)
-        return EngineMemory(weights, adapters, 0, kv_cache, buckets, kv_bytes, longest, None)
-    batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-    buckets += link_bytes(settings)[1]
-    running = GRAPHS + engine_nccl(engine.tensor) + batched * item * _activations(shape, engine.tensor)
-    # Float32 logits, and a sorted or exponentiated copy.
-    running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
-    if engine.colocated:
-        kv_cache = int(engine.kv_cache_gib * _GIB)
-        return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, None)
-    utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
-    kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
+    running, utilisation, kv_cache = 0, None, int(engine.kv_cache_gib * 1024**3)
+    if device == "cuda":  # on a CPU the server's processes are counted with the machine: ``SERVER``
+        batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
+        buckets = 0 if engine.colocated else buckets + link_bytes(settings)[1]  # colocated: in host memory
+        running = GRAPHS + NCCL_OF_WORKER * (engine.tensor > 1)
+        running += batched * item * _activations(shape, engine.tensor)
+        # Float32 logits, and a sorted or exponentiated copy.
+        running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
+    if device == "cuda" and not engine.colocated:
+        utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
+        kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
     return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation)
-
-
-def engine_nccl(tensor: int) -> int:
-    """Bytes of NCCL on a worker of an engine with ``tensor`` workers, which vLLM counts when it starts."""
-    return NCCL_OF_WORKER if tensor > 1 else 0
 
 
 def _activations(shape: ModelShape, tensor: int) -> int:
@@ -216,15 +203,6 @@ class SharedGpu:
         """Peak bytes of each turn."""
         return {turn: sum(part.nbytes for part in self.parts if part.phase == turn) for turn in TURNS}
 
-    def total(self, turn: Phase) -> int:
-        """Peak bytes of a turn."""
-        return self.turns[turn]
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of both turns."""
-        return max(self.turns.values())
-
 
 def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
     """The memory of a GPU with both processes.
@@ -244,7 +222,7 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
         "rollout": (("rank: parameters", weights), ("rank: NCCL buffers", nccl), *both),
         "update": (
             ("rank: peak", rank.peak),
-            ("engine asleep: context, graphs, NCCL", GRAPHS + engine_nccl(settings.engine.tensor)),
+            ("engine asleep: context, graphs, NCCL", GRAPHS + NCCL_OF_WORKER * (settings.engine.tensor > 1)),
             *both,
         ),
     }

@@ -56,24 +56,23 @@ def model_parameters(shape: ModelShape) -> int:
 
 def trained_parameters(settings: Settings, shape: ModelShape) -> int:
     """Number of parameters of the whole model that updates change."""
-    return (
-        model_parameters(shape) if settings.lora is None else AdapterMapping(shape, settings.lora).parameters
-    )
+    lora = settings.lora
+    return model_parameters(shape) if lora is None else AdapterMapping(shape, lora).parameters
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Number of parameters of a pipeline rank, over all of its virtual stages."""
+    """Number of parameters of a pipeline rank, over all of its virtual stages.
+
+    Of ``total``, those of experts (without routers), of matrices in layers that compute in FP8, those that
+    updates change (all, or those of adapters), and those of matrices with adapters.
+    """
 
     total: int
     in_experts: int
-    """Of ``total``, those of experts; routers are not among them."""
     in_fp8: int
-    """Of ``total``, those of matrices in layers that compute in FP8."""
     trained: int
-    """Of ``total``, those that updates change: all, or those of adapters."""
     adapted: int = 0
-    """Of ``total``, those of matrices with adapters."""
 
     def replicated(self, parallel: ParallelSettings, data: float | None = None) -> list[tuple[int, float]]:
         """Trained parameters outside and inside experts, with the number of ranks that hold the same ones.
@@ -152,26 +151,24 @@ def _count(
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The sizes of a step. Tokens are upper bounds: all responses have the maximum length."""
+    """The sizes of a step. Tokens are upper bounds: all responses have the maximum length.
+
+    sequences: responses per step; updates: mini-batches x epochs; sequences_per_rank: of one mini-batch on
+    the replica with the most; longest: tokens of prompt and response; context: the same, including evaluation;
+    tokens_per_microbatch: of a replica's largest one, the budget or one longest sequence that is larger;
+    microbatches: per update and replica; pipeline_idle: share of an update that a pipeline rank waits.
+    """
 
     prompts: int
     sequences: int
-    """Responses per step."""
     updates: int
-    """Optimizer updates per step: mini-batches x epochs."""
     sequences_per_update: int
     sequences_per_rank: int
-    """Responses of one mini-batch on the data-parallel replica with the most."""
     longest: int
-    """Tokens of the longest prompt and response together."""
     context: int
-    """The same, including evaluation: the context length of the engines."""
     tokens_per_microbatch: int
-    """Tokens of a replica's largest micro-batch: the budget, or one longest sequence that is larger."""
     microbatches: int
-    """Micro-batches per update and replica, with all sequences at maximum length."""
     pipeline_idle: float
-    """Idle share of a pipeline rank in an update, with micro-batches of equal size."""
 
 
 def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:

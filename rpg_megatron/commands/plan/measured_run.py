@@ -20,28 +20,25 @@ _NEEDED = ("time/step", "time/collect", "time/update", "step/tokens", "response/
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Medians over the newest steps of a run, without the first one after each start."""
+    """Medians over the newest steps of a run, without the first one after each start.
+
+    steps: that were read; warm: the first one after a start was left out, since there are others; gpu: name
+    of the first one at the last start, if known; prompt, response: mean tokens, those of a prompt with all
+    else that was not sampled; kept: fraction of groups that ``rollout.dynamic`` kept; seconds: of the phases
+    of ``plan`` that happened (rollout with its tail, log-probs, update, sync, handover, other).
+    """
 
     folder: Path
     settings: Settings
     steps: int
-    """Steps that were read."""
     warm: bool
-    """Whether the first step after a start was left out; not if the run has no other."""
     running: bool
     gpu: str | None
-    """Name of the first GPU at the last start, if known."""
     prompt: float
-    """Mean tokens of a prompt, and of everything else that a row has beside sampled tokens."""
     response: float
-    """Mean sampled tokens of a response."""
     kept: float | None
-    """Fraction of groups that ``rollout.dynamic`` kept; None: without it."""
     seconds: dict[str, float]
-    """Phase of ``plan`` (rollout with its tail, log-probs, update, sync, handover, other) -> seconds; one
-    that did not happen is missing."""
     step: float
-    """Seconds of a step."""
 
 
 def measure_run(folder: Path) -> MeasuredRun:

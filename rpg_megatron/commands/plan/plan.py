@@ -10,7 +10,6 @@ from typing import get_args
 from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
 from rpg_megatron.commands.plan.engine_memory import (
     SERVER,
-    TURNS,
     EngineMemory,
     SharedGpu,
     engine_memory,
@@ -137,7 +136,7 @@ class Plan:
         """Bytes that the target must have; excludes engines on separate GPUs."""
         if not self.on_gpu:
             return self.machine_total
-        return self.shared_gpu.peak if self.shared_gpu else self.rank_total
+        return max(self.shared_gpu.turns.values()) if self.shared_gpu else self.rank_total
 
     @property
     def left(self) -> int:
@@ -219,7 +218,7 @@ def _problems(plan: Plan) -> Iterator[str]:
     gpu, engines, has = find_gpu(target.name), settings.engine.replicas > 0, gib(target.nbytes)
     cannot = gpu is not None and not gpu.trains_fp8
     apart = plan.on_gpu and shared is None
-    rollout, update = (shared.total(turn) if shared else 0 for turn in TURNS)
+    rollout, update = shared.turns.values() if shared else (0, 0)
     uncached = apart and engines and engine.kv_cache < 0
     of_rank, of_worker = (f", of which {gib(n)} are" for n in (plan.rank_total, engine.total))
     too_large = (
@@ -346,7 +345,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
         plan = _changed(settings, shape, target, "engine", {"tensor": tensor})
         if plan is None or plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
             continue
-        if plan.shared_gpu is None or plan.shared_gpu.total("rollout") <= target.nbytes:
+        if plan.shared_gpu is None or plan.shared_gpu.turns["rollout"] <= target.nbytes:
             return tensor
     return None
 

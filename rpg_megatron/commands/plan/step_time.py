@@ -50,18 +50,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step with one placement of trainers and engines."""
+    """The time of a step with one placement of trainers and engines.
+
+    trained_tokens: of prompts and responses; under_way: seconds in which engines sample a mean response,
+    about what a stop in the rollout loses; drained: a batch is finished before new weights.
+    """
 
     placement: Placement
     trainer_gpus: float
     engine_gpus: float
     phases: tuple[Phase, ...]
     trained_tokens: float
-    """Prompt and response tokens that a step trains on."""
     under_way: float
-    """Seconds in which engines sample a mean response: about what a stop in the rollout loses."""
     drained: bool = False
-    """Overlapped: a batch is finished before new weights are loaded (rollout.inflight drain)."""
 
     def seconds(self, *names: Name) -> float:
         """Seconds of these phases."""

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rpg_megatron.commands.plan.engine_memory import SERVER, TURNS
+from rpg_megatron.commands.plan.engine_memory import SERVER
 from rpg_megatron.commands.plan.from_run import FromRun
 from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
@@ -26,26 +26,23 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan and what the command prints beside it; None: not computed, or there is none."""
+    """A plan and what the command prints beside it; None: not computed, or there is none.
+
+    warnings: of the plan and of the checks; steps: first with the placement of the settings; taken: what
+    another run measured; lighter: the same run with less recomputation, which also fits. If the run does not
+    fit, layout and engine are the layout with the fewest ranks and the smallest engine.tensor that do.
+    """
 
     plan: Plan
     warnings: Sequence[str]
-    """Those of the plan and of the checks."""
     assumed: Assumptions
     steps: Sequence[StepTime] | None
-    """The time of a step, first with the placement of the settings."""
     taken: FromRun | None
-    """What another run measured."""
     run: Costed | None
-    """The cost of the run."""
     lighter: Plan | None
-    """The same run with less recomputation, which also fits."""
     layout: Plan | None
-    """The layout with the fewest ranks that fits, if the run does not."""
     engine: int | None
-    """The smallest engine.tensor that fits, if the run does not."""
     swept: Sequence[Plan] | None
-    """All layouts, best first."""
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -192,8 +189,8 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
         yield "all processes", machine
     if (shared := plan.shared_gpu) is not None:
         turns = [
-            [*rows(p for p in shared.parts if p.phase == turn), total(turn, shared.total(turn))]
-            for turn in TURNS
+            [*rows(p for p in shared.parts if p.phase == turn), total(turn, nbytes)]
+            for turn, nbytes in shared.turns.items()
         ]
         yield "GPU shared by a trainer rank and an engine worker", *turns
     if plan.on_gpu:

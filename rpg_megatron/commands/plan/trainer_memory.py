@@ -294,12 +294,11 @@ def host_memory(
     if on_gpu:
         here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
         workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
-        # Megatron numbers ranks tensor, context, data, pipeline; the first replica publishes.
-        replicas = parallel.context * parallel.data
-        publish = sum(number // parallel.tensor % replicas == 0 for number in range(here))
-        for rank, number in zip(ranks, (publish, here - publish), strict=False):
-            for part in rank.parts:
-                nbytes[f"{part.name}, {here} rank{'s' * (here > 1)}"] += part.nbytes * part.host * number
+        kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
+        for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
+            replica = number // parallel.tensor % (parallel.context * parallel.data)
+            for part in kinds[number // (parallel.world // parallel.pipeline), replica == 0].parts:
+                nbytes[f"{part.name}, {here} rank{'s' * (here > 1)}"] += part.nbytes * part.host
         nbytes[f"weights of sleeping engines, {workers} worker{'s' * (workers > 1)}"] = workers * asleep
     response = batch.longest
     if settings.sft is None:
