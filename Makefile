@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 CUDA := .venv-cuda/.complete
 
-.PHONY: help quickstart test test-fast test-long test-cuda fuzz lint format docs clean
+.PHONY: help quickstart test test-fast test-long test-cuda test-gpu fuzz lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -43,10 +43,16 @@ test-cuda: $(CUDA)  ## the CUDA builds of vLLM and Transformer Engine up to the 
 	@LD_LIBRARY_PATH=$(CURDIR)/.venv-cuda/stubs RPG_CUDA_STUBS=1 HF_HUB_OFFLINE=1 \
 		.venv-cuda/bin/python -m pytest tests/cuda
 
+# On a machine with a card: the active environment, since .venv has the CPU stack.
+test-gpu:  ## tests on a GPU, with the python of its environment (README.md); without a card they are skipped
+	@if command -v nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidia0 ]; then python -m pytest -m gpu tests/gpu; \
+	else $(MAKE) .venv && $(BIN)/python -m pytest -m gpu -rs tests/gpu; fi
+
 lint: $(VENV)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tools.lines
 
 format: $(VENV)  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

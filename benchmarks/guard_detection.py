@@ -21,6 +21,7 @@ from benchmarks.setup import CONFIG, QUICKSTART, Report, benchmark, main, train
 from rpg_megatron.bridge.publisher import published
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.config.objective import PROBE_PROMPTS, PROBE_TOKENS
 from rpg_megatron.data.prompts import load_prompts, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient
@@ -125,11 +126,11 @@ def measure(
     largest, mean = guards.thresholds(dtype)
     healthy = {rate: rig.score(rig.probe(weights, replica=0)) for rate, weights in stepped.items()}
     correct = stepped[STEP_RATE]
-    tokens = statistics.fmean(len(t.response) for t in healthy[STEP_RATE]) * guards.probe_prompts
+    tokens = statistics.fmean(len(t.response) for t in healthy[STEP_RATE]) * PROBE_PROMPTS
     sets = faults * MULTIPLES[-1]
     report.say(
-        f"\n{dtype}: bounds {largest:.0e} (largest) and {mean:.0e} (mean) nats; {guards.probe_prompts} probe "
-        f"prompts of at most {guards.probe_tokens} tokens, {tokens:.0f} tokens an engine; {faults} faults a "
+        f"\n{dtype}: bounds {largest:.0e} (largest) and {mean:.0e} (mean) nats; {PROBE_PROMPTS} probe "
+        f"prompts of at most {PROBE_TOKENS} tokens, {tokens:.0f} tokens an engine; {faults} faults a "
         f"cell, with {sets}, {sets // 4} and {faults} sets of probes"
     )
     report.say(f"without a fault: {measure_cell(rig, correct, [correct] * faults, healthy[STEP_RATE])}")
@@ -244,16 +245,15 @@ class Rig:
         return asyncio.run(self._ask(replica))
 
     async def _ask(self, replica: int) -> list[Trajectory]:
-        guards = self.settings.guards
         client = EngineClient(0, self._engine.process.socket, self._engine.token, timeout=120.0)
-        count = guards.probe_prompts * MULTIPLES[-1]
+        count = PROBE_PROMPTS * MULTIPLES[-1]
 
         async def generate(i: int) -> Trajectory:
             place = self.version * count + i
             prompt = self._prompts[place % len(self._prompts)]
             [sample] = await client.generate(
                 prompt.tokens,
-                max_tokens=min(guards.probe_tokens, self.settings.rollout.max_response_tokens),
+                max_tokens=min(PROBE_TOKENS, self.settings.rollout.max_response_tokens),
                 temperature=self.settings.rollout.temperature,
                 seed=seed_of(self.settings.seed, "probe", self.version, place, prompt.id),
                 stop_token_ids=self._stops,
@@ -276,7 +276,7 @@ class Rig:
         guards, dtype = self.settings.guards, self.settings.precision.dtype
         rates = []
         for multiple in MULTIPLES:
-            size = guards.probe_prompts * multiple
+            size = PROBE_PROMPTS * multiple
             stopped = []
             for offset in range(0, len(faulty), size):
                 probes = [*healthy[offset : offset + size], *faulty[offset : offset + size]]

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds .venv-cuda for `make test-cuda` and tools/pack_gpu.py: the GPU packages of requirements/gpu.txt, Transformer
+# Builds .venv-cuda for `make test-cuda`: the GPU packages of requirements/gpu.txt, Transformer
 # Engine's torch extension compiled against them, and stand-ins for the driver's libraries (.venv-cuda/stubs). Needs a
 # C++ compiler, Python's headers and 14 GB, and no GPU. .venv-cuda/.complete is written last.
 set -eu

@@ -51,7 +51,7 @@ def peft_config(lora: LoraSettings, base: Path) -> dict[str, Any]:
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": alpha,
-        "lora_dropout": float(lora.dropout),
+        "lora_dropout": 0.0,
         "target_modules": list(lora.names),
         "use_rslora": lora.rslora,
         "inference_mode": True,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rpg_megatron.objectives.advantages import Floats, Integers
 
 
-class AdvantageSettings(Section):
+class AdvantageSettings(Section, affects="training"):
     """How rewards become advantages."""
 
     across_groups: ClassVar[bool] = False

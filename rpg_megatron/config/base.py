@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator
+from pydantic.fields import FieldInfo
 
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
 """Names that become part of a path: no hidden file, and no option of a command."""
@@ -18,7 +19,57 @@ _LONGEST_PART = 255
 """Maximum bytes of a file's name on Linux."""
 
 
-class Section(BaseModel):
+What = Literal["training", "results", "sums", "speed", "placement", "files"]
+"""What a setting affects. training: what the model learns; the same in all starts of a run. results: what is
+sampled or measured, and when the run ends; a run may be resumed with another value. sums: results, by
+rounding only, such as the order of summation. speed: time and memory. placement: where processes run. files:
+what is written, and where."""
+
+
+@dataclass(frozen=True)
+class Affects:
+    """Tag of a setting. Of a field that holds a section, it is the tag of all settings in there."""
+
+    what: What
+    evaluated: bool = False
+    """Whether an evaluation without trainer (``rpg-megatron eval``) reads the setting."""
+
+
+class Tagged(BaseModel):
+    """Each setting has a tag: that of its own annotation (``Annotated[int, Affects("speed")]``), or that of
+    its class (``class MySettings(Section, affects="speed")``). Raises TypeError for a setting with neither.
+    """
+
+    affects: ClassVar[Affects | None] = None
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        super().__init_subclass__()  # the arguments are those of the next function
+
+    @classmethod
+    def __pydantic_init_subclass__(
+        cls, affects: What | None = None, evaluated: bool = False, **arguments: Any
+    ) -> None:
+        super().__pydantic_init_subclass__(**arguments)
+        if affects is not None:
+            cls.affects = Affects(affects, evaluated)
+        for name, field in cls.model_fields.items():
+            if cls.affects is None and own_tag(field) is None and not sections_in(field.annotation):
+                raise TypeError(f"{cls.__name__}.{name}: give the setting or its class a tag (Affects)")
+
+
+def own_tag(field: FieldInfo) -> Affects | None:
+    """The tag in the annotation of a setting."""
+    return next((item for item in field.metadata if isinstance(item, Affects)), None)
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Section classes inside an annotation such as ``ClipSettings | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [s for arg in get_args(annotation) for s in sections_in(arg)]
+
+
+class Section(Tagged):
     """A frozen section of settings. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -38,7 +89,7 @@ BUILT_IN = "built-in"
 """Tag of the section without an import path, in a union of two sections (``BUILT_IN_OR_IMPORTED``)."""
 
 
-class ImportedSettings(BaseModel):
+class ImportedSettings(Tagged, affects="training"):
     """Code of your own, by import path. The other keys are its settings; docs/extend.md."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)

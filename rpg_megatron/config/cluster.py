@@ -22,7 +22,7 @@ JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
 not."""
 
 
-class ClusterSettings(Section):
+class ClusterSettings(Section, affects="placement"):
     """Placement on nodes, and their network. No effect on a single node."""
 
     trainer_nodes: int | None = Field(None, ge=1)
@@ -42,13 +42,10 @@ class ClusterSettings(Section):
     """Seconds without a heartbeat after which a node counts as lost and the run ends."""
 
 
-class JobSettings(Section):
+class JobSettings(Section, affects="placement"):
     """Restarts of a batch job by its script (slurm/README.md). No effect elsewhere."""
 
     max_restarts: int = Field(3, ge=0)
     """How often the job is started again after failures of the machine without a new checkpoint between them:
     a lost node, a killed process, errors of NCCL, a GPU or the file system. Errors of settings, data and code
     end it."""
-    backoff: float = Field(120.0, ge=0)
-    """Seconds before the first such restart; doubled for each further one, up to an hour. Slurm itself holds
-    a requeued job for 120."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rpg_megatron.config.base import ImportedSettings, InputPath, Section
+from rpg_megatron.config.base import Affects, ImportedSettings, InputPath, Section
 
 Scalar = bool | int | float | str
 
 
-class SourceSettings(Section):
+class SourceSettings(Section, affects="training", evaluated=True):
     """Problems with reference answers: a file, a dataset on the Hugging Face hub, a preset, or your code."""
 
     path: InputPath | None = None
@@ -24,7 +24,7 @@ class SourceSettings(Section):
     """hub: configuration name, such as main."""
     split: str | None = None
     """hub: split, such as test; null: the preset's, or train."""
-    source: ImportedSettings | None = None
+    source: Annotated[ImportedSettings | None, Affects("training", evaluated=True)] = None
     """Your own code that yields the rows: {type: my_prompts:rows}, with its settings as the other keys;
     docs/extend.md. It must yield the same rows each time. If it never ends, set ``limit`` or
     ``streaming``."""

@@ -56,7 +56,7 @@ class HeldOutSet(NamedTuple):
         return self.max_response_tokens or rollout
 
 
-class EvaluationSettings(Section):
+class EvaluationSettings(Section, affects="results", evaluated=True):
     """Evaluation on held-out problems: before training, every ``every`` steps, and at the end."""
 
     data: DataSettings | None = None
@@ -75,8 +75,6 @@ class EvaluationSettings(Section):
     """Maximum tokens of a response; null: rollout.max_response_tokens."""
     top_k: int | None = Field(None, ge=1)
     """Sample from this many of the most likely tokens; null: all tokens."""
-    min_p: float = Field(0.0, ge=0, lt=1)
-    """Exclude tokens whose probability is below this fraction of that of the most likely token; 0: off."""
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
 

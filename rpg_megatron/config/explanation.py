@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from rpg_megatron.config.base import BUILT_IN, IMPORTED
+from rpg_megatron.config.base import BUILT_IN, IMPORTED, sections_in
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.renamed import explain_renamed
 
@@ -107,13 +107,6 @@ def _choices(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is typing.Literal:
         return [str(word) for word in words]
     return [choice for inner in words for choice in _choices(inner)]
-
-
-def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Section classes inside an annotation such as ``ClipSettings | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [s for arg in typing.get_args(annotation) for s in sections_in(arg)]
 
 
 def valid_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

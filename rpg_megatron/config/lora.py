@@ -17,7 +17,7 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's --max-lora-rank."""
 
 
-class LoraSettings(Section):
+class LoraSettings(Section, affects="training"):
     """Train adapters beside frozen weights: each target's W x becomes W x + scale B A x.
 
     The names are PEFT's. Each of q_proj, k_proj, v_proj, gate_proj and up_proj has an A of its own.
@@ -27,8 +27,6 @@ class LoraSettings(Section):
     """Rows of A and columns of B (PEFT's r)."""
     alpha: float = Field(32.0, gt=0)
     """The scale is alpha / rank (PEFT's lora_alpha)."""
-    dropout: Literal[0] = 0
-    """Only 0: with dropout the loss's ratio to the old policy would not be 1 at the first update."""
     targets: Literal["all-linear"] | tuple[Target, ...] = "all-linear"
     """Matrices with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
     o_proj, gate_proj, up_proj, down_proj, lm_head. all-linear is all but lm_head, the output layer, as in

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rpg_megatron.objectives import Clip, LossOutput, ResponseTokens
+    from rpg_megatron.objectives.baselines import KLEstimator
 
 
-class ClipSettings(Section):
+class ClipSettings(Section, affects="training"):
     """RPG-style clip of the ratio w = pi / pi_old."""
 
     kind: Literal["dual", "truncate"] = "dual"
@@ -42,7 +43,7 @@ class ClipSettings(Section):
         return Clip(kind=self.kind, low=self.low, high=self.high, c=self.c)
 
 
-class LossSettings(Section):
+class LossSettings(Section, affects="training"):
     """A loss: its settings, and what its published algorithm requires in other sections."""
 
     has_kl: ClassVar[bool] = False
@@ -109,6 +110,20 @@ class RPGSettings(LossSettings):
         )
 
 
+def _ppo_loss(
+    clip: ClipSettings,
+    logp: Tensor,
+    tokens: ResponseTokens,
+    beta: float = 0.0,
+    kl: KLEstimator | None = None,
+) -> LossOutput:
+    """The clipped policy gradient that several published algorithms have, with an additive KL term."""
+    from rpg_megatron.objectives import ppo_loss
+
+    old, anchor = tokens.old, tokens.anchor
+    return ppo_loss(logp, old, tokens.advantages, clip=clip.build(), beta=beta, kl=kl, anchor_logp=anchor)
+
+
 class GRPOSettings(LossSettings):
     """GRPO (arXiv 2402.03300). Needs advantage.type grpo, and an anchor unless beta is 0."""
 
@@ -131,17 +146,7 @@ class GRPOSettings(LossSettings):
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        from rpg_megatron.objectives import ppo_loss
-
-        return ppo_loss(
-            logp,
-            tokens.old,
-            tokens.advantages,
-            clip=self.clip.build(),
-            beta=self.beta,
-            kl="k3_weighted" if self.corrected else "k3",
-            anchor_logp=tokens.anchor,
-        )
+        return _ppo_loss(self.clip, logp, tokens, self.beta, "k3_weighted" if self.corrected else "k3")
 
 
 class DAPOSettings(LossSettings):
@@ -156,10 +161,7 @@ class DAPOSettings(LossSettings):
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        from rpg_megatron.objectives import ppo_loss
-
-        clip = self.clip.build()
-        return ppo_loss(logp, tokens.old, tokens.advantages, clip=clip, anchor_logp=tokens.anchor)
+        return _ppo_loss(self.clip, logp, tokens)
 
 
 class PPOSettings(LossSettings):
@@ -172,10 +174,7 @@ class PPOSettings(LossSettings):
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        from rpg_megatron.objectives import ppo_loss
-
-        clip = self.clip.build()
-        return ppo_loss(logp, tokens.old, tokens.advantages, clip=clip, anchor_logp=tokens.anchor)
+        return _ppo_loss(self.clip, logp, tokens)
 
 
 class ReinforcePlusPlusSettings(LossSettings):
@@ -196,17 +195,7 @@ class ReinforcePlusPlusSettings(LossSettings):
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        from rpg_megatron.objectives import ppo_loss
-
-        return ppo_loss(
-            logp,
-            tokens.old,
-            tokens.advantages,
-            clip=self.clip.build(),
-            beta=self.beta,
-            kl="k1",
-            anchor_logp=tokens.anchor,
-        )
+        return _ppo_loss(self.clip, logp, tokens, self.beta, "k1")
 
 
 class CISPOSettings(LossSettings):

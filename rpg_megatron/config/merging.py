@@ -12,9 +12,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rpg_megatron.config.base import RelativeToFile
+from rpg_megatron.config.base import RelativeToFile, sections_in
 from rpg_megatron.config.errors import UserError, shorten
-from rpg_megatron.config.explanation import sections_in
 from rpg_megatron.config.parsing import MAX_YAML, parse_yaml, read_yaml
 from rpg_megatron.config.policy import is_hub_id
 

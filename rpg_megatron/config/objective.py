@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rpg_megatron.config.base import Section
+from rpg_megatron.config.base import Affects, Section
 
 ENOUGH_PROBE_TOKENS = 32
 """Minimum number of probe tokens to judge an engine: with fewer its mean may be large by chance."""
+PROBE_PROMPTS, PROBE_TOKENS = 16, 8
+"""Prompts that every engine answers after each weight update, sampled from the full distribution, with
+rollout.ahead, top_p or top_k: a batch may have no token that can be compared. Maximum tokens of a response.
+One more prompt repeats one of the weights before."""
+_ENGINE_RATIO = 8.0
+"""Maximum mean difference of an engine on its probes, relative to the median of the other engines."""
+REWARD_FAILURES_SHARE = 0.5
+"""Share of failed rewards from which ``guards.reward_failures`` acts; a smaller one is only told."""
+SKIPPED_UPDATES = 5
+"""Consecutive updates with non-finite gradients after which a run ends. Each is skipped: weights and
+optimizer state stay unchanged."""
 
 
-class CorrectionSettings(Section):
+class CorrectionSettings(Section, affects="training"):
     """Importance-sampling factor exp(old - behaviour) on each token's loss: corrects stale rollouts and the
     engine/trainer mismatch.
     """
@@ -58,17 +69,15 @@ class CorrectionSettings(Section):
                     )
 
 
-class AggregationSettings(Section):
+class AggregationSettings(Section, affects="training"):
     """How token losses become the loss of a mini-batch."""
 
     type: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """token_mean: mean over all tokens; sequence_mean: mean over sequences of their token means; constant:
     sum of a sequence over a constant (Dr.GRPO)."""
-    constant: int | None = Field(None, ge=1)
-    """Divisor of type constant; null: rollout.max_response_tokens."""
 
 
-class AnchorSettings(Section):
+class AnchorSettings(Section, affects="training"):
     """Reference policy of the KL term. All types but ``old`` are held in host memory and swapped in."""
 
     type: Literal["old", "fixed", "every", "kl_trigger"] = "old"
@@ -78,18 +87,16 @@ class AnchorSettings(Section):
     """every: optimizer updates between anchor updates, checked after each step."""
     kappa: float = Field(0.01, gt=0)
     """kl_trigger: the anchor is updated when the moving average of the token KL (nats) exceeds this."""
-    decay: float = Field(0.9, ge=0, lt=1)
-    """kl_trigger: decay of the moving average, per step."""
 
 
 _SHARED_FROM = 0.1
 """``TrainingSettings.share_prompts`` auto: the smallest share of a sequence at which its prompt is shared."""
 
 
-class TrainingSettings(Section):
+class TrainingSettings(Section, affects="training"):
     """Number of steps, and how the batch of a step is split."""
 
-    steps: int = Field(400, ge=1)
+    steps: Annotated[int, Affects("results")] = Field(400, ge=1)
     """Rollout-and-update steps."""
     minibatches: int = Field(16, ge=1)
     """Mini-batches of a step, one optimizer update each; the prompts are split evenly over them. Gradients of
@@ -97,10 +104,10 @@ class TrainingSettings(Section):
     epochs: int = Field(1, ge=1)
     """Passes over the batch of a step, each through all mini-batches in the same order: epochs x minibatches
     updates. The old policy in the ratio is always the one before the first update."""
-    tokens_per_microbatch: int = Field(8192, ge=1)
+    tokens_per_microbatch: Annotated[int, Affects("sums")] = Field(8192, ge=1)
     """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
     ranks. A longer sequence gets a micro-batch of its own."""
-    share_prompts: bool | Literal["auto"] = False
+    share_prompts: Annotated[bool | Literal["auto"], Affects("sums")] = False
     """Compute the prompt of a group once for all of its responses in a micro-batch, instead of once for each:
     the same log-probs and gradients up to rounding, for less work. auto: for responses of which the prompt is
     at least a tenth of the sequence; with shorter prompts it hardly pays. docs/long-context.md has
@@ -108,7 +115,7 @@ class TrainingSettings(Section):
     mask_truncated: bool = False
     """Mask out the tokens of truncated responses in the loss. Their rewards still count in the advantages of
     their groups."""
-    logprob_chunk: int = Field(1024, ge=1)
+    logprob_chunk: Annotated[int, Affects("sums")] = Field(1024, ge=1)
     """Number of tokens whose full-vocabulary logits are in memory at once."""
     old: Literal["auto", "pass", "update", "engine"] = "auto"
     """Where the old policy's log-probs come from. pass: a forward pass over the batch before the updates.
@@ -139,7 +146,7 @@ class TrainingSettings(Section):
         return 0.0 if self.share_prompts else None
 
 
-class GuardSettings(Section):
+class GuardSettings(Section, affects="results"):
     """Checks that stop a run whose numbers are wrong."""
 
     mismatch: Literal["stop", "warn", "off"] = "stop"
@@ -149,29 +156,15 @@ class GuardSettings(Section):
     """Maximum |log-prob difference| of a token, in nats; null: 1e-3 in float32, no bound in bfloat16."""
     mismatch_mean: float | None = Field(None, gt=0)
     """Maximum mean |log-prob difference|, in nats; null: 1e-4 in float32, 0.05 in bfloat16."""
-    probe_prompts: int = Field(16, ge=1)
-    """With rollout.ahead, top_p, top_k or min_p: number of prompts that every engine answers after each
-    weight update, sampled from the full distribution, for the check above. Without these probes, a batch may
-    have no token that can be compared. One more repeats a prompt of the weights before."""
-    probe_tokens: int = Field(8, ge=1)
-    """Maximum tokens of a response to a probe prompt."""
-    engine_ratio: float | None = Field(8.0, gt=1)
-    """Maximum mean difference of an engine on its probes, relative to the median of the other engines on the
-    same prompts. A difference below mismatch_mean / 50 always passes, as does an engine with fewer than 32
-    probe tokens. null: no bound."""
     uncorrected: bool = False
-    """Allow rollout.ahead, or rollout.top_p, top_k and min_p, without ``correction``. The gradient is then
+    """Allow rollout.ahead, or rollout.top_p and top_k, without ``correction``. The gradient is then
     biased by stale rollouts, or by the tokens that the engines never sample."""
-    skipped_updates: int = Field(5, ge=1)
-    """Abort after this many consecutive updates with non-finite gradients. Each such update is skipped:
-    weights and optimizer state stay unchanged."""
 
-    reward_failures: Literal["stop", "warn", "off"] = "stop"
-    """What to do when the reward fails on at least the share of responses below, of those of a step or of a
-    held-out set: a function raised, timed out, crashed, or returned no finite number; a judge gave no answer.
-    With stop, it must not fail on a trial row of each data set before the start either. off: no warnings."""
-    reward_failures_share: float = Field(0.5, gt=0, le=1)
-    """With a smaller share, each step that has failures prints a warning only."""
+    reward_failures: Annotated[Literal["stop", "warn", "off"], Affects("results", evaluated=True)] = "stop"
+    """What to do when the reward fails on at least half of the responses of a step or of a held-out set: a
+    function raised, timed out, crashed, or returned no finite number; a judge gave no answer. With stop, it
+    must not fail on a trial row of each data set before the start either. A smaller share only prints a
+    warning. off: no warnings."""
 
     @field_validator("mismatch", "reward_failures", mode="before")
     @classmethod
@@ -182,9 +175,6 @@ class GuardSettings(Section):
     def _check_bounds(self) -> GuardSettings:
         if self.mismatch == "off" and (self.mismatch_max is not None or self.mismatch_mean is not None):
             raise ValueError("a bound is set, but guards.mismatch is off; remove one of the two")
-        default = type(self).model_fields["reward_failures_share"].default
-        if self.reward_failures == "off" and self.reward_failures_share != default:
-            raise ValueError("a share is set, but guards.reward_failures is off; remove one of the two")
         return self
 
     def problems_of_correction(
@@ -216,12 +206,11 @@ class GuardSettings(Section):
             yield f"guards.uncorrected has no effect: {why}; remove it"
 
     def engine_differs(self, mean: float, ratio: float, dtype: str) -> bool:
-        """Whether the mean difference of an engine on its probes exceeds ``engine_ratio``.
+        """Whether the mean difference of an engine on its probes is much larger than that of the others.
 
-        ratio: ``mean`` relative to the other engines.
+        ratio: ``mean`` relative to the other engines. A mean below a fiftieth of ``mismatch_mean`` passes.
         """
-        small = self.thresholds(dtype)[1] / 50
-        return self.engine_ratio is not None and mean > small and ratio > self.engine_ratio
+        return mean > self.thresholds(dtype)[1] / 50 and ratio > _ENGINE_RATIO
 
     def thresholds(self, dtype: str) -> tuple[float, float]:
         """(max, mean) bounds in nats for a dtype."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import HubOrInputPath, InputPath, Section
+from rpg_megatron.config.base import Affects, HubOrInputPath, InputPath, Section
 from rpg_megatron.config.schedules import AnyScheduleSettings, ConstantSettings
 
 
@@ -17,18 +17,18 @@ def is_hub_id(path: Path | str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)) is not None
 
 
-class ModelSettings(Section):
+class ModelSettings(Section, affects="training"):
     """The checkpoint that training starts from."""
 
-    path: HubOrInputPath
+    path: Annotated[HubOrInputPath, Affects("training", evaluated=True)]
     """Folder of a Hugging Face checkpoint (config.json, safetensors files, tokenizer), or the id of a model
     on the Hugging Face hub, such as Qwen/Qwen3-4B-Base: downloaded into the hub's cache."""
     adapter: InputPath | None = None
     """Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) to start from;
     needs lora, with its rank, alpha and targets. null: new adapters."""
-    revision: str | None = None
+    revision: Annotated[str | None, Affects("training", evaluated=True)] = None
     """Branch, tag or commit of a model on the hub; null: its main branch."""
-    vocab_multiple: int = Field(1, ge=1)
+    vocab_multiple: Annotated[int, Affects("sums")] = Field(1, ge=1)
     """Pad each tensor-parallel rank's vocabulary shard to a multiple of this many rows."""
     implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation (Megatron's transformer_impl). local: plain PyTorch layers. transformer_engine:
@@ -36,7 +36,7 @@ class ModelSettings(Section):
     local."""
 
 
-class ParallelSettings(Section):
+class ParallelSettings(Section, affects="sums"):
     """Parallel layout of the policy: tensor x pipeline x context x data ranks."""
 
     tensor: int = Field(1, ge=1)
@@ -91,7 +91,7 @@ class ParallelSettings(Section):
         return self
 
 
-class FP8Settings(Section):
+class FP8Settings(Section, affects="training"):
     """FP8 matrix products in the transformer layers (Transformer Engine), in updates and in log-prob passes.
 
     Attention, norms, embedding and output layer stay in bfloat16. With device cpu FP8 is emulated: operands
@@ -126,10 +126,10 @@ class FP8Settings(Section):
         return self
 
 
-class PrecisionSettings(Section):
+class PrecisionSettings(Section, affects="training"):
     """Precision of the policy."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Annotated[Literal["float32", "bfloat16"], Affects("training", evaluated=True)] = "bfloat16"
     """Weights and activations in trainer and engine. Gradients and optimizer state are float32."""
     fp8: FP8Settings | None = None
     """FP8 in the trainer, on Hopper GPUs, or emulated on a CPU; null: off."""
@@ -148,7 +148,7 @@ class PrecisionSettings(Section):
         return self
 
 
-class MemorySettings(Section):
+class MemorySettings(Section, affects="speed"):
     """Activation recomputation and offload."""
 
     recompute: Literal["none", "selective", "full"] | None = None
@@ -156,7 +156,7 @@ class MemorySettings(Section):
     whole layers, of which only the input is stored. null: chosen by the tokens of a rank's largest
     micro-batch (a full one, or the longest sequence over parallel.context): none up to 4096, selective up to
     8192, full above."""
-    offload_optimizer: float = Field(0.0, ge=0, le=1)
+    offload_optimizer: Annotated[float, Affects("sums")] = Field(0.0, ge=0, le=1)
     """Fraction of the optimizer state (float32 weights and moments) in host memory, updated by the CPU. Saves
     12 bytes of GPU memory per parameter, divided over the data-parallel ranks; updates are slower. Needs
     device cuda, bfloat16 and the distributed AdamW."""
@@ -168,7 +168,7 @@ class MemorySettings(Section):
         return "none" if tokens <= 4096 else "selective" if tokens <= 8192 else "full"
 
 
-class OptimizerSettings(Section):
+class OptimizerSettings(Section, affects="training"):
     """Megatron's AdamW, or Schedule-Free AdamW."""
 
     type: Literal["adamw", "schedule_free_adamw"] = "adamw"
@@ -192,7 +192,7 @@ class OptimizerSettings(Section):
     """Maximum global gradient norm; 0: no clipping."""
     distributed: bool = True
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
-    overlap: bool = True
+    overlap: Annotated[bool, Affects("sums")] = True
     """With several data or context ranks: overlap the gradient reduction with the backward pass and, if
     distributed, the weight all-gather with the next forward pass. Results do not change."""
 

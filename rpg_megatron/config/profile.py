@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from rpg_megatron.config.base import Section
 
 
-class ProfileSettings(Section):
+class ProfileSettings(Section, affects="files"):
     """Profiler traces, as files in <run>/profile. Traced steps are slower."""
 
     steps: tuple[int, ...] = ()

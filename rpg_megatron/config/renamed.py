@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 RENAMED: dict[str, str] = {
     "rollout.dynamic.surplus": "remove it: groups beyond a step's batch are always discarded, and "
@@ -19,12 +20,96 @@ RENAMED: dict[str, str] = {
     "--assume sync_overhead": "use step_overhead, which includes the sync's",
     "--assume handover_overhead": "remove it: it is 2 s, beside step_overhead",
     "--assume trainer_share": "plan with engine.colocated=false and the layout that you mean",
+    "aggregation.constant": "remove it: the divisor is rollout.max_response_tokens"
+    "; optimizer.lr scales the loss",
+    "anchor.decay": "remove it: it is 0.9",
+    "bridge.address": "set cluster.interface to the network that engines use",
+    "bridge.bucket_mib": "remove it: it is 256",
+    "bridge.timeout": "remove it: it is 120 s",
+    "checkpoint.keep_best.export": "remove it: with export.enabled the best one is exported",
+    "evaluation.min_p": "use evaluation.top_p or evaluation.top_k",
+    "export.max_shard_gib": "remove it: files have at most 4 GiB; convert has --max-shard-gib",
+    "guards.engine_ratio": "remove it: it is 8; guards.mismatch=off turns the comparison of engines off",
+    "guards.probe_prompts": "remove it: there are 16",
+    "guards.probe_tokens": "remove it: there are 8",
+    "guards.reward_failures_share": "remove it: it is 0.5; guards.reward_failures=warn never stops a run",
+    "guards.skipped_updates": "remove it: it is 5",
+    "job.backoff": "remove it: it is 120 s, doubled for each further restart",
+    "lora.dropout": "remove it: with dropout the loss's ratio to the old policy would not be 1 at the first "
+    "update",
+    "rendezvous_port": "remove it: a free port is chosen",
+    "reward.memory_gib": "remove it: a worker may take 2 GiB more than its imports",
+    "rollout.episode.memory_gib": "remove it: a process may take 4 GiB more than its imports",
+    "rollout.min_p": "use rollout.top_p or rollout.top_k",
+    "teacher.concurrency": "remove it: it is 64",
+    "teacher.timeout": "remove it: it is 600 s",
+    "trackers.entity": "set the environment variable WANDB_ENTITY",
+    "trackers.group": "set the environment variable WANDB_RUN_GROUP",
+    "trackers.offline": "set the environment variable WANDB_MODE=offline",
+    "trackers.responses": "remove it: tensorboard shows 4 of each step",
+    "trackers.system": "remove it: use of the first node is always logged",
+    "trackers.tags": "for wandb set the environment variable WANDB_TAGS; mlflow logs all settings",
 }
 """Dotted key of a setting (without an index: ``trackers.url``), or an option (``--gpus``) -> what to do, such
 as "use rollout.dynamic.oversample" or "remove it: it had no effect"."""
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "aggregation.constant": (None,),
+    "anchor.decay": (0.9,),
+    "bridge.address": (None,),
+    "bridge.bucket_mib": (256,),
+    "bridge.timeout": (120,),
+    "checkpoint.keep_best.export": (True,),
+    "evaluation.min_p": (0,),
+    "export.max_shard_gib": (4,),
+    "guards.engine_ratio": (8,),
+    "guards.probe_prompts": (16,),
+    "guards.probe_tokens": (8,),
+    "guards.reward_failures_share": (0.5,),
+    "guards.skipped_updates": (5,),
+    "job.backoff": (120,),
+    "lora.dropout": (0,),
+    "rendezvous_port": (0,),
+    "reward.memory_gib": (2,),
+    "rollout.episode.memory_gib": (4,),
+    "rollout.min_p": (0,),
+    "teacher.concurrency": (64,),
+    "teacher.timeout": (600,),
+    "trackers.entity": (None,),
+    "trackers.group": (None,),
+    "trackers.offline": (False,),
+    "trackers.responses": (4,),
+    "trackers.system": (True,),
+    "trackers.tags": ([], {}, ()),
+}
+"""Settings that are gone -> the values that now always apply, with which a file may still have them: the
+``config.yaml`` of a run has all settings, also those of the version that has written it."""
 
 
 def explain_renamed(key: str) -> str | None:
     """The message for a key or option that is gone; None: it never existed."""
     instead = RENAMED.get(re.sub(r"\[\d+\]", "", key))
     return f"{key!r} is gone; {instead}" if instead is not None else None
+
+
+def remove_gone(raw: dict[str, Any]) -> list[str]:
+    """Remove settings that are gone from plain values, in place, where they have the value that applies.
+
+    Returns a message for each of the others: a section with settings of the user's own code takes any key.
+    """
+    messages = []
+    for key in RENAMED:
+        *path, last = key.split(".")
+        sections: list[Any] = [raw]
+        for part in path:
+            inner = [s.get(part) for s in sections if isinstance(s, dict)]
+            sections = [s for each in inner for s in (each if isinstance(each, list | tuple) else [each])]
+        for section in sections:
+            if not isinstance(section, dict) or last not in section:
+                continue
+            if key == "trackers.responses" and section.get("type", "tensorboard") != "tensorboard":
+                continue
+            if section[last] in _VALUES.get(key, ()):
+                del section[last]
+            else:
+                messages.append(f"{key!r} is gone; {RENAMED[key]}")
+    return messages

@@ -14,10 +14,10 @@ from pydantic import (
     model_validator,
 )
 
-from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Section
+from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Affects, Section
 
 
-class OverlongSettings(Section):
+class OverlongSettings(Section, affects="training", evaluated=True):
     """DAPO's soft penalty on long responses: 0 until ``buffer`` tokens are left, then linear to -factor."""
 
     buffer: int | None = Field(None, ge=1)
@@ -33,7 +33,7 @@ class OverlongSettings(Section):
         return 512 if longest >= 512 else max(longest // 4, 1)
 
 
-class KLRewardSettings(Section):
+class KLRewardSettings(Section, affects="training"):
     """KL to the anchor, subtracted from the reward of each response before advantages are computed.
 
     Needs a reference model (anchor.type fixed or every). The KL term of the loss is added to it: to use only
@@ -91,7 +91,7 @@ def _check_reward_type(value: str) -> str:
     return value
 
 
-class RewardTermSettings(Section):
+class RewardTermSettings(Section, affects="training", evaluated=True):
     """One of several terms of the reward."""
 
     type: Annotated[str, AfterValidator(_check_reward_type)]
@@ -118,7 +118,7 @@ AnyRewardTermSettings = Annotated[
 ]
 
 
-class RewardSettings(Section):
+class RewardSettings(Section, affects="training", evaluated=True):
     """Reward of a response: correctness, overlong penalty and format penalty; or several terms."""
 
     type: Annotated[str, AfterValidator(_check_reward_type)] = "answer_line"
@@ -146,15 +146,13 @@ class RewardSettings(Section):
     answer_in_thoughts: bool = False
     """Whether a built-in ``type`` also looks for the answer between <think> and </think>, and in a response
     that ends before </think>."""
-    workers: int = Field(2, ge=1, le=10_000)
+    workers: Annotated[int, Affects("speed", evaluated=True)] = Field(2, ge=1, le=10_000)
     """Number of worker processes that grade answers other than plain numbers."""
     deadline: float = Field(5.0, gt=0)
     """Time limit for one answer, in seconds; then the worker is killed and the answer counts as wrong."""
-    memory_gib: float = Field(2.0, ge=0.25, le=1e6)
-    """Address space limit of one worker, in GiB; an answer that needs more counts as wrong."""
     async_deadline: float = Field(300.0, gt=0)
     """Time limit for one call of an async function, including retries, in seconds."""
-    concurrency: int = Field(64, ge=1)
+    concurrency: Annotated[int, Affects("speed", evaluated=True)] = Field(64, ge=1)
     """Maximum concurrent calls of each async function, over all rollout.workers."""
 
     @field_validator("terms")
@@ -186,11 +184,6 @@ class RewardSettings(Section):
     def has_custom(self) -> bool:
         """Whether any term is the user's own function."""
         return any(term.is_custom for term in self.all_terms.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """``memory_gib`` in bytes."""
-        return int(self.memory_gib * 1024**3)
 
     @property
     def all_terms(self) -> dict[str, RewardTerm]:

@@ -22,12 +22,13 @@ from rpg_megatron.config.base import (
     BUILT_IN_OR_IMPORTED,
     IMPORT_PATH,
     IMPORTED,
+    Affects,
     ImportedSettings,
     Section,
 )
 
 
-class DynamicSamplingSettings(Section):
+class DynamicSamplingSettings(Section, affects="training"):
     """Dynamic sampling (DAPO): keep only groups with correct and wrong responses; sample until a step is
     full.
     """
@@ -80,10 +81,10 @@ AnyDynamicSamplingSettings = Annotated[
 ]
 
 
-class EpisodeSettings(ImportedSettings):
+class EpisodeSettings(ImportedSettings, affects="training", evaluated=True):
     """An episode of your own, by import path. The other keys are its settings; docs/environments.md."""
 
-    workers: int = Field(1, ge=1, le=10_000)
+    workers: Annotated[int, Affects("speed", evaluated=True)] = Field(1, ge=1, le=10_000)
     """Number of processes that run episodes, many at a time in each; at least one for each of
     rollout.workers."""
     deadline: float = Field(300.0, gt=0)
@@ -91,8 +92,6 @@ class EpisodeSettings(ImportedSettings):
     failed. Waiting for a turn or for the reward takes none of it."""
     max_turns: int = Field(1000, ge=1)
     """Most turns of a response; then it counts as truncated."""
-    memory_gib: float = Field(4.0, ge=0.5, le=1e6)
-    """Address space limit of one process, in GiB."""
     failed: float = Field(0.0, allow_inf_nan=False)
     """Reward of a response whose episode raised, was ended at its deadline or crashed; if episodes return
     numbers, also of one that a limit of tokens or turns has ended without a number."""
@@ -101,19 +100,19 @@ class EpisodeSettings(ImportedSettings):
     replaces it."""
 
 
-class RolloutSettings(Section):
+class RolloutSettings(Section, affects="training"):
     """What the engines sample for one step."""
 
     prompts_per_step: int = Field(512, ge=1)
     """Prompts per step."""
     samples_per_prompt: int = Field(16, ge=1)
     """Responses per prompt: the group that advantages are computed over."""
-    max_response_tokens: int = Field(2048, ge=1)
+    max_response_tokens: Annotated[int, Affects("training", evaluated=True)] = Field(2048, ge=1)
     """Maximum tokens of a response; a longer one is truncated."""
     episode: EpisodeSettings | None = None
     """Import path module:function of your own episode, such as a conversation with an environment; or a
     section with it as ``type``; docs/environments.md. null: one answer."""
-    tool_call_parser: str | None = None
+    tool_call_parser: Annotated[str | None, Affects("training", evaluated=True)] = None
     """With ``episode``: vLLM's parser of tool calls (its --tool-call-parser, such as hermes or llama3_json),
     for clients of the gateway that offer tools; null: calls are left in the text; docs/environments.md."""
     dynamic: AnyDynamicSamplingSettings | None = None
@@ -122,15 +121,13 @@ class RolloutSettings(Section):
     """Sampling temperature; the trainer applies it to its log-probs too."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens whose probabilities sum to this; 1: all tokens.
-    The trained policy is still the full distribution, so this, top_k and min_p need ``correction``."""
+    The trained policy is still the full distribution, so this and top_k need ``correction``."""
     top_k: int | None = Field(None, ge=1)
     """Sample from this many of the most likely tokens; null: all tokens."""
-    min_p: float = Field(0.0, ge=0, lt=1)
-    """Exclude tokens whose probability is below this fraction of that of the most likely token; 0: off."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Affects("training", evaluated=True)] = ()
     """Strings that end a response, also in evaluations; they are kept in the response. For special tokens
     use stop_token_ids."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Affects("training", evaluated=True)] = ()
     """Token ids that end a response, besides the end-of-sequence tokens and, with chats, the end of a turn in
     the chat template; also in evaluations. sft: the first ends turns for which the template has no end."""
     ahead: int = Field(0, ge=0)
@@ -141,11 +138,11 @@ class RolloutSettings(Section):
     """With ``ahead``: what happens to unfinished responses at a weight update. continue: the engines continue
     them with the new weights, so a response may have tokens of several versions. drain: all groups that have
     started are finished first, so each batch has one version (``ahead`` 1 only)."""
-    workers: int = Field(1, ge=1, le=10_000)
+    workers: Annotated[int, Affects("speed", evaluated=True)] = Field(1, ge=1, le=10_000)
     """Number of processes that send requests to the engines, detokenise and grade; 1: the sampler process
     does it. The batch does not depend on it. Increase it if many responses end at once: one process handles
     about 350 responses of 8,192 tokens per second."""
-    journal_routes: int | tuple[int, ...] = 0
+    journal_routes: Annotated[int | tuple[int, ...], Affects("files")] = 0
     """With training.router_replay: steps whose files in rollouts/ include the routes, which the command
     replay needs: a list of steps, or n for every n-th step; 0: none. Before compression a token takes layers
     x experts per token bytes: 384 for a model with 48 layers and 8 experts per token."""
@@ -165,8 +162,7 @@ class RolloutSettings(Section):
     @property
     def restricted(self) -> str:
         """Name of the first setting that restricts sampling to a part of the distribution; empty: none."""
-        names = {"top_p": self.top_p < 1, "top_k": self.top_k is not None, "min_p": self.min_p > 0}
-        return next((name for name, restricts in names.items() if restricts), "")
+        return "top_p" if self.top_p < 1 else "top_k" if self.top_k is not None else ""
 
     @property
     def interrupted(self) -> bool:
@@ -183,9 +179,9 @@ class RolloutSettings(Section):
         """How far an engine's log-prob may exceed the trainer's, in nats.
 
         The engine's probability is relative to the kept tokens, whose total is at least top_p, or unknown
-        with top_k and min_p.
+        with top_k.
         """
-        if self.top_k is not None or self.min_p:
+        if self.top_k is not None:
             return math.inf
         return -math.log(self.top_p)
 
@@ -238,7 +234,7 @@ _WITHOUT_ROUTES = {
 """Arguments with which vLLM returns no routes (--enable-return-routed-experts) -> reason, for the message."""
 
 
-class EngineSettings(Section):
+class EngineSettings(Section, affects="speed", evaluated=True):
     """vLLM rollout engines."""
 
     replicas: int = Field(1, ge=0, le=10_000)
@@ -259,7 +255,7 @@ class EngineSettings(Section):
     """Compute threads of one worker on a CPU; null: the machine's cores divided by the number of workers.
     With ``rollout.ahead``, when engines and trainer compute at the same time: half of the cores, and the
     trainer's ranks have those that are left."""
-    quantization: Literal["fp8"] | None = None
+    quantization: Annotated[Literal["fp8"] | None, Affects("results", evaluated=True)] = None
     """fp8: the engine quantises the weights at every sync and computes in FP8. Faster sampling, but a larger
     mismatch between engine and trainer: watch mismatch/*; see guards and correction."""
     start_timeout: float = Field(600.0, gt=0)
@@ -273,7 +269,7 @@ class EngineSettings(Section):
     restarts: int = Field(3, ge=0)
     """Maximum restarts of each engine when it dies, hangs or fails in a weight sync; 0: the first failure
     ends the run."""
-    arguments: tuple[str, ...] = ()
+    arguments: Annotated[tuple[str, ...], Affects("results", evaluated=True)] = ()
     """Additional vLLM server arguments, passed unchanged."""
 
     def problems_of_routes(self) -> Iterator[str]:
@@ -287,7 +283,13 @@ class EngineSettings(Section):
                 )
 
 
-class BridgeSettings(Section):
+BUCKET_BYTES = 256 * 1024**2
+"""Transport process_group: buffer for messages in flight at each engine worker."""
+LINK_SECONDS = 120.0
+"""Transport process_group: time limit for one message."""
+
+
+class BridgeSettings(Section, affects="speed"):
     """Weight sync from trainer ranks to engines."""
 
     transport: Literal["shared_memory", "cuda_ipc", "process_group"] = "shared_memory"
@@ -297,27 +299,18 @@ class BridgeSettings(Section):
     node, over NCCL between GPUs and gloo on a CPU; to colocated engines over gloo, through host memory. With
     several nodes, the first two need colocated engines, and the ranks of each node must hold the whole model.
     """
-    address: str | None = None
-    """process_group: host name or IP address under which engines reach the first node; null: its cluster
-    address, or loopback on a single node."""
-    timeout: float = Field(120.0, gt=0)
-    """process_group: time limit for one message, in seconds."""
-    bucket_mib: int = Field(256, ge=1, le=1_000_000)
-    """process_group: buffer for messages in flight at each engine worker, in MiB."""
 
 
-class ExportSettings(Section):
+class ExportSettings(Section, affects="files"):
     """Hugging Face checkpoint written at the end."""
 
     enabled: bool = True
     """Write <run>/hf/step_NNNNNN when training ends."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of the exported weights; null: precision.dtype."""
-    max_shard_gib: float = Field(4.0, gt=0, le=1e6)
-    """Maximum size of one safetensors file, in GiB."""
 
 
-class KeepBestSettings(Section):
+class KeepBestSettings(Section, affects="files"):
     """Keeps the best checkpoints by a metric of the evaluation. If a step is among the best, it is saved
     even if ``checkpoint.every`` is not due.
     """
@@ -328,14 +321,12 @@ class KeepBestSettings(Section):
     """Number of best checkpoints to keep, besides ``checkpoint.keep`` and ``milestone``."""
     mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller value is better. With equal values, the earlier step is better."""
-    export: bool = True
-    """With export.enabled: when training ends, also write the best one to <run>/hf/step_NNNNNN."""
 
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kMGT]?)(i?)B")
 
 
-class RolloutFilesSettings(Section):
+class RolloutFilesSettings(Section, affects="files"):
     """The saved rollouts of each step: <run>/rollouts/step_NNNNNN."""
 
     keep: int | str | None = None
@@ -360,7 +351,7 @@ class RolloutFilesSettings(Section):
         return int(float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
 
 
-class CheckpointSettings(Section):
+class CheckpointSettings(Section, affects="files"):
     """Training checkpoints, to resume from: <run>/checkpoints/step_NNNNNN."""
 
     every: int | None = Field(50, ge=1)

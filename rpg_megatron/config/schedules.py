@@ -13,7 +13,7 @@ from pydantic import Field
 from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
 
-class ScheduleSettings(Section):
+class ScheduleSettings(Section, affects="training"):
     """How the learning rate changes after the warm-up."""
 
     type: str

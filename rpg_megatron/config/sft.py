@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rpg_megatron.config.base import InputPath, Section
+from rpg_megatron.config.base import Affects, InputPath, Section
 from rpg_megatron.config.data import DataSettings
 
 
@@ -58,17 +58,17 @@ class ConversationSettings(DataSettings):
         return self
 
 
-class SFTSettings(Section):
+class SFTSettings(Section, affects="training"):
     """Supervised fine-tuning (``rpg-megatron sft``): each step is one update on ``batch_size`` conversations.
 
     The loss is the mean of -log p over all trained tokens of the step, at temperature 1.
     """
 
-    data: ConversationSettings
+    data: Annotated[ConversationSettings, Affects("training")]
     """Conversations to train on."""
-    heldout: ConversationSettings | None = None
+    heldout: Annotated[ConversationSettings | None, Affects("results")] = None
     """Conversations whose loss is measured; null: none."""
-    every: int = Field(10, ge=1)
+    every: Annotated[int, Affects("results")] = Field(10, ge=1)
     """Steps between measurements of the held-out loss; also before the first and after the last step."""
     batch_size: int = Field(64, ge=1)
     """Conversations of a step."""

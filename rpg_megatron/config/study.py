@@ -31,7 +31,7 @@ Changes = dict[str, Any]
 """Dotted key of a setting -> its value."""
 
 
-class StudySettings(Section):
+class StudySettings(Section, affects="files"):
     """A file for ``rpg-megatron study``."""
 
     config: Path

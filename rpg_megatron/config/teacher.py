@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from rpg_megatron.config.base import HubOrInputPath, Section
 
 
-class TeacherSettings(Section):
+class TeacherSettings(Section, affects="training"):
     """A fixed policy that the trained one learns from; it takes the place of the anchor.
 
     Held by the trainer ranks in the policy's layout (``path``), or asked over HTTP (``url``). Its tokenizer
@@ -27,18 +27,13 @@ class TeacherSettings(Section):
     must allow it (vLLM: --max-logprobs, 20 unless set)."""
     api_key_variable: str | None = None
     """url: environment variable with the server's key; null: none."""
-    timeout: float = Field(600.0, gt=0)
-    """url: time limit of a request, in seconds. A response whose request fails is not distilled, and counts
-    as one whose reward failed (``guards.reward_failures``)."""
-    concurrency: int = Field(64, ge=1)
-    """url: requests at the same time of each data-parallel replica."""
 
     @model_validator(mode="after")
     def _check_place(self) -> TeacherSettings:
         if (self.path is None) == (self.url is None):
             raise ValueError("needs either path (held by the trainer ranks) or url (a server)")
         if self.url is None:
-            for key in ("model", "top_k", "api_key_variable", "timeout", "concurrency"):
+            for key in ("model", "top_k", "api_key_variable"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} has no effect without url; remove it")
         return self

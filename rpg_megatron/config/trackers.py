@@ -10,41 +10,37 @@ from rpg_megatron.config.base import IMPORTED, ImportedSettings, Section, tag_of
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Type of tracker -> Python package; the optional dependency of pyproject.toml has the same name."""
-RESPONSES = 16
-"""Default number of responses in the table of a step."""
+RESPONSES, BOARD_RESPONSES = 16, 4
+"""Default number of responses in the table of a step, and their number in TensorBoard."""
 
 
-class TensorBoardSettings(Section):
+class TensorBoardSettings(Section, affects="files"):
     """TensorBoard files in <run>/tensorboard: metrics, and a few responses as text."""
 
     type: Literal["tensorboard"] = "tensorboard"
     """tensorboard, wandb, mlflow, or the import path module:name of your own; docs/trackers.md."""
-    responses: int = Field(4, ge=0, le=100)
-    """Responses shown as text for each step; 0: none."""
 
 
-class WandbSettings(Section):
-    """Weights & Biases. The API key comes from WANDB_API_KEY or `wandb login`, never from the settings."""
+class TableSettings(Section, affects="files"):
+    """A tracker with a table of responses."""
+
+    responses: int = Field(RESPONSES, ge=0, le=1000)
+    """Responses in the table of each step; 0: no table."""
+
+
+class WandbSettings(TableSettings):
+    """Weights & Biases. The API key comes from WANDB_API_KEY or `wandb login`, never from the settings.
+
+    WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_MODE=offline work as everywhere.
+    """
 
     type: Literal["wandb"]
     """The tracker."""
     project: str = Field("rpg-megatron", min_length=1)
     """Project of the run."""
-    entity: str | None = None
-    """User or team; null: your default."""
-    group: str | None = None
-    """Group of the run; null: none."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-    offline: bool = False
-    """Write to <run>/trackers/wandb only; `wandb sync` uploads it later."""
-    responses: int = Field(RESPONSES, ge=0, le=1000)
-    """Responses in the table of each step; 0: no table."""
-    system: bool = True
-    """Log CPU, memory and GPU use of the first node."""
 
 
-class MLflowSettings(Section):
+class MLflowSettings(TableSettings):
     """MLflow. User name, password or token come from MLFLOW_TRACKING_* variables, never from the settings."""
 
     type: Literal["mlflow"]
@@ -54,15 +50,9 @@ class MLflowSettings(Section):
     null: MLFLOW_TRACKING_URI, and without it the file mlflow.db in the folder of the runs (offline)."""
     experiment: str = Field("rpg-megatron", min_length=1)
     """Experiment of the run; created if it does not exist."""
-    tags: dict[str, str] = Field(default_factory=dict)
-    """Tags of the run."""
-    responses: int = Field(RESPONSES, ge=0, le=1000)
-    """Responses in the table of each step; 0: no table."""
-    system: bool = True
-    """Log CPU, memory and GPU use of the first node."""
 
 
-class ImportedTrackerSettings(ImportedSettings):
+class ImportedTrackerSettings(ImportedSettings, affects="files"):
     """A tracker of your own, by import path. The other keys are its settings; docs/trackers.md."""
 
 

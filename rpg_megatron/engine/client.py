@@ -89,7 +89,6 @@ class EngineClient:
         seed: int,
         top_p: float = 1.0,
         top_k: int | None = None,
-        min_p: float = 0.0,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         logprobs: bool = True,
@@ -98,7 +97,7 @@ class EngineClient:
     ) -> list[Sample]:
         """Sample ``n`` responses to one prompt; by default from the full distribution.
 
-        Log-probs are those of the distribution after top_k, top_p and min_p. stop: texts that end a response;
+        Log-probs are those of the distribution after top_k and top_p. stop: texts that end a response;
         its tokens include them. Response i uses seed + i, so a group may be split over several requests.
         temperature 0 is greedy. interruptible: a weight update may end responses early; their finish reason
         is then "abort". routes_from: number of prompt tokens whose routes are not returned. Raises
@@ -121,8 +120,6 @@ class EngineClient:
                 sampling["routed_experts_prompt_start"] = routes_from
         if top_k is not None:
             sampling["top_k"] = top_k
-        if min_p:
-            sampling["min_p"] = min_p
         if stop:  # the engine searches the text, so it must detokenise
             sampling |= {"stop": list(stop), "include_stop_str_in_output": True, "detokenize": True}
         body = {"token_ids": [int(t) for t in prompt_tokens], "sampling_params": sampling}

@@ -23,6 +23,7 @@ from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
+from rpg_megatron.config.combinations import find_problems
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.episode_trial import try_episode
@@ -38,7 +39,6 @@ from rpg_megatron.launcher.input_checks import (
 from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 from rpg_megatron.launcher.preflight import (
     check_batch,
-    check_bridge_address,
     check_engine_layout,
     check_expert_columns,
     check_gpus,
@@ -48,7 +48,6 @@ from rpg_megatron.launcher.preflight import (
     check_model,
     check_packages,
     check_parallel,
-    check_port,
     check_precision,
     check_routers,
     check_shared_memory,
@@ -125,7 +124,7 @@ def _shape_check(check: Callable[[Settings, ModelShape], Sequence[str] | None]) 
 
 def _check_settings(settings: Settings) -> None:
     """Settings against each other: some may have been changed after they were loaded."""
-    for problem in settings.problems():
+    for problem in find_problems(settings):
         raise UserError(problem)
 
 
@@ -202,8 +201,6 @@ CHECKS = (
     RunCheck("KV cache", ("model", "engines"), _shape_check(check_kv_cache)),
     RunCheck("GPUs", ("machine",), _check_gpus),
     RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _shape_check(check_shared_memory)),
-    RunCheck("rendezvous port", ("machine", "trainer"), _settings_check(check_port)),
-    RunCheck("bridge address", ("machine", "trainer", "engines"), _settings_check(check_bridge_address)),
     RunCheck("disk space", ("machine", "model", "trainer", "engines"), _shape_check(check_disk)),
     RunCheck("odd settings", ("trainer", "engines"), _settings_check(warn_of_settings)),
     RunCheck("data", ("data",), _check_data, 60.0),

@@ -27,7 +27,9 @@ from rpg_megatron.system.child import ProcessStatus, describe_end, tail_of
 
 RESTART_FILE = "RPG_RESTART_FILE"
 """Environment variable with the file that the job script reads: seconds to wait, then nodes to leave out."""
-_LONGEST_WAIT = 3600.0
+_BACKOFF, _LONGEST_WAIT = 120.0, 3600.0
+"""Seconds before the first restart, doubled for each further one, and the most. Slurm itself holds a
+requeued job for 120."""
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]: ?|\(\w+ pid=\d+\) )?"
     r"(?:[\w.]+(?:Error|Exception)\b|terminate called|\s+what\(\):|.*Watchdog caught).*"
@@ -152,7 +154,7 @@ def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: i
             f"not started again: it has failed {count} times without a new checkpoint "
             f"(job.max_restarts {job.max_restarts})"
         )
-    seconds = min(job.backoff * 2 ** (count - 1), _LONGEST_WAIT)
+    seconds = min(_BACKOFF * 2 ** (count - 1), _LONGEST_WAIT)
     without = ",".join(sorted(set(nodes)))
     with suppress(OSError):
         atomic_write_text(Path(place), f"{seconds:.0f} {without}\n", private=True)

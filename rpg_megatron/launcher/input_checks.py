@@ -25,7 +25,6 @@ from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
 from rpg_megatron.config.losses import ImportedLossSettings
-from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS
 from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.presets import find_preset
@@ -131,7 +130,7 @@ def check_prompts(
 
 def warn_of_settings(settings: Settings) -> list[str]:
     """Warnings of settings that have no effect together."""
-    return [*_group_warnings(settings), *_probe_warnings(settings)]
+    return _group_warnings(settings)
 
 
 def _group_warnings(settings: Settings) -> list[str]:
@@ -145,17 +144,6 @@ def _group_warnings(settings: Settings) -> list[str]:
     return [
         f"rollout.samples_per_prompt is 1, so advantage.type {advantage.type} has no group to compare with: "
         "the advantage is the reward itself; raise it, or set advantage.type to batch_mean"
-    ]
-
-
-def _probe_warnings(settings: Settings) -> list[str]:
-    prompts, tokens = settings.guards.probe_prompts, settings.guards.probe_tokens
-    if not settings.compares_engines or prompts * tokens >= ENOUGH_PROBE_TOKENS:
-        return []
-    return [
-        f"guards.engine_ratio has no effect: it takes {ENOUGH_PROBE_TOKENS} probe tokens of an engine, and "
-        f"guards.probe_prompts x guards.probe_tokens is {prompts * tokens}; raise one of them, or set "
-        "engine_ratio to null"
     ]
 
 
@@ -218,9 +206,10 @@ def check_trackers(settings: Settings, environment: Mapping[str, str] = os.envir
                 f"install {package} (the extra 'rpg-megatron[{package}]'), or remove it from trackers"
             )
     for tracker in settings.trackers:
-        if isinstance(tracker, WandbSettings) and not tracker.offline and not _has_wandb_key(environment):
+        if isinstance(tracker, WandbSettings) and not _has_wandb_key(environment):
             return [
-                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set offline: true"
+                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set "
+                "WANDB_MODE=offline"
             ]
     return []
 
@@ -273,7 +262,7 @@ def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = 
     export = (numbers + adapters) * ITEM_BYTES[settings.export.dtype or settings.precision.dtype]
     best = settings.checkpoint.keep_best
     kept = settings.checkpoint.keep + 1 + (best.k if best is not None else 0)
-    exports = 2 if best is not None and best.export else 1
+    exports = 2 if best is not None else 1
     return checkpoint * (checkpoints or kept) + (exports * export if settings.export.enabled else 0)
 
 

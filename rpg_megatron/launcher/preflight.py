@@ -10,7 +10,6 @@ import importlib.util
 import math
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -329,37 +328,6 @@ def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "
             f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
         )
-
-
-def check_port(settings: Settings) -> None:
-    """Check that the configured rendezvous port, if any, is free."""
-    port = settings.rendezvous_port
-    if not port:
-        return
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as e:
-            raise UserError(
-                f"rendezvous_port: port {port} cannot be used ({e.strerror}); "
-                "stop the process that uses it, or set rendezvous_port=0 to choose a free one"
-            ) from None
-
-
-def check_bridge_address(settings: Settings) -> None:
-    """Check that the configured address of the weight sync, if any, is one of this machine."""
-    address = settings.bridge.address
-    if settings.bridge.transport != "process_group" or address is None:
-        return
-    try:
-        with socket.create_server((address, 0)):
-            pass
-    except OSError as e:
-        raise UserError(
-            f"bridge.address: cannot listen at {address} ({e.strerror or e}); set it to a host name or IP of "
-            "this node: ip -brief address"
-        ) from None
 
 
 def _installed(name: str) -> bool:

@@ -29,10 +29,11 @@ from rpg_megatron.checkpoints.run_folder import (
     remove_parts,
 )
 from rpg_megatron.config import Settings, UserError, load_settings
+from rpg_megatron.config.affects import settings_that_differ
+from rpg_megatron.config.base import What
 from rpg_megatron.config.files import (
     atomic_write_text,
     copy_file,
-    flatten,
     folder_size,
     is_ours,
     open_own,
@@ -69,26 +70,6 @@ _LARGE = 10**9
 _STEP = re.compile(r"step_(\d{6,})")
 _MOST_METRICS = 1 << 30
 """Bytes that are copied of another run: a sparse file would fill the disk."""
-_MAY_CHANGE = (
-    *(
-        "name",
-        "runs",
-        "device",
-        "rendezvous_port",
-        "parallel",
-        "memory",
-        "engine",
-        "bridge",
-        "cluster",
-        "job",
-    ),
-    *("evaluation", "guards", "export", "checkpoint", "model.vocab_multiple", "optimizer.overlap"),
-    *("training.steps", "training.tokens_per_microbatch", "training.logprob_chunk"),
-    "training.share_prompts",
-    *("profile", "rollout.workers", "rollouts", "reward.workers", "reward.concurrency", "trackers"),
-)
-"""Keys and sections that may change when a run is resumed: they affect placement, length and logging, and
-results only by rounding. All others affect the training."""
 
 
 @dataclass
@@ -316,27 +297,21 @@ def _newest_complete(folder: Path, notes: list[str], root: Path | None = None) -
     return None
 
 
-def list_changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Differences between two nested dicts of plain values: dotted key -> a line with both values."""
-    old, new = flatten(then), flatten(now)
-    return {
-        key: f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
+def list_changes(then: dict[str, Any], now: dict[str, Any], *what: What) -> list[str]:
+    """A line for each difference between two nested dicts of plain values. what: only settings with one of
+    these tags.
+    """
+    return [
+        f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+        for key, (old, new) in settings_that_differ(then, now, *what).items()
+    ]
 
 
 def _changes(settings: Settings, file: Path) -> tuple[list[str], list[str]]:
     """Lines for settings that differ from those in a file: those that affect the training, and all."""
     recorded = _read_settings(file)
-    plain = [yaml.safe_load(resolved_yaml(each)) for each in (recorded, settings)]
-    lines = list_changes(plain[0], plain[1])
-    bad = [
-        line
-        for key, line in lines.items()
-        if not any(key == f or key.startswith(f"{f}.") for f in _MAY_CHANGE)
-    ]
-    return bad, list(lines.values())
+    then, now = (yaml.safe_load(resolved_yaml(each)) for each in (recorded, settings))
+    return list_changes(then, now, "training"), list_changes(then, now)
 
 
 def _read_settings(file: Path) -> Settings:
@@ -427,7 +402,3 @@ def _cut_metrics(file: Path, state: dict[str, Any], notes: list[str]) -> None:
         notes.append(
             f"warning: {display_path(file)} was shortened; the rows of steps {newest + 1} to {last} are lost"
         )
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value)

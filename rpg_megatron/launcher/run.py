@@ -175,7 +175,7 @@ class RunLauncher:
             folder=str(self.folder),
             checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
             address=address,
-            port=settings.rendezvous_port or (free_port(address) if remote else 0),
+            port=free_port(address) if remote else 0,
         )
         arguments = (work, bridge, token, address if remote else None, self._rank_module)
         starts = list(rank_starts(settings, assignment, start, *arguments))

@@ -11,6 +11,8 @@ import torch
 from rpg_megatron.config.objective import AnchorSettings
 from rpg_megatron.policy import host_memory
 
+_DECAY = 0.9
+"""Decay of the moving average of the KL, per step, for type kl_trigger."""
 _PART = 1 << 24
 """Number of elements swapped at a time, which bounds the extra memory on the device."""
 
@@ -58,7 +60,7 @@ class HeldAnchor:
         """
         s = self._settings
         self._updates += updates
-        self._kl = kl if self._kl is None else s.decay * self._kl + (1 - s.decay) * kl
+        self._kl = kl if self._kl is None else _DECAY * self._kl + (1 - _DECAY) * kl
         due = (s.type == "every" and self._updates >= s.updates) or (
             s.type == "kl_trigger" and self._kl > s.kappa
         )

@@ -166,8 +166,8 @@ def _open_store(rank: int) -> dist.Store:
             listener = socket.create_server((address, port), backlog=4096)
         except OSError as e:
             raise UserError(
-                f"rendezvous_port: trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e}); "
-                "set another port"
+                f"trainer rank 0 cannot listen at {address}:{port} ({e.strerror or e}); start again: another "
+                "process has taken this free port"
             ) from None
         return dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -106,17 +106,19 @@ def guard_failures(
 
     when: such as "step 3".
     """
+    from rpg_megatron.config.objective import REWARD_FAILURES_SHARE
+
     if guards.reward_failures == "off":
         return [], None
     warnings = [f"{when}: {count}; first: {count.first[0]}" for count in counts if count.failed]
-    over = [count for count in counts if count.failed and count.share >= guards.reward_failures_share]
+    over = [count for count in counts if count.failed and count.share >= REWARD_FAILURES_SHARE]
     if not over or guards.reward_failures != "stop":
         return warnings, None
     lines = [f"  {failure}" for count in over for failure in count.first]
     text = "; ".join(map(str, over))
     return warnings, "\n".join(
         [
-            f"{when}: {text}, and guards.reward_failures_share is {guards.reward_failures_share:g}; correct "
+            f"{when}: {text}, and the limit is {REWARD_FAILURES_SHARE:.0%}; correct "
             "the function or the server, or set guards.reward_failures=warn to continue. The first of each "
             "kind:",
             *lines,

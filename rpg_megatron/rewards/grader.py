@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 DEADLINE = 5.0
 """Default limit of math-verify for one answer, in seconds."""
-MEMORY = 2 * 1024**3
-"""Default address space of a worker, in bytes."""
 MAX_CHARACTERS, MAX_DEPTH = 300, 12
 """Maximum characters and nesting depth of brackets of an answer for math-verify, whose time grows with the
 square of the length and exponentially with the depth.
@@ -116,11 +114,11 @@ def _depth(text: str) -> int:
 class Grader:
     """Grades responses with its own workers, which start when first needed. Thread-safe."""
 
-    def __init__(self, *, workers: int = 1, deadline: float = DEADLINE, memory: int = MEMORY):
-        """deadline: seconds for one answer. memory: address space of a worker, in bytes."""
+    def __init__(self, *, workers: int = 1, deadline: float = DEADLINE):
+        """deadline: seconds for one answer."""
         from rpg_megatron.rewards.pool import WorkerPool, start_function  # imports asyncio
 
-        self._pool = WorkerPool(start_function(_SYMBOLIC, deadline, memory, lazy=True), workers)
+        self._pool = WorkerPool(start_function(_SYMBOLIC, deadline, lazy=True), workers)
         self._lock = threading.Lock()
         # Responses of a group often have the same answer; one that hangs should occupy one worker only.
         self._cache: OrderedDict[tuple[str, str], Future[Outcome]] = OrderedDict()

@@ -19,6 +19,8 @@ from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, Work
 if TYPE_CHECKING:
     from rpg_megatron.config.reward import RewardSettings, RewardTerm
 
+MEMORY = 2 * 1024**3
+"""Address space of a worker beyond what its imports take, in bytes."""
 _CLOSED = Outcome(None, "crash", "the pool was closed")
 
 
@@ -119,10 +121,10 @@ class WorkerPool:
             process.end()
 
 
-def start_function(path: str, deadline: float, memory: int, *, lazy: bool = False) -> ForkServer:
+def start_function(path: str, deadline: float, memory: int = MEMORY, *, lazy: bool = False) -> ForkServer:
     """Import a function, which takes positional arguments, in a fork server.
 
-    path: ``module:name``. deadline: seconds for a call. memory: address space of a worker, in bytes. lazy:
+    path: ``module:name``. deadline: seconds for a call. memory: see ``Loader``. lazy:
     import it with the first call. Raises UserError if that fails.
     """
     loader = "rpg_megatron.rewards.worker_process:load_function_server"
@@ -140,4 +142,4 @@ def start_custom_reward(settings: RewardSettings, term: RewardTerm) -> ForkServe
         "reserved": term.reserved,
         "deadlines": [settings.deadline, settings.async_deadline],
     }
-    return ForkServer(Loader(loader, arguments, settings.memory_bytes, f"{term.where}.type: {term.type}"))
+    return ForkServer(Loader(loader, arguments, MEMORY, f"{term.where}.type: {term.type}"))

@@ -78,7 +78,7 @@ class Scorer:
         self._settings, self._max_tokens = settings, max_tokens
         self._weights = {name: term.weight for name, term in settings.all_terms.items()}
         self._terms: dict[str, _Term] = {}
-        workers, memory = -(-settings.workers // share), settings.memory_bytes
+        workers = -(-settings.workers // share)
         grader: Grader | None = None
         problems: list[str] = []
         try:
@@ -92,7 +92,7 @@ class Scorer:
                         continue
                     self._terms[name] = _CustomTerm(term, server, workers, concurrency)
                     continue
-                grader = grader or Grader(workers=workers, deadline=settings.deadline, memory=memory)
+                grader = grader or Grader(workers=workers, deadline=settings.deadline)
                 self._terms[name] = _BuiltInTerm(term, grader, settings.answer_in_thoughts)
             if problems:
                 raise UserError("\n".join(problems))

@@ -335,7 +335,7 @@ class EnginePool:
             if healthy or incarnation != replica.incarnation or now > sent + timeout + _LATE_SECONDS:
                 since = None
             elif now >= since + limit - interval and self.is_current(replica, incarnation):
-                key = "engine.health_timeout" if limit == allowed else "bridge.timeout"
+                key = "engine.health_timeout" if limit == allowed else "during a weight sync"
                 reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
                 self._ask_restart(replica, incarnation, reason)
 

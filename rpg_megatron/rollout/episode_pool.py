@@ -29,6 +29,8 @@ from rpg_megatron.rollout.episode import (
 )
 from rpg_megatron.system.forked_workers import GRACE_SECONDS, ForkServer, Loader, Outcome, WorkerProcess
 
+_MEMORY = 4 * 1024**3
+"""Address space of a process that runs episodes beyond what its imports take, in bytes."""
 _ALONE = 4
 """Episodes at a time that are run again in a process of their own."""
 _SHORTEST = 0.1
@@ -97,8 +99,7 @@ class EpisodePool:
             "model": str(settings.model.path),
         }
         load = "rpg_megatron.rollout.episode_worker:load_server"
-        memory = int(section.memory_gib * 1024**3)
-        self._server = ForkServer(Loader(load, arguments, memory, f"rollout.episode.type: {section.type}"))
+        self._server = ForkServer(Loader(load, arguments, _MEMORY, f"rollout.episode.type: {section.type}"))
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
         """See ``EpisodeRunner``."""

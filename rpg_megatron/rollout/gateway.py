@@ -321,7 +321,7 @@ class Gateway:
     def _check_fields(self, session: _Session, body: Message, fields: set[str]) -> None:
         """Raise RefusedRequestError for fields that would change how the policy is sampled."""
         task = session.conversation.task
-        only = PLAIN | {"temperature": task.temperature, "top_p": task.top_p, "min_p": task.min_p}
+        only = PLAIN | {"temperature": task.temperature, "top_p": task.top_p, "min_p": 0.0}
         only["top_k"] = task.top_k or -1
         for name, value in body.items():
             if value is None or name in fields:

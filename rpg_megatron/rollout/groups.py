@@ -38,7 +38,6 @@ class GroupTask(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     top_k: int | None = None
     """None: all tokens."""
-    min_p: float = 0.0
     logprobs: bool = True
     interruptible: bool = False
     """Whether a weight update may interrupt its requests, which then resume with the new weights."""

@@ -33,7 +33,7 @@ class HeldOut:
         if settings.evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
         evaluation = settings.evaluation
-        self._top_k, self._min_p = evaluation.top_k, evaluation.min_p
+        self._top_k = evaluation.top_k
         self._dispatcher = dispatcher
         self._tickets = itertools.count(_FIRST_TICKET)
         self._max_response, self._context = settings.rollout.max_response_tokens, context_length(settings)
@@ -102,7 +102,6 @@ class HeldOut:
             temperature=part.temperature,
             top_p=part.top_p,
             top_k=self._top_k,
-            min_p=self._min_p,
             logprobs=False,
             correctness_only=True,
             context=prompt.context,

@@ -14,6 +14,7 @@ import itertools
 from contextlib import suppress
 
 from rpg_megatron.config import Settings
+from rpg_megatron.config.objective import PROBE_PROMPTS, PROBE_TOKENS
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.prompt_stream import Prompts
 from rpg_megatron.data.prompts import Prompt
@@ -94,18 +95,18 @@ class Probes:
         """A version's prompts, with their places in the order of all probes. The last is one of the version
         before: the longest, because an engine caches only full blocks of tokens.
         """
-        count = self._settings.guards.probe_prompts
+        count = PROBE_PROMPTS
         places = range(max(0, version - 1) * count, (version + 1) * count)
         probes = list(zip(places, self._prompts.fetch([i % len(self._prompts) for i in places]), strict=True))
         before, current = probes[:-count], probes[-count:]
         return [*current, *([max(before, key=lambda pair: len(pair[1].tokens))] if before else [])]
 
     async def _probe(self, replica: Replica, version: int) -> list[Group]:
-        guards, rollout = self._settings.guards, self._settings.rollout
+        rollout = self._settings.rollout
         tasks = []
         for index, prompt in self._choose(version):
             seed = seed_of(self._settings.seed, "probe", version, index, prompt.id)
-            max_tokens = min(guards.probe_tokens, rollout.max_response_tokens)
+            max_tokens = min(PROBE_TOKENS, rollout.max_response_tokens)
             tasks.append(
                 GroupTask(
                     next(self._tickets),

@@ -65,7 +65,6 @@ class TaskStream:
             rollout.temperature,
             rollout.top_p,
             rollout.top_k,
-            rollout.min_p,
             interruptible=rollout.interrupted,
             context=prompt.context,
         )

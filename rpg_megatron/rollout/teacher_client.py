@@ -18,6 +18,8 @@ from rpg_megatron.data.trajectory import Floats, Trajectory
 _BYTES_PER_TOKEN, _MOST_BYTES = 4096, 1 << 20
 """Largest valid answer: for each token, and besides."""
 _LEAST = float(np.finfo(np.float32).min)
+_CONCURRENCY, _REQUEST_SECONDS = 64, 600.0
+"""Requests at the same time of each data-parallel replica, and the time limit of one."""
 _TRIES, _WAIT_SECONDS = 3, 1.0
 """Requests for a trajectory, and the time before the first retry, which doubles."""
 _CHECK_SECONDS = 30.0
@@ -31,14 +33,14 @@ class TeacherClient:
     """Asks the server of a teacher. For one event loop."""
 
     def __init__(self, settings: TeacherSettings, share: int = 1, vocab: int = 2**31):
-        """share: number of clients among which ``concurrency`` is divided. vocab: number of the model's
-        tokens. Raises UserError.
+        """share: number of clients that divide the requests at the same time. vocab: number of the
+        model's tokens. Raises UserError.
         """
         assert settings.url is not None
         self._vocab = vocab
         self._url, self._settings = settings.url.rstrip("/"), settings
         self._model = settings.model
-        self._running = asyncio.Semaphore(max(1, settings.concurrency // share))
+        self._running = asyncio.Semaphore(max(1, _CONCURRENCY // share))
         self._http: aiohttp.ClientSession | None = None
         self._key = ""
         if (name := settings.api_key_variable) is not None:
@@ -138,7 +140,7 @@ class TeacherClient:
         if self._http is None:  # created here, because it needs the event loop
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
-        seconds = aiohttp.ClientTimeout(total=self._settings.timeout)
+        seconds = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
         try:
             # No redirects: the key must only be sent to the server that the settings name.
             async with self._http.request(
@@ -150,7 +152,7 @@ class TeacherClient:
                 while len(text) <= limit and not answer.content.at_eof():
                     text += await answer.content.read(limit + 1 - len(text))
         except TimeoutError:
-            raise TeacherError(f"did not answer within {self._settings.timeout:g} s") from None
+            raise TeacherError(f"did not answer within {_REQUEST_SECONDS:g} s") from None
         except (aiohttp.ClientError, OSError) as e:
             raise TeacherError(f"cannot be reached ({type(e).__name__})") from None
         if len(text) > limit:

@@ -82,7 +82,7 @@ class Worker:
         self._scorer = Scorer(settings.reward, rollout.max_response_tokens, rollout.workers)
         reward = settings.reward
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.
-        self._comparer = Grader(workers=1, deadline=reward.deadline, memory=reward.memory_bytes)
+        self._comparer = Grader(workers=1, deadline=reward.deadline)
         self._groups: dict[int, RunningGroup] = {}
         self._teacher: TeacherClient | None = None
         if settings.teacher is not None and settings.teacher.url is not None:
@@ -124,7 +124,6 @@ class Worker:
                     temperature=task.temperature,
                     top_p=task.top_p,
                     top_k=task.top_k,
-                    min_p=task.min_p,
                     stop=self._stop_texts,
                     logprobs=task.logprobs,
                     interruptible=task.interruptible,

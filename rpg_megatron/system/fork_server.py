@@ -39,8 +39,6 @@ from rpg_megatron.system.terminal import protect_streams
 
 _MAX_GROWTH = 256 * 1024
 """Growth of a worker's memory, in KiB, after which it is replaced."""
-_LEAST_MEMORY = 96 << 20
-"""Address space that a worker needs besides what was imported, in bytes."""
 _MAX_DETAIL = 300
 """Characters of an exception's message that are kept."""
 
@@ -124,12 +122,9 @@ def main() -> None:
         except (ValueError, UserError) as e:
             control.sendall(json.dumps({"error": str(e)}).encode())
             return
-        if memory < (size := address_space()) + _LEAST_MEMORY:
-            control.sendall(json.dumps({"size": size}).encode())
-            return
         control.sendall(json.dumps(description).encode())
         gc.freeze()  # imported objects stay in memory shared with the forks
-        server = os.getpid()
+        server, memory = os.getpid(), memory + address_space()
         while os.getppid() == parent:
             if not select.select([control], [], [], 1.0)[0]:
                 continue

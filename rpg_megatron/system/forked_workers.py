@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from rpg_megatron.config.errors import UserError, gib
+from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.fork_server import FailureKind
 from rpg_megatron.system.process_groups import holding_warnings
 
@@ -92,7 +92,7 @@ class Loader(NamedTuple):
     arguments: dict[str, Any]
     """JSON-serialisable."""
     memory: int
-    """Address space of a worker, in bytes."""
+    """Address space of a worker beyond what its imports take, in bytes."""
     imports: str
     """What it imports, and the key in the settings: for messages."""
 
@@ -193,11 +193,6 @@ class ForkServer:
             reply = {"error": f"{imports}: importing it took more than {_START_SECONDS:.0f} s"}
         except ConnectionError:
             reply = None
-        if isinstance(reply, dict) and "size" in reply:
-            reply = {
-                "error": f"{imports}: has {gib(reply['size'])} of address space after its imports, and "
-                f"memory_gib of that section allows {gib(memory)}; raise it, to 2 or more"
-            }
         if not isinstance(reply, dict) or "error" in reply:
             parent_end.close()
             process.kill()

@@ -31,7 +31,7 @@ def build_loss(settings: Settings) -> TokenLoss:
 def build_aggregator(settings: Settings) -> Aggregator:
     """The configured aggregation of per-token losses into the loss of a mini-batch."""
     aggregation = settings.aggregation
-    constant = float(aggregation.constant or settings.rollout.max_response_tokens)
+    constant = float(settings.rollout.max_response_tokens)
 
     correction = settings.correction
     correct = None

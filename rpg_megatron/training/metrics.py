@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import open_own
-from rpg_megatron.config.trackers import TensorBoardSettings
+from rpg_megatron.config.trackers import BOARD_RESPONSES, TensorBoardSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.trackers.client import Trackers, sample_responses
 from rpg_megatron.training.trackers.texts import ResponseTexts, to_markdown
@@ -113,7 +113,7 @@ def open_metrics(
         run_dir,
         done,
         board=bool(boards),
-        board_responses=sum(board.responses for board in boards),
+        board_responses=BOARD_RESPONSES * len(boards),
         model=settings.model.path,
         trackers=trackers,
     )

@@ -469,7 +469,7 @@ class RankRun:
         # Without a checkpoint of the last step, the weights in memory are its only copy.
         if best is None or self._saved_step != self._step:
             return best
-        if keep_best.export and self.settings.export.enabled and best["step"] != self.steps:
+        if self.settings.export.enabled and best["step"] != self.steps:
             with self._weight_sync.state_on_gpu(self.policy.offloader):
                 best["export"] = str(self._trainer.export(self._run_dir, best["step"], saved=True))
         return best

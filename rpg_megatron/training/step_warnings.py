@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS
+from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS, SKIPPED_UPDATES
 
 _SHOWN = 3
 """Maximum number of metrics in a warning."""
@@ -31,14 +31,14 @@ class StepWarnings:
         self._warn_new("update", step, dict(self._update_problems(row)), always=True)
 
     def check_probes(self, step: int, row: Mapping[str, float]) -> None:
-        """Once: engines that ``guards.engine_ratio`` cannot compare. row: metrics of the mismatch."""
+        """Once: engines that the mismatch guard cannot compare. row: metrics of the mismatch."""
         if self._compared or not self._settings.compares_engines or "mismatch/logp_engine_ratio" in row:
             return
         self._compared = True
         self._warn(
-            f"step {step}: the engines' log-probs were not compared with each other (guards.engine_ratio): "
+            f"step {step}: the engines' log-probs were not compared with each other: "
             f"that takes {ENOUGH_PROBE_TOKENS} probe tokens of each, and all had "
-            f"{row.get('async/probe_tokens', 0):.0f}; raise guards.probe_prompts or guards.probe_tokens"
+            f"{row.get('async/probe_tokens', 0):.0f}"
         )
 
     def _warn_new(self, kind: str, step: int, messages: dict[str, str], *, always: bool = False) -> None:
@@ -67,13 +67,11 @@ class StepWarnings:
             )
 
     def _update_problems(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        limit = self._settings.guards.skipped_updates
         if skipped := int(row.get("policy/skipped_updates", 0)):
             yield (
                 "skipped",
                 f"the gradient was not finite in {skipped} of its updates: skipped; "
-                f"logs/rank_0.log names parameter and rank; {limit} in a row end the run "
-                "(guards.skipped_updates)",
+                f"logs/rank_0.log names parameter and rank; {SKIPPED_UPDATES} in a row end the run",
             )
         if odd := [key for key, value in row.items() if not math.isfinite(value)]:
             more = f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""

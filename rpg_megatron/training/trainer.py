@@ -19,6 +19,7 @@ from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.objective import SKIPPED_UPDATES
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of
 from rpg_megatron.data.packing import Plan, Prompt, count_shared, plan_batches
 from rpg_megatron.data.row_layout import shareable
@@ -42,11 +43,13 @@ from rpg_megatron.training.checkpoint_saver import load_run
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.off_policy import correction_by_lag, off_policy_metrics
 
+_SHARD_BYTES = 4 * 1024**3
+"""Maximum size of a safetensors file of an export."""
 _SHOWN = 3  # maximum parameters listed in a message
 
 
 class TooManySkippedUpdates(UserError):
-    """``guards.skipped_updates`` is reached; raised on every rank."""
+    """``SKIPPED_UPDATES`` is reached; raised on every rank."""
 
 
 class Trainer:
@@ -140,7 +143,7 @@ class Trainer:
             self.policy.load(step_folder(run_dir, step) / MODEL, trusted=True)
         settings, out = self.settings.export, run_dir / "hf" / f"step_{step:06d}"
         out.parent.mkdir(exist_ok=True)
-        self.write_checkpoint(out, settings.dtype, int(settings.max_shard_gib * 1024**3))
+        self.write_checkpoint(out, settings.dtype, _SHARD_BYTES)
         if self.adapters is not None:
             export_adapter(
                 run_dir / ADAPTERS / out.name,
@@ -244,7 +247,7 @@ class Trainer:
         """One update for each mini-batch, ``training.epochs`` times, then a refresh of the anchor if due.
 
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
-        Raises TooManySkippedUpdates after ``guards.skipped_updates`` consecutive skipped updates.
+        Raises TooManySkippedUpdates after ``SKIPPED_UPDATES`` consecutive skipped updates.
         """
         if batch.started is None:
             self.start_update(batch)
@@ -276,7 +279,7 @@ class Trainer:
         self.skipped_updates = self.skipped_updates + 1 if update.skipped else 0
         if not update.skipped:
             return
-        limit = self.settings.guards.skipped_updates
+        limit = SKIPPED_UPDATES
         names = [
             f"{name} on rank {rank}"
             for rank, names in enumerate(gather_objects(self.policy.nonfinite_gradients(), list[str]))
@@ -289,7 +292,7 @@ class Trainer:
         )
         if self.skipped_updates >= limit:
             raise TooManySkippedUpdates(
-                f"{message}, like {limit - 1} before it in a row (guards.skipped_updates: {limit}). Lower "
+                f"{message}, like {limit - 1} before it in a row. Lower "
                 "optimizer.lr or objective.beta, and check rewards and log-probs of the step in rollouts/; "
                 "skipped updates changed no weights, so the newest checkpoint is usable"
             )

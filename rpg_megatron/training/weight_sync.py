@@ -19,7 +19,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import Publisher, published
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
-from rpg_megatron.config.rollout import BridgeSettings
+from rpg_megatron.config.rollout import BUCKET_BYTES, LINK_SECONDS, BridgeSettings
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.policy.offload import StateOffloader
@@ -219,17 +219,16 @@ def open_publisher(
     if settings.transport == "process_group":
         from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 
-        alone = settings.address is None and ADDRESS_VARIABLE not in os.environ
         return GroupPublisher(
-            settings.address or os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+            os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
             coordinates,
             params,
             mapping,
             dtype,
-            timeout=settings.timeout,
-            bucket_bytes=settings.bucket_mib * 1024**2,
+            timeout=LINK_SECONDS,
+            bucket_bytes=BUCKET_BYTES,
             colocated_in=folder if colocated else None,
-            private=folder if alone else None,
+            private=None if ADDRESS_VARIABLE in os.environ else folder,
         )
     if settings.transport == "cuda_ipc":
         from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher

@@ -12,10 +12,13 @@ from megatron.core import parallel_state as mpu
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import gather_objects
+from rpg_megatron.training import trainer as trainer_module
 from rpg_megatron.training.batch_scatter import iter_trajectories
 from rpg_megatron.training.trainer import Trainer
 from tests.support.batches import prepare
 from tests.support.ranks import measure_cases
+
+trainer_module.SKIPPED_UPDATES = 3  # fewer steps
 
 
 def start(case: dict, mesh: Mesh, device: torch.device) -> Trainer:

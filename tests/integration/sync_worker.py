@@ -31,6 +31,7 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.expert_load import layers_with_experts
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
+from rpg_megatron.training import weight_sync
 from rpg_megatron.training.weight_sync import open_publisher
 from tests.support.one_switch import (
     MARGINS,
@@ -186,9 +187,10 @@ def measure(case: dict[str, Any], parallel: dict[str, int], device: torch.device
     params = policy.served.tensors
     mapping = with_adapters(layout, settings.lora)
     adapters = mapping.adapters.hf_tensors().keys() if isinstance(mapping, AdaptedMapping) else None
+    weight_sync.BUCKET_BYTES = 1 << 20  # several messages a sync
     publishers = {
         kind: open_publisher(
-            settings.bridge.model_copy(update={"transport": kind, "timeout": 60.0, "bucket_mib": 1}),
+            settings.bridge.model_copy(update={"transport": kind}),
             Path(case["bridge"]),
             placement,
             params,

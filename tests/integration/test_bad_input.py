@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -119,14 +118,6 @@ def test_a_bad_data_set(command, config_file: Path, tmp_path: Path, content: str
     train = command("train", str(config_file), f"data.path={tmp_path}/bad.jsonl")
     code, err = train.finish()
     check_refused(train, config_file, code, err, [message])
-
-
-def test_a_port_that_is_taken(command, config_file: Path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        train = command("train", str(config_file), f"rendezvous_port={port}")
-        code, err = train.finish()
-    check_refused(train, config_file, code, err, ["rendezvous_port", str(port)])
 
 
 def test_an_engine_that_does_not_come_up_shows_its_log(command, config_file: Path):

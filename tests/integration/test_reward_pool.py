@@ -142,6 +142,21 @@ def test_every_input_gets_an_outcome(start: Callable[..., WorkerPool]) -> None:
     assert pool.pop_counts() == {"timeout": 0, "crash": 0, "memory": 0, "error": 0}
 
 
+def test_memory_is_counted_beyond_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function whose imports need more than the limit works, and a call that takes too much does not."""
+    (tmp_path / "large_reward.py").write_text(
+        "import mmap\nkept = mmap.mmap(-1, 600 << 20)\n"
+        "def take(mib, _):\n    return len(bytearray(int(mib) << 20)) > 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    pool = WorkerPool(start_function("large_reward:take", 60.0, 512 << 20), 1)
+    try:
+        assert pool.submit(["300", ""]).result(timeout=300) == Outcome(True)
+        assert pool.submit(["600", ""]).result(timeout=300).failure == "memory"
+    finally:
+        pool.close()
+
+
 def test_programs_of_a_function_have_none_of_its_connections(start: Callable[..., WorkerPool]) -> None:
     """With one they would answer for it: a reward that the program itself chooses."""
     assert start(workers=1).submit(["runs a program", ""]).result(timeout=300) == Outcome(True)

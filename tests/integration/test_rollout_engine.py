@@ -169,7 +169,7 @@ def test_logprobs_are_those_of_the_sampled_tokens(
     assert "stop" in ends, "no response ended: the log-prob of the end-of-sequence token went untested"
 
 
-@pytest.mark.parametrize("restriction", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.2}])
+@pytest.mark.parametrize("restriction", [{"top_p": 0.9}, {"top_k": 3}])
 def test_what_top_p_does_to_logprobs(engine: Engine, checkpoint: Path, restriction: dict[str, float]) -> None:
     """They are of the kept tokens alone, and differ from the trainer's by no more than the guard allows."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -183,10 +183,8 @@ def test_what_top_p_does_to_logprobs(engine: Engine, checkpoint: Path, restricti
         keep = torch.ones_like(ranked, dtype=torch.bool)
         if rollout.top_p < 1:
             keep = ranked.cumsum(-1) - ranked < rollout.top_p
-        elif rollout.top_k:
-            keep[:, rollout.top_k :] = False
         else:
-            keep = ranked >= rollout.min_p * ranked[:, :1]
+            keep[:, rollout.top_k :] = False
         p = torch.zeros_like(p).scatter(1, order, ranked * keep)
         chosen = torch.as_tensor(sample.tokens, dtype=torch.long)[:, None]
         np.testing.assert_allclose(

@@ -30,7 +30,6 @@ SETTINGS = [
     "rollout.ahead=1",
     "rollout.max_response_tokens=48",
     "correction.type=truncate",
-    "guards={probe_prompts: 4, probe_tokens: 8}",
     "checkpoint={every: 1, keep: 9}",
 ]
 

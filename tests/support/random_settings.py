@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rpg_megatron.config import Settings
-from rpg_megatron.config.explanation import sections_in
+from rpg_megatron.config.base import sections_in
 
 OWN_MODULE = """
 class Loss:
@@ -101,7 +101,7 @@ _LISTED = (
     ),
     *("model.path=DESCRIPTION", "model.path=DAMAGED", "trackers=[]", "trackers=[tensorboard, tensorboard]"),
     *("profile.ranks=[1]", "profile.ranks=[9]", "cluster.trainer_nodes=1", "checkpoint.every=null"),
-    *("rollouts.keep=2", "guards.probe_tokens=1", "no_such_key=1", "parallel.tensr=2"),
+    *("rollouts.keep=2", "no_such_key=1", "parallel.tensr=2"),
 )
 
 

@@ -116,17 +116,6 @@ def test_a_node_needs_the_cards_of_its_own_share(
         assert check.found.endswith("4 are visible")
 
 
-@pytest.mark.parametrize(
-    ("address", "verdict"), [("null", "ok"), ("127.0.0.1", "ok"), ("192.0.2.1", "failed")]
-)
-def test_the_address_of_the_bridge(tmp_path: Path, address: str, verdict: str) -> None:
-    """By default it is chosen at the start, so nothing can be checked before."""
-    config = tmp_path / "run.yaml"
-    config.write_text("{model: {path: m}, data: {path: d}, device: cpu, bridge: {transport: process_group}}")
-    settings = load_settings(config, [f"bridge.address={address}"])
-    assert [row.verdict for row in doctor_rows(settings, "bridge address")] == [verdict]
-
-
 def test_versions_are_read_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {r.name: str(r.specifier) for r in requirements("cpu")}
     assert exact["torch"] == "==2.13.0"

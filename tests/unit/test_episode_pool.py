@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rpg_megatron.config import UserError
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.engine.client import Sample
 from rpg_megatron.rollout.batch_metrics import batch_metrics
@@ -25,7 +24,6 @@ from rpg_megatron.rollout.conversation import Conversation
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.episode_pool import EpisodePool, _Turns
 from rpg_megatron.rollout.worker import CODEC, Worker
-from rpg_megatron.system.forked_workers import ForkServer, Loader
 from tests.support.episode_rig import Engine, contents, make_settings, make_task, sample
 from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec
@@ -195,17 +193,3 @@ def test_metrics_and_both_rewards(config_file: Path, tmp_path: Path) -> None:
         assert t.parts["episode"] == alone.reward
         assert t.reward == t.parts["correctness"] + 0.5 * alone.reward
         assert t.correct == (t.parts["correctness"] > 0)
-
-
-def test_too_little_memory_for_the_imports_is_said_at_the_start(tmp_path: Path) -> None:
-    """Each episode would end out of memory, and the run at its first step."""
-    (tmp_path / "my_large.py").write_text(
-        "import mmap\nkept = mmap.mmap(-1, 600 << 20)\ndef load():\n    return print, {}\n"
-    )
-    loader = Loader("my_large:load", {}, 512 << 20, "rollout.episode.type: my_large:play")
-    message = r"my_large:play: has 0\.\d+ GiB of address space after its imports, and memory_gib .* 0\.50 GiB"
-    with pytest.raises(UserError, match=message):
-        ForkServer(loader)
-    server = ForkServer(loader._replace(memory=2 << 30))
-    server.kill()
-    server.close()

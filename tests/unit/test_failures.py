@@ -132,7 +132,7 @@ def test_restarts_are_counted_since_the_last_checkpoint(
 ) -> None:
     file = tmp_path / "restart"
     monkeypatch.setenv(RESTART_FILE, str(file))
-    failure, job = Failure("x", machine=True), JobSettings(max_restarts=2, backoff=30)
+    failure, job = Failure("x", machine=True), JobSettings(max_restarts=2)
 
     def asked(*ends: dict[str, Any], step: int = 4) -> str | None:
         file.unlink(missing_ok=True)
@@ -140,13 +140,13 @@ def test_restarts_are_counted_since_the_last_checkpoint(
         assert note
         return file.read_text() if file.exists() else None
 
-    assert asked(ended(4, "n2")) == "30 n2\n"
-    assert asked(ended(4, "n7"), {}, ended(4, "n2")) == "30 n2\n"  # another end between them
-    assert asked(ended(2), ended(2), ended(2), ended(4)) == "30 \n"  # it has made progress
-    assert asked(ended(4, "n2"), ended(4, "n5", "n2")) == "60 n2,n5\n"
+    assert asked(ended(4, "n2")) == "120 n2\n"
+    assert asked(ended(4, "n7"), {}, ended(4, "n2")) == "120 n2\n"  # another end between them
+    assert asked(ended(2), ended(2), ended(2), ended(4)) == "120 \n"  # it has made progress
+    assert asked(ended(4, "n2"), ended(4, "n5", "n2")) == "240 n2,n5\n"
     assert asked(ended(4), ended(4), ended(4)) is None
-    job = JobSettings(max_restarts=99, backoff=2000)
-    assert asked(ended(4), ended(4)) == "3600 \n"
+    job = JobSettings(max_restarts=99)
+    assert asked(*[ended(4)] * 6) == "3600 \n"
     job = JobSettings(max_restarts=0)
     assert asked(ended(4)) is None
 

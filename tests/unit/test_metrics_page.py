@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rpg_megatron.config import Settings
+from rpg_megatron.config.base import sections_in
 from rpg_megatron.config.evaluation import EvaluationSettings
-from rpg_megatron.config.explanation import sections_in
 from rpg_megatron.config.losses import ObjectiveSettings
 from rpg_megatron.evaluation.metrics import score_results
 from rpg_megatron.evaluation.results import EvalResult

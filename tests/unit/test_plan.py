@@ -153,10 +153,10 @@ def test_a_communicator_has_the_buffers_that_nccl_allocates(name: str) -> None:
 
 
 def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> None:
-    grouped = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
+    grouped = {"bridge": {"transport": "process_group"}}
     plain, more = plan_of(write(LLAMA_8B)), plan_of(write(LLAMA_8B, **grouped))
     link = 6 * 32 + 34 + 4 + 10 * 32  # MiB: one rank sends to one worker of the same node
-    assert more.engine.total - plain.engine.total == (512 + link) * 1024**2
+    assert more.engine.total - plain.engine.total == (256 + link) * 1024**2
     assert nccl_of(more) == (6 * 32 + 34 + 4 + 2 * 32) * 1024**2
     full = {"engine": {"arguments": ["--gpu-memory-utilization", "1.0"]}}
     assert any("lower --gpu-memory-util" in p for p in plan_of(write(LLAMA_8B, **grouped, **full)).problems)
@@ -187,7 +187,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     assert plan.largest.host == apart.largest.host + parked[0]
     assert plan.engine.kv_cache == 20 * GIB
     # Messages are in host memory.
-    sent = {"bridge": {"transport": "process_group", "bucket_mib": 512}}
+    sent = {"bridge": {"transport": "process_group"}}
     over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **sent), "b200-180")
     assert over_host.shared_gpu.total("rollout") == plan.shared_gpu.total("rollout")
     # Each turn alone may exceed the card's memory.

@@ -498,8 +498,7 @@ def test_the_mismatch_has_the_guards_bounds(tmp_path: Path) -> None:
         assert verdicts(rows_of(tmp_path / "run", [row], config))["mismatch"] == verdict, config
     row = {"step": 1, "mismatch/logp_mean": 1e-3, "mismatch/logp_max": 1.0}
     row |= {"mismatch/logp_engine_mean": 0.02, "mismatch/logp_engine_ratio": 20.0}
-    for config, verdict in (("", "bad"), ("guards: {engine_ratio: null}\n", "good")):
-        assert verdicts(rows_of(tmp_path / "ratio", [row], config))["mismatch"] == verdict, config
+    assert verdicts(rows_of(tmp_path / "ratio", [row], ""))["mismatch"] == "bad"
 
 
 # -- responses -----------------------------------------------------------------------------------------------

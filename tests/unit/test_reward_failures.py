@@ -20,7 +20,6 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.objective import GuardSettings
-from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.launcher.reward_trial import try_reward
 from rpg_megatron.rewards.failures import FailureCount, RewardFailure, first_of_each, guard_failures
 from rpg_megatron.rewards.reward import Response, Score, Scorer
@@ -145,7 +144,6 @@ def test_each_way_to_fail_is_counted_and_told(
     assert message is None or message.endswith(warning.partition("first: ")[2])
     assert guard_failures([count], GuardSettings(reward_failures="warn"), "")[1] is None
     assert guard_failures([count], GuardSettings(reward_failures="off"), "") == ([], None)
-    assert guard_failures([count], GuardSettings(reward_failures_share=0.3), "")[1] is not None
 
 
 def test_what_did_not_fail_says_nothing(scorers: dict[str, Scorer]) -> None:
@@ -320,10 +318,3 @@ def test_a_judge_that_is_down_is_told_before_the_start(settings: Any) -> None:
         assert [note.partition(":Judge ")[2] for note in try_reward(loaded, offline=True)] == [
             "was not called: it may need a server; train and doctor call it"
         ]
-
-
-def test_a_share_needs_a_guard() -> None:
-    with pytest.raises(ValueError, match=r"a share is set, but guards\.reward_failures is off"):
-        GuardSettings(reward_failures="off", reward_failures_share=0.1)
-    assert GuardSettings.model_validate({"reward_failures": False}).reward_failures == "off"
-    assert RewardSettings(type="boxed").has_custom is False

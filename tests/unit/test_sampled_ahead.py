@@ -78,7 +78,6 @@ def test_an_engine_that_stands_out_is_named_far_below_the_bound(gaps: list[float
     assert gaps[engine] == max(gaps)
     row |= {"mismatch/logp_mean": 0.01, "mismatch/logp_max": 0.2}
     assert out_of_bounds(row, GuardSettings(), "bfloat16") == stops
-    assert not out_of_bounds(row, GuardSettings(engine_ratio=None), "bfloat16")
     worst = find_worst([trajectory([0.5], [VERSION])], VERSION)
     assert worst
     message = describe_mismatch(row, worst, GuardSettings(), "bfloat16", VERSION + 1, engine)

@@ -102,10 +102,10 @@ def test_a_step_is_the_same_whatever_the_timing(settings: Settings) -> None:
 
 def test_restricted_sampling_applies_to_rollouts_not_probes(config_file: Path) -> None:
     """Each engine's probes come with the batch, from the full distribution, for the guard."""
-    rollout = "rollout={prompts_per_step: 2, samples_per_prompt: 2, top_p: 0.9, min_p: 0.1, stop: ['.']}"
+    rollout = "rollout={prompts_per_step: 2, samples_per_prompt: 2, top_p: 0.9, top_k: 9, stop: ['.']}"
     settings = load_settings(
         config_file,
-        [rollout, "training.minibatches=1", "correction={type: icepop}", "guards.probe_prompts=3"],
+        [rollout, "training.minibatches=1", "correction={type: icepop}"],
     )
 
     async def run() -> tuple[RolloutBatch, list[FakeEngine]]:
@@ -124,11 +124,11 @@ def test_restricted_sampling_applies_to_rollouts_not_probes(config_file: Path) -
 
     batch, fakes = asyncio.run(run())
     assert batch.probes is not None
-    assert batch.probes.group.tolist() == [0] * 4 + [1] * 4  # one repeats a prompt of version 3
+    assert batch.probes.group.tolist() == [0] * 17 + [1] * 17  # one repeats a prompt of version 3
     requests = [request for fake in fakes for request in fake.requests]
-    sampling = [(r["top_p"], r["min_p"], r["max_tokens"] == 8) for r in requests]
-    assert sorted(set(sampling)) == [(0.9, 0.1, False), (1.0, 0.0, True)]
-    assert sampling.count((1.0, 0.0, True)) == 8
+    sampling = [(r["top_p"], r["top_k"], r["max_tokens"] == 8) for r in requests]
+    assert sorted(set(sampling)) == [(0.9, 9, False), (1.0, None, True)]
+    assert sampling.count((1.0, None, True)) == 34
     assert {r["stop"] for r in requests} == {(".",)}
 
 

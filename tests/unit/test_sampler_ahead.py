@@ -198,6 +198,8 @@ def settings(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         "def broken(scores): return scores.parts['right']\n"
     )
     monkeypatch.chdir(config_file.parent)
+    monkeypatch.setattr("rpg_megatron.rollout.probes.PROBE_PROMPTS", 2)
+    monkeypatch.setattr("rpg_megatron.rollout.probes.PROBE_TOKENS", 4)
     return load_settings(
         config_file,
         [
@@ -208,7 +210,6 @@ def settings(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
             "engine.max_sequences=8",
             f"training.steps={STEPS}",
             "reward.type=digit_reward:even",
-            "guards={probe_prompts: 2, probe_tokens: 4}",
         ],
     )
 

@@ -283,8 +283,8 @@ unit/test_rank_env.py::test_the_measurement_of_the_network_listens_at_one_addres
   TCP at the cluster address of the first node, for seconds
 unit/test_rank_env.py::test_every_rank_has_the_token_from_its_environment_alone
   Processes have it from their environment
-unit/test_rank_env.py::test_the_links_store_is_a_private_folder_without_an_address
-  With `bridge.address` set, weight links
+unit/test_rank_env.py::test_the_links_store_is_a_private_folder_on_one_node
+  folder, mode 0700, in the bridge folder
 distributed/test_process_group_transport.py::test_workers_get_their_slices_again_and_again
   folder, mode 0700, in the bridge folder
   TCP at the address of rank 0

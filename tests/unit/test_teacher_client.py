@@ -157,11 +157,12 @@ def test_the_likeliest_tokens_come_by_rank(server: Server) -> None:
         score(server, sampled(), top_k=3)
 
 
-def test_requests_are_limited_and_retried(server: Server) -> None:
+def test_requests_are_limited_and_retried(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_client, "_CONCURRENCY", 3)
     good = server.answer
     server.answer = lambda body, number: 503 if number in (1, 2, 5) else good(body, number)
     trajectories = [sampled() for _ in range(12)]
-    score(server, *trajectories, concurrency=3)
+    score(server, *trajectories)
     assert all(len(t.anchor) == len(RESPONSE) for t in trajectories)
     assert server.most == 3
     assert len(server.bodies) == 15
@@ -260,10 +261,11 @@ def test_a_likely_token_that_is_none(server: Server, changed: Any, message: str)
         score(server, sampled(), top_k=2)
 
 
-def test_a_server_that_does_not_answer(server: Server) -> None:
+def test_a_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_client, "_REQUEST_SECONDS", 0.01)
     server.answer = lambda body, number: asyncio.run_coroutine_threadsafe  # never reached in time
     with pytest.raises(TeacherError, match=r"did not answer within 0\.01 s"):
-        score(server, sampled(), timeout=0.01)
+        score(server, sampled())
 
 
 def settings_for(folder: Path, url: str) -> Settings:
@@ -309,7 +311,7 @@ def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"teacher": None}, "objective.type distil needs a teacher"),
         ({"teacher": {}}, "needs either path"),
         ({"teacher": {"path": "x", "url": "http://y"}}, "needs either path"),
-        ({"teacher": {"path": "x", "concurrency": 3}}, "concurrency has no effect without url"),
+        ({"teacher": {"path": "x", "top_k": 3}}, "top_k has no effect without url"),
         ({"anchor": {"type": "fixed"}}, "teacher takes the place of the anchor"),
         ({"objective": {"type": "dapo"}, "advantage": {"type": "grpo"}}, "has no KL term, so teacher has no"),
         ({"rollout": {"temperature": 0.7}}, "teacher needs rollout.temperature 1"),

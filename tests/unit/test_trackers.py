@@ -235,7 +235,7 @@ def test_a_resumed_run_has_the_same_id_and_writes_the_count(
 
 def test_tensorboard_has_a_few_responses_as_text(make: Callable[..., Settings]) -> None:
     """Read back from its files. Hostile text stays in blocks of code; long text is shortened."""
-    settings = make("[{type: tensorboard, responses: 3}]")
+    settings = make("[tensorboard]")
     folder = create_run(settings)
     writer = open_metrics(settings, folder, None, print)
     long = replace(trajectories(1)[0], text=f"a{'x' * 9999}b", correct=False, extracted="5", finish="length")
@@ -255,22 +255,12 @@ def test_tensorboard_has_a_few_responses_as_text(make: Callable[..., Settings]) 
         "**reward 0.5**, correct, 2 tokens, prompt 0, sample 0\n\n"
         "prompt:\n\n    CD\n\nresponse:\n\n    1 + 0 ?\n\nanswer:\n\n    2"
     )
-    assert [re.findall(r"prompt (\d+),", other) for other in others] == [["13"], ["26"]]
+    assert [re.findall(r"prompt (\d+),", other) for other in others] == [["10"], ["20"], ["30"]]
     long_text, hostile_text = texts[2].split("\n\n---\n\n")
     assert "wrong, 2 tokens, truncated, " in long_text
     assert f"    a{'x' * 999} ... {'x' * 999}b\n" in long_text
     assert long_text.endswith("extracted:\n\n    5")
     assert "    <b>\n    # one\\r---\\x1b[2J\n" in hostile_text
-    without = make("[{type: tensorboard, responses: 0}]")
-    folder = create_run(without)
-    writer = open_metrics(without, folder, None, print)
-    writer.add_responses(trajectories(3))
-    writer.write({"step": 1, "reward/mean": 0.5})
-    writer.close()
-    board = EventAccumulator(str(folder / "tensorboard"))
-    board.Reload()
-    assert board.Tags()["tensors"] == []
-    assert board.Tags()["scalars"] == ["reward/mean"]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +311,6 @@ def test_a_missing_key_is_told_before_the_start(
     none = {"NETRC": str(tmp_path / "missing")}
     (warning,) = check_trackers(make("[wandb]"), none)
     assert "WANDB_API_KEY" in warning
-    assert check_trackers(make("[{type: wandb, offline: true}]"), none) == []
     for variables in ({"WANDB_API_KEY": "x"}, {"NETRC": str(tmp_path / "netrc")}, {"WANDB_MODE": "offline"}):
         assert check_trackers(make("[wandb]"), none | variables) == []
 
@@ -353,9 +342,10 @@ def run_offline(settings: Settings) -> Path:
     return folder
 
 
-def test_wandb_offline(make: Callable[..., Settings]) -> None:
+def test_wandb_offline(make: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the package wandb is not installed")
-    settings = make("[{type: wandb, offline: true, project: math, responses: 3, tags: [a]}]")
+    settings = make("[{type: wandb, project: math, responses: 3}]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     folder = run_offline(settings)
     files = sorted(folder.glob("trackers/wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
@@ -401,14 +391,13 @@ def wandb_records(file: Path) -> Iterator[Any]:
 def test_mlflow_offline(make: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the package mlflow is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    settings = make("[{type: mlflow, experiment: math, responses: 3, tags: {team: a}}]")
+    settings = make("[{type: mlflow, experiment: math, responses: 3}]")
     folder = run_offline(settings)
     store = mlflow.MlflowClient(f"sqlite:///{folder.parent / 'mlflow.db'}")
     (run,) = store.search_runs([store.get_experiment_by_name("math").experiment_id])
     assert list(json.loads((folder / "trackers" / "mlflow.json").read_text()).values()) == [run.info.run_id]
     assert run.info.run_name == folder.name
     assert run.info.status == "FINISHED"
-    assert run.data.tags["team"] == "a"
     assert float(run.data.params["optimizer.lr"]) == settings.optimizer.lr
     history = store.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted((point.step, point.value) for point in history) == [

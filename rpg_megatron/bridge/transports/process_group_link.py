@@ -71,7 +71,9 @@ class Rendezvous:
         try:
             listener = socket.create_server((address, 0), backlog=4096)  # all links are made at once
         except OSError as e:
-            raise UserError(f"bridge.address: {address!r} is not an address of this machine ({e})") from None
+            raise UserError(
+                f"the weight sync cannot listen at {address!r} ({e}); set cluster.interface"
+            ) from None
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()

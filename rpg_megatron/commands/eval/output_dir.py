@@ -11,7 +11,9 @@ from typing import IO, Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.files import atomic_write_text, is_ours, open_own, read_json, remove
+from rpg_megatron.config.affects import tag_of_setting
+from rpg_megatron.config.base import Affects
+from rpg_megatron.config.files import atomic_write_text, flatten, is_ours, open_own, read_json, remove
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.resume import list_changes
 from rpg_megatron.launcher.run_dir import CONFIG, LOGS, SUMMARY, resolved_yaml
@@ -21,12 +23,6 @@ from rpg_megatron.launcher.summary import display_path
 DEFAULT = Path("evals")
 """Parent of the folders of evaluations without --out."""
 _MODEL = "model.json"
-_FREE = ("name", "runs", "device", "engine", "data", "guards")
-"""Settings that may change when an evaluation is resumed: placement, speed and guards; and ``data``, which
-equals the first of ``evaluation.sets``.
-"""
-_ENGINE = ("quantization", "arguments")
-"""Engine settings that may affect the responses."""
 _WEIGHTS = (".safetensors", ".json", ".jinja", ".model", ".txt")
 
 
@@ -108,7 +104,7 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             raise UserError(
                 f"--out: {display_path(path)}: {CONFIG} or {_MODEL} is damaged; choose another folder"
             ) from None
-        lines = list(list_changes(then, now).values())
+        lines = list_changes(then, now)
         if not lines and files != weights:
             changed = sorted(k for k in files.keys() | weights.keys() if files.get(k) != weights.get(k))
             lines = [f"the model's files have changed: {', '.join(changed)}"]
@@ -129,11 +125,16 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
 
 
 def _comparable(raw: dict[str, Any]) -> dict[str, Any]:
-    """The settings that must be equal to resume, with the sets by name."""
-    kept = {key: value for key, value in raw.items() if key not in _FREE}
-    kept["engine"] = {key: raw["engine"][key] for key in _ENGINE}
+    """The settings that must be equal to resume: all that affect the results, the sets by name. ``data`` is
+    the first of the sets.
+    """
     sets = {part["name"]: part for part in raw["evaluation"]["sets"]}
-    return kept | {"evaluation": raw["evaluation"] | {"sets": sets}}
+    plain = flatten(raw | {"data": None, "evaluation": raw["evaluation"] | {"sets": sets}})
+    return {key: value for key, value in plain.items() if _affects_results(tag_of_setting(key))}
+
+
+def _affects_results(tag: Affects) -> bool:
+    return tag.evaluated and tag.what in ("training", "results", "sums")
 
 
 def _weights(model: Path) -> dict[str, list[int]]:

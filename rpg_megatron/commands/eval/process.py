@@ -164,7 +164,6 @@ def _write_summary(
     summary = {
         "model": str(checkpoint),
         "top_k": evaluation.top_k,
-        "min_p": evaluation.min_p,
         "seed": settings.seed,
         "sets": sets,
     }

@@ -16,9 +16,11 @@ from rpg_megatron.checkpoints.hf_hub import download
 from rpg_megatron.checkpoints.run_folder import MODEL
 from rpg_megatron.commands.convert.command import Source, open_megatron
 from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.config.affects import tag_of_setting
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.evaluation import OWN_SAMPLING, EvaluationSettings
+from rpg_megatron.config.explanation import valid_keys
 from rpg_megatron.config.files import real_path
 from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.config.reward import RewardSettings
@@ -28,11 +30,19 @@ from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.preflight import has_gpu
 from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
 
-_SECTIONS = ("data", "reward", "guards", "engine", "precision")
-"""Sections that KEY=VALUE may set; the others have no effect without trainers."""
-_ROLLOUT = (("rollout", "episode"), ("rollout", "tool_call_parser"))
-"""Other keys that it may set; those of a run are the default."""
-_OWN = tuple(f"data.{key}" for key in ("path", "hub", "subset", "split", "preset", "source", "mixture"))
+_OPTIONS = {
+    **dict.fromkeys(
+        (f"data.{key}" for key in ("path", "hub", "subset", "split", "preset", "source", "mixture")),
+        "select the problems with --suite or --data",
+    ),
+    "seed": "use --seed",
+    "device": "use --device",
+    "model.path": "give the model as MODEL",
+    "model.revision": "give the model as MODEL",
+    "rollout.max_response_tokens": "use --max-response-tokens",
+    "evaluation": "use --suite, --data, --samples and the other options",
+}
+"""Settings, or a section of them, for which there are options."""
 _STYLE = ("template", "chat", "system", "thinking")
 _ENDINGS = (".jsonl", ".parquet", ".arrow", "")
 _TEST = {"gsm8k": "test", "math": "test"}
@@ -121,10 +131,10 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
         if run_evaluation is not None:
             data = heldout.model_dump(include=set(DataSettings.model_fields))
         reward = _reward(trained.reward, request.overrides)
-        kept = {"stop", "stop_token_ids", *(key for _, key in _ROLLOUT)}
+        kept = {"stop", "stop_token_ids", "episode", "tool_call_parser"}
         rollout |= trained.rollout.model_dump(mode="json", include=kept)
         engine["max_sequences"] = trained.engine.max_sequences
-        guards = trained.guards.model_dump(include={"reward_failures", "reward_failures_share"})
+        guards = trained.guards.model_dump(include={"reward_failures"})
     if sets:
         data |= {key: value for key, value in sets[0].items() if key != "name"}
     raw = {
@@ -200,7 +210,7 @@ def _own_sets(trained: Settings | None, request: EvalRequest) -> EvaluationSetti
 def _sampling(trained: Settings | None, request: EvalRequest) -> dict[str, Any]:
     """Responses per problem and sampling: as given, else as in the run, else the defaults."""
     base = (trained and trained.evaluation) or EvaluationSettings.model_construct()
-    requested = {key: getattr(request, key) for key in OWN_SAMPLING} | {"top_k": None, "min_p": None}
+    requested = {key: getattr(request, key) for key in OWN_SAMPLING} | {"top_k": None}
     return {key: getattr(base, key) if value is None else value for key, value in requested.items()}
 
 
@@ -329,16 +339,13 @@ def _find_copy(name: str, folder: Path) -> Path:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
+    known = set(valid_keys(Settings))
     for item in overrides:
         key = item.partition("=")[0]
-        section, _, rest = key.partition(".")
-        if not (rest and section in _SECTIONS) and (section, rest.split(".")[0]) not in _ROLLOUT:
-            listed = [f"{section}.*" for section in _SECTIONS] + [".".join(pair) for pair in _ROLLOUT]
-            raise UserError(
-                f"{item!r}: has no effect on an evaluation; KEY=VALUE may set {', '.join(listed)}"
-            )
-        if key in _OWN:
-            raise UserError(f"{item!r}: select the problems with --suite or --data")
+        if instead := _OPTIONS.get(key) or _OPTIONS.get(key.partition(".")[0]):
+            raise UserError(f"{item!r}: {instead}")
+        if "." not in key or (key in known and not tag_of_setting(key).evaluated):
+            raise UserError(f"{item!r}: has no effect on an evaluation; remove it")
 
 
 def _device() -> str:

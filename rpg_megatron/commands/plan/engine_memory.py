@@ -21,6 +21,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     link_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
+from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.models.lora import ROW_PARALLEL, AdapterMapping, projection_shape
 from rpg_megatron.models.registry import mapping_for
@@ -107,7 +108,7 @@ def engine_memory(
     kv_bytes = kv_bytes_per_token(settings, shape)
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
-    buckets = settings.bridge.bucket_mib * 1024**2 if settings.bridge.transport == "process_group" else 0
+    buckets = BUCKET_BYTES if settings.bridge.transport == "process_group" else 0
     running, utilisation, kv_cache = 0, None, int(engine.kv_cache_gib * 1024**3)
     if device == "cuda":  # on a CPU the server's processes are counted with the machine: ``SERVER``
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 from rpg_megatron.commands.report.run_files import Row, read_run
 from rpg_megatron.config import Settings, UserError, load_settings
-from rpg_megatron.config.files import flatten
+from rpg_megatron.config.affects import settings_that_differ
+from rpg_megatron.config.base import What
 from rpg_megatron.launcher.run_dir import CONFIG, METRICS
 
 _LATEST = 50
@@ -121,7 +123,8 @@ def _phases(rows: list[Row], settings: Settings) -> dict[str, float]:
 
 
 def changes_between(run: Settings, planned: Settings) -> list[str]:
-    """The settings that differ, as ``key: of the run -> planned``."""
-    before, after = (flatten(s.model_dump(mode="json")) for s in (run, planned))
-    pairs = {key: (before.get(key), after.get(key)) for key in sorted({*before, *after})}
-    return [f"{key}: {old} -> {new}" for key, (old, new) in pairs.items() if old != new]
+    """The settings that differ, as ``key: of the run -> planned``; without those of the files it writes."""
+    then, now = (s.model_dump(mode="json") for s in (run, planned))
+    kinds = (what for what in get_args(What) if what != "files")
+    pairs = settings_that_differ(then, now, *kinds)
+    return [f"{key}: {old} -> {new}" for key, (old, new) in pairs.items()]

@@ -22,6 +22,7 @@ from rpg_megatron.commands.plan.layout import (
 )
 from rpg_megatron.config import ModelShape, Settings, read_model_shape
 from rpg_megatron.config.lora import OUTPUT_LAYER
+from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Phase = Literal["always", "update", "log-probs", "rollout", "sync"]
@@ -260,7 +261,7 @@ def _bridge_row(settings: Settings, published: float, *, on_gpu: bool) -> _Row:
     if bridge.transport == "process_group":
         # A worker divides its bucket budget among its senders, each of which allocates the same for it.
         workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
-        buckets = bridge.bucket_mib * 1024**2 * workers // (parallel.tensor * parallel.pipeline)
+        buckets = BUCKET_BYTES * workers // (parallel.tensor * parallel.pipeline)
         return "bridge: buckets", buckets, "estimated", "always", on_gpu and engine.colocated
     # On a CPU without the distributed optimizer parameters lie in shared memory themselves.
     copied = bridge.transport == "shared_memory" and (on_gpu or settings.optimizer.distributed)

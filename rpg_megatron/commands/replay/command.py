@@ -6,29 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rpg_megatron.checkpoints.run_folder import find_problems, list_steps, read_state
 from rpg_megatron.commands.replay import RANK, REPORT, REQUEST
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.affects import settings_that_differ
 from rpg_megatron.config.files import atomic_write_text, open_regular, read_json, read_text, real_path
 from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollouts_file
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run import RunLauncher
-from rpg_megatron.launcher.run_dir import CONFIG, METRICS, load_run_settings, resolved_yaml, settings_file
+from rpg_megatron.launcher.run_dir import CONFIG, METRICS, load_run_settings, settings_file
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system.console import PlainTextConsole
 
 _ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2}
 """Maximum differences due to another order of summation."""
-_ORDER = (
-    *("parallel", "device", "precision", "model.vocab_multiple", "optimizer.overlap"),
-    *("training.tokens_per_microbatch", "training.logprob_chunk", "training.share_prompts"),
-    "memory.offload_optimizer",
-)
-"""Settings that affect the order of summation."""
 
 
 def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSignals) -> dict[str, Any]:
@@ -72,8 +65,7 @@ def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[S
     if settings.training.router_replay != "off":
         _check_routes(folder, range(done + 1, step + 1))
     made = {settings_file(folder, s) for s in range(done + 1, step + 1)}
-    same = all(_order_of(load_run_settings(file)) == _order_of(settings) for file in made)
-    exact = same and settings.device == "cpu"
+    exact = all(_gives_same_bits(load_run_settings(file), settings) for file in made)
     request = {
         "run": str(folder.absolute()),
         "step": step,
@@ -123,15 +115,11 @@ def _start(folder: Path, step: int) -> Path | None:
     return Path(origin)
 
 
-def _order_of(settings: Settings) -> list[Any]:
-    values = yaml.safe_load(resolved_yaml(settings))
-    order = []
-    for key in _ORDER:
-        value = values
-        for part in key.split("."):
-            value = value[part]
-        order.append(value)
-    return order
+def _gives_same_bits(made: Settings, replayed: Settings) -> bool:
+    """Whether a step is repeated bit for bit: on a CPU, with all settings that affect a result."""
+    then, now = (settings.model_dump(mode="json") for settings in (made, replayed))
+    on_cpu = made.device == replayed.device == "cpu"
+    return on_cpu and not settings_that_differ(then, now, "training", "sums")
 
 
 def show(report: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ function makeArms() {
     [...arm.members, ...mine(arm.repeats)].forEach((run) => { run.arm = arm; run.color = arm.color; });
     arm.step = binned(arm.members.map((run) => [run.step, run.step])).map(({ step }) => step);
     arm.config = Object.fromEntries(Object.entries(arm.members[0].config)
-      .filter(([key]) => !data.study.ignored.includes(key.split(".")[0])));
+      .filter(([key]) => !data.study.ignored.includes(key)));
     return arm;
   });
 }

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rpg_megatron.commands.report.run_files import RunFiles, mean, run_ends
 from rpg_megatron.config.files import read_text
-from rpg_megatron.config.objective import GuardSettings
+from rpg_megatron.config.objective import REWARD_FAILURES_SHARE, GuardSettings
 from rpg_megatron.engine.command import RUNNER_VARIABLE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 
@@ -163,7 +163,7 @@ def _check_rewards(run: RunFiles) -> Iterator[HealthCheck]:
     where = "responses" if key.startswith("reward/") else f"responses of {key.split('/')[1]}"
     text = f"the reward failed in {_times(len(steps), 'step')}"
     text += f", on up to {worst:.1%} of the {where} (step {step})"
-    bad = worst >= _read_guards(run).reward_failures_share
+    bad = worst >= REWARD_FAILURES_SHARE
     yield HealthCheck("rewards", "bad" if bad else "warn", text)
 
 

@@ -417,7 +417,7 @@ function buildSettings() {
   const runs = view.runs;  // or arms
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
   if (!keys.length) return;
-  place("settings").append(title("Settings", arms ? `of arms, without ${data.study.ignored.join(", ")}` : null));
+  place("settings").append(title("Settings", arms ? "of arms: those that affect results" : null));
   if (several) {
     const differing = keys.filter((key) => new Set(runs.map((run) => run.config[key])).size > 1);
     place("settings").append(differing.length ? table(differing, (key) =>

@@ -11,13 +11,8 @@ from typing import Any
 
 from rpg_megatron.commands.report.run_files import RunFiles, as_text, mean, run_ends
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
+from rpg_megatron.config.affects import tag_of_setting
 
-WITHOUT_INFLUENCE = (
-    *("seed", "name", "runs", "rendezvous_port", "trackers", "job", "cluster", "checkpoint"),
-    *("rollouts", "export", "profile"),
-)
-"""Settings, or sections of them, in which runs of one arm may differ: where files go and which are kept, and
-on which nodes a run is. Timeouts, guards and evaluations are not among them: they change what is measured."""
 _COMPARED = 8
 """Maximum arms whose pairs are compared: 28 pairs."""
 _SHOWN, _VALUE = 3, 28
@@ -63,7 +58,8 @@ def find_arms(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Arm]:
 
 
 def _is_ignored(key: str) -> bool:
-    return key.partition(".")[0] in WITHOUT_INFLUENCE
+    """Whether runs of an arm may differ in it: the seed, and what affects results by rounding at most."""
+    return key.partition(".")[0] == "seed" or tag_of_setting(key).what not in ("training", "results")
 
 
 def name_arms(configs: Sequence[Mapping[str, str]]) -> list[str]:
@@ -113,8 +109,8 @@ def describe_study(runs: Sequence[RunFiles], arms: Sequence[Arm]) -> dict[str, A
         "arms": [_describe_arm(runs, arm) for arm in arms],
         "measures": [_describe_measure(runs, arms, key) for key in keys],
         "compared": min(len(arms), _COMPARED),
+        "ignored": sorted({key for run in runs for key in run.config if _is_ignored(key)}),
         "t": [0.0, *(t_quantile(freedom) for freedom in range(1, most))],
-        "ignored": WITHOUT_INFLUENCE,
     }
 
 

@@ -36,7 +36,7 @@ _SILENT = 60.0
 _HUNG = 600.0
 """Seconds without a response after which the process is killed and restarted."""
 _HINTS = {
-    "wandb": "check the network and WANDB_API_KEY (or `wandb login`), or set offline: true",
+    "wandb": "check the network and WANDB_API_KEY (or `wandb login`), or set WANDB_MODE=offline",
     "mlflow": "check the server of trackers.uri or MLFLOW_TRACKING_URI",
 }
 

@@ -42,8 +42,7 @@ class MLflowTracker:
             run_id=run_id,
             experiment_id=None if run_id else experiment,
             run_name=None if run_id else run.name,
-            tags=settings.tags or None,
-            log_system_metrics=settings.system,
+            log_system_metrics=True,
         )
         self._id = started.info.run_id
         run.keep_id(self._id, where)

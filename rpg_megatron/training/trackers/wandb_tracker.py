@@ -24,17 +24,13 @@ class WandbTracker:
         run.keep_id(number)
         self._run = wandb.init(
             project=settings.project,
-            entity=settings.entity,
-            group=settings.group,
-            tags=settings.tags or None,
             name=run.name,
             id=number,
             resume="allow",
             dir=str(run.folder / FOLDER),
-            mode="offline" if settings.offline else None,  # None: as WANDB_MODE says
             config=run.config,
             allow_val_change=True,
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=not settings.system),
+            settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
