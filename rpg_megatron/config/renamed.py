@@ -8,18 +8,11 @@ from typing import Any
 RENAMED: dict[str, str] = {
     "rollout.dynamic.surplus": "remove it: groups beyond a step's batch are always discarded, and "
     "their prompts come again in the next step",
-    "--assume peak_fp8": "use peak_bf16, in proportion to which it is",
-    "--assume peak_fp32": "use peak_bf16, in proportion to which it is",
-    "--assume prefill_mfu": "use score_mfu",
-    "--assume link_efficiency": "use nvlink and network: 70% of them is reached",
-    "--assume host_link": "remove it: it is the data sheet's",
-    "--assume gloo": "remove it: it is the measured 0.98 GB/s",
-    "--assume allreduce_latency": "use decode_overhead",
-    "--assume length_spread": "remove it: responses have the mean length",
-    "--assume update_overhead": "use step_overhead, which includes the updates'",
-    "--assume sync_overhead": "use step_overhead, which includes the sync's",
-    "--assume handover_overhead": "remove it: it is 2 s, beside step_overhead",
-    "--assume trainer_share": "plan with engine.colocated=false and the layout that you mean",
+    "--assume nvlink": "choose a GPU with --gpu: it is the data sheet's",
+    "--assume requeue": "remove it: it is 120 s",
+    "--assume save": "remove it: it is 60 s",
+    "--assume start": "remove it: it is 300 s",
+    "--assume warning": "remove it: it is 600 s",
     "aggregation.constant": "remove it: the divisor is rollout.max_response_tokens"
     "; optimizer.lr scales the loss",
     "anchor.decay": "remove it: it is 0.9",
