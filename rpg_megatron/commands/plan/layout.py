@@ -154,7 +154,7 @@ class BatchPlan:
     """The sizes of a step. Tokens are upper bounds: all responses have the maximum length.
 
     sequences: responses per step; updates: mini-batches x epochs; sequences_per_rank: of one mini-batch on
-    the replica with the most; longest: tokens of prompt and response; context: the same, including evaluation;
+    the replica with the most; longest: tokens of prompt and response; context: also of evaluations;
     tokens_per_microbatch: of a replica's largest one, the budget or one longest sequence that is larger;
     microbatches: per update and replica; pipeline_idle: share of an update that a pipeline rank waits.
     """

@@ -110,7 +110,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     own = f"Megatron's own, {settings.precision.dtype}"
     passes = f" ({settings.training.epochs} passes)" if settings.training.epochs > 1 else ""
     several, engines = batch.microbatches > 1, settings.engine.replicas
-    heads = shape.num_heads // parallel.tensor
+    heads, what = shape.num_heads // parallel.tensor, "conversations" if sft else "responses"
     step = (
         f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} responses, "
         f"in {batch.updates} updates of {batch.sequences_per_update:,}{passes}"
@@ -128,7 +128,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "engines": f"{engines} x TP {settings.engine.tensor}" * (engines > 0),
         "GPUs": _gpus(plan.gpus) * plan.on_gpu,
         "step": f"one update on {batch.sequences:,} conversations" if sft else step,
-        "update": f"{batch.sequences_per_rank:,} {'conversations' if sft else 'responses'} per replica, up to "
+        "update": f"{batch.sequences_per_rank:,} {what} per replica, up to "
         f"{batch.longest:,} tokens: at most {batch.microbatches:,} micro-batch{'es' * several} "
         f"of {batch.tokens_per_microbatch:,} tokens{', gradients accumulated' * several}"
         f"{f'; pipeline idle {batch.pipeline_idle:.0%}' * (parallel.pipeline > 1)}",
@@ -154,8 +154,8 @@ def _gpus(gpus: Gpus) -> str:
 def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
     """Title and sections of the table of each kind of process."""
 
-    def rows(parts: Iterable[MemoryPart]) -> list[Row]:
-        return [(p.name, gib(p.nbytes), p.basis, "host memory" if p.host else p.phase) for p in parts]
+    def rows(parts: Iterable[MemoryPart], of_host: str = "always") -> list[Row]:
+        return [(p.name, gib(p.nbytes), p.basis, of_host if p.host else p.phase) for p in parts]
 
     def total(name: str, nbytes: int, when: str = "") -> Row:
         share = f"{nbytes / plan.target.nbytes:.0%} of {plan.target.name}" if plan.on_gpu else ""
@@ -173,7 +173,7 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
     peak = total("peak", plan.rank_total, max(rank.phases, key=lambda name: rank.phases[name]))
     yield (
         f"trainer rank{where}: {count(rank.parameters)} parameters{of_them}",
-        [*rows(rank.parts), *rows([MemoryPart(*base, "estimated")])],
+        [*rows(rank.parts, "host memory"), *rows([MemoryPart(*base, "estimated")])],
         [peak, *others],
     )
     machine = [

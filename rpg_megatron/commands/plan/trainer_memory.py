@@ -315,5 +315,5 @@ def host_memory(
     shares = (1 + (parallel.world > parallel.data)) * step * leaders // parallel.data
     steps = 1 + settings.rollout.ahead
     name = f"{steps} steps" if steps > 1 else "the step"
-    nbytes[f"{name} in the sampler, shares of {leaders} leader{'s' * (leaders > 1)}"] = steps * step + shares
+    nbytes[f"{name}: sampler, {leaders} leader{'s' * (leaders > 1)}"] = steps * step + shares
     return tuple(MemoryPart(name, n, "estimated", host=True) for name, n in nbytes.items() if n)
