@@ -98,7 +98,8 @@ class StageActivations:
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         total = (2 * item + low) * stream + (2 + shape.qk_norm) * item * (queries + keys)
         gathered = shape.qk_norm * (queries + keys) + 2 * (parallel.context - 1) * keys
-        total += local * item * (2 * queries if parallel.context == 1 else gathered)
+        own = 2 * queries + (not shape.qk_norm) * keys
+        total += local * item * (own if parallel.context == 1 else gathered)
         total += item * lora.rank * len(lora.names) if lora is not None else 0
         if recompute == "none" or experts or local or lora is not None:
             total += low * stream  # second norm's output; fused with the first product of a dense MLP

@@ -203,7 +203,9 @@ def _step(case: _Case) -> StepTime:
     if case.placement == "colocated":
         phases.append(_handover(case))
     factors, overhead = case.assumed.factors, Phase("other", case.assumed.step_overhead, "fixed")
-    phases = [replace(phase, seconds=factors.get(phase.name, 1) * phase.seconds) for phase in phases]
+    for i, phase in enumerate(phases):  # the tail has the factor of the rollout
+        factor = factors.get(phase.name.partition(":")[0], 1)
+        phases[i] = replace(phase, seconds=factor * phase.seconds)
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
     gpus = case.trainer_gpus, case.engine_gpus
