@@ -19,6 +19,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     Phase,
     RankMemory,
     link_bytes,
+    phase_peaks,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.rollout import BUCKET_BYTES
@@ -40,9 +41,6 @@ CONTEXT = 512 * 1024**2
 thumb."""
 SERVER = 1800 * 1024**2
 """On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
-
-TURNS: tuple[Phase, Phase] = ("rollout", "update")
-"""What a shared GPU is used for: the engine samples, or the trainer rank computes."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +195,11 @@ class SharedGpu:
     """The GPU of the largest trainer rank and of an engine worker (``engine.colocated``). Not measured."""
 
     parts: tuple[MemoryPart, ...]
-    """Of both turns; ``phase`` is the turn."""
 
     @property
     def turns(self) -> dict[str, int]:
-        """Peak bytes of each turn."""
-        return {turn: sum(part.nbytes for part in self.parts if part.phase == turn) for turn in TURNS}
+        """Peak bytes while engines sample (rollout), and while the rank computes (update)."""
+        return phase_peaks(self.parts)
 
 
 def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
@@ -218,20 +215,14 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
-    both = (("rank: CUDA context, reserve", RESERVE), ("contexts of engines that read here", readers))
-    tables = {
-        "rollout": (("rank: parameters", weights), ("rank: NCCL buffers", nccl), *both),
-        "update": (
-            ("rank: peak", rank.peak),
-            ("engine asleep: context, graphs, NCCL", GRAPHS + NCCL_OF_WORKER * (settings.engine.tensor > 1)),
-            *both,
-        ),
-    }
-    parts = [replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"]
-    parts += [
-        MemoryPart(name, nbytes, "exact" if name == "rank: parameters" else "estimated", turn)
-        for turn in TURNS
-        for name, nbytes in tables[turn]
-        if nbytes
+    asleep = GRAPHS + NCCL_OF_WORKER * (settings.engine.tensor > 1)
+    parts = [
+        *(replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"),
+        MemoryPart("rank: parameters", weights, "exact", "rollout"),
+        MemoryPart("rank: NCCL buffers", nccl, "estimated", "rollout"),
+        MemoryPart("rank: peak", rank.peak, "estimated", "update"),
+        MemoryPart("engine asleep: context, graphs, NCCL", asleep, "estimated", "update"),
+        MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated"),
+        MemoryPart("contexts of engines that read here", readers, "estimated"),
     ]
-    return SharedGpu(tuple(parts))
+    return SharedGpu(tuple(part for part in parts if part.nbytes))

@@ -14,7 +14,7 @@ from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, engines_of_a_replica, in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
-from rpg_megatron.config import ModelShape, read_model_shape
+from rpg_megatron.config import read_model_shape
 from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -40,12 +40,11 @@ speeds (docs/plan.md)."""
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step."""
+    """A phase of a step, and what limits its speed."""
 
     name: Name
     seconds: float
     bound: str
-    """What limits its speed."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ class StepTime:
 
     @property
     def generation(self) -> float:
-        """Seconds in which the engines sample a batch."""
-        # Overlapped, the next batch's responses fill the engines during the tail of this one.
+        """Seconds in which the engines sample a batch; overlapped, the next one's fill them in its tail."""
         if self.placement == "overlapped" and not self.drained:
             return self.seconds("rollout")
         return self.seconds("rollout", "rollout: tail")
@@ -175,8 +173,7 @@ class _Case:
     def replica_work(self, sequences: float) -> tuple[float, float]:
         """Sums of n and n^2 on a data-parallel replica: its part, but at least one longest sequence.
 
-        With shared prompts the first response of each group counts its prompt, as if a group's responses were
-        in one row.
+        Of a shared prompt the first response of each group counts it, as if they were in one row.
         """
         settings, mean, each = self.plan.settings, self.prompt + self.response, sequences / self.data
         # Tokens of a mean prompt that responses share (``row_layout.shareable``).
@@ -204,8 +201,7 @@ def _step(case: _Case) -> StepTime:
         phases.append(_handover(case))
     factors, overhead = case.assumed.factors, Phase("other", case.assumed.step_overhead, "fixed")
     for i, phase in enumerate(phases):  # the tail has the factor of the rollout
-        factor = factors.get(phase.name.partition(":")[0], 1)
-        phases[i] = replace(phase, seconds=factor * phase.seconds)
+        phases[i] = replace(phase, seconds=factors.get(phase.name.split(":")[0], 1) * phase.seconds)
     tokens = case.plan.batch.sequences * (case.prompt + case.response)
     drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
     gpus = case.trainer_gpus, case.engine_gpus
@@ -216,9 +212,8 @@ def _step(case: _Case) -> StepTime:
 def _work(case: _Case, tokens: float, squares: float, passes: _Passes, mfu: float) -> tuple[float, float]:
     """Seconds of a replica's GPUs for products, and for communication, of sequences with these n and n^2.
 
-    A forward pass takes 2 P n for products with weights (Kaplan et al. 2020, arXiv 2001.08361, 2.1) and
-    2 n^2 heads head_dim L for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv 2104.04473,
-    appendix). A backward pass takes twice that.
+    A forward pass takes 2 P n for products with weights (arXiv 2001.08361, 2.1) and 2 n^2 heads head_dim L
+    for causal attention, half of 4 n^2 (arXiv 2104.04473, appendix). A backward pass takes twice that.
     """
     shape, settings = case.plan.shape, case.plan.settings
     in_layers, in_head = shape.matmul_parameters
@@ -262,8 +257,14 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     fixed = assumed.decode_overhead + (2 * shape.num_layers * reduced if engine.tensor > 1 else 0)
 
     def token(batch: float, context: float) -> tuple[float, float]:
-        """Seconds to read and to compute in one decoding step."""
-        idle = 3 * shape.hidden_size * (_read_columns(shape, batch) - shape.active_ffn_columns)
+        """Seconds to read and to compute in one decoding step.
+
+        It reads E (1 - (1 - k/E)^batch) experts of each layer, if k of E are chosen evenly, independently.
+        """
+        idle = 0.0
+        if (e := shape.experts) is not None:
+            chosen = e.count * (1 - (1 - e.per_token / e.count) ** batch)
+            idle = 3 * shape.hidden_size * len(e.layers) * (chosen - e.per_token) * e.ffn_hidden_size
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
         read = weights + memory.adapters + batch * context * memory.kv_bytes_per_token
         return read / bandwidth, 2 * (in_layers + in_head) * batch / flops
@@ -285,19 +286,6 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
 
 def _largest(parts: dict[str, float]) -> str:
     return max(parts, key=lambda name: parts[name])
-
-
-def _read_columns(shape: ModelShape, batch: float) -> float:
-    """Feed-forward columns of all layers that a decoding step of ``batch`` sequences reads.
-
-    With even and independent choices of k of E experts per token, E (1 - (1 - k/E)^batch) experts are used.
-    """
-    e = shape.experts
-    if e is None:
-        return shape.num_layers * shape.ffn_hidden_size
-    chosen: float = e.count * (1 - (1 - e.per_token / e.count) ** batch)
-    dense = (shape.num_layers - len(e.layers)) * shape.ffn_hidden_size
-    return dense + len(e.layers) * (chosen * e.ffn_hidden_size + e.count / 3)
 
 
 def _log_probs(case: _Case) -> Phase:
@@ -357,11 +345,10 @@ def _exchange_seconds(case: _Case, tokens: float) -> float:
 
 
 def _update(case: _Case) -> Phase:
-    """All updates of a step. The log-prob head is always recomputed in the backward pass.
+    """All updates of a step, whose backward pass recomputes the log-prob head.
 
     The reduction transfers a float32 gradient and the new weight of each parameter in a ring; with
-    optimizer.overlap only the time beyond that of a micro-batch counts. Communication of context parallelism
-    is part of ``train_mfu``.
+    optimizer.overlap only the time beyond that of a micro-batch counts. ``train_mfu`` has that of CP.
     """
     plan, assumed = case.plan, case.assumed
     settings, parallel = plan.settings, plan.settings.parallel

@@ -188,11 +188,8 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
     elif not plan.on_gpu:
         yield "all processes", machine
     if (shared := plan.shared_gpu) is not None:
-        turns = [
-            [*rows(p for p in shared.parts if p.phase == turn), total(turn, nbytes)]
-            for turn, nbytes in shared.turns.items()
-        ]
-        yield "GPU shared by a trainer rank and an engine worker", *turns
+        turns = [total(turn, nbytes) for turn, nbytes in shared.turns.items()]
+        yield "GPU shared by a trainer rank and an engine worker", rows(shared.parts), turns
     if plan.on_gpu:
         everything = _styled("bold", "all", gib(sum(part.nbytes for part in plan.host)), "", "")
         yield "host memory of rank 0's node", rows(plan.host), [everything]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,6 +69,15 @@ _Row = tuple[str, float, Basis, Phase, bool]
 """Name, bytes, basis, phase and whether in host memory, of a part; one without bytes is left out."""
 
 
+def phase_peaks(parts: Iterable[MemoryPart]) -> dict[str, int]:
+    """Peak bytes of each phase: what is always held, and its own parts."""
+    nbytes: Counter[str] = Counter()
+    for part in parts:
+        nbytes[part.phase] += part.nbytes
+    always = nbytes.pop("always", 0)
+    return {phase: always + more for phase, more in nbytes.items()}
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """The memory of a trainer rank."""
@@ -85,11 +94,7 @@ class RankMemory:
     @property
     def phases(self) -> dict[str, int]:
         """Peak bytes of each phase, on the device."""
-        nbytes: Counter[str] = Counter()
-        for part in self.parts:
-            nbytes[part.phase] += 0 if part.host else part.nbytes
-        always = nbytes.pop("always")
-        return {phase: always + more for phase, more in nbytes.items()}
+        return phase_peaks(part for part in self.parts if not part.host)
 
     @property
     def peak(self) -> int:
