@@ -16,8 +16,7 @@ from statistics import fmean
 
 import pytest
 
-from rpg_megatron.commands.plan.gpus import assume
-from rpg_megatron.commands.plan.run_cost import StepParts, run_cost
+from rpg_megatron.commands.plan.run_cost import Job, StepParts, run_cost
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import read_rows
 from tests.support.slurm import Job, Slurm, missing, start_slurm
@@ -82,10 +81,8 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     rollout = typical("collect")
     first = seconds_to_start(job, rows[0]["time/step"])
     parts = StepParts(rollout, log_probs, step - rollout - log_probs, under_way=ROLLOUT / GROUPS)
-    assumed = assume(
-        "h100-80", [f"walltime={MINUTES / 60}", f"warning={WARNING}", f"start={first}", "save=1"]
-    )
-    cost = run_cost(parts, STEPS, assumed.values, every=50, gpus=1)
+    job = Job(60 * MINUTES, warning=WARNING, start=first, save=1)
+    cost = run_cost(parts, STEPS, job, every=50, gpus=1)
     assert cost is not None
     print(
         f"\n{STEPS} steps of {step:.1f} s (rollout {rollout:.1f}, log-probs {log_probs:.2f}), start "
