@@ -112,7 +112,7 @@ class StandIn:
     def restore(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
 
-    def sync(self, manifest: Manifest, version: int, again: bool) -> SyncResult:
+    def sync(self, manifest: Manifest, version: int, again: bool, trial: bool) -> SyncResult:
         return SyncResult()
 
     def evaluate(self) -> EvaluatedSets:
