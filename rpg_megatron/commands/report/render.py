@@ -30,7 +30,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
 from rpg_megatron.launcher.run_dir import REPORT
 from rpg_megatron.launcher.run_lock import is_held
-from rpg_megatron.system.metrics_file import METRICS
+from rpg_megatron.system.metrics_file import METRICS, Row
 
 # Maxima for all runs together:
 _ROWS = 8000  # of metrics on a page: about 3 MB
@@ -145,7 +145,7 @@ def _file(name: str) -> str:
     return files("rpg_megatron.commands.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _describe(run: RunFiles, name: str, rows: Sequence[run_files.Row], number: int) -> dict[str, Any]:
+def _describe(run: RunFiles, name: str, rows: Sequence[Row], number: int) -> dict[str, Any]:
     """A run as a dict for JSON. rows: for the charts. number: of runs on the page."""
     samples = choose_samples(run, read=_READ // number, room=_ROOM // number)
     keys = sorted({key for row in rows for key in row} - {"step"})
