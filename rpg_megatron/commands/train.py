@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from rpg_megatron.commands.exit_codes import UNSAVED
-from rpg_megatron.commands.plan.other_placements import estimate
+from rpg_megatron.commands.plan.run_cost import estimate
 from rpg_megatron.config import Settings
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start

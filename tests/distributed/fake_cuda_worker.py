@@ -28,7 +28,6 @@ import rpg_megatron.training.trainer as trainer_module
 from benchmarks.policies import SHAPES, batch_of
 from rpg_megatron.bridge.publisher import make_publish_plan
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
-from rpg_megatron.commands.plan.nccl_memory import trainer_communicators
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.placement import RankShards
@@ -77,7 +76,6 @@ class Report:
             "planted": self.planted,
             "messages": self.recorder.messages,
             "communicators": [[size, sorted(ops)] for size, ops in self.recorder.communicators.values()],
-            "planned": self.planned_communicators,
             "waits": {
                 name: {f"{owner}: {where}": n for (owner, where), n in sorted(counts.items())}
                 for name, counts in self.parts.items()
@@ -106,8 +104,6 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     trainer_module.load_hf_weights = lambda *_, **__: None
     trainer = Trainer(settings, mesh, device)
     policy = trainer.policy
-    planned = trainer_communicators(settings, shape, mesh.pipeline_rank, fused=False, ranks_per_node=8)
-    report.planned_communicators = [[c.size, c.peers > 0] for _, c in planned if c.size > 1]
 
     def packs(number: int) -> list[MicroBatch]:
         micro_batches = []

@@ -168,8 +168,6 @@ def check(case: dict[str, Any], folder: Path) -> None:
     lines = problems(result)
     assert not lines, "\n".join(lines)
     assert any(name.startswith("longer update") for name in result["waits"])  # it reached the updates
-    used = [[size, bool(POINT_TO_POINT & set(ops))] for size, ops in result["communicators"] if size > 1]
-    assert sorted(used) == sorted(result["planned"]), result["communicators"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

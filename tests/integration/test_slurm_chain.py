@@ -16,7 +16,7 @@ from statistics import fmean
 
 import pytest
 
-from rpg_megatron.commands.plan.gpus import assume
+from rpg_megatron.commands.plan.run_cost import Job as PlannedJob
 from rpg_megatron.commands.plan.run_cost import StepParts, run_cost
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import read_rows
@@ -82,10 +82,8 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     rollout = typical("collect")
     first = seconds_to_start(job, rows[0]["time/step"])
     parts = StepParts(rollout, log_probs, step - rollout - log_probs, under_way=ROLLOUT / GROUPS)
-    assumed = assume(
-        "h100-80", [f"walltime={MINUTES / 60}", f"warning={WARNING}", f"start={first}", "save=1"]
-    )
-    cost = run_cost(parts, STEPS, assumed.values, every=50, gpus=1)
+    job = PlannedJob(60 * MINUTES, warning=WARNING, start=first, save=1)
+    cost = run_cost(parts, STEPS, job, every=50, gpus=1)
     assert cost is not None
     print(
         f"\n{STEPS} steps of {step:.1f} s (rollout {rollout:.1f}, log-probs {log_probs:.2f}), start "
@@ -96,7 +94,7 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     assert took == pytest.approx(cost.seconds, rel=0.15)
 
 
-def seconds_to_start(job: Job, step: float) -> float:
+def seconds_to_start(job: PlannedJob, step: float) -> float:
     """Mean seconds from a launcher's start to the begin of its first step. step: seconds of step 1."""
     log = (job.run / "logs" / "launcher.log").read_text()
     times = [

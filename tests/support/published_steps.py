@@ -125,7 +125,7 @@ def predict(row: Published, *options: str) -> StepTime:
     """The step of a row with the default assumptions, its lengths, and those of ``options``."""
     response = (row.length - PROMPT) / (row.limit - PROMPT)
     assumed = assume("h100-80", [f"response_mean={response}", "prompt_mean=1", *options])
-    return step_times(planned(row), assumed.values)[0]
+    return step_times(planned(row), assumed)[0]
 
 
 def fit(rows: Sequence[Published]) -> float:

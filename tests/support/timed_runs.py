@@ -50,8 +50,8 @@ def make_timed_run(
 def check_plan_from(run: Path, settings: Settings, seconds: float) -> None:
     """``plan --from`` reads a run of two steps; for its settings it predicts the second, of ``seconds``."""
     plan = make_plan(settings)
-    assumed = assume(plan.target.name, cpu=True)
+    assumed = assume(plan.target.name)
     taken = take_from(run, plan, assumed)
-    step = step_times(plan, assumed.replaced(taken.values).values)[0]
+    step = step_times(plan, taken.applied(assumed))[0]
     assert (taken.run.steps, taken.run.step) == (1, seconds)
     assert step.step == pytest.approx(seconds, rel=0.02)

@@ -22,9 +22,16 @@ from rpg_megatron.commands.plan.activations import expert_rows, in_flight
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import plan_batch
-from rpg_megatron.commands.plan.nccl_memory import Communicator, trainer_communicators
-from rpg_megatron.commands.plan.plan import Plan, Target, plan_for, smallest, sweep
-from rpg_megatron.commands.plan.trainer_memory import NCCL, RESERVE, rank_memory, state_bytes
+from rpg_megatron.commands.plan.plan import Target, plan_for, smallest, sweep
+from rpg_megatron.commands.plan.trainer_memory import (
+    NCCL_GROUP,
+    NCCL_LINK,
+    NCCL_PEER,
+    RESERVE,
+    nccl_bytes,
+    rank_memory,
+    state_bytes,
+)
 from rpg_megatron.config import ModelShape, Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.packing import plan_batches
@@ -127,37 +134,10 @@ def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Pat
     assert sharded.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
 
 
-def nccl_of(plan: Plan) -> int:
-    """NCCL memory of the largest rank, in bytes."""
-    return sum(part.nbytes for part in plan.largest.parts if part.name == NCCL)
-
-
-COMMUNICATORS = {
-    # github.com/NVIDIA/nccl/issues/1685: 3.28 GB more after the first all-to-all; 32 channels to each of 7
-    # peers, with allocations of 10,485,760 and 2,097,152 bytes.
-    "all-to-all in a node": (Communicator(8, 8, collectives=False, peers=7), 230 + 7 * 32 * 12),
-    # Logs of NCCL: 268,435,456 bytes for NVLS with 8 ranks.
-    "large all-reduces in a node": (Communicator(8, 8, large_all_reduce=True), 230 + 24 * 12 + 256),
-    "all-reduces in a node": (Communicator(8, 8), 230 + 24 * 12),
-    "two ranks of a node send": (Communicator(2, 2, collectives=False, peers=1), 230 + 32 * 12),
-    "two nodes send": (Communicator(2, 1, collectives=False, peers=1), 28 + 16),
-    "all-to-all of 8 nodes": (Communicator(64, 8, collectives=False, peers=63), 134 + 7 * 2 * 12 + 288),
-    "one rank a node": (Communicator(8, 1), 28 + 4 * 20 + 4 * 60),
-}
-
-
-@pytest.mark.parametrize("name", COMMUNICATORS)
-def test_a_communicator_has_the_buffers_that_nccl_allocates(name: str) -> None:
-    communicator, mib = COMMUNICATORS[name]
-    assert communicator.nbytes == mib * 1024**2
-
-
 def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> None:
     grouped = {"bridge": {"transport": "process_group"}}
     plain, more = plan_of(write(LLAMA_8B)), plan_of(write(LLAMA_8B, **grouped))
-    link = 6 * 32 + 34 + 4 + 10 * 32  # MiB: one rank sends to one worker of the same node
-    assert more.engine.total - plain.engine.total == (256 + link) * 1024**2
-    assert nccl_of(more) == (6 * 32 + 34 + 4 + 2 * 32) * 1024**2
+    assert more.engine.total - plain.engine.total == 256 * 1024**2 + NCCL_LINK
     full = {"engine": {"arguments": ["--gpu-memory-utilization", "1.0"]}}
     assert any("lower --gpu-memory-util" in p for p in plan_of(write(LLAMA_8B, **grouped, **full)).problems)
 
@@ -172,16 +152,15 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     assert plan.shared_gpu is not None
     assert apart.shared_gpu is None
     rest = plan.engine.running + RESERVE
-    nccl = 3 * (6 * 32 + 34 + 4 + 24 * 12) * 1024**2  # all ranks, twice, and data x context
-    assert nccl_of(plan) == nccl
-    assert plan.shared_gpu.total("rollout") == 2 * weights + 20 * GIB + rest + nccl
-    assert plan.shared_gpu.total("update") == apart.largest.peak + GRAPHS + RESERVE
+    nccl = 3 * NCCL_GROUP  # all ranks, twice, and data x context
+    assert plan.shared_gpu.turns["rollout"] == 2 * weights + 20 * GIB + rest + nccl
+    assert plan.shared_gpu.turns["update"] == apart.largest.peak + GRAPHS + RESERVE
     # A worker reads the replica on its own card. With two cards, the other card's worker reads here too.
     cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **ipc), "b200-180")
     far = {"bridge": {"transport": "process_group"}}
     less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **far), "b200-180")
-    assert cut.shared_gpu.total("rollout") == less.shared_gpu.total("rollout") + GIB // 2
-    assert plan.need == plan.shared_gpu.peak > apart.rank_total
+    assert cut.shared_gpu.turns["rollout"] == less.shared_gpu.turns["rollout"] + GIB // 2
+    assert plan.need == max(plan.shared_gpu.turns.values()) > apart.rank_total
     parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
     assert parked == [12 * n // 2]
     assert plan.largest.host == apart.largest.host + parked[0]
@@ -189,7 +168,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     # Messages are in host memory.
     sent = {"bridge": {"transport": "process_group"}}
     over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **sent), "b200-180")
-    assert over_host.shared_gpu.total("rollout") == plan.shared_gpu.total("rollout")
+    assert over_host.shared_gpu.turns["rollout"] == plan.shared_gpu.turns["rollout"]
     # Each turn alone may exceed the card's memory.
     for settings, gpu, problem in (
         (
@@ -208,7 +187,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["plan", str(file), "--json", *overrides])
     assert exit_info.value.code == 0
-    assert json.loads(capsys.readouterr().out)["card"]["update"] < gpu_bytes("h100-80")
+    assert json.loads(capsys.readouterr().out)["card"]["turns"]["update"] < gpu_bytes("h100-80")
 
 
 def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
@@ -405,8 +384,8 @@ def test_tables_fit_80_columns_and_do_not_wrap_in_a_pipe(
         for word in ("activations", "KV cache", "exact", "estimated", "layouts, best first"):
             assert word in process.stdout
         assert "…" not in process.stdout
-        copied = ("best:", "faster on")  # in one line each, to be copied
-        printed[columns] = [line for line in process.stdout.splitlines() if not line.startswith(copied)]
+        # The best layout is in one line, to be copied.
+        printed[columns] = [line for line in process.stdout.splitlines() if not line.startswith("best:")]
     assert max(map(len, printed["80"])) <= 80
     # Without a width a row is one line, so that grep and a log show it whole.
     facts = ("model ", "policy ", "layers ", "engines ", "GPUs ", "step ", "update ")
@@ -425,16 +404,15 @@ def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write
     def parts(**settings: object) -> dict[str, int]:
         loaded = Settings.model_validate(load_settings(write(QWEN3_06B)).model_dump() | settings)
         shape: ModelShape = read_model_shape(loaded.model.path)
-        rank = rank_memory(
-            loaded, shape, stage=0, publishes=True, tokens=100, microbatches=1, device=loaded.device
-        )
+        batch = plan_batch(loaded, shape.max_positions)
+        rank = rank_memory(loaded, shape, batch, loaded.device, stage=0, publishes=True)
         return {p.name: p.nbytes for p in rank.parts if not p.host}
 
     weights = 2 * 596_049_920
     cpu = {"device": "cpu", "bridge": {"transport": "shared_memory"}}
     assert parts(**cpu)["bridge: copy in shared memory"] == weights
     plain = parts(**cpu, optimizer={"distributed": False})
-    assert plain["bridge: parameters lie in shared memory"] == 0
+    assert not any(name.startswith("bridge") for name in plain)  # parameters lie there
     assert "bridge: copy in shared memory" not in parts(bridge=cpu["bridge"])  # the machine's memory
     assert parts(bridge={"transport": "process_group"})["bridge: buckets"] == 256 * 1024**2
     # Five engines take turns with two replicas: three of them read from one.
@@ -460,14 +438,11 @@ EXPERTS = 48 * 128 * 3 * 2048 * 768
 OTHERS = 30_532_122_624 - EXPERTS
 
 
-def test_experts_on_a_whole_node_need_gigabytes_of_buffers(write: Callable[..., Path]) -> None:
-    """And fewer if their all-to-all goes over two nodes, where NCCL uses fewer channels to a rank."""
+def test_each_group_of_ranks_has_buffers_and_experts_on_a_node_more(write: Callable[..., Path]) -> None:
+    """Groups: all ranks, twice; data x context; experts, twice; their replicas."""
     settings = load_settings(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}))
-    shape = read_model_shape(settings.model.path)
-    within = trainer_communicators(settings, shape, 0, fused=True, ranks_per_node=8)
-    across = trainer_communicators(settings, shape, 0, fused=True, ranks_per_node=4)
-    sizes = [dict(communicators)["experts: all-to-all"].nbytes for communicators in (within, across)]
-    assert sizes[0] > 2.8 * GIB > 4 * sizes[1]
+    assert nccl_bytes(settings) == 6 * NCCL_GROUP + 7 * NCCL_PEER
+    assert nccl_bytes(load_settings(write(QWEN3_8B))) == 0
 
 
 def test_a_rank_holds_its_share_of_experts_and_their_state(
@@ -487,7 +462,7 @@ def test_a_rank_holds_its_share_of_experts_and_their_state(
     # Both tensor ranks of an expert process the tokens that either of them routes.
     assert expert_rows(plan.shape, plan.settings.parallel) == 8
     # At worst all tokens of the 8 ranks choose their 8 experts among the 32 of two ranks.
-    assert expert_rows(plan.shape, plan.settings.parallel, "worst") == 32
+    assert expert_rows(plan.shape, plan.settings.parallel, worst=True) == 32
     # An engine worker has the routers whole.
     routers, norms, heads = 48 * 128 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048, 2048 * 151936
     cut = 30_532_122_624 - routers - norms - 2 * heads
@@ -499,7 +474,7 @@ def test_a_rank_may_get_more_tokens_than_its_expert_share(write: Callable[..., P
     full = write(QWEN3_30B_A3B, parallel={"data": 8, "expert": 8}, memory={"recompute": "full"})
     plan = plan_of(full)
     tokens = plan.batch.tokens_per_microbatch
-    row = 2 * (2048 + 3 * 768) + 4  # what a row saves, in bfloat16
+    row = 2 * (2048 + 3 * 768)  # what a row saves, in bfloat16
     gradients = 2 * (2 * 2048 + 3 * 768)
     assert plan.routed_to_one == pytest.approx(tokens * 8 * 7 * (row + gradients), rel=1e-6)
     assert any("assumed to be even" in note for note in plan.warnings)

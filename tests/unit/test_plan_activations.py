@@ -8,30 +8,23 @@ were read correctly (docs/plan.md names the places); Megatron's own layers, whic
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from rpg_megatron.commands.plan.activations import head_tensors, saved_tensors, uses_fused_layers
+from rpg_megatron.commands.plan.activations import uses_fused_layers
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import plan_batch
 from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
 from rpg_megatron.config import Settings, load_settings, read_model_shape
-from rpg_megatron.config.policy import FP8Settings
 from rpg_megatron.policy.precision import uses_transformer_engine
-from tests.support.recipes import HALF, SEPARATE_8B, SMALL
+from tests.support.recipes import SEPARATE_8B
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN3_8B = EXAMPLES / "models" / "Qwen3-8B-Base"
 TOKENS = 18_432
-
-NORMS = [128, 64, 12]
-"""Queries, keys, and 1/rms of three heads."""
-ATTENTION = [128, 64, 64, 128, 8]
-"""Rotated queries and keys, values, output, log-sum-exp of two heads."""
 
 
 def plan_of(*overrides: str, gpu: str = "h100-80") -> Plan:
@@ -45,36 +38,11 @@ def part(plan: Plan, name: str) -> int:
     return next(p.nbytes for p in plan.largest.parts if p.name == name)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "norm", "product", "projection"),
-    [(None, 128, 192, []), ("blockwise", 66, 99, []), ("tensorwise", 64, 96, []), ("delayed", 64, 96, [64])],
-)
-def test_each_saved_tensor_of_a_layer(recipe, norm: int, product: int, projection: list[int]) -> None:
-    """Bytes per token. Blockwise: 1 byte and, for each 128 values, a scale of 4."""
-    fp8 = FP8Settings(recipe=recipe) if recipe else None
-
-    def count(kind, *, qk_norm: bool = True) -> list[float]:
-        shape = replace(SMALL, qk_norm=qk_norm)
-        return [*saved_tensors(shape, *HALF[1:], fused=True, recompute=kind, fp8=fp8).values()]
-
-    first = [128, 2, norm]
-    rest = [*ATTENTION, *projection, 128]
-    mlp = [2, norm, 384, product]
-    assert count("none") == first + NORMS + rest + mlp
-    assert count("selective") == first + NORMS + rest
-    assert count("full") == [128]
-    assert count("none", qk_norm=False) == first + rest + mlp
-
-
-def test_what_the_head_saves() -> None:
-    assert sum(head_tensors(*HALF).values()) == 128 + 2 + 256 + 20
-
-
 def test_qwen3_8b_in_numbers() -> None:
     """TP2 + SP, numbers a token: 2,048 of the stream, 2,048 of queries, 512 of keys, 6,144 of the MLP."""
-    attention = (4096 + 2 + 4096) + (4096 + 1024 + 80) + (4096 + 1024 + 1024 + 4096 + 64) + 4096
-    layer = attention + 2 + 4096 + 24_576 + 12_288
-    head = 4096 + 2 + 8192 + 20
+    attention = (4096 + 4096) + (4096 + 1024) + (4096 + 1024 + 1024 + 4096) + 4096
+    layer = attention + 4096 + 24_576 + 12_288
+    head = 4096 + 8192 + 20
     plan = plan_of()
     assert plan.implementation == "transformer_engine"
     assert plan.batch.tokens_per_microbatch == TOKENS
@@ -83,22 +51,22 @@ def test_qwen3_8b_in_numbers() -> None:
         "selective": TOKENS * (36 * attention + head),
         "full": TOKENS * (36 * 4096 + head),
     }
-    assert [round(b / 2**30, 1) for b in plan.activations.values()] == [42.7, 17.4, 2.7]
+    assert [round(b / 2**30, 1) for b in plan.activations.values()] == [42.6, 17.3, 2.7]
     local = plan_of("model.implementation=local")
     assert local.implementation == "local"
     assert local.activations["none"] / plan.activations["none"] == pytest.approx(1.119, abs=0.001)
 
 
 def test_how_cuts_change_them() -> None:
-    plan, head = plan_of(), TOKENS * (4096 + 2 + 8192 + 20)
+    plan, head = plan_of(), TOKENS * (4096 + 8192 + 20)
     for kind, nbytes in plan.activations.items():
         # Each context rank holds half of the tokens, and one rank's worth of keys and values.
         assert plan_of("parallel.context=2").activations[kind] == nbytes // 2
         # Two micro-batches of half the layers; the head is on the other rank.
         assert plan_of("parallel.pipeline=2").activations[kind] == nbytes - head
-    # Without sequence parallelism the stream and what norms give are whole: 4 tensors a layer, and 1/rms.
+    # Without sequence parallelism the stream and what norms give are whole: 4 tensors a layer.
     difference = plan_of("parallel.sequence=false").activations["none"] - plan.activations["none"]
-    assert difference == TOKENS * (36 * (4 * 4096 + 2 * 2) + 4096 + 2)
+    assert difference == TOKENS * (36 * 4 * 4096 + 4096)
 
 
 def test_fp8_counts_its_layers_and_the_weights_second_form() -> None:
@@ -124,7 +92,7 @@ def test_on_a_shared_card_only_state_that_stays_counts() -> None:
     shared = ["engine={colocated: true, replicas: 2, kv_cache_gib: 10}", "parallel.data=2"]
     ipc = ["bridge={transport: cuda_ipc}"]
     card = [
-        plan_of(*shared, *ipc, *precision, gpu="b200-180").shared_gpu.total("rollout")
+        plan_of(*shared, *ipc, *precision, gpu="b200-180").shared_gpu.turns["rollout"]
         for precision in ([], ["precision.fp8={}"], ["precision.fp8={parameters: true}"])
     ]
     linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2

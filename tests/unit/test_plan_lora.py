@@ -15,17 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.plan.activations import saved_tensors
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.layout import rank_parameters
 from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.step_time import LINK_EFFICIENCY, Name, step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
-from rpg_megatron.config.lora import LoraSettings
-from rpg_megatron.config.policy import FP8Settings
 from rpg_megatron.launcher.input_checks import disk_bytes
 from rpg_megatron.launcher.preflight import check_shared_memory
-from tests.support.recipes import EXAMPLES, HALF
+from tests.support.recipes import EXAMPLES
 
 GIB = 1024**3
 ONE_LAYER = {
@@ -154,45 +151,24 @@ def test_merged_weights_are_a_copy_that_is_published_every_time() -> None:
     assert parts(merged)["weights merged with adapters"] == copies
     assert "weights merged with adapters" not in parts(adapters)
     assert merged.engine.adapters == 0
-    in_rollout = [plan.shared_gpu.total("rollout") for plan in (merged, adapters)]
+    in_rollout = [plan.shared_gpu.turns["rollout"] for plan in (merged, adapters)]
     assert in_rollout[0] - in_rollout[1] == copies - adapters.engine.adapters
 
 
-@pytest.mark.parametrize("recipe", [None, "blockwise", "delayed"])
-def test_each_saved_tensor_of_a_fused_layer(recipe: str | None) -> None:
-    """Bytes per token at TP2 + SP, rank 4: 8 bytes of A x in front of B, for all tokens or for half of them.
-
-    Beside the tensors of a trained layer (test_plan_activations) the norms give bfloat16 also with FP8.
-    """
-    fp8 = FP8Settings(recipe=recipe) if recipe else None
-
-    def count(kind, *targets: str, experts: bool = False) -> list[float]:
-        lora = LoraSettings(rank=4, targets=targets or "all-linear")
-        tensors = saved_tensors(*HALF, fused=True, recompute=kind, fp8=fp8, lora=lora, experts=experts)
-        return [*tensors.values()]
-
-    first, norms, attention = [128, 2], [128, 64, 12], [128, 64, 64, 128, 8]
-    assert count("none") == [
-        *(*first, 128, 3 * 8, *norms, *attention, 4, 128),
-        *(2, 128, 2 * 8, 384, 192, 4),
-    ]
-    assert count("selective") == [*first, 128, 3 * 8, *norms, *attention, 4, 128, 2, 128]
-    assert count("full") == [128]
-    assert count("none", "q_proj", "v_proj") == [*first, 128, 2 * 8, *norms, *attention, 128, 2, 384]
-    assert count("none", "down_proj") == [*first, *norms, *attention, 128, 2, 384, 192, 4]
-
-
-def test_frozen_experts_keep_what_their_routers_need() -> None:
-    shape = read_model_shape(EXAMPLES / "models" / "Qwen3-30B-A3B")
-    lora = LoraSettings(targets=("q_proj", "o_proj"))
-    how = {"fused": True, "recompute": "none", "experts": True}
-    frozen = saved_tensors(shape, *HALF[1:], **how, lora=lora)
-    trained = saved_tensors(shape, *HALF[1:], **how)
-    assert set(trained) - set(frozen) == {
-        "rows in the order of the experts",
-        "weighted product, read by the second linear layer",
-    }
-    assert frozen["second norm's output"] == trained["second norm's output"]
+def test_adapters_save_a_x_and_frozen_experts_no_rows() -> None:
+    """Bytes a token at TP2: rank x adapters in front of B; rows of k experts with their weighted product."""
+    few, many = (plan_of("memory.recompute=none", f"lora={{rank: {rank}}}") for rank in (8, 16))
+    tokens = few.batch.tokens_per_microbatch
+    assert parts(many)["activations"] - parts(few)["activations"] == tokens * 36 * 2 * 8 * 7
+    lora = "lora={rank: 16, targets: [q_proj, o_proj]}"
+    file, kept = (
+        "moe/qwen3_30b_a3b_dapo_math_8k.yaml",
+        ("memory.recompute=none", "training.router_replay=off"),
+    )
+    frozen, trained = (plan_of(*kept, *more, file=file) for more in ((lora,), ()))
+    rows = frozen.batch.tokens_per_microbatch * 48 * 8 * 2 * (2048 + 768)
+    a_x = frozen.batch.tokens_per_microbatch * 48 * 2 * 16 * 2
+    assert trained.activations["none"] - frozen.activations["none"] == rows - a_x
 
 
 def test_the_head_keeps_its_input_and_no_gradient_of_its_weight() -> None:
@@ -203,7 +179,7 @@ def test_the_head_keeps_its_input_and_no_gradient_of_its_weight() -> None:
 
 
 def seconds(plan: Plan, name: Name) -> float:
-    (current, *_) = step_times(plan, assume(plan.target.name).values)
+    (current, *_) = step_times(plan, assume(plan.target.name))
     return current.seconds(name)
 
 
@@ -212,7 +188,7 @@ def test_an_update_leaves_out_the_gradients_of_frozen_weights() -> None:
     fixed = ("memory.recompute=none", "parallel={data: 64}", "engine.replicas=64")
     full, adapters = plan_of(*fixed), plan_of(*fixed, ADAPTERS)
     in_layers, in_head = full.shape.matmul_parameters
-    assumed = assume("h100-80").values
+    assumed = assume("h100-80")
     tokens = 32 * 16 // 64 * (256 + 0.4 * 8192)  # mean prompt and response of the sequences of a replica
     tokens = max(tokens, 256 + 8192)
     flops = 2 * tokens * (in_layers + in_head - 3 * TRAINED)
@@ -229,7 +205,7 @@ def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> No
     without, with_head = (
         plan_of(*fixed, f"lora={{rank: 16, targets: [q_proj{more}]}}") for more in ("", ", lm_head")
     )
-    added, assumed = 16 * (151_936 + 4096), assume("h100-80").values
+    added, assumed = 16 * (151_936 + 4096), assume("h100-80")
     assert with_head.trained - without.trained == added
     tokens = 512 * 16 * (256 + 0.4 * 8192)
     flops = 4 * 2 * tokens * added
@@ -241,8 +217,8 @@ def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> No
 def test_a_sync_moves_adapters_alone_and_a_handover_the_engines_weights() -> None:
     ipc = "bridge={transport: cuda_ipc}"
     full, adapters = plan_of(ipc), plan_of(ipc, ADAPTERS)
-    assumed = assume("h100-80").values
-    assert seconds(adapters, "sync") == pytest.approx(2 * TRAINED / (assumed.nvlink * LINK_EFFICIENCY))
+    assumed = assume("h100-80")
+    assert seconds(adapters, "sync") == pytest.approx(2 * TRAINED / (assumed.gpu.nvlink * LINK_EFFICIENCY))
     assert seconds(full, "sync") > 150 * seconds(adapters, "sync")
     moved = 2 * (12 * TRAINED + adapters.engine.weights + adapters.engine.adapters)
     assert seconds(adapters, "handover") == pytest.approx(

@@ -16,7 +16,7 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.plan.layout import count_gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, lighter, make_plan, plan_for, sweep
-from rpg_megatron.commands.plan.trainer_memory import batch_bytes, broadcast_bytes
+from rpg_megatron.commands.plan.trainer_memory import batch_bytes
 from rpg_megatron.config import load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from tests.support.recipes import SEPARATE_8B, SEPARATE_30B
@@ -138,21 +138,18 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
 
 def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
     """8,192 sequences of 1,024 + 8,192 tokens, with the sampler and two of four leaders, two ranks each."""
-    saved, gathered, sampled, held, moved = [p.nbytes for p in plan_of().host]
+    saved, gathered, step = [p.nbytes for p in plan_of().host]
     parameters = plan_of().ranks[0].parameters
     assert saved == 2 * 14 * parameters  # only the first replica writes
     # Its buffers are copied one by one; to resume, the second replica reads them too.
     assert gathered == 2 * 2 * parameters + 2 * 12 * parameters
-    assert sampled == 8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 17
-    assert held == (8192 * 1500 + 8192 * 1024 * 4 + 8192 * 8192 * 25) // 2
-    assert moved == 2 * (2048 * 28 + 2048 * 9216 * 8)
+    each = batch_bytes(8192, 8192 * 1024, 8192 * 8192)
+    assert step == each + 2 * each // 2  # leaders send their shares to the other rank
     without_broadcast = plan_of(
         "parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "checkpoint.every=null"
     ).host
-    assert len(without_broadcast) == 2  # leaders broadcast to nobody
-    assert without_broadcast[1].nbytes == held  # four of eight leaders
-    assert broadcast_bytes(8192, 8192 * 8192, 8) == 1024 * 28 + 2**23 * 8
-    assert broadcast_bytes(5, 100, 3) == 2 * 28 + 34 * 8
+    (only,) = without_broadcast  # leaders, four of eight, send to nobody
+    assert only.nbytes == each + each // 2
 
 
 def test_what_ranks_of_the_first_node_keep_in_its_memory() -> None:
@@ -214,13 +211,11 @@ def test_replayed_routes_are_in_host_memory() -> None:
         file = EXAMPLES / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"
         return make_plan(load_settings(file, [*SEPARATE_30B, *overrides]), "h100-80")
 
-    def routes(plan: Plan) -> int:
-        return sum(part.nbytes for part in plan.host if part.name.startswith("routes"))
+    def step(plan: Plan) -> int:
+        return sum(part.nbytes for part in plan.host if "sampler" in part.name)
 
-    plan = plan_of_mixture()
-    assert routes(plan) == 2 * plan.batch.sequences * plan.batch.longest * 48 * 8
-    assert routes(plan_of_mixture("training.router_replay=off")) == 0
-    assert (
-        routes(plan_of_mixture("rollout.ahead=1", "rollout.dynamic.oversample=1", "guards.uncorrected=true"))
-        == routes(plan) * 3 // 2
-    )
+    plan, off = plan_of_mixture(), plan_of_mixture("training.router_replay=off")
+    routes = step(plan) - step(off)
+    assert routes == 2 * plan.batch.sequences * plan.batch.longest * 48 * 8
+    ahead = "rollout.ahead=1", "rollout.dynamic.oversample=1", "guards.uncorrected=true"
+    assert step(plan_of_mixture(*ahead)) == step(plan) * 3 // 2

@@ -39,6 +39,6 @@ def test_the_table_of_published_steps_is_plans(row: Published) -> None:
 
 
 def test_the_default_is_the_fit_of_all() -> None:
-    assert assume("h100-80").values.decode_efficiency == fit(ROWS)
+    assert assume("h100-80").decode_efficiency == fit(ROWS)
     near = [abs(float(cells[-1]) - 1) < 0.15 for cells in documented().values()]
     assert sum(near) >= 6

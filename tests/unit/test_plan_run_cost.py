@@ -16,28 +16,30 @@ import pytest
 
 from rpg_megatron import cli
 from rpg_megatron.commands import train
-from rpg_megatron.commands.plan.gpus import Assumptions, assume
-from rpg_megatron.commands.plan.other_placements import (
-    FASTER,
+from rpg_megatron.commands.plan.gpus import assume
+from rpg_megatron.commands.plan.plan import make_plan
+from rpg_megatron.commands.plan.run_cost import (
     Costed,
+    Job,
+    RunCost,
+    StepParts,
     cost_lines,
     costed,
     estimate,
-    faster_line,
-    faster_placement,
+    run_cost,
+    step_parts,
 )
-from rpg_megatron.commands.plan.plan import make_plan
-from rpg_megatron.commands.plan.run_cost import RunCost, StepParts, run_cost, step_parts
 from rpg_megatron.commands.plan.step_time import Phase, StepTime
 from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import Nodes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ASSUMED = assume("h100-80").values
+ASSUMED = assume("h100-80")
+JOB = Job(4 * 3600)
 
 
 def walk(
-    parts: StepParts, assumed: Assumptions, steps: int, every: int, seed: int, spread: float, overlap: bool
+    parts: StepParts, job: Job, steps: int, every: int, seed: int, spread: float, overlap: bool
 ) -> tuple[float, int]:
     """Seconds and jobs of a run, one second at a time.
 
@@ -48,9 +50,9 @@ def walk(
     clock, jobs, done, sampled = 0, 0, 0, 0
     while done < steps:
         jobs += 1
-        clock += int(assumed.requeue) if jobs > 1 else 0
-        warned = clock + int(3600 * assumed.walltime - assumed.warning)
-        clock += int(assumed.start)
+        clock += int(job.requeue) if jobs > 1 else 0
+        warned = clock + int(job.walltime - job.warning)
+        clock += int(job.start)
         while done < steps:
             rollout, scored, rest = (
                 seconds * rng.uniform(1 - spread, 1 + spread)
@@ -72,29 +74,29 @@ def walk(
                 sampled = min(int(parts.rollout), sampled + (overlap and clock < warned))
             done += 1
             if done % every == 0:
-                clock += int(assumed.save)
+                clock += int(job.save)
             if clock >= warned:
                 sampled = max(0, sampled - int(parts.under_way))
                 break
-        clock += int(assumed.save) if done < steps else 0
+        clock += int(job.save) if done < steps else 0
     return clock, jobs
 
 
 def check_against_walks(
     cost: RunCost | None,
     parts: StepParts,
-    assumed: Assumptions,
+    job: Job,
     *,
     spread: float,
     overlap: bool,
     within: float,
 ) -> None:
     assert cost is not None
-    walks = [walk(parts, assumed, 120, 20, seed, spread, overlap) for seed in range(8)]
+    walks = [walk(parts, job, 120, 20, seed, spread, overlap) for seed in range(8)]
     seconds, jobs = (sum(values) / len(walks) for values in zip(*walks, strict=True))
     assert cost.seconds == pytest.approx(seconds, rel=within)
     assert cost.jobs == pytest.approx(jobs, rel=within, abs=1)
-    assert cost.gpu_hours == pytest.approx(8 * (seconds - (jobs - 1) * assumed.requeue) / 3600, rel=within)
+    assert cost.gpu_hours == pytest.approx(8 * (seconds - (jobs - 1) * job.requeue) / 3600, rel=within)
 
 
 @pytest.mark.parametrize(
@@ -102,20 +104,19 @@ def check_against_walks(
     [
         ((2300, 170, 770, 150), {}, 0.02),
         ((1200, 90, 390, 1200), {}, 0.02),
-        ((300, 40, 60, 30), {"walltime": 1.0}, 0.02),
+        ((300, 40, 60, 30), {"walltime": 3600}, 0.02),
         ((500, 900, 300, 20), {"requeue": 900.0, "save": 200.0}, 0.02),
-        ((4000, 400, 1500, 300), {"walltime": 12.0, "start": 1200.0, "warning": 60.0}, 0.02),
-        ((5000, 500, 800, 200), {"walltime": 1.0}, 0.15),  # longer than a job, which keeps finished groups
-        ((300, 50, 100, 50), {"walltime": 24.0}, 0.02),  # in one job
+        ((4000, 400, 1500, 300), {"walltime": 43200, "start": 1200.0, "warning": 60.0}, 0.02),
+        ((5000, 500, 800, 200), {"walltime": 3600}, 0.15),  # longer than a job, which keeps finished groups
+        ((300, 50, 100, 50), {"walltime": 86400}, 0.02),  # in one job
     ],
 )
 def test_the_cost_is_that_of_a_walk_through_the_jobs(
     parts: tuple[int, ...], changes: dict[str, float], within: float
 ) -> None:
-    assumed = replace(ASSUMED, **changes)  # type: ignore[arg-type]
-    step = StepParts(*parts)
-    cost = run_cost(step, 120, assumed, every=20, gpus=8)
-    check_against_walks(cost, step, assumed, spread=0.5, overlap=False, within=within)
+    job, step = replace(JOB, **changes), StepParts(*parts)
+    cost = run_cost(step, 120, job, every=20, gpus=8)
+    check_against_walks(cost, step, job, spread=0.5, overlap=False, within=within)
 
 
 def overlapped(rollout: float, log_probs: float, update: float, under_way: float) -> StepTime:
@@ -128,15 +129,15 @@ def overlapped(rollout: float, log_probs: float, update: float, under_way: float
 )
 def test_a_job_starts_without_a_batch_to_train_on(seconds: tuple[int, ...]) -> None:
     """Of a run that samples ahead. Phases vary little: plan's step does not count waits for slow batches."""
-    cost = run_cost(step_parts(overlapped(*seconds)), 120, ASSUMED, every=20, gpus=8)
-    check_against_walks(cost, StepParts(*seconds), ASSUMED, spread=0.05, overlap=True, within=0.02)
+    cost = run_cost(step_parts(overlapped(*seconds)), 120, JOB, every=20, gpus=8)
+    check_against_walks(cost, StepParts(*seconds), JOB, spread=0.05, overlap=True, within=0.02)
 
 
 def test_what_never_ends_has_no_cost() -> None:
     step = StepParts(3000, 600, 400)
-    assert run_cost(step, 10, replace(ASSUMED, walltime=0.25), every=5, gpus=8) is None
-    assert run_cost(step, 10, ASSUMED, every=None, gpus=8) is None  # a second job would start over
-    one = run_cost(step, 3, ASSUMED, every=None, gpus=8)
+    assert run_cost(step, 10, replace(JOB, walltime=900), every=5, gpus=8) is None
+    assert run_cost(step, 10, JOB, every=None, gpus=8) is None  # a second job would start over
+    one = run_cost(step, 3, JOB, every=None, gpus=8)
     assert one is not None
     assert (one.jobs, one.seconds) == (1, 300 + 3 * 4000)
 
@@ -149,41 +150,14 @@ SEPARATE = ("engine={replicas: 4, max_sequences: 128}", "parallel={data: 4}", "b
 QWEN3_4B = "qwen3_4b_dapo_math_8k.yaml"
 
 
-def test_a_faster_placement_is_one_that_its_settings_choose() -> None:
-    run = run_of(QWEN3_4B, *SEPARATE)
-    best = faster_placement(run, ASSUMED)
-    assert best is not None
-    assert (best.step.placement, best.plan.gpus.total) == ("colocated", 8)
-    again = run_of(QWEN3_4B, *SEPARATE, *best.overrides)
-    assert again.plan.fits
-    assert not again.plan.tight
-    assert again.cost == best.cost
-    assert again.cost is not None
-    assert run.cost is not None
-    assert again.cost.seconds < FASTER * run.cost.seconds
-    assert faster_placement(again, ASSUMED) is None
-
-
-def test_a_placement_that_memory_refuses_is_not_named() -> None:
-    """Engines and ranks of 235B parameters do not fit the same GPUs; without room, nor do smaller ones."""
-    best = faster_placement(run_of("moe/qwen3_235b_a22b_dapo_math_8k.yaml"), ASSUMED)
-    assert best is not None
-    assert best.step.placement == "overlapped"
-    assert "on responses of older weights" in faster_line(best)
-    run = run_of(QWEN3_4B, *SEPARATE, "rollout.ahead=1", "rollout.dynamic=null", "correction.type=truncate")
-    assert faster_placement(run, ASSUMED) is not None
-    small = replace(run.plan.target, nbytes=run.plan.need // 2)
-    assert faster_placement(replace(run, plan=replace(run.plan, target=small)), ASSUMED) is None
-
-
 def test_an_update_longer_than_the_warning_is_told() -> None:
     run = run_of(QWEN3_4B, *SEPARATE)
-    _, line = cost_lines(run, ASSUMED)
-    seconds = run.parts.rest + ASSUMED.save
+    _, line = cost_lines(run)
+    seconds = run.parts.rest + JOB.save
     needed = int(line.rsplit("=", 1)[1])
     assert needed - 60 < seconds <= needed
     assert f"--signal=USR1@{needed + 60}," in line
-    assert len([*cost_lines(run, replace(ASSUMED, warning=needed))]) == 1
+    assert len([*cost_lines(replace(run, job=replace(JOB, warning=needed)))]) == 1
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -198,14 +172,11 @@ def test_the_command_prints_the_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert data["placement"] == "by turns"
     assert data["steps"] == 400
     assert data["days"] == pytest.approx(data["seconds"] / 86400)
-    assert data["faster"]["gpu_hours"] < data["gpu_hours"]
-    assert "engine.colocated=true" in data["faster"]["settings"]
     out = command(capsys, file, *SEPARATE, *assumed)
     assert (
         f"of {data['jobs']} jobs of 12 h: {data['days']:.1f} days, {data['gpu_hours']:,.0f} GPU-hours" in out
     )
     assert "evaluations, waiting in the queue" in out
-    assert "faster on the same GPUs: colocated, " in out
     for without in ("qwen3_8b_sft.yaml", "quickstart.yaml"):
         assert json.loads(command(capsys, str(EXAMPLES / without), "--json"))["run_cost"] is None
     never = command(capsys, file, *SEPARATE, "--assume", "walltime=0.2")
@@ -215,10 +186,8 @@ def test_the_command_prints_the_cost(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_lines_in_the_documentation_are_plans() -> None:
     run = run_of(QWEN3_4B, "engine.colocated=false", "parallel.data=4", "engine.replicas=4")
-    faster = faster_placement(run, ASSUMED)
-    assert faster is not None
     page = " ".join((EXAMPLES.parent / "docs" / "plan.md").read_text().split())
-    assert " ".join([*cost_lines(run, ASSUMED), faster_line(faster)]) in page
+    assert " ".join(cost_lines(run)) in page
 
 
 def test_a_dry_run_says_the_cost_where_there_is_one(

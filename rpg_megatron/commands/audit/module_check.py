@@ -76,7 +76,7 @@ Weights = Callable[[str], Tensor]
 
 
 def stored_weights(folder: Path) -> Weights:
-    """The tensors of a checkpoint, Hugging Face's or Megatron's, read on demand; KeyError for an unknown name."""
+    """Reads tensors of a checkpoint, Hugging Face's or Megatron's; KeyError for unknown names."""
     stored, megatron = list_checkpoint(folder), open_tensors(folder)
 
     @lru_cache(maxsize=32)

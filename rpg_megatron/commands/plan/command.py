@@ -10,10 +10,10 @@ from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import tables
 from rpg_megatron.commands.plan.from_run import take_from
 from rpg_megatron.commands.plan.gpus import assume
-from rpg_megatron.commands.plan.other_placements import costed, faster_placement
 from rpg_megatron.commands.plan.plan import find_target, make_plan, smallest, smallest_engine
 from rpg_megatron.commands.plan.plan import lighter as find_lighter
 from rpg_megatron.commands.plan.plan import sweep as sweep_layouts
+from rpg_megatron.commands.plan.run_cost import costed
 from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.checks import has_weights, not_checked, preparing, run_checks
@@ -36,7 +36,7 @@ def run_plan(
     are run.
     """
     target = find_target(settings, gpu)
-    assumed = assume(target.name, assumptions, cpu=target.device == "cpu")
+    assumed = assume(target.name, assumptions)
     if assumptions and target.device == "cpu" and from_run is None:
         raise UserError(
             "--assume: without a run (--from) time is estimated for GPUs only; choose one, such as "
@@ -51,18 +51,16 @@ def run_plan(
     plan = make_plan(settings, gpu)
     taken = None if from_run is None else take_from(from_run, plan, assumed)
     if taken is not None:
-        assumed = assumed.replaced(taken.values)
+        assumed = taken.applied(assumed)
     timed = plan.fits and settings.sft is None  # phases of RL only
     timed = timed and (plan.on_gpu or (taken is not None and taken.measured is not None))
-    run = costed(plan, assumed.values) if timed and plan.on_gpu else None
     answer = tables.Answer(
         plan,
         [*plan.warnings, *notes],
         assumed,
-        steps=step_times(plan, assumed.values) if timed else None,
+        steps=step_times(plan, assumed) if timed else None,
         taken=taken,
-        run=run,
-        faster=faster_placement(run, assumed.values) if run else None,
+        run=costed(plan, assumed) if timed and plan.on_gpu else None,
         lighter=find_lighter(settings, plan.shape, target) if plan.fits else None,
         layout=None if plan.fits else smallest(settings, plan.shape, target),
         engine=None if plan.fits else smallest_engine(settings, plan.shape, target),

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
 
 from rpg_megatron.commands.plan.activations import Device
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
-from rpg_megatron.commands.plan.nccl_memory import engine_nccl
 from rpg_megatron.commands.plan.trainer_memory import (
     MERGED,
     NCCL,
     RESERVE,
     SERVED,
+    Basis,
     MemoryPart,
+    Phase,
     RankMemory,
+    link_bytes,
+    phase_peaks,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.rollout import BUCKET_BYTES
@@ -32,42 +34,50 @@ UTILISATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 GRAPHS = 1024**3
 """CUDA context and graphs of a worker; not measured, a rule of thumb."""
+NCCL_OF_WORKER = 600 * 1024**2
+"""NCCL's buffers of a worker of an engine with several; from NCCL's sources."""
 CONTEXT = 512 * 1024**2
 """CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
 thumb."""
 SERVER = 1800 * 1024**2
 """On a CPU: an engine's three processes without weights and KV cache; measured: about 1.7 GB."""
-_GIB = 1024**3
-
-Turn = Literal["rollout", "update"]
-"""What a shared GPU is used for: the engine samples, or the trainer rank computes."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory of one worker."""
+    """The memory of one worker, in bytes.
+
+    adapters: slots, and the adapters as they were read; running: the largest batch's activations and logits,
+    context, graphs, NCCL; buckets: receive buffers of weights and NCCL's links, which vLLM does not count;
+    sequence_tokens: of the longest prompt and response; utilisation: share of the GPU that vLLM uses, None if
+    the size of the KV cache is set: on a CPU or a shared GPU.
+    """
 
     weights: int
-    """Exact, except for weights that kernels re-pack."""
     adapters: int
-    """Slots of adapters, and the adapters as they were read; 0 without."""
     running: int
-    """Estimated: the largest batch's activations and logits, context, graphs, NCCL."""
     kv_cache: int
-    """Bytes for keys and values."""
     buckets: int
-    """Receive buffers of weights and NCCL's links, from the first sync on; not counted by vLLM."""
     kv_bytes_per_token: int
-    """Exact."""
     sequence_tokens: int
-    """Tokens of the longest prompt and response."""
     utilisation: float | None
-    """Share of the GPU that vLLM uses; None if the KV cache size is set: on a CPU or a shared GPU."""
+
+    @property
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """What a worker holds."""
+        table: tuple[tuple[str, int, Basis, Phase], ...] = (
+            ("weights", self.weights, "exact", "always"),
+            ("adapters", self.adapters, "exact", "always"),
+            ("batch, context, graphs, NCCL", self.running, "estimated", "rollout"),
+            ("bridge: buckets, NCCL", self.buckets, "estimated", "sync"),
+            ("KV cache", max(0, self.kv_cache), "exact", "rollout"),
+        )
+        return tuple(MemoryPart(*row) for row in table if row[1])
 
     @property
     def total(self) -> int:
         """Peak bytes."""
-        return self.weights + self.adapters + self.running + max(0, self.kv_cache) + self.buckets
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def asleep(self) -> int:
@@ -86,10 +96,9 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int, links: int = 0
+    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int
 ) -> EngineMemory:
-    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU; links: bytes of
-    NCCL for receiving weights.
+    """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
 
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
@@ -98,22 +107,17 @@ def engine_memory(
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
     buckets = BUCKET_BYTES if settings.bridge.transport == "process_group" else 0
-    if device == "cuda" and engine.colocated:
-        buckets = 0  # they are in host memory
-    if device == "cpu":
-        # The server's processes are counted with the machine: ``SERVER``.
-        kv_cache = int(engine.kv_cache_gib * _GIB)
-        return EngineMemory(weights, adapters, 0, kv_cache, buckets, kv_bytes, longest, None)
-    batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-    buckets += links
-    running = GRAPHS + engine_nccl(engine.tensor) + batched * item * _activations(shape, engine.tensor)
-    # Float32 logits, and a sorted or exponentiated copy.
-    running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
-    if engine.colocated:
-        kv_cache = int(engine.kv_cache_gib * _GIB)
-        return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, None)
-    utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
-    kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
+    running, utilisation, kv_cache = 0, None, int(engine.kv_cache_gib * 1024**3)
+    if device == "cuda":  # on a CPU the server's processes are counted with the machine: ``SERVER``
+        batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
+        buckets = 0 if engine.colocated else buckets + link_bytes(settings)[1]  # colocated: in host memory
+        running = GRAPHS + NCCL_OF_WORKER * (engine.tensor > 1)
+        running += batched * item * _activations(shape, engine.tensor)
+        # Float32 logits, and a sorted or exponentiated copy.
+        running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
+    if device == "cuda" and not engine.colocated:
+        utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
+        kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
     return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation)
 
 
@@ -177,17 +181,13 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 
     vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
     """
-    number = default
-    for i, argument in enumerate(arguments):
-        key, eq, value = argument.partition("=")
-        if key.replace("_", "-") != name:
-            continue
-        value = value if eq else (arguments[i + 1] if i + 1 < len(arguments) else "")
-        try:
-            number = float(value)
-        except ValueError:
-            raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
-    return number
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    values = {key.replace("_", "-"): value for key, value in zip(words, [*words[1:], ""], strict=False)}
+    value = values.get(name, default)
+    try:
+        return float(value)
+    except ValueError:
+        raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
 
 
 @dataclass(frozen=True)
@@ -195,16 +195,11 @@ class SharedGpu:
     """The GPU of the largest trainer rank and of an engine worker (``engine.colocated``). Not measured."""
 
     parts: tuple[MemoryPart, ...]
-    """Of both turns; ``phase`` is the turn."""
-
-    def total(self, turn: Turn) -> int:
-        """Peak bytes of a turn."""
-        return sum(part.nbytes for part in self.parts if part.phase == turn)
 
     @property
-    def peak(self) -> int:
-        """Peak bytes of both turns."""
-        return max(self.total("rollout"), self.total("update"))
+    def turns(self) -> dict[str, int]:
+        """Peak bytes while engines sample (rollout), and while the rank computes (update)."""
+        return phase_peaks(self.parts)
 
 
 def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
@@ -216,23 +211,18 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     """
     weights = sum(part.nbytes for part in rank.parts if part.name in ("parameters", SERVED, MERGED))
     nccl = sum(part.nbytes for part in rank.parts if part.name == NCCL)
-    asleep = GRAPHS + engine_nccl(settings.engine.tensor)
     # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to, on the same node.
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
+    asleep = GRAPHS + NCCL_OF_WORKER * (settings.engine.tensor > 1)
     parts = [
-        MemoryPart("engine: weights", engine.weights, "exact", "rollout"),
-        *([MemoryPart("engine: adapters", engine.adapters, "exact", "rollout")] if engine.adapters else []),
-        MemoryPart("engine: KV cache", engine.kv_cache, "exact", "rollout"),
-        MemoryPart("engine: batch, context, graphs, NCCL", engine.running, "estimated", "rollout"),
+        *(replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"),
         MemoryPart("rank: parameters", weights, "exact", "rollout"),
         MemoryPart("rank: NCCL buffers", nccl, "estimated", "rollout"),
         MemoryPart("rank: peak", rank.peak, "estimated", "update"),
         MemoryPart("engine asleep: context, graphs, NCCL", asleep, "estimated", "update"),
+        MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated"),
+        MemoryPart("contexts of engines that read here", readers, "estimated"),
     ]
-    for turn in get_args(Turn):
-        parts.append(MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated", turn))
-        if readers:
-            parts.append(MemoryPart("contexts of engines that read here", readers, "estimated", turn))
-    return SharedGpu(tuple(sorted(parts, key=lambda part: get_args(Turn).index(part.phase))))
+    return SharedGpu(tuple(part for part in parts if part.nbytes))

@@ -14,8 +14,8 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.renamed import explain_renamed
 
 _MIB, _GIB = 1024**2, 1024**3
-_DECIMAL_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_UNITS = {**_DECIMAL_UNITS, "kib": 1024, "mib": _MIB, "gib": _GIB, "g": _GIB}
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {**_DECIMAL, "kib": 1024, "mib": _MIB, "gib": _GIB, "g": _GIB}
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def gpu_bytes(name: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)", key)
     if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
         return size
-    near = [gpu for gpu in GPUS if gpu.startswith(key)] or difflib.get_close_matches(
-        key, GPUS, n=1, cutoff=0.3
-    )
+    near = [gpu for gpu in GPUS if gpu.startswith(key)] or difflib.get_close_matches(key, GPUS, 1, 0.3)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"--gpu: {name!r} is neither a size (80GiB, 96e9) nor one of {', '.join(GPUS)}{hint}")
 
@@ -84,133 +82,66 @@ def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/s
     return min(limits)
 
 
-CPU_SHARE = Gpu(0, 32e9, 32e9, 32e9, 20e9, 5e9, 5e9, trains_fp8=False)
-"""A core of a CPU, for a plan with the times of a run (``--from``), which replace these nominal speeds."""
-CPU_DECODE_OVERHEAD = 0.008
-"""Seconds of a decoding step on a CPU beside its sequences: the quickstart's engine, half as many at once
-(docs/performance.md)."""
-
 Source = Literal["data sheet", "assumed", "as set", "run"]
 
 
-def _assumed(
-    default: float, why: str, *, most: float = math.inf, zero: bool = False, quiet: bool = False
-) -> Any:
-    """quiet: printed only if it is not the default."""
-    about = {"why": why, "most": most, "zero": zero, "source": "assumed", "quiet": quiet}
-    return field(default=default, metadata=about)
-
-
-def _data_sheet(why: str) -> Any:
-    about = {"why": why, "most": math.inf, "zero": False, "source": "data sheet", "quiet": False}
-    return field(metadata=about)
+def _number(why: str, default: float = math.nan, *, most: float = math.inf) -> Any:
+    """An assumption of more than 0, or at least 0 for overheads; without a default it is the data sheet's."""
+    return field(default=default, metadata={"why": why, "most": most})
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Numbers from which the time of a step is computed; from ``walltime`` on, the cost of the run.
+    """Numbers from which the time of a step and the cost of a run are computed, and can be changed.
 
     Speeds are for one GPU, links in one direction. Each of those of a step changes the step of an example in
-    ``examples/`` by a twentieth or more if it is half or twice as large (nvlink: 4%, of a mixture of
-    experts).
+    ``examples/`` by a twentieth or more if it is half or twice as large.
     """
 
     gpu: Gpu
-    peak_bf16: float = _data_sheet("FLOP/s in bfloat16, dense; in float32 in proportion")
-    memory_bandwidth: float = _data_sheet("bytes/s of the GPU's memory")
-    nvlink: float = _data_sheet("bytes/s to a GPU of the same node")
-    network: float = _assumed(50e9, "bytes/s to other nodes: 400 Gb/s for each GPU")
-    train_mfu: float = _assumed(0.43, "fraction of the peak: forward and backward passes", most=1)
-    score_mfu: float = _assumed(0.43, "fraction of the peak: log-prob passes and engines", most=1)
-    fp8_gain: float = _assumed(1.29, "speed of a layer's products in FP8 / in bfloat16 (docs/performance.md)")
-    expert_overhead: float = _assumed(
-        1e-6, "s per token, layer with experts and pass on a GPU, beside products", zero=True
-    )
-    decode_efficiency: float = _assumed(0.33, "fraction of memory_bandwidth: decoding", most=1)
-    decode_overhead: float = _assumed(0.0017, "s per decoding step: scheduler, kernel launches", zero=True)
-    response_mean: float = _assumed(0.4, "mean response / rollout.max_response_tokens", most=1)
-    prompt_mean: float = _assumed(0.25, "mean prompt / data.max_prompt_tokens", most=1)
-    kept_groups: float = _assumed(0.6, "fraction of groups kept by rollout.dynamic", most=1)
-    response_longest: float = _assumed(
-        1.0, "longest response / rollout.max_response_tokens", most=1, quiet=True
-    )
-    update_overhead: float = _assumed(0.0, "s per update beside its tokens", zero=True, quiet=True)
-    rollout_factor: float = _assumed(1.0, "seconds of a rollout / those of the formula", quiet=True)
-    sync_factor: float = _assumed(1.0, "seconds of a sync / those of the formula", quiet=True)
-    handover_factor: float = _assumed(1.0, "seconds of handovers / those of the formula", quiet=True)
-    step_overhead: float = _assumed(
-        6.0, "s per step: last grading, batch to the ranks, starts of updates, calls of a sync", zero=True
-    )
-    walltime: float = _assumed(4.0, "hours of a job, as in slurm/*.sbatch")
-    warning: float = _assumed(600.0, "s between a job's warning and its end, as in slurm/*.sbatch", zero=True)
-    start: float = _assumed(300.0, "s of a job before its first step: imports, engines, weights", zero=True)
-    requeue: float = _assumed(120.0, "s until Slurm starts a requeued job", zero=True)
-    save: float = _assumed(60.0, "s for which a checkpoint stops the run", zero=True)
-
-    def replaced(self, values: Mapping[str, float]) -> Assumptions:
-        """These with other values of those named."""
-        return replace(self, **values)  # type: ignore[arg-type]
-
-    @property
-    def speedup_in_fp8(self) -> float:
-        """``fp8_gain`` on a GPU that multiplies in FP8."""
-        return self.fp8_gain if self.gpu.peak_fp8 > self.gpu.peak_bf16 else 1.0
-
-    def peak(self, kind: Literal["bf16", "fp32"]) -> float:
-        """FLOP/s in this precision."""
-        in_precision: float = getattr(self.gpu, f"peak_{kind}")
-        return self.peak_bf16 * in_precision / self.gpu.peak_bf16
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """The assumptions of a plan and the source of each."""
-
-    values: Assumptions
     sources: Mapping[str, Source]
+    peak_bf16: float = _number("FLOP/s in bfloat16, dense; in float32 in proportion")
+    memory_bandwidth: float = _number("bytes/s of the GPU's memory")
+    network: float = _number("bytes/s to other nodes: 400 Gb/s for each GPU", 50e9)
+    train_mfu: float = _number("fraction of the peak: forward and backward passes", 0.43, most=1)
+    score_mfu: float = _number("fraction of the peak: log-prob passes and engines", 0.43, most=1)
+    decode_efficiency: float = _number("fraction of memory_bandwidth: decoding", 0.33, most=1)
+    decode_overhead: float = _number("s per decoding step: scheduler, kernel launches", 0.0017)
+    response_mean: float = _number("mean response / rollout.max_response_tokens", 0.4, most=1)
+    prompt_mean: float = _number("mean prompt / data.max_prompt_tokens", 0.25, most=1)
+    kept_groups: float = _number("fraction of groups kept by rollout.dynamic", 0.6, most=1)
+    step_overhead: float = _number("s per step: last grading, batch to the ranks, starts of updates", 6.0)
+    walltime: float = _number("hours of a job, as in slurm/*.sbatch", 4.0)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> seconds of a run over those of the formula; 1 for others."""
 
     @property
     def rows(self) -> list[tuple[str, float, Source, str]]:
         """(name, value, source, meaning) of each assumption."""
         return [
-            (name, getattr(self.values, name), self.sources[name], about["why"])
-            for name, about in _ABOUT.items()
-            if not about["quiet"] or self.sources[name] != "assumed"
+            (name, getattr(self, name), self.sources[name], about["why"]) for name, about in _ABOUT.items()
         ]
 
-    def replaced(self, values: Mapping[str, float]) -> Assumed:
-        """These assumptions with values of a run; those that the user has set stay."""
-        mine = {name: value for name, value in values.items() if self.sources[name] != "as set"}
-        return Assumed(self.values.replaced(mine), {**self.sources, **dict.fromkeys(mine, "run")})
+    def replaced(self, values: Mapping[str, float], source: Source = "run") -> Assumptions:
+        """These with other values; those that the user has set stay."""
+        new = {name: value for name, value in values.items() if self.sources[name] != "as set"}
+        return replace(self, sources={**self.sources, **dict.fromkeys(new, source)}, **new)  # type: ignore[arg-type]
 
 
-OF_THE_RUN = ("walltime", "warning", "start", "requeue", "save")
-"""Those of the cost of the run."""
 _ABOUT = {f.name: f.metadata for f in fields(Assumptions) if f.metadata}
-"""Assumption -> why, most, source."""
+"""Assumption -> why, most."""
 
 
-def assume(name: str, options: Sequence[str] = (), *, cpu: bool = False) -> Assumed:
-    """The assumptions for a GPU or a memory size, with those set by the user; cpu: for a CPU's cores instead.
+def assume(name: str, options: Sequence[str] = ()) -> Assumptions:
+    """The assumptions for a GPU, with those set by the user; a memory size or a CPU has an H100's speeds.
 
     options: ``name=value`` each. Raises UserError for an unknown name or an impossible value.
     """
-    gpu = find_gpu(name)
-    sheet = CPU_SHARE if cpu else gpu or GPUS[DEFAULT]
-    sources: dict[str, Source] = {assumption: about["source"] for assumption, about in _ABOUT.items()}
-    speeds = {
-        assumption: getattr(sheet, assumption)
-        for assumption in sources
-        if sources[assumption] == "data sheet"
-    }
-    if gpu is None:
-        sources |= dict.fromkeys(speeds, "assumed")
-    assumed = dict(_read_option(option) for option in options)
-    if cpu:
-        speeds["decode_overhead"] = CPU_DECODE_OVERHEAD
-    return Assumed(
-        Assumptions(sheet, **{**speeds, **assumed}), {**sources, **dict.fromkeys(assumed, "as set")}
-    )
+    gpu = find_gpu(name) or GPUS[DEFAULT]
+    speeds = {speed: getattr(gpu, speed) for speed in ("peak_bf16", "memory_bandwidth")}
+    assumed = Assumptions(gpu, dict.fromkeys(_ABOUT, "assumed"))
+    assumed = assumed.replaced(speeds, "data sheet" if find_gpu(name) else "assumed")
+    return assumed.replaced(dict(map(_read_option, options)), "as set")
 
 
 def _read_option(option: str) -> tuple[str, float]:
@@ -228,7 +159,7 @@ def _read_option(option: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     most = _ABOUT[name]["most"]
-    positive = value > 0 or (value == 0 and _ABOUT[name]["zero"])
+    positive = value > 0 or (value == 0 and name.endswith("_overhead"))
     if not (positive and value <= most and value < math.inf):
         range_ = f"of at most {most:g}" if most < math.inf else "such as 0.5 or 3e12"
         raise UserError(f"--assume {name}: needs a positive number {range_}, has {text!r}")

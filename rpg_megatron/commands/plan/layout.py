@@ -56,24 +56,23 @@ def model_parameters(shape: ModelShape) -> int:
 
 def trained_parameters(settings: Settings, shape: ModelShape) -> int:
     """Number of parameters of the whole model that updates change."""
-    return (
-        model_parameters(shape) if settings.lora is None else AdapterMapping(shape, settings.lora).parameters
-    )
+    lora = settings.lora
+    return model_parameters(shape) if lora is None else AdapterMapping(shape, lora).parameters
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Number of parameters of a pipeline rank, over all of its virtual stages."""
+    """Number of parameters of a pipeline rank, over all of its virtual stages.
+
+    Of ``total``, those of experts (without routers), of matrices in layers that compute in FP8, those that
+    updates change (all, or those of adapters), and those of matrices with adapters.
+    """
 
     total: int
     in_experts: int
-    """Of ``total``, those of experts; routers are not among them."""
     in_fp8: int
-    """Of ``total``, those of matrices in layers that compute in FP8."""
     trained: int
-    """Of ``total``, those that updates change: all, or those of adapters."""
     adapted: int = 0
-    """Of ``total``, those of matrices with adapters."""
 
     def replicated(self, parallel: ParallelSettings, data: float | None = None) -> list[tuple[int, float]]:
         """Trained parameters outside and inside experts, with the number of ranks that hold the same ones.
@@ -99,102 +98,77 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
 
     One layer of each kind is counted: a large mixture of experts has tens of thousands of tensors.
     """
-    parallel, fp8 = settings.parallel, settings.precision.fp8
+    parallel, fp8, lora = settings.parallel, settings.precision.fp8, settings.lora
     # All expert-parallel ranks have shards of the same size.
     shard = ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0) if shape.experts else ALL_EXPERTS
     how = parallel.tensor, settings.model.vocab_multiple, shard
-    total, in_experts, _ = _count(shape, None, stage == 0, stage == parallel.pipeline - 1, *how)
-    quantised = adapters = adapted = 0
-    if settings.lora is not None and stage == parallel.pipeline - 1:
-        adapters, adapted = _count_on_output_layer(shape, settings.lora, *how[:2])
+    sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), *how))
     layers = [n for part in layers_of(shape, parallel, stage) for n in part]
     kinds = Counter((shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)) for n in layers)
     for (experts, on), number in kinds.items():
         example = next(n for n in layers if shape.has_experts(n) == experts)
-        of_layer, of_experts, of_matrices = _count(shape, example, False, False, *how)
-        total += number * of_layer
-        in_experts += number * of_experts
-        quantised += number * of_matrices * on
-        if settings.lora is not None:
-            of_adapters, of_adapted = _count_adapters(shape, settings.lora, example, parallel.tensor)
-            adapters += number * of_adapters
-            adapted += number * of_adapted
-    trained = total if settings.lora is None else adapters
-    return RankParameters(total + adapters, in_experts, quantised, trained, adapted)
-
-
-def _count_on_output_layer(
-    shape: ModelShape, lora: LoraSettings, tensor: int, vocab_multiple: int
-) -> tuple[int, int]:
-    """Parameters of the output layer's adapter on a rank, and of the layer if it has one."""
-    mapping = AdapterMapping(shape, lora)
-    shapes = mapping.stage_params(
-        layers=[], first=False, last=True, tensor=tensor, vocab_multiple=vocab_multiple
-    )
-    rows = shape.padded_vocab(tensor, vocab_multiple) // tensor
-    return sum(map(math.prod, shapes.values())), mapping.on_output_layer * rows * shape.hidden_size
-
-
-@lru_cache(maxsize=512)
-def _count_adapters(shape: ModelShape, lora: LoraSettings, layer: int, tensor: int) -> tuple[int, int]:
-    """Parameters of one layer's adapters on a rank, and of the matrices that have them."""
-    mapping = AdapterMapping(shape, lora)
-    shapes = mapping.stage_params(layers=[layer], first=False, last=False, tensor=tensor, vocab_multiple=1)
-    names = [name for packed in mapping.packed for name in packed]
-    matrices = sum(math.prod(projection_shape(shape, name)) for name in names)
-    return sum(map(math.prod, shapes.values())), matrices // tensor
+        for name, size in _count(shape, lora, example, (False, False), *how).items():
+            sums[name] += number * size * (on or name != "in_fp8")
+    trained = sums["total"] if lora is None else sums["adapters"]
+    total = sums["total"] + sums["adapters"]
+    return RankParameters(total, sums["in_experts"], sums["in_fp8"], trained, sums["adapted"])
 
 
 @lru_cache(maxsize=512)
 def _count(
     shape: ModelShape,
+    lora: LoraSettings | None,
     layer: int | None,
-    first: bool,
-    last: bool,
+    ends: tuple[bool, bool],
     tensor: int,
     vocab_multiple: int,
     experts: ExpertShard,
-) -> tuple[int, int, int]:
-    """Parameters of one layer: all, those of experts, those of matrices that FP8 recipes quantise.
+) -> dict[str, int]:
+    """Parameters of a layer: all but adapters, those of experts, of matrices in FP8 recipes, of adapters, and
+    of matrices that have adapters.
 
-    layer None: those of the embedding and of the modules after the layers.
+    layer None: those of the embedding (``ends[0]``) and of the modules after the layers (``ends[1]``).
     """
-    shapes = mapping_for(shape).stage_params(
-        layers=[] if layer is None else [layer],
-        first=first,
-        last=last,
-        tensor=tensor,
-        vocab_multiple=vocab_multiple,
-        experts=experts,
-    )
+    where = {"layers": [] if layer is None else [layer], "first": ends[0], "last": ends[1]}
+    how = {"tensor": tensor, "vocab_multiple": vocab_multiple}
+    shapes = mapping_for(shape).stage_params(**where, **how, experts=experts)  # type: ignore[arg-type]
     sizes = {name: math.prod(dims) for name, dims in shapes.items()}
-    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    of_matrices = sum(size for name, size in sizes.items() if name.endswith(_FP8_MATRICES))
-    return sum(sizes.values()), of_experts, of_matrices
+    counts = {
+        "total": sum(sizes.values()),
+        "in_experts": sum(size for name, size in sizes.items() if ".experts." in name),
+        "in_fp8": sum(size for name, size in sizes.items() if name.endswith(_FP8_MATRICES)),
+    }
+    if lora is not None:
+        mapping = AdapterMapping(shape, lora)
+        adapters = mapping.stage_params(**where, **how)  # type: ignore[arg-type]
+        counts["adapters"] = sum(map(math.prod, adapters.values()))
+        rows = shape.padded_vocab(tensor, vocab_multiple) // tensor
+        names = [name for packed in mapping.packed for name in packed] if layer is not None else []
+        counts["adapted"] = sum(math.prod(projection_shape(shape, name)) for name in names) // tensor
+        counts["adapted"] += mapping.on_output_layer * ends[1] * rows * shape.hidden_size
+    return counts
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The sizes of a step. Tokens are upper bounds: all responses have the maximum length."""
+    """The sizes of a step. Tokens are upper bounds: all responses have the maximum length.
+
+    sequences: responses per step; updates: mini-batches x epochs; sequences_per_rank: of one mini-batch on
+    the replica with the most; longest: tokens of prompt and response; context: also of evaluations;
+    tokens_per_microbatch: of a replica's largest one, the budget or one longest sequence that is larger;
+    microbatches: per update and replica; pipeline_idle: share of an update that a pipeline rank waits.
+    """
 
     prompts: int
     sequences: int
-    """Responses per step."""
     updates: int
-    """Optimizer updates per step: mini-batches x epochs."""
     sequences_per_update: int
     sequences_per_rank: int
-    """Responses of one mini-batch on the data-parallel replica with the most."""
     longest: int
-    """Tokens of the longest prompt and response together."""
     context: int
-    """The same, including evaluation: the context length of the engines."""
     tokens_per_microbatch: int
-    """Tokens of a replica's largest micro-batch: the budget, or one longest sequence that is larger."""
     microbatches: int
-    """Micro-batches per update and replica, with all sequences at maximum length."""
     pipeline_idle: float
-    """Idle share of a pipeline rank in an update, with micro-batches of equal size."""
 
 
 def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:

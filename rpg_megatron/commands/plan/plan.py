@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
+from typing import get_args
 
 from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
 from rpg_megatron.commands.plan.engine_memory import (
@@ -23,7 +25,6 @@ from rpg_megatron.commands.plan.layout import (
     plan_batch,
     trained_parameters,
 )
-from rpg_megatron.commands.plan.nccl_memory import link_nccl, trainer_nccl
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
@@ -42,8 +43,9 @@ ROOM = 4 * 1024**3
 
 MOST_RANKS = 1024
 """The most trainer ranks of a layout that is suggested."""
-
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_LOWER = "; lower training.tokens_per_microbatch or engine.kv_cache_gib"
+_LOWER_CACHE = "; lower engine.kv_cache_gib, or raise engine.tensor or parallel.tensor"
+_LOWER_SHARE = "; lower --gpu-memory-utilization in engine.arguments"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,6 @@ class Plan:
 
     settings: Settings
     shape: ModelShape
-    parameters: int
-    """Number of parameters of the whole model, without adapters."""
-    trained: int
-    """Number of those that updates change: all, or those of adapters."""
     target: Target
     batch: BatchPlan
     ranks: tuple[RankMemory, ...]
@@ -76,10 +74,32 @@ class Plan:
     """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
     shared_gpu: SharedGpu | None
     """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
-    activations: dict[Recompute, int]
-    """Bytes on the largest rank, for each value of memory.recompute."""
-    routed_to_one: int
-    """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model, without adapters."""
+        return model_parameters(self.shape)
+
+    @property
+    def trained(self) -> int:
+        """Number of those that updates change: all, or those of adapters."""
+        return trained_parameters(self.settings, self.shape)
+
+    @property
+    def activations(self) -> dict[Recompute, int]:
+        """Bytes on the largest rank, for each value of memory.recompute."""
+        return {kind: self._activations.saved(kind) for kind in get_args(Recompute)}
+
+    @property
+    def routed_to_one(self) -> int:
+        """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
+        of_stage, kind = self._activations, recomputation(self.settings)
+        even, worst = (of_stage.saved(kind, worst=w) + of_stage.working(kind, worst=w) for w in (False, True))
+        return worst - even
+
+    @property
+    def _activations(self) -> StageActivations:
+        return StageActivations(self.settings, self.shape, self.largest.stage, self.batch, self.target.device)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -116,7 +136,7 @@ class Plan:
         """Bytes that the target must have; excludes engines on separate GPUs."""
         if not self.on_gpu:
             return self.machine_total
-        return self.shared_gpu.peak if self.shared_gpu else self.rank_total
+        return max(self.shared_gpu.turns.values()) if self.shared_gpu else self.rank_total
 
     @property
     def left(self) -> int:
@@ -175,151 +195,94 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if it fails a check (``launcher/checks.py``)."""
     run_checks(CheckedRun(settings, LAYOUT, known=shape))
     parallel, device, on_gpu = settings.parallel, target.device, target.device == "cuda"
-    batch = plan_batch(settings, shape.max_positions)
-    tokens, microbatches = batch.tokens_per_microbatch, batch.microbatches
-    gpus, fused = count_gpus(settings), uses_fused_layers(settings, device)
-    here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
-    of_rank, of_worker = link_nccl(settings, gpus) if on_gpu else (0, 0)
-
-    def nccl(stage: int) -> int:
-        buffers = trainer_nccl(settings, shape, stage, fused=fused, ranks_per_node=here)
-        return buffers + of_rank if on_gpu else 0
-
+    batch, gpus, shared = (
+        plan_batch(settings, shape.max_positions),
+        count_gpus(settings),
+        settings.engine.colocated,
+    )
     ranks = tuple(
-        rank_memory(
-            settings,
-            shape,
-            stage=stage,
-            publishes=publishes,
-            tokens=tokens,
-            microbatches=microbatches,
-            device=device,
-            nccl=nccl(stage),
-        )
+        rank_memory(settings, shape, batch, device, stage=stage, publishes=publishes)
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     )
     largest = max(ranks, key=lambda r: r.peak)
-    activations = StageActivations(settings, shape, largest.stage, tokens, microbatches, device)
-    engine = engine_memory(
-        settings,
-        shape,
-        longest=batch.context,
-        device=device,
-        gpu_bytes=target.nbytes,
-        links=of_worker,
-    )
-    return Plan(
-        settings=settings,
-        shape=shape,
-        parameters=model_parameters(shape),
-        trained=trained_parameters(settings, shape),
-        target=target,
-        batch=batch,
-        ranks=ranks,
-        engine=engine,
-        gpus=gpus,
-        host=host_memory(
-            settings,
-            shape,
-            batch,
-            ranks,
-            gpus,
-            on_gpu=on_gpu,
-            asleep=engine.asleep if settings.engine.colocated else 0,
-        ),
-        shared_gpu=share_gpu(settings, largest, engine) if settings.engine.colocated and on_gpu else None,
-        activations={kind: activations.saved(kind) for kind in _RECOMPUTE},
-        routed_to_one=activations.worst_routes(recomputation(settings)),
-    )
+    engine = engine_memory(settings, shape, longest=batch.context, device=device, gpu_bytes=target.nbytes)
+    asleep = engine.asleep if shared else 0
+    host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
+    gpu = share_gpu(settings, largest, engine) if shared and on_gpu else None
+    return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    settings, engine, target = plan.settings, plan.engine, plan.target
-    has = f"{target.name} has {gib(target.nbytes)}"
-    if plan.on_gpu and plan.gpus.why:
-        yield f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {plan.gpus.why}"
-    gpu = find_gpu(target.name)
-    if settings.precision.fp8 is not None and gpu is not None and not gpu.trains_fp8:
-        yield (
-            f"precision.fp8 needs compute capability 9.0 (Hopper) or later, which {target.name} lacks; set "
-            "precision.fp8=null"
-        )
-    if not plan.on_gpu:
-        if plan.machine_total > target.nbytes:
-            yield (
-                f"all processes together need {gib(plan.machine_total)}, {has}; lower "
-                "training.tokens_per_microbatch or engine.kv_cache_gib"
-            )
-    elif plan.shared_gpu is not None:
-        update, rollout = plan.shared_gpu.total("update"), plan.shared_gpu.total("rollout")
-        if update > target.nbytes:
-            yield (
-                f"during an update a GPU holds {gib(update)}, of which {gib(plan.rank_total)} are a trainer "
-                f"rank's; {has}"
-            )
-        if rollout > target.nbytes:
-            yield (
-                f"while engines sample, a GPU holds {gib(rollout)}, of which {gib(engine.total)} are an "
-                f"engine worker's; {has}; lower engine.kv_cache_gib, or raise engine.tensor or "
-                "parallel.tensor"
-            )
-    else:
-        if plan.rank_total > target.nbytes:
-            yield f"a trainer rank needs {gib(plan.rank_total)}, {has}"
-        if not settings.engine.replicas:
-            return
-        if engine.kv_cache < 0:
-            yield (
-                f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and "
-                f"vLLM uses {engine.utilisation:.0%} of {gib(target.nbytes)}; raise engine.tensor"
-            )
-        elif engine.total > target.nbytes:
-            yield (
-                f"an engine worker needs {gib(engine.total)}, {has}; lower --gpu-memory-utilization in "
-                "engine.arguments"
-            )
-    if settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1:
-        more = "engine.kv_cache_gib" if engine.utilisation is None else "engine.tensor"
-        yield (
+    settings, engine, target, shared = plan.settings, plan.engine, plan.target, plan.shared_gpu
+    gpu, engines, has = find_gpu(target.name), settings.engine.replicas > 0, gib(target.nbytes)
+    cannot = gpu is not None and not gpu.trains_fp8
+    apart = plan.on_gpu and shared is None
+    rollout, update = shared.turns.values() if shared else (0, 0)
+    uncached = apart and engines and engine.kv_cache < 0
+    of_rank, of_worker = (f", of which {gib(n)} are" for n in (plan.rank_total, engine.total))
+    too_large = (
+        ("all processes together need", 0 if plan.on_gpu else plan.need, _LOWER),
+        ("during an update a GPU holds", update, f"{of_rank} a trainer rank's"),
+        ("while engines sample, a GPU holds", rollout, f"{of_worker} an engine worker's{_LOWER_CACHE}"),
+        ("a trainer rank needs", plan.rank_total if apart else 0, ""),
+        ("an engine worker needs", engine.total if apart and engines and not uncached else 0, _LOWER_SHARE),
+    )
+    more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
+    too_small = engines and engine.kv_cache >= 0 and engine.full_sequences < 1
+    yield from told(
+        {
+            "ranks and engines cannot be placed on nodes of "
+            f"{GPUS_PER_NODE} GPUs: {plan.gpus.why}": plan.on_gpu and plan.gpus.why,
+            "precision.fp8 needs compute capability 9.0 (Hopper) or later, which "
+            f"{target.name} lacks; set precision.fp8=null": settings.precision.fp8 and cannot,
+            **{
+                f"{what} {gib(size)}, {target.name} has {has}{fix}": size > target.nbytes
+                for what, size, fix in too_large
+            },
+            f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM uses "
+            f"{engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
             f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
-            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens"
-        )
+            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": too_small,
+        }
+    )
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
     settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
+    engines, worst = settings.engine.replicas, plan.routed_to_one
+    running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
+    verdict = "also fits" if worst <= plan.left else "does not fit"
     yield from settings.notes()
-    running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, settings.engine.replicas)))
-    if settings.engine.replicas and 1 <= engine.full_sequences < running:
-        yield (
+    yield from told(
+        {
             f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
-            "at once: vLLM will preempt and recompute some"
-        )
-    if parallel.pipeline > 1 and batch.pipeline_idle > 0.25:
-        yield (
+            "at once: vLLM will preempt and recompute some": engines and 1 <= engine.full_sequences < running,
             f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
-            "micro-batches; lower training.tokens_per_microbatch or training.minibatches"
-        )
-    if settings.training.share_prompts:
-        yield "training.share_prompts: times and memory are those without it; shared prompts take less"
-    if settings.optimizer.distributed and parallel.data * parallel.context == 1:
-        yield "optimizer.distributed shards nothing with one replica"
-    if plan.shared_gpu is not None:
-        yield "engine.colocated: memory per turn is computed, not measured"
-    if plan.routed_to_one:
-        verdict = "which also fits" if plan.routed_to_one <= plan.left else "which does not fit"
-        yield (
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
+                parallel.pipeline > 1 and batch.pipeline_idle > 0.25
+            ),
+            "training.share_prompts: memory is that without it; shared prompts take less": (
+                settings.training.share_prompts
+            ),
+            "optimizer.distributed shards nothing with one replica": (
+                settings.optimizer.distributed and parallel.data * parallel.context == 1
+            ),
+            "engine.colocated: memory per turn is computed, not measured": plan.shared_gpu,
             "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
-            f"experts of one rank, an update would need {gib(plan.routed_to_one)} more there, {verdict}"
-        )
-    if plan.tight and plan.left >= 0:
-        yield (
+            f"experts of one rank, an update would need {gib(worst)} more there, which {verdict}": worst,
             f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
-            "on a GPU; choose a layout with more room (--sweep)"
-        )
-    if settings.precision.fp8 is not None and not plan.on_gpu:
-        yield "precision.fp8: the memory of its emulation on a CPU is not counted"
+            "on a GPU; choose a layout with more room (--sweep)": plan.tight and plan.left >= 0,
+            "precision.fp8: the memory of its emulation on a CPU is not counted": (
+                settings.precision.fp8 and not plan.on_gpu
+            ),
+        }
+    )
+
+
+def told(table: Mapping[str, object]) -> Iterator[str]:
+    """The texts whose condition holds."""
+    yield from (text for text, condition in table.items() if condition)
 
 
 # -- other layouts of the same run ---------------------------------------------------------------------------
@@ -333,12 +296,11 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
     pipeline idle time; the fewest expert-parallel ranks; the most memory left. A rule of thumb: nothing was
     measured.
     """
-    plans = []
-    for sizes in _cuts(world, shape.experts.count if shape.experts else 1):
-        fixed = {"virtual": 1, "sequence": sizes["tensor"] > 1, "expert_tensor": 1}
-        plan = _changed(settings, shape, target, "parallel", {**sizes, **fixed})
-        if plan is not None:
-            plans.append(plan)
+    changes = (
+        {**sizes, "virtual": 1, "sequence": sizes["tensor"] > 1, "expert_tensor": 1}
+        for sizes in _cuts(world, shape.experts.count if shape.experts else 1)
+    )
+    plans = (_changed(settings, shape, target, "parallel", change) for change in changes)
 
     def order(plan: Plan) -> tuple[object, ...]:
         parallel = plan.settings.parallel
@@ -346,16 +308,15 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
         idle = round(plan.batch.pipeline_idle, 2)
         return not plan.fits, plan.tight, cuts, idle, parallel.expert, plan.rank_total
 
-    return sorted(plans, key=order)
+    return sorted((plan for plan in plans if plan is not None), key=order)
 
 
 def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
     """The same run with the least recomputation that fits and is not tight; None: the current one is."""
-    for kind in _RECOMPUTE[: _RECOMPUTE.index(recomputation(settings))]:
-        plan = _changed(settings, shape, target, "memory", {"recompute": kind})
-        if plan is not None and plan.fits and not plan.tight:
-            return plan
-    return None
+    kinds: tuple[Recompute, ...] = get_args(Recompute)
+    less = kinds[: kinds.index(recomputation(settings))]
+    plans = (_changed(settings, shape, target, "memory", {"recompute": kind}) for kind in less)
+    return next((plan for plan in plans if plan is not None and plan.fits and not plan.tight), None)
 
 
 def is_bound_to_a_node(settings: Settings) -> bool:
@@ -384,7 +345,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
         plan = _changed(settings, shape, target, "engine", {"tensor": tensor})
         if plan is None or plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
             continue
-        if plan.shared_gpu is None or plan.shared_gpu.total("rollout") <= target.nbytes:
+        if plan.shared_gpu is None or plan.shared_gpu.turns["rollout"] <= target.nbytes:
             return tensor
     return None
 
@@ -402,16 +363,13 @@ def _changed(
 
 def _cuts(world: int, experts: int) -> Iterator[dict[str, int]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
-    for tensor in range(1, min(world, GPUS_PER_NODE) + 1):
-        for pipeline in range(1, world // tensor + 1):
-            for context in range(1, min(world // (tensor * pipeline), GPUS_PER_NODE) + 1):
-                data, rest = divmod(world, tensor * pipeline * context)
-                if rest:
-                    continue
+    near = range(1, min(world, GPUS_PER_NODE) + 1)
+    for tensor, context, pipeline in product(near, near, range(1, world + 1)):
+        data, rest = divmod(world, tensor * pipeline * context)
+        for expert in range(1, min(experts, world // pipeline) + 1) if data and not rest else ():
+            if experts % expert == 0 and world // pipeline % expert == 0:
                 cut = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
-                for expert in range(1, min(experts, world // pipeline) + 1):
-                    if experts % expert == 0 and world // pipeline % expert == 0:
-                        yield {**cut, "expert": expert}
+                yield {**cut, "expert": expert}
 
 
 def count(parameters: int) -> str:

@@ -1,26 +1,39 @@
 """What a whole run costs: a chain of Slurm jobs, each with the same walltime. Computed, not measured.
 
-A job needs ``start`` seconds, then does steps until it is warned, ``warning`` seconds before its walltime.
-It saves (``save`` seconds), ends, and starts again ``requeue`` seconds later; waiting in a queue is not
-counted. The warning finds each moment of a step, of ``rollout`` + ``log_probs`` + ``rest`` seconds, equally
-often, and costs:
+A job does steps until it is warned, saves, ends, and starts again; waiting in a queue is not counted. The
+warning finds each moment of a step equally often, and costs:
 
 - in the rollout ``under_way`` seconds, or all if less is done: finished groups are kept, others are not;
 - in the log-probs the rollout, and what was done of the log-probs;
 - in the rest (updates, sync, handover, fixed costs) nothing: it is finished after the warning.
 
-Every ``every`` steps a checkpoint stops the run for ``save`` seconds. Where rollouts overlap with training,
-the first step of a job takes ``fill`` seconds more. If a step is longer than a job, the result is too high.
-Evaluations are not counted: how many problems their sets have is known only from the data.
+Where rollouts overlap with training, the first step of a job takes ``fill`` seconds more. If a step is longer
+than a job, the result is too high. Evaluations are not counted: only the data says how large their sets are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rpg_megatron.commands.plan.gpus import Assumptions
-from rpg_megatron.commands.plan.step_time import StepTime
+from rpg_megatron.commands.plan.gpus import Assumptions, assume
+from rpg_megatron.commands.plan.plan import Plan, make_plan
+from rpg_megatron.commands.plan.step_time import StepTime, step_times
+from rpg_megatron.config import Settings, UserError
+
+
+@dataclass(frozen=True)
+class Job:
+    """Seconds of a job: in all; between its warning and its end; before its first step; until Slurm starts it
+    again; for which a checkpoint stops it. Guesses, or the values of slurm/*.sbatch.
+    """
+
+    walltime: float
+    warning: float = 600.0
+    start: float = 300.0
+    requeue: float = 120.0
+    save: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,24 +80,22 @@ class RunCost:
         return self.seconds / 86_400
 
 
-def run_cost(
-    parts: StepParts, steps: int, assumed: Assumptions, *, every: int | None, gpus: float
-) -> RunCost | None:
+def run_cost(parts: StepParts, steps: int, job: Job, *, every: int | None, gpus: float) -> RunCost | None:
     """The cost of ``steps`` steps on ``gpus`` GPUs, with a checkpoint every ``every`` steps.
 
     None: the run never ends, since a job is too short for a step, or for the run if ``every`` is None.
     """
-    save = assumed.save if every else 0.0
+    save = job.save if every else 0.0
     step = parts.step + (save / every if every else 0.0)
-    warned = 3600 * assumed.walltime - assumed.warning - assumed.start - parts.fill  # from the first step on
+    warned = job.walltime - job.warning - job.start - parts.fill  # from the first step on
     lost, finished = _warned(parts, step)
     progress = warned - lost + finished
     more = max(0, math.ceil((steps * step - warned) / progress)) if progress > 0 else math.inf
     if warned < parts.log_probs or more == math.inf or (more and not every):
         return None
     jobs = 1 + int(more)
-    between = (jobs - 1) * assumed.requeue
-    seconds = steps * step + jobs * (assumed.start + parts.fill) + (jobs - 1) * (lost + save) + between
+    between = (jobs - 1) * job.requeue
+    seconds = steps * step + jobs * (job.start + parts.fill) + (jobs - 1) * (lost + save) + between
     per_job = progress / step if more else float(steps)
     return RunCost(parts.step, steps, per_job, jobs, seconds, gpus * (seconds - between) / 3600)
 
@@ -96,3 +107,59 @@ def _warned(parts: StepParts, step: float) -> tuple[float, float]:
     lost += parts.log_probs * (parts.rollout + parts.log_probs / 2)
     rest = step - parts.rollout - parts.log_probs
     return lost / step, rest**2 / 2 / step
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A plan with the time of its step and the cost of its run; no cost: it never ends."""
+
+    plan: Plan
+    step: StepTime
+    parts: StepParts
+    job: Job
+    cost: RunCost | None
+
+
+def costed(plan: Plan, assumed: Assumptions) -> Costed:
+    """The cost of a plan."""
+    step, settings, job = step_times(plan, assumed)[0], plan.settings, Job(3600 * assumed.walltime)
+    parts, every = step_parts(step), settings.checkpoint.every
+    cost = run_cost(parts, settings.training.steps, job, every=every, gpus=plan.gpus.total)
+    return Costed(plan, step, parts, job, cost)
+
+
+def estimate(settings: Settings) -> list[str]:
+    """What ``plan`` says of the cost of a run on GPUs; empty where it has no estimate."""
+    if settings.device != "cuda" or settings.sft is not None:
+        return []
+    try:
+        plan = make_plan(settings)
+    except UserError:  # plan says why
+        return []
+    return list(cost_lines(costed(plan, assume(plan.target.name)))) if plan.fits else []
+
+
+def cost_lines(run: Costed) -> Iterator[str]:
+    """A line for the cost of the run, and one if an update is longer than the warning of a job."""
+    cost, settings, plan, job = run.cost, run.plan.settings, run.plan, run.job
+    hours = f"{job.walltime / 3600:g} h"
+    if cost is None and settings.checkpoint.every is None:
+        yield f"the run takes longer than a job of {hours}, and saves nothing: set checkpoint.every"
+    elif cost is None:
+        yield f"the run never ends: a job of {hours} is too short for a step; ask for a longer walltime"
+    else:
+        jobs = f"{cost.steps_per_job:.1f} in each of {cost.jobs:,} jobs" if cost.jobs > 1 else "in one job"
+        left_out = "evaluations, waiting" if settings.evaluation else "waiting"
+        time = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{cost.seconds / 3600:.1f} hours"
+        yield (
+            f"the run, {run.step.placement}: {cost.steps:,} steps of {cost.step:,.0f} s, {jobs} of {hours}: "
+            f"{time}, {cost.gpu_hours:,.0f} GPU-hours on {plan.gpus.total:,} {plan.target.name}; computed, "
+            f"not measured; not counted: {left_out} in the queue"
+        )
+    late = run.parts.rest + job.save
+    if late > job.warning and cost is not None and cost.jobs > 1:
+        needed = 60 * math.ceil(late / 60)
+        yield (
+            f"an update and its save take {late:,.0f} s, but a job is warned {job.warning:,.0f} s "
+            f"before it is killed: submit with --signal=USR1@{needed + 60}, set checkpoint.grace={needed}"
+        )

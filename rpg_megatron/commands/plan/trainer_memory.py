@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations
@@ -17,6 +17,7 @@ from rpg_megatron.commands.plan.layout import (
     Gpus,
     RankParameters,
     engines_of_a_replica,
+    expert_replicas,
     rank_parameters,
 )
 from rpg_megatron.config import ModelShape, Settings, read_model_shape
@@ -24,49 +25,31 @@ from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
-Phase = Literal["always", "update", "log-probs", "rollout"]
+Phase = Literal["always", "update", "log-probs", "rollout", "sync"]
 Basis = Literal["exact", "estimated"]
 
 RESERVE = 3 * 1024**3
 """On a GPU: CUDA context, workspaces, fragmentation. Not measured; a rule of thumb."""
-IMPORTS = 712_000_000
-"""On a CPU: memory of a rank after importing torch, Megatron and transformers; measured."""
-RUNTIME = 50_000_000
-"""On a CPU: further memory besides tensors (gloo, oneDNN, Python objects); measured."""
-FREED = 0.12
-"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors; measured: 2% to 29%."""
-FREED_OF_BATCH = 0.5
-"""With frozen weights in addition, per byte of a batch's tensors, which are most of what is freed; measured:
-with FREED 40% to 70%."""
+IMPORTS, RUNTIME = 712_000_000, 50_000_000
+"""On a CPU: memory of a rank after importing torch, Megatron and transformers, and what gloo, oneDNN and
+Python objects add; measured."""
+FREED, FREED_OF_BATCH = 0.12, 0.5
+"""On a CPU: allowance for freed memory that malloc keeps, per byte of tensors (measured: 2% to 29%), and with
+frozen weights in addition per byte of a batch's tensors, which are most of what is freed (with the former 40%
+to 70%)."""
+_TRAJECTORY, _PROMPT, _RESPONSE = 1500, 4, 25
+"""Bytes of a trajectory in Python besides its tokens (measured), of a prompt's token (int32), and of a
+response's: id and weight version, int32; mask, bool; log-probs of engine, trainer and anchor, float32; text,
+assumed to be four characters."""
+NCCL_GROUP, NCCL_PEER = 540 * 1024**2, 320 * 1024**2
+"""Bytes of NCCL's buffers of a communicator (0.5 GiB within a node, up to 1.5 between nodes), and more for
+each rank of the node with which messages are exchanged: context, experts."""
+NCCL_LINK = 44 * 1024**2
+"""Of a link of ``process_group`` between a rank and an engine worker on nodes of their own, at either end."""
 
-_TRAJECTORY = 1500
-"""Bytes of a trajectory in Python besides its tokens: the object, seven arrays, strings; measured."""
-_PROMPT = 4
-"""Bytes of a prompt's token: int32."""
-_RESPONSE = 25
-"""Bytes of a response's token: id and weight version, int32; mask, bool; log-probs of engine, trainer and
-anchor, float32; text, assumed to be four characters."""
-_SCORES = 8
-"""Bytes of these for the log-probs of trainer and anchor."""
-_SENT_TOKEN = 8
-"""Bytes of a token sent to a rank (``training.batch_scatter``): id and the engine's log-prob."""
-_SENT_TRAJECTORY = 28
-"""Bytes of a sent trajectory besides its tokens: six int32 and the advantage."""
-
-FP8_WEIGHTS = "weights in FP8"
-"""Name of a part: rebuilt after engines used the GPU."""
-BUCKET = 40_000_000
-"""Elements of a bucket of Megatron's DDP, if it overlaps and has up to 40 replicas."""
-SAVE = "checkpoint to be written"
-"""Name of a part: the copy of weights and optimizer state that a save writes in the background."""
-NCCL = "NCCL buffers"
-"""Name of a part: see ``nccl_memory.py``."""
-TEACHER = "teacher"
-"""Name of a part: its weights."""
-SERVED = "weights in bfloat16, for engines"
-"""Name of a part: copy of parameters stored in FP8."""
-MERGED = "weights merged with adapters"
-"""Name of a part: for engines that do not apply adapters themselves."""
+SAVE, NCCL, TEACHER = "checkpoint to be written", "NCCL buffers", "teacher"
+SERVED, MERGED = "weights in bfloat16, for engines", "weights merged with adapters"
+"""Names of parts: copies of parameters stored in FP8, and of those with adapters for engines without them."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +63,19 @@ class MemoryPart:
     """When it is allocated; a peak is ``always`` plus the largest other phase."""
     host: bool = False
     """Whether it is in host memory while the policy is on a GPU."""
+
+
+_Row = tuple[str, float, Basis, Phase, bool]
+"""Name, bytes, basis, phase and whether in host memory, of a part; one without bytes is left out."""
+
+
+def phase_peaks(parts: Iterable[MemoryPart]) -> dict[str, int]:
+    """Peak bytes of each phase: what is always held, and its own parts."""
+    nbytes: Counter[str] = Counter()
+    for part in parts:
+        nbytes[part.phase] += part.nbytes
+    always = nbytes.pop("always", 0)
+    return {phase: always + more for phase, more in nbytes.items()}
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,7 @@ class RankMemory:
     @property
     def phases(self) -> dict[str, int]:
         """Peak bytes of each phase, on the device."""
-        on_device = [part for part in self.parts if not part.host]
-        always = sum(part.nbytes for part in on_device if part.phase == "always")
-        peaks: dict[str, int] = {}
-        for part in on_device:
-            if part.phase != "always":
-                peaks[part.phase] = peaks.get(part.phase, always) + part.nbytes
-        return peaks
+        return phase_peaks(part for part in self.parts if not part.host)
 
     @property
     def peak(self) -> int:
@@ -135,141 +125,139 @@ def recomputation(settings: Settings) -> Recompute:
     return settings.memory.recompute_for(settings.tokens_at_once)
 
 
-def rank_memory(
-    settings: Settings,
-    shape: ModelShape,
-    *,
-    stage: int,
-    publishes: bool,
-    tokens: int,
-    microbatches: int,
-    device: Device,
-    nccl: int = 0,
-) -> RankMemory:
-    """The memory of one rank. tokens: of its replica's largest micro-batch; microbatches: per update; nccl:
-    bytes of NCCL's buffers.
+def nccl_bytes(settings: Settings) -> int:
+    """NCCL's buffers on a trainer rank: a constant for each communicator of more than one rank.
+
+    Connections are made when they are first used; messages to single ranks (context, pipeline, experts) have
+    more. Estimated from NCCL 2.29's sources for H100 nodes.
     """
-    parallel, lora, on_gpu = settings.parallel, settings.lora, device == "cuda"
-    activations = StageActivations(settings, shape, stage, tokens, microbatches, device)
+    parallel = settings.parallel
+    replicas, experts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
+    groups = [*[parallel.world] * 2, replicas, parallel.tensor, parallel.context, *[parallel.pipeline] * 2]
+    if experts > 1:  # all-to-all, counts, gradients
+        groups += [experts, experts, expert_replicas(parallel), parallel.expert_tensor]
+    peers = min(2, parallel.context - 1) + (parallel.expert - 1) * (experts <= GPUS_PER_NODE)
+    return NCCL_GROUP * sum(size > 1 for size in groups) + NCCL_PEER * peers
+
+
+def link_bytes(settings: Settings) -> tuple[int, int]:
+    """NCCL's buffers of the links of ``process_group`` on a trainer rank, and on an engine worker."""
+    parallel, engine = settings.parallel, settings.engine
+    workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
+    linked = settings.bridge.transport == "process_group" and not engine.colocated  # colocated: gloo's
+    return NCCL_LINK * workers * linked, NCCL_LINK * parallel.tensor * parallel.pipeline * linked
+
+
+def rank_memory(
+    settings: Settings, shape: ModelShape, batch: BatchPlan, device: Device, *, stage: int, publishes: bool
+) -> RankMemory:
+    """The memory of one rank of a pipeline stage. publishes: see ``RankMemory``."""
+    parallel, on_gpu = settings.parallel, device == "cuda"
+    activations = StageActivations(settings, shape, stage, batch, device)
     held = rank_parameters(settings, shape, stage)
+    table = [
+        *_state_rows(settings, held, publishes=publishes, on_gpu=on_gpu, fused=activations.fused),
+        *_update_rows(activations, stage == parallel.pipeline - 1),
+    ]
+    if on_gpu:
+        table.append((NCCL, nccl_bytes(settings) + link_bytes(settings)[0], "estimated", "always", False))
+    elif parallel.data * parallel.context > 1 and settings.optimizer.distributed:
+        # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
+        # process still holds the memory of the backward pass then.
+        table.append(("copy of the gradients", 4 * held.trained, "estimated", "update", False))
+    parts = [MemoryPart(name, round(size), *rest) for name, size, *rest in table if size]
+    rank = RankMemory(stage, publishes, held.total, held.trained, tuple(parts))
+    if on_gpu:
+        return rank
+    freed = FREED * rank.peak
+    if settings.lora is not None:
+        freed += FREED_OF_BATCH * sum(part.nbytes for part in parts if part.phase == "update")
+    malloc = MemoryPart("malloc, libraries", RUNTIME + round(freed), "estimated")
+    return replace(rank, parts=(*parts, malloc))
+
+
+def _state_rows(
+    settings: Settings, held: RankParameters, *, publishes: bool, on_gpu: bool, fused: bool
+) -> Iterator[_Row]:
+    """Weights, gradients and optimizer, and copies of them: all that does not depend on the batch."""
+    parallel, lora, fp8 = settings.parallel, settings.lora, settings.precision.fp8
+    weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
+    state, offloaded = each * held.owned(settings), settings.memory.offload_optimizer
+    shared, engines = settings.engine.colocated, settings.engine.replicas > 0
     # One replica publishes the rest; the first ranks that hold an expert publish it.
     split = parallel.expert * parallel.expert_tensor > 1
-    experts = held.in_experts if split else 0
-    published = held.total if publishes else experts
+    published = held.total if publishes else held.in_experts * split
     saved = published
     if lora is not None:
-        saved = held.trained if publishes else 0
-        if publishes and not settings.serves_adapters:
-            published -= held.trained
-    weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
-    state = each * held.owned(settings)
-    offloaded, fp8 = settings.memory.offload_optimizer, settings.precision.fp8
-    parts = [MemoryPart("parameters", round(weights * held.total), "exact")]
-    if fp8 is not None and activations.fused:
-        # FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights. With
-        # fp8.parameters, the parameters are these, and the copy is bfloat16 for the engines. On Blackwell
-        # GPUs recipes with one scale per tensor need one byte less.
-        parts.append(MemoryPart(SERVED if fp8.parameters else FP8_WEIGHTS, 2 * held.in_fp8, "estimated"))
-    parts += [
-        MemoryPart("gradients", round(gradients * held.trained), "exact"),
-        MemoryPart("optimizer", round(state * (1 - offloaded)), "exact"),
-    ]
-    if offloaded:
-        # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
-        moved = round(offloaded * state * 16 / 12)
-        parts.append(MemoryPart("optimizer off the GPU", moved, "estimated", host=True))
-    if settings.engine.colocated:  # not released in between
-        slept = round(state * (1 - offloaded))
-        parts.append(MemoryPart("optimizer while engines sample", slept, "exact", host=on_gpu))
-    if settings.engine.replicas:
-        if lora is not None and not settings.serves_adapters:
-            parts.append(MemoryPart(MERGED, round(weights * held.adapted), "exact"))
-        parts += _bridge_parts(settings, round(weights * published), on_gpu=on_gpu)
-    if settings.anchor.type != "old":
-        parts.append(MemoryPart("held anchor", round(weights * held.trained), "exact", host=on_gpu))
-    teacher_work = kept_rows = 0
+        saved = held.trained * publishes
+        published -= held.trained * (publishes and not settings.serves_adapters)
+    merged = weights * held.adapted * (engines and lora is not None and not settings.serves_adapters)
+    # FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights. With
+    # fp8.parameters, the parameters are these, and the copy is bfloat16 for the engines. On Blackwell GPUs
+    # recipes with one scale per tensor need one byte less.
+    second = SERVED if fp8 is not None and fp8.parameters else "weights in FP8"
+    # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
+    moved = offloaded * state * 16 / 12
+    yield "parameters", weights * held.total, "exact", "always", False
+    yield second, 2 * held.in_fp8 * (fp8 is not None and fused), "estimated", "always", False
+    yield "gradients", gradients * held.trained, "exact", "always", False
+    yield "optimizer", state * (1 - offloaded), "exact", "always", False
+    yield "optimizer off the GPU", moved, "estimated", "always", True
+    # Not released in between.
+    yield "optimizer while engines sample", shared * state * (1 - offloaded), "exact", "always", on_gpu
+    yield MERGED, merged, "exact", "always", False
+    if engines:
+        yield _bridge_row(settings, weights * published, on_gpu=on_gpu)
+    yield "held anchor", weights * held.trained * (settings.anchor.type != "old"), "exact", "always", on_gpu
+    if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
+        # The optimizer state of all replicas, moments and float32 weights, is gathered on the first one
+        # (Megatron's format ``fully_reshardable``) and copied, one buffer after another. To resume, each rank
+        # reads all of it. If it is not distributed, float32 weights are the model's.
+        distributed, copies = settings.optimizer.distributed, 1 if settings.anchor.type == "old" else 2
+        kept = (weights * copies + (12 if weights < 4 or distributed else 8)) * saved
+        most = max(kept, 16 * saved, 12 * held.trained) if on_gpu and distributed else kept
+        yield SAVE, kept, "exact", "always", on_gpu
+        yield "checkpoint gathered or read", most - kept, "estimated", "always", True
+
+
+def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
+    """What depends on the batch: activations, the log-prob head, a layer's working memory; a teacher."""
+    settings, shape, stage = activations.settings, activations.shape, activations.stage
+    lora, on_gpu = settings.lora, activations.device == "cuda"
+    recompute, item = recomputation(settings), ITEM_BYTES[settings.precision.dtype]
+    here, working, teacher_work = activations.tokens, activations.working(recompute), 0
     if settings.teacher is not None and settings.teacher.path is not None:
         other, plain = read_model_shape(settings.teacher.path), settings.model_copy(update={"lora": None})
-        nbytes = round(weights * rank_parameters(plain, other, stage).total)
-        parts.append(MemoryPart(TEACHER, nbytes, "exact", host=on_gpu))
-        if on_gpu:
-            parts.append(MemoryPart("teacher, to score", nbytes, "exact", "log-probs"))
-        scored = StageActivations(plain, other, stage, tokens, microbatches, device)
-        teacher_work = scored.working("none")
-        if settings.full_divergence is not None and stage == parallel.pipeline - 1:
-            # Its last hidden states, of all micro-batches of an update, and its output layer.
-            kept_rows = round(weights * microbatches * -(-tokens // parallel.context) * other.hidden_size)
-            rows = other.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
-            if on_gpu:
-                head_bytes = round(weights * rows * other.hidden_size)
-                parts.append(MemoryPart("teacher's output layer", head_bytes, "exact", "update"))
-    if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
-        kept, most = _saved(settings, held, saved)
-        parts.append(MemoryPart(SAVE, kept, "exact", host=on_gpu))
-        if on_gpu and most > kept:
-            parts.append(MemoryPart("checkpoint gathered or read", most - kept, "estimated", host=True))
-
-    if nccl:
-        parts.append(MemoryPart(NCCL, nccl, "estimated"))
-
-    recompute, logits, head = recomputation(settings), 0, 0
-    if stage == parallel.pipeline - 1:
-        rows = shape.padded_vocab(parallel.tensor, settings.model.vocab_multiple) // parallel.tensor
-        here = -(-tokens // parallel.context)
-        # Chunked log-probs: float32 logits and probabilities. The backward pass of the head runs first, with
-        # all activations saved; a layer's working set comes after it.
-        logits = 2 * 4 * min(settings.training.logprob_chunk, here) * rows
-        if settings.full_divergence is not None:
-            logits = logits * 3 // 2
-        head = logits
-        columns = shape.hidden_size  # of the matrix that has a gradient
-        if lora is not None:
-            columns = lora.rank * (OUTPUT_LAYER in lora.names)
-        head += round(rows * columns * (4 + (weights if weights < 4 else 0)))
-    working = activations.working(recompute)
-    parts += [
-        MemoryPart("activations", activations.saved(recompute), "estimated", "update"),
-        MemoryPart("logits chunk, gradients in work", max(working, head), "estimated", "update"),
-        MemoryPart(
-            "a layer and a logits chunk", max(working, teacher_work) + logits, "estimated", "log-probs"
-        ),
-    ]
-    if kept_rows:
-        parts.append(MemoryPart("teacher's hidden states", kept_rows, "estimated", "update", host=on_gpu))
-    if not on_gpu:
-        if parallel.data * parallel.context > 1 and settings.optimizer.distributed:
-            # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
-            # process still holds the memory of the backward pass then.
-            parts.append(MemoryPart("copy of the gradients", 4 * held.trained, "estimated", "update"))
-        tensors = RankMemory(stage, publishes, held.total, held.trained, tuple(parts)).peak
-        freed = FREED * tensors
-        if lora is not None:
-            freed += FREED_OF_BATCH * sum(part.nbytes for part in parts if part.phase == "update")
-        parts.append(MemoryPart("malloc, libraries", RUNTIME + round(freed), "estimated"))
-    return RankMemory(stage, publishes, held.total, held.trained, tuple(parts))
+        teacher_work = replace(activations, settings=plain, shape=other).working("none")
+        nbytes, full = item * rank_parameters(plain, other, stage).total, settings.full_divergence is not None
+        # Full: its output layer, and its last hidden states of all micro-batches of an update.
+        output_layer = item * other.hidden_size * _head_rows(settings, other) * (last and full and on_gpu)
+        hidden = item * activations.batch.microbatches * here * other.hidden_size * (last and full)
+        yield TEACHER, nbytes, "exact", "always", on_gpu
+        yield "teacher, to score", nbytes * on_gpu, "exact", "log-probs", False
+        yield "teacher's output layer", output_layer, "exact", "update", False
+        yield "teacher's hidden states", hidden, "estimated", "update", on_gpu
+    rows = _head_rows(settings, shape) * last
+    # Chunked log-probs: float32 logits and probabilities. The backward pass of the head runs first, with all
+    # activations saved; a layer's working set comes after it.
+    logits = 2 * 4 * min(settings.training.logprob_chunk, here) * rows
+    logits = logits * 3 // 2 if settings.full_divergence is not None else logits
+    # Columns of the output layer's matrix that has a gradient.
+    columns = shape.hidden_size if lora is None else lora.rank * (OUTPUT_LAYER in lora.names)
+    head = logits + rows * columns * (4 + (item if item < 4 else 0))
+    scored = max(working, teacher_work) + logits
+    yield "activations", activations.saved(recompute), "estimated", "update", False
+    yield "logits chunk, gradients in work", max(working, head), "estimated", "update", False
+    yield "a layer and a logits chunk", scored, "estimated", "log-probs", False
 
 
-def _saved(settings: Settings, held: RankParameters, written: int) -> tuple[int, int]:
-    """Bytes in host memory of the copy that a save writes, and of the most that save or resume has at once.
-
-    written: trained parameters of which this rank has the first replica, which alone is. Their optimizer
-    state, moments and float32 weights, is gathered there if it is distributed (Megatron's format
-    ``fully_reshardable``). If it is not, float32 weights are the model's.
-    """
-    item, distributed = ITEM_BYTES[settings.precision.dtype], settings.optimizer.distributed
-    state = 12 if item < 4 or distributed else 8
-    kept = (item * (1 if settings.anchor.type == "old" else 2) + state) * written
-    if not distributed:
-        return kept, kept
-    # Gathering: three buffers of 4 bytes, and of one of DDP's buckets every rank's share, what was received
-    # and both together. Then the buffers are copied, one after another. To resume, each rank reads all three.
-    bucket = min(BUCKET, held.trained) if settings.optimizer.overlap else held.trained
-    share = round(12 * bucket * held.owned(settings) / held.trained) if held.trained else 0
-    most = max(12 * written + (8 * bucket if written else 0) + share, 16 * written)
-    return kept, max(kept, most, 12 * held.trained)
+def _head_rows(settings: Settings, shape: ModelShape) -> int:
+    """Rows of the output layer on a rank."""
+    tensor = settings.parallel.tensor
+    return shape.padded_vocab(tensor, settings.model.vocab_multiple) // tensor
 
 
-def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[MemoryPart]:
+def _bridge_row(settings: Settings, published: float, *, on_gpu: bool) -> _Row:
     """Memory for publishing weights. published: bytes that this rank sends if one replica publishes.
 
     With ``process_group`` all ranks send.
@@ -279,36 +267,15 @@ def _bridge_parts(settings: Settings, published: int, *, on_gpu: bool) -> list[M
         # A worker divides its bucket budget among its senders, each of which allocates the same for it.
         workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
         buckets = BUCKET_BYTES * workers // (parallel.tensor * parallel.pipeline)
-        return [MemoryPart("bridge: buckets", buckets, "estimated", host=on_gpu and engine.colocated)]
-    if not published or bridge.transport == "cuda_ipc":
-        return []
-    if not on_gpu and not settings.optimizer.distributed:
-        return [MemoryPart("bridge: parameters lie in shared memory", 0, "exact")]
-    return [MemoryPart("bridge: copy in shared memory", published, "exact", host=on_gpu)]
+        return "bridge: buckets", buckets, "estimated", "always", on_gpu and engine.colocated
+    # On a CPU without the distributed optimizer parameters lie in shared memory themselves.
+    copied = bridge.transport == "shared_memory" and (on_gpu or settings.optimizer.distributed)
+    return "bridge: copy in shared memory", published * copied, "exact", "always", on_gpu
 
 
-def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int, *, scored: bool = True) -> int:
-    """Bytes of trajectories on a leader, or in a sampler worker.
-
-    prompt_tokens, response_tokens: totals. scored: whether they have the trainer's log-probs (on a leader).
-    """
-    each = _RESPONSE if scored else _RESPONSE - _SCORES
-    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * each
-
-
-def broadcast_bytes(trajectories: int, tokens: int, data: int) -> int:
-    """Additional bytes on a leader while it broadcasts its part, one of ``data``, within its replica.
-
-    trajectories, tokens (with prompts): of the whole step.
-    """
-    return -(-trajectories // data) * _SENT_TRAJECTORY + -(-tokens // data) * _SENT_TOKEN
-
-
-def route_bytes(settings: Settings, shape: ModelShape) -> int:
-    """Bytes of a token's routes, which are replayed; 0 if none are."""
-    if shape.experts is None or settings.training.router_replay == "off":
-        return 0
-    return len(shape.experts.layers) * shape.experts.per_token * (1 if shape.experts.count <= 256 else 2)
+def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int) -> int:
+    """Bytes of trajectories on a leader. prompt_tokens, response_tokens: totals."""
+    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * _RESPONSE
 
 
 def host_memory(
@@ -325,41 +292,33 @@ def host_memory(
 
     ranks: one of each kind. The sampler's workers are on this node too, and hold the whole step until the
     leaders have fetched their parts, with ``rollout.ahead`` also the steps sampled ahead. All sequences count
-    at their maximum length. asleep: bytes that a sleeping engine worker keeps there. Does not
-    include libraries, engine processes and page cache.
+    at their maximum length, with the routes that are replayed. asleep: bytes that a sleeping engine worker
+    keeps there. Does not include libraries, engine processes and page cache.
     """
     parallel = settings.parallel
-    here = parallel.world
-    nbytes: Counter[str] = Counter()
+    here, nbytes = parallel.world, Counter[str]()
     if on_gpu:
         here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
-        of_ranks = f", {here} rank{'s' if here > 1 else ''}"
+        workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
         kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
         for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
-            replica, stage = number // parallel.tensor, number // (parallel.world // parallel.pipeline)
-            publishes = replica % (parallel.context * parallel.data) == 0
-            for part in kinds[stage, publishes].parts:
-                if part.host:
-                    nbytes[part.name + of_ranks] += part.nbytes
-        if asleep:
-            workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
-            nbytes[f"weights of sleeping engines, {workers} worker{'s' if workers > 1 else ''}"] = (
-                workers * asleep
-            )
-    sequences, steps = batch.sequences, 1 + settings.rollout.ahead
+            replica = number // parallel.tensor % (parallel.context * parallel.data)
+            for part in kinds[number // (parallel.world // parallel.pipeline), replica == 0].parts:
+                nbytes[f"{part.name}, {here} rank{'s' * (here > 1)}"] += part.nbytes * part.host
+        nbytes[f"weights of sleeping engines, {workers} worker{'s' * (workers > 1)}"] = workers * asleep
     response = batch.longest
     if settings.sft is None:
         response = min(settings.rollout.max_response_tokens, response)
-    tokens = sequences * (batch.longest - response), sequences * response
-    # The ranks of a replica on a pipeline stage follow each other; the first of them is the leader.
+    step = batch.sequences * batch_bytes(1, batch.longest - response, response)
+    if shape.experts is not None and settings.training.router_replay != "off":
+        width = 1 if shape.experts.count <= 256 else 2
+        chosen = len(shape.experts.layers) * shape.experts.per_token
+        step += batch.sequences * batch.longest * chosen * width
+    # The ranks of a replica on a pipeline stage follow each other; the first of them is the leader, and has
+    # its share twice while it sends it to the others.
     leaders = min(-(-here // (parallel.tensor * parallel.context)), parallel.data)
-    sampled = steps * batch_bytes(sequences, *tokens, scored=False)
-    held = batch_bytes(sequences, *tokens) * leaders // parallel.data
-    nbytes[f"{steps} steps, in the sampler" if steps > 1 else "the step, in the sampler"] = sampled
-    nbytes[f"shares of it, {leaders} of {parallel.data} leaders"] = held
-    if routes := route_bytes(settings, shape) * sum(tokens):
-        nbytes["routes, in the sampler and the leaders"] = steps * routes + routes * leaders // parallel.data
-    if parallel.world > parallel.data:
-        sent = broadcast_bytes(sequences, sequences * batch.longest, parallel.data) + routes // parallel.data
-        nbytes["shares in transfer to other ranks"] = leaders * sent
-    return tuple(MemoryPart(name, size, "estimated", host=True) for name, size in nbytes.items())
+    shares = (1 + (parallel.world > parallel.data)) * step * leaders // parallel.data
+    steps = 1 + settings.rollout.ahead
+    name = f"{steps} steps" if steps > 1 else "the step"
+    nbytes[f"{name}: sampler, {leaders} leader{'s' * (leaders > 1)}"] = steps * step + shares
+    return tuple(MemoryPart(name, n, "estimated", host=True) for name, n in nbytes.items() if n)
