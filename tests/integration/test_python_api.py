@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -92,7 +93,9 @@ def test_values_are_those_of_the_files(folder: Path) -> None:
     assert evaluations.groupby("step").size().to_dict() == {0: 160, 50: 160}
     score = run.metrics.loc[50, "eval/aime24/avg@4"]
     assert evaluations[evaluations.step == 50].correct.mean() == pytest.approx(score)
-    assert "<script" not in run.plot()._repr_html_(), "only within the frame"
+    frame = run.plot()._repr_html_()
+    assert "<script" not in frame, "only within the frame"
+    assert quote(f"{folder.name}: 50 steps") in frame, "seen where a browser does not draw the frame"
     with pytest.raises(UserError, match="has no rollouts of step 7, but of 1 to 40"):
         run.responses(7)
     with pytest.raises(UserError, match="no such folder"):
