@@ -16,7 +16,8 @@ from statistics import fmean
 
 import pytest
 
-from rpg_megatron.commands.plan.run_cost import Job, StepParts, run_cost
+from rpg_megatron.commands.plan.run_cost import Job as PlannedJob
+from rpg_megatron.commands.plan.run_cost import StepParts, run_cost
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import read_rows
 from tests.support.slurm import Job, Slurm, missing, start_slurm
@@ -81,7 +82,7 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     rollout = typical("collect")
     first = seconds_to_start(job, rows[0]["time/step"])
     parts = StepParts(rollout, log_probs, step - rollout - log_probs, under_way=ROLLOUT / GROUPS)
-    job = Job(60 * MINUTES, warning=WARNING, start=first, save=1)
+    job = PlannedJob(60 * MINUTES, warning=WARNING, start=first, save=1)
     cost = run_cost(parts, STEPS, job, every=50, gpus=1)
     assert cost is not None
     print(

@@ -50,12 +50,11 @@ _LOWER_SHARE = "; lower --gpu-memory-utilization in engine.arguments"
 
 @dataclass(frozen=True)
 class Target:
-    """The memory that the run must fit."""
+    """The memory that the run must fit: bytes of one GPU, or of the machine."""
 
     device: Device
     name: str
     nbytes: int
-    """Bytes of one GPU, or of the machine."""
 
 
 @dataclass(frozen=True)

@@ -271,16 +271,12 @@ def waits(step: StepTime) -> str:
 
 def _verdict(answer: Answer) -> Iterator[str]:
     """Notes, problems, and whether it fits."""
-    plan, lighter = answer.plan, answer.lighter
-    for warning in answer.warnings:
-        yield f"[yellow]note[/] {warning}"
-    if lighter is not None:
-        yield (
-            f"[yellow]note[/] memory.recompute={recomputation(lighter.settings)} also fits and leaves "
-            f"{gib(lighter.left)}: less recomputation"
-        )
-    for problem in plan.problems:
-        yield f"[bold red]does not fit[/] {problem}"
+    plan, notes = answer.plan, [*answer.warnings]
+    if (less := answer.lighter) is not None:
+        setting = f"memory.recompute={recomputation(less.settings)}"
+        notes.append(f"{setting} also fits and leaves {gib(less.left)}: less recomputation")
+    yield from (f"[yellow]note[/] {note}" for note in notes)
+    yield from (f"[bold red]does not fit[/] {problem}" for problem in plan.problems)
     if plan.fits:
         yield "[bold green]fits[/]"
 
@@ -290,16 +286,12 @@ def _suggestions(answer: Answer) -> Iterator[str]:
     plan, layout, engine = answer.plan, answer.layout, answer.engine
     if plan.left < 0 and layout is not None:
         ranks = layout.settings.parallel.world
-        yield (
-            f"smallest layout that fits: {ranks} trainer rank{'s' if ranks > 1 else ''}, "
-            f"{gib(layout.rank_total)} each{', tight' if layout.tight else ''}: {layout.overrides}"
-        )
+        size = f"{ranks} trainer rank{'s' * (ranks > 1)}, {gib(layout.rank_total)} each"
+        yield f"smallest layout that fits: {size}{', tight' * layout.tight}: {layout.overrides}"
     elif plan.left < 0:
         more = ", or set bridge.transport=process_group for more than a node"
-        yield (
-            "no layout fits; lower training.tokens_per_microbatch or use larger GPUs"
-            + (more if is_bound_to_a_node(plan.settings) else "")
-        )
+        none = "no layout fits; lower training.tokens_per_microbatch or use larger GPUs"
+        yield none + more * is_bound_to_a_node(plan.settings)
     if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
         none = "none; use larger GPUs or shorter responses"
         yield f"smallest engine that fits: {f'engine.tensor={engine}' if engine else none}"
