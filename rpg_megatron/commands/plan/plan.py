@@ -350,7 +350,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
 
 
 def _changed(
-    settings: Settings, shape: ModelShape, target: Target, section: str, changes: dict[str, object]
+    settings: Settings, shape: ModelShape, target: Target, section: str, changes: Mapping[str, object]
 ) -> Plan | None:
     """The plan with changes in one section of the settings; None: it fails a check."""
     changed = getattr(settings, section).model_copy(update=changes)

@@ -200,8 +200,10 @@ def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) ->
     current, taken = steps[0], answer.taken
     measured = {} if taken is None or taken.measured is None else {**taken.measured, "step": taken.run.step}
     how = f"from the times of {taken.run.folder.name}" if taken is not None and measured else ", not measured"
-    rows = [(p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases]
-    rows.append(("step", current.step, "", f"{current.tokens_per_second:,.0f} trained tokens/s"))
+    rows: list[tuple[str, float, str, str]] = [
+        *((p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases),
+        ("step", current.step, "", f"{current.tokens_per_second:,.0f} trained tokens/s"),
+    ]
     columns = ["phase", ">seconds", *([">in that run"] if measured else []), ">share", "bound by"]
     phases = [
         (name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *rest)
