@@ -28,7 +28,7 @@ from tests.support.published_steps import ROWS, predict
 from tests.support.recipes import EXAMPLES, PAPER
 
 GIB = 1024**3
-SIZES = {
+SIZES: dict[str, tuple[Any, ...]] = {
     "parallel.tensor": (1, 1, 2, 4, 8),
     "parallel.pipeline": (1, 1, 1, 2, 4, 8),
     "parallel.context": (1, 1, 1, 2, 4),

@@ -57,7 +57,6 @@ class Report:
         self.more = 0
         """Micro-batches by which the longer of two updates exceeds the shorter."""
         self.planted: dict[str, Any] = {}
-        self.planned_communicators: list[Any] = []
         """From ``plan``: size, and whether messages go to single ranks."""
 
     @contextmanager

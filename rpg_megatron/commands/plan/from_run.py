@@ -99,7 +99,7 @@ def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
 
 def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, float]:
     """Phase -> measured seconds over those of the formula; a phase that has none in either is left out."""
-    step, factors = step_times(of_run, assumed)[0], {}
+    step, factors = step_times(of_run, assumed)[0], dict[str, float]()
     phases: tuple[Name, ...] = ("rollout", "log-probs", "update", "sync", "handover")
     for name in phases:
         formula = step.generation if name == "rollout" else step.seconds(name)

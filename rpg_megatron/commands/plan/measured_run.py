@@ -106,20 +106,18 @@ def _pause(before: Row, row: Row) -> float:
 def _phases(rows: list[Row], settings: Settings) -> dict[str, float]:
     """Seconds of the phases of ``plan``. With ``rollout.ahead`` a rollout is while engines work."""
     names = {"logprobs": "log-probs", "update": "update", "sync": "sync", "handover": "handover"}
-    columns: dict[str, list[float]] = {name: [] for name in ("rollout", *names.values(), "other")}
+    phases: dict[str, list[float]] = {name: [] for name in ("rollout", *names.values(), "other")}
+    ahead = settings.rollout.ahead > 0
     for row in rows:
-        own = {name: row.get(f"time/{key}", 0.0) for key, name in names.items()}
-        own["rollout"] = collected = row.get("time/rollout", row["time/collect"])
-        if settings.rollout.ahead:
-            own["rollout"], collected = (
-                row["time/step"] - row.get("async/sampler_held", 0.0),
-                row["time/collect"],
-            )
-        trained = sum(own[name] for name in names.values())
-        own["other"] = max(0.0, row["time/step"] - trained - collected)
-        for name, seconds in own.items():
-            columns[name].append(seconds)
-    medians = {name: median(column) for name, column in columns.items()}
+        collected = row["time/collect"]
+        collected = collected if ahead else row.get("time/rollout", collected)
+        held = row["time/step"] - row.get("async/sampler_held", 0.0)
+        phases["rollout"].append(held if ahead else collected)
+        for key, name in names.items():
+            phases[name].append(row.get(f"time/{key}", 0.0))
+        known = collected + sum(phases[name][-1] for name in names.values())
+        phases["other"].append(max(0.0, row["time/step"] - known))
+    medians = {name: median(seconds) for name, seconds in phases.items()}
     return {name: value for name, value in medians.items() if value > 0 or name == "other"}
 
 

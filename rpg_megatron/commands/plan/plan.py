@@ -50,12 +50,11 @@ _LOWER_SHARE = "; lower --gpu-memory-utilization in engine.arguments"
 
 @dataclass(frozen=True)
 class Target:
-    """The memory that the run must fit."""
+    """The memory that the run must fit: bytes of one GPU, or of the machine."""
 
     device: Device
     name: str
     nbytes: int
-    """Bytes of one GPU, or of the machine."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +350,7 @@ def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> in
 
 
 def _changed(
-    settings: Settings, shape: ModelShape, target: Target, section: str, changes: dict[str, object]
+    settings: Settings, shape: ModelShape, target: Target, section: str, changes: Mapping[str, object]
 ) -> Plan | None:
     """The plan with changes in one section of the settings; None: it fails a check."""
     changed = getattr(settings, section).model_copy(update=changes)

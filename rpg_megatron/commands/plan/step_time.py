@@ -1,7 +1,6 @@
 """Seconds of each phase of a step, computed from stated assumptions. Nothing here was measured on a GPU.
 
-Notation: P parameters in matrix products (without the input embedding), n tokens of a sequence, L layers,
-b bytes of a parameter.
+Notation: P parameters in matrix products (without the input embedding), n tokens of a sequence, L layers.
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ GLOO, LINK_EFFICIENCY = 0.98e9, 0.7
 """Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
 NVLink, network and host link that transfers reach, assumed."""
 ALLREDUCE, ALLREDUCE_BETWEEN_NODES = 15e-6, 75e-6
-"""Seconds of an all-reduce of a decoding step, two per layer if engine.tensor > 1, assumed; and of an engine
-on several nodes: 4 KB on a cluster of H100s (NVIDIA/nccl#1453)."""
+"""Seconds of an all-reduce of an engine's decoding step, two per layer; of one on several nodes."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
 FP8_GAIN, EXPERT_OVERHEAD = 1.29, 1e-6
-"""Speed of a layer's products in FP8 over that in bfloat16, measured (docs/performance.md); seconds for each
-token, layer with experts and pass on a GPU beside products: routing, permutation and exchange, from published
-speeds (docs/plan.md)."""
+"""Speed of a layer's products in FP8 over that in bfloat16; seconds for each token, layer with experts and
+pass on a GPU beside products. docs/plan.md."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,8 @@ def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes over a batch, a backward pass as two. mlp: additional ones through the MLPs alone; exchanges:
-    those that communicate, each forward or backward pass; gradients: whether one of them is for the gradients
-    of weights, which frozen ones do not need.
+    """Passes over a batch, a backward pass as two. mlp: more through the MLPs alone; exchanges: those that
+    communicate; gradients: whether one is for the gradients of weights, which frozen ones do not need.
     """
 
     layers: float
@@ -304,10 +300,7 @@ def _log_probs(case: _Case) -> Phase:
 
 
 def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
-    """A forward pass of a teacher that the ranks hold, whose weights are copied to the GPU first.
-
-    Its exact divergences (``form: full``) take one for each update. 0: there is none, or it is a server.
-    """
+    """A forward pass of a teacher that the ranks hold, whose weights are copied to the GPU first; 0: none."""
     teacher = case.plan.settings.teacher
     if teacher is None or teacher.path is None:
         return 0.0
@@ -320,14 +313,11 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
 
 
 def _exchange_seconds(case: _Case, tokens: float) -> float:
-    """Communication of a forward pass over ``tokens`` of a replica; a backward pass takes the same.
+    """Communication of a pass over ``tokens`` of a replica, not overlapped.
 
-    Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer, or two
-    all-reduces, which send as much; not overlapped (Korthikanti et al. 2022, arXiv 2205.05198, 4.2.2).
-
-    Experts: the larger of ``EXPERT_OVERHEAD`` and the bytes of the exchange, of each row and its result.
-    Assumes even load, no overlap, rows to other nodes limited by the network, and rows within a node limited
-    by NVLink. Gathering rows over expert tensor ranks is not counted.
+    Tensor parallelism: two all-gathers and two reduce-scatters of the stream in each layer (arXiv 2205.05198,
+    4.2.2). Experts: ``EXPERT_OVERHEAD`` or, if longer, the bytes of each row and its result with even load,
+    over the network or NVLink; not gathers over expert tensor ranks.
     """
     shape, parallel, e = case.plan.shape, case.plan.settings.parallel, case.plan.shape.experts
     row = shape.hidden_size * case.item
@@ -380,9 +370,8 @@ def _update(case: _Case) -> Phase:
 def _sync(case: _Case) -> Phase:
     """Bytes over bandwidth: of the busiest sender or of a worker, whichever transfers more.
 
-    Workers read from GPUs (``cuda_ipc``), through host memory (``shared_memory``: copied there and back), or
-    over the network (``process_group``; gloo to colocated engines). Of adapters that engines apply, each
-    worker reads all.
+    Workers read from GPUs (``cuda_ipc``), through host memory (``shared_memory``: there and back), or over
+    the network (``process_group``; gloo to colocated engines). Each reads all adapters that it applies.
     """
     settings, worker, shared = case.plan.settings, case.plan.engine.weights, case.placement == "colocated"
     sender, parallel = case.plan.largest.parameters, settings.parallel

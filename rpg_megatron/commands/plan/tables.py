@@ -200,8 +200,10 @@ def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) ->
     current, taken = steps[0], answer.taken
     measured = {} if taken is None or taken.measured is None else {**taken.measured, "step": taken.run.step}
     how = f"from the times of {taken.run.folder.name}" if taken is not None and measured else ", not measured"
-    rows = [(p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases]
-    rows.append(("step", current.step, "", f"{current.tokens_per_second:,.0f} trained tokens/s"))
+    rows: list[tuple[str, float, str, str]] = [
+        *((p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases),
+        ("step", current.step, "", f"{current.tokens_per_second:,.0f} trained tokens/s"),
+    ]
     columns = ["phase", ">seconds", *([">in that run"] if measured else []), ">share", "bound by"]
     phases = [
         (name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *rest)
@@ -271,16 +273,12 @@ def waits(step: StepTime) -> str:
 
 def _verdict(answer: Answer) -> Iterator[str]:
     """Notes, problems, and whether it fits."""
-    plan, lighter = answer.plan, answer.lighter
-    for warning in answer.warnings:
-        yield f"[yellow]note[/] {warning}"
-    if lighter is not None:
-        yield (
-            f"[yellow]note[/] memory.recompute={recomputation(lighter.settings)} also fits and leaves "
-            f"{gib(lighter.left)}: less recomputation"
-        )
-    for problem in plan.problems:
-        yield f"[bold red]does not fit[/] {problem}"
+    plan, notes = answer.plan, [*answer.warnings]
+    if (less := answer.lighter) is not None:
+        setting = f"memory.recompute={recomputation(less.settings)}"
+        notes.append(f"{setting} also fits and leaves {gib(less.left)}: less recomputation")
+    yield from (f"[yellow]note[/] {note}" for note in notes)
+    yield from (f"[bold red]does not fit[/] {problem}" for problem in plan.problems)
     if plan.fits:
         yield "[bold green]fits[/]"
 
@@ -290,16 +288,12 @@ def _suggestions(answer: Answer) -> Iterator[str]:
     plan, layout, engine = answer.plan, answer.layout, answer.engine
     if plan.left < 0 and layout is not None:
         ranks = layout.settings.parallel.world
-        yield (
-            f"smallest layout that fits: {ranks} trainer rank{'s' if ranks > 1 else ''}, "
-            f"{gib(layout.rank_total)} each{', tight' if layout.tight else ''}: {layout.overrides}"
-        )
+        size = f"{ranks} trainer rank{'s' * (ranks > 1)}, {gib(layout.rank_total)} each"
+        yield f"smallest layout that fits: {size}{', tight' * layout.tight}: {layout.overrides}"
     elif plan.left < 0:
         more = ", or set bridge.transport=process_group for more than a node"
-        yield (
-            "no layout fits; lower training.tokens_per_microbatch or use larger GPUs"
-            + (more if is_bound_to_a_node(plan.settings) else "")
-        )
+        none = "no layout fits; lower training.tokens_per_microbatch or use larger GPUs"
+        yield none + more * is_bound_to_a_node(plan.settings)
     if plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
         none = "none; use larger GPUs or shorter responses"
         yield f"smallest engine that fits: {f'engine.tensor={engine}' if engine else none}"

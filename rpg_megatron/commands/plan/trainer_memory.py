@@ -165,7 +165,7 @@ def rank_memory(
         # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
         # process still holds the memory of the backward pass then.
         table.append(("copy of the gradients", 4 * held.trained, "estimated", "update", False))
-    parts = [MemoryPart(name, round(size), *rest) for name, size, *rest in table if size]
+    parts = [MemoryPart(name, round(n), basis, phase, host) for name, n, basis, phase, host in table if n]
     rank = RankMemory(stage, publishes, held.total, held.trained, tuple(parts))
     if on_gpu:
         return rank
