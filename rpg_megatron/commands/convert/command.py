@@ -5,7 +5,6 @@ The result is written beside the target folder, and renamed when it is complete 
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -229,7 +228,8 @@ def _finish(source: Source, staging: Staging, megatron: Path, hf: Path, verify: 
         verified = verify_logits(source, megatron, hf)
         staging.signals.raising = False
     staging.keep()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    # Not ru_maxrss, which includes the memory of the process that this one was forked from.
+    peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e3
     return (
         f"{verified}{staging.out}: written in {time.monotonic() - staging.began:.1f} s; peak memory "
         f"{peak:,.0f} MB, for {source.size / 1e6:,.1f} MB of weights"
