@@ -59,7 +59,9 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
     match = _LAYER.fullmatch(name)
     if match is None:
         return [Place(name)]
-    layer, rest, at, sizes = int(match[1]), match[2], (), ()
+    layer, rest = int(match[1]), match[2]
+    at: Shape = ()
+    sizes: Shape = ()
     if model.experts is not None and (expert := _EXPERT.fullmatch(rest)):
         rest, at, sizes = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),), (model.experts.count,)
     names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
