@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rpg_megatron.checkpoints.hf_files import StoredTensor
 from rpg_megatron.checkpoints.index import INDEX, read_index
 from rpg_megatron.checkpoints.megatron_folder import check_tensors, find_short_files, weights_of
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
