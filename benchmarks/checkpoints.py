@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,9 +21,7 @@ from safetensors import safe_open
 from benchmarks.policies import QWEN3, on_ranks, trajectory_of, write_checkpoint
 from benchmarks.setup import Report, benchmark, main, seconds
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
-from rpg_megatron.commands.convert.command import convert_to_hf, convert_to_megatron, open_hf, open_megatron
 from rpg_megatron.config import Settings, read_model_shape
-from rpg_megatron.launcher.supervisor import StopSignals
 
 TOKENS = 256
 
@@ -148,18 +148,12 @@ def _busy(saver: Any) -> bool:
     return bool(flag.item())
 
 
-@benchmark(layers=1, layouts=("2x1",), bucket_mb=20)
-def convert(
-    report: Report,
-    layers: int = 16,
-    bucket_mb: int = 100,
-    layouts: tuple[str, ...] = ("1x1", "2x1", "1x2", "2x2"),
-) -> None:
-    """Peak memory of each process of a conversion, against 2 x its own shard + 1 bucket.
+@benchmark(layers=1, file_mb=20)
+def convert(report: Report, layers: int = 28, file_mb: int = 100) -> None:
+    """Peak memory and time of a conversion, each in a process of its own.
 
-    A random bfloat16 model is converted to Megatron and back in several layouts (TPxPP); no tensor may
-    change. Peak is the largest resident set (VmHWM, mapped files included) less the resident set after
-    imports, of the process nearest its bound; a bucket is the largest HF file.
+    A random bfloat16 model is converted to Megatron and back; no tensor may change. Peak is the largest
+    resident set, mapped files included, less that of the same command with a tiny model.
     """
     shape = replace(
         QWEN3,
@@ -172,31 +166,33 @@ def convert(
         vocab_size=32000,
         tied_embeddings=False,
     )
-    errors, signals = [], StopSignals()
+    tiny = replace(shape, num_layers=1, hidden_size=64, ffn_hidden_size=64, vocab_size=64)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        original = write_checkpoint(folder / "hf", shape, file_bytes=bucket_mb * 10**6)
-        files = {t.file: t.file.stat().st_size for t in list_checkpoint(original).values()}
-        bucket = max(files.values())
-        title = f"{sum(files.values()) / 1e6:.0f} MB of weights, bucket {bucket / 1e6:.0f} MB"
-        columns = ("", "layout", "shard, MB|.0f", "peak, MB|.0f", "bound, MB|.0f", "peak/shard|.2f", "s|.1f")
-        table = report.table(*columns, title=title)
-        for layout in layouts:
-            tensor, pipeline = map(int, layout.split("x"))
-            megatron_folder, hf_folder = folder / f"megatron-{layout}", folder / f"back-{layout}"
-            source = open_hf(original, tensor, pipeline)
-            results = {"HF -> Megatron": convert_to_megatron(source, megatron_folder, signals)}
-            source = open_megatron(megatron_folder)
-            results["Megatron -> HF"] = convert_to_hf(source, hf_folder, signals, max_shard_bytes=bucket)
-            for direction, result in results.items():
-                m = max(result.memory, key=lambda m: m.peak - 2 * m.shard)
-                peak, bound = m.peak, 2 * m.shard + bucket
-                sizes = (m.shard / 1e6, peak / 1e6, bound / 1e6, peak / m.shard)
-                table.row(direction, layout, *sizes, result.seconds)
-                errors += [f"{direction}, {layout}: above the bound"] * (peak > bound)
-            errors += [f"{layout}: tensors changed"] * (not _same(original, hf_folder))
-    if errors:
-        raise SystemExit("\n".join(errors))
+        folder, peaks = Path(name), []
+        for part, model in (("tiny", tiny), ("model", shape)):
+            place = folder / part
+            original = write_checkpoint(place / "hf", model, file_bytes=file_mb * 10**6)
+            there = ["hf-to-megatron", "--hf", original, "--out", place / "megatron"]
+            back = ["megatron-to-hf", "--megatron", place / "megatron", "--out", place / "back"]
+            back += ["--max-shard-gib", file_mb * 10**6 / 1024**3]
+            peaks.append([_measure("convert", *command) for command in (there, back)])
+        size = sum(file.stat().st_size for file in original.glob("*.safetensors"))
+        title = f"{size / 1e6:.0f} MB of weights, files of at most {file_mb} MB"
+        table = report.table("", "peak, MB|.0f", "s|.1f", title=title)
+        directions = zip(("HF -> Megatron", "Megatron -> HF"), *peaks, strict=True)
+        for direction, (before, _), (peak, took) in directions:
+            table.row(direction, peak - before, took)
+        if not _same(original, place / "back"):
+            raise SystemExit("tensors changed")
+
+
+def _measure(*words: object) -> tuple[float, float]:
+    """Peak memory of a command, MB, and its seconds."""
+    command = [sys.executable, "-m", "rpg_megatron.cli", *map(str, words)]
+    began = time.perf_counter()
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    peak = output.partition("peak memory ")[2].split()[0]
+    return float(peak.replace(",", "")), time.perf_counter() - began
 
 
 def _same(a: Path, b: Path) -> bool:

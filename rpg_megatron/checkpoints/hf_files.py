@@ -11,12 +11,12 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rpg_megatron.checkpoints.megatron_folder import weights_of
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import open_regular, parse_json, places_of, read_json
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
@@ -48,16 +48,6 @@ _POINTER = b"version "
 """How a file begins that Git LFS has left in place of weights."""
 MAX_HEADER_BYTES = 100_000_000
 """Maximum of the safetensors format; a larger number means that the file has another format."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...), shape, first byte."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

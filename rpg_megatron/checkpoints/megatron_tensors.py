@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rpg_megatron.checkpoints.hf_files import StoredTensor
 from rpg_megatron.checkpoints.index import INDEX, read_index
 from rpg_megatron.checkpoints.megatron_folder import check_tensors, find_short_files, weights_of
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
@@ -60,8 +60,8 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
     if match is None:
         return [Place(name)]
     layer, rest = int(match[1]), match[2]
-    at: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    at: Shape = ()
+    sizes: Shape = ()
     if model.experts is not None and (expert := _EXPERT.fullmatch(rest)):
         rest, at, sizes = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),), (model.experts.count,)
     names = [_FUSED[rest], rest] if rest in _FUSED else [rest]

@@ -21,8 +21,9 @@ class ModelSettings(Section, affects="training"):
     """The checkpoint that training starts from."""
 
     path: Annotated[HubOrInputPath, Affects("training", evaluated=True)]
-    """Folder of a Hugging Face checkpoint (config.json, safetensors files, tokenizer), or the id of a model
-    on the Hugging Face hub, such as Qwen/Qwen3-4B-Base: downloaded into the hub's cache."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors files, tokenizer), or of a Megatron
+    checkpoint of convert hf-to-megatron, or the id of a model on the Hugging Face hub, such as
+    Qwen/Qwen3-4B-Base: downloaded into the hub's cache."""
     adapter: InputPath | None = None
     """Folder of an adapter in PEFT's format (adapter_config.json, adapter_model.safetensors) to start from;
     needs lora, with its rank, alpha and targets. null: new adapters."""

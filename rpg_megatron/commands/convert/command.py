@@ -5,10 +5,8 @@ The result is written beside the target folder, and renamed when it is complete 
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,67 +21,17 @@ from rpg_megatron.checkpoints.checkpoint_path import (
     open_step,
 )
 from rpg_megatron.checkpoints.megatron_folder import HF, CheckpointMetadata
-from rpg_megatron.commands.convert.staging import Staging
+from rpg_megatron.commands.convert.staging import Source, Staging
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.config.model_shape import ModelShape, read_model_shape
 from rpg_megatron.launcher.supervisor import StopSignals
-from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import chat_ends
-from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint to convert, whose headers and sizes were checked."""
-
-    shape: ModelShape
-    layout: ModelMapping
-    """Of the weights in the result."""
-    dtype: str
-    """Dtype of the weights; empty if only Megatron's index has it."""
-    config: Path
-    """Folder with config.json and tokenizer and, for adapters, the weights that they are added to."""
-    root: Path
-    """The folder that the user has named for them: no link of theirs may leave it."""
-    folder: Path
-    """Folder of the weights."""
-    whole: Path
-    """Folder of the checkpoint, which the names in ``files`` are relative to."""
-    files: dict[str, dict[str, Any]]
-    """Files to compare with the manifest: name -> bytes, sha256. Empty without a manifest."""
-    lora: LoraSettings | None = None
-    """Of a LoRA run's checkpoint, which has adapters and no other weights."""
-    ends: list[int] = field(default_factory=list)
-    """Of a run with chats: the tokens that end a response (``chat_ends``)."""
-    note: str = ""
-    """About tensors that are not converted."""
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
-
-    @property
-    def size(self) -> int:
-        """Bytes of the result."""
-        return self.parameters * ITEM_BYTES[self.dtype or "float32"]
-
-    def __str__(self) -> str:
-        """One line: the model, and where the model's configuration is if that is another folder."""
-        elsewhere = not self.config.absolute().is_relative_to(self.whole.absolute())
-        read = "weights, config.json" if self.lora is not None else "config.json"
-        return (
-            f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
-            f"{', ' + self.dtype if self.dtype else ''}"
-            f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
-            f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"
-            f"{f'; {self.note}' if self.note else ''}"
-        )
+from rpg_megatron.system.dtypes import SAFETENSORS
 
 
 def open_hf(hf: Path) -> Source:
@@ -229,7 +177,8 @@ def _finish(source: Source, staging: Staging, megatron: Path, hf: Path, verify: 
         verified = verify_logits(source, megatron, hf)
         staging.signals.raising = False
     staging.keep()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    # Not ru_maxrss, which includes the memory of the process that this one was forked from.
+    peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1e3
     return (
         f"{verified}{staging.out}: written in {time.monotonic() - staging.began:.1f} s; peak memory "
         f"{peak:,.0f} MB, for {source.size / 1e6:,.1f} MB of weights"

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,13 @@ from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, find_places, whole_parameters
 from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
 from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
+from rpg_megatron.commands.convert.staging import Source
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.system.dtypes import torch_dtype
-
-if TYPE_CHECKING:
-    from rpg_megatron.commands.convert.command import Source
 
 Count = Callable[[int], None]
 """Called with the bytes of each parameter."""

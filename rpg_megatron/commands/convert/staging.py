@@ -1,19 +1,74 @@
-"""The staging folder of a conversion, and its progress."""
+"""What a conversion reads; the staging folder that it writes to, and its progress."""
 
 from __future__ import annotations
 
 import shutil
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import make_private, remove, rename, sync_folder
+from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.system.console import PlainTextConsole
+from rpg_megatron.system.dtypes import ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to convert, whose headers and sizes were checked."""
+
+    shape: ModelShape
+    layout: ModelMapping
+    """Of the weights in the result."""
+    dtype: str
+    """Dtype of the weights; empty if only Megatron's index has it."""
+    config: Path
+    """Folder with config.json and tokenizer and, for adapters, the weights that they are added to."""
+    root: Path
+    """The folder that the user has named for them: no link of theirs may leave it."""
+    folder: Path
+    """Folder of the weights."""
+    whole: Path
+    """Folder of the checkpoint, which the names in ``files`` are relative to."""
+    files: dict[str, dict[str, Any]]
+    """Files to compare with the manifest: name -> bytes, sha256. Empty without a manifest."""
+    lora: LoraSettings | None = None
+    """Of a LoRA run's checkpoint, which has adapters and no other weights."""
+    ends: list[int] = field(default_factory=list)
+    """Of a run with chats: the tokens that end a response (``chat_ends``)."""
+    note: str = ""
+    """About tensors that are not converted."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result."""
+        return self.parameters * ITEM_BYTES[self.dtype or "float32"]
+
+    def __str__(self) -> str:
+        """One line: the model, and where the model's configuration is if that is another folder."""
+        elsewhere = not self.config.absolute().is_relative_to(self.whole.absolute())
+        read = "weights, config.json" if self.lora is not None else "config.json"
+        return (
+            f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
+            f"{', ' + self.dtype if self.dtype else ''}"
+            f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
+            f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"
+            f"{f'; {self.note}' if self.note else ''}"
+        )
 
 
 class Staging:

@@ -1,0 +1,16 @@
+"""One tensor of a checkpoint, as its headers or its index describe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...), shape, first byte."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
