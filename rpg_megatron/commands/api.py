@@ -27,7 +27,7 @@ from rpg_megatron.commands.report.samples import decode_prompts, read_problems
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import atomic_write_text, read_text
 from rpg_megatron.config.settings import make_settings
-from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+from rpg_megatron.data.foreign_rollouts import iter_foreign_step
 from rpg_megatron.data.rollout_files import find_rollouts, list_rollouts, step_of
 from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.system.parent_death import with_parent_death_signal
@@ -222,14 +222,11 @@ class Run:
         pd = _pandas()
         rows: list[dict[str, Any]] = []
         prompts: dict[int, list[int]] = {}  # by group
-        for _, t in iter_foreign_rollouts([file], self.folder):
-            if isinstance(t, UserError):
-                raise t
-            if t is not None:
-                prompts.setdefault(t.group, t.prompt.tolist())
-                parts = {f"part/{name}": value for name, value in t.parts.items()}
-                row = {name: getattr(t, name) for name in _RESPONSE}
-                rows.append({"step": step} | row | {"tokens": t.sampled, "finish": t.finish} | parts)
+        for t in iter_foreign_step(file, self.folder):
+            prompts.setdefault(t.group, t.prompt.tolist())
+            parts = {f"part/{name}": value for name, value in t.parts.items()}
+            row = {name: getattr(t, name) for name in _RESPONSE}
+            rows.append({"step": step} | row | {"tokens": t.sampled, "finish": t.finish} | parts)
         texts = dict(zip(prompts, decode_prompts(self._files, list(prompts.values())), strict=True))
         return pd.DataFrame([row | {"prompt": texts[row["group"]]} for row in rows])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,23 +21,16 @@ def print_samples(folder: Path, step: int | None, prompt: str | None, count: int
     step: None: the newest one that is saved. prompt: only prompts that contain this text. Raises UserError if
     there is no such run, step or prompt.
     """
-    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts  # numpy and pyarrow
+    from rpg_megatron.data.foreign_rollouts import iter_foreign_step  # numpy and pyarrow
     from rpg_megatron.data.rollout_files import find_rollouts, step_of
 
     run, file = read_run(folder), find_rollouts(folder, step)
 
-    def trajectories() -> Iterator[Trajectory]:
-        for _, t in iter_foreign_rollouts([file], folder):
-            if isinstance(t, UserError):
-                raise t
-            if t is not None:
-                yield t
-
-    prompts = {t.group: t.prompt.tolist() for t in trajectories()}
+    prompts = {t.group: t.prompt.tolist() for t in iter_foreign_step(file, folder)}
     texts = dict(zip(prompts, decode_prompts(run, list(prompts.values())), strict=True))
     shown = matching = 0
     group: int | None = None
-    for t in trajectories():
+    for t in iter_foreign_step(file, folder):
         if prompt is not None and prompt not in texts[t.group]:
             continue
         matching += 1
