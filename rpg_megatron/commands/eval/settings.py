@@ -220,21 +220,21 @@ def find_model(path: Path) -> EvalModel:
     """
     if is_hub_id(path) and not path.exists():
         return EvalModel(download(str(path), key="MODEL"), None)
-    kind = kind_of(path, "MODEL")
-    if kind == "hf":
-        run = path.absolute().parents[1] if path.absolute().parent.name == EXPORTS else None
-        return EvalModel(path, run if run is not None and (run / CONFIG).is_file() else None)
+    kind, whole = kind_of(path, "MODEL"), path.absolute()
     run, exports = None, []
-    if kind == "run":
-        run, exports = path.absolute(), list_exports(path)
-    elif kind != "megatron":
+    if kind == "hf":
+        run, exports = whole.parents[1] if whole.parent.name == EXPORTS else None, [path]
+    elif kind == "run":
+        run, exports = whole, list_exports(path)
+    elif kind == "step":
         step = open_step(path, "MODEL")
         run = step.run
         exports = [e for e in list_exports(run) if (e.name, MODEL) == (step.folder.name, step.weights.name)]
+    run = run if run is not None and (run / CONFIG).is_file() else None
     if exports:
         return EvalModel(exports[-1], run)
     source = open_megatron(path, name="MODEL")
-    return EvalModel(source.whole, run if run and (run / CONFIG).is_file() else None, source)
+    return EvalModel(source.whole, run, source)
 
 
 def model_label(model: EvalModel) -> str:
@@ -272,14 +272,13 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
 
 def _find_copy(name: str, folder: Path) -> Path:
     """The file of a suite: its name, or the name and ``_test`` or ``-test``."""
-    for stem in (name, f"{name}_test", f"{name}-test"):
-        for file in (folder / f"{stem}{end}" for end in _ENDINGS):
-            if file.exists():
-                return file
-    raise UserError(
-        f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
-        f"--suite {name}=FILE"
-    )
+    files = (folder / f"{name}{test}{end}" for test in ("", "_test", "-test") for end in _ENDINGS)
+    if (file := next(filter(Path.exists, files), None)) is None:
+        raise UserError(
+            f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
+            f"--suite {name}=FILE"
+        )
+    return file
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
