@@ -27,7 +27,7 @@ from rpg_megatron.commands.report.samples import decode_prompts, read_problems
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import atomic_write_text, read_text
 from rpg_megatron.config.settings import make_settings
-from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+from rpg_megatron.data.foreign_rollouts import iter_foreign_step
 from rpg_megatron.data.rollout_files import find_rollouts, list_rollouts, step_of
 from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.system.parent_death import with_parent_death_signal
@@ -74,18 +74,15 @@ def train(
             load_settings(Path(settings), arguments)  # refuses secrets, which all users could read there
             command += [str(settings), *arguments]
         else:
-            command.append(str(_write_settings(settings, arguments, Path(folder, "settings.yaml"))))
+            raw = settings.model_dump(mode="json") if isinstance(settings, Settings) else dict(settings)
+            # A hub id is resolved first: in the file, it would become a path.
+            chosen = with_local_model(make_settings(raw, arguments, "settings"))
+            file = Path(folder, "settings.yaml")
+            atomic_write_text(file, resolved_yaml(chosen))
+            command.append(str(file))
         command += ["--fresh"] if fresh else []
         command += ["--from", str(source)] if source else []
         return load_run(_stream(command, Path(folder, "run")))
-
-
-def _write_settings(settings: Mapping[str, Any] | Settings, overrides: list[str], file: Path) -> Path:
-    raw = settings.model_dump(mode="json") if isinstance(settings, Settings) else dict(settings)
-    # A hub id is resolved first: in the file, it would become a path.
-    chosen = with_local_model(make_settings(raw, overrides, "settings"))
-    atomic_write_text(file, resolved_yaml(chosen))
-    return file
 
 
 def _stream(command: list[str], named: Path) -> Path:
@@ -132,27 +129,18 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         """Raises UserError if it is not the folder of a run."""
-        self._files = read_run(folder)
+        self._files = files = read_run(folder)
         self.folder = folder
+        self.settings: dict[str, Any] = files.config
+        """Every setting by its dotted key, such as ``optimizer.lr``."""
+        self.finished: bool = files.finished
+        """Whether the run has ended by itself."""
+        self.notes: list[str] = files.notes
+        """What could not be read so far, one sentence each."""
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "running" if self._files.running else "not finished"
         return f"Run({str(self.folder)!r}, {self._files.steps} steps, {state})"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Every setting by its dotted key, such as ``optimizer.lr``."""
-        return self._files.config
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has ended by itself."""
-        return self._files.finished
-
-    @property
-    def notes(self) -> list[str]:
-        """What could not be read so far, one sentence each."""
-        return self._files.notes
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -170,7 +158,7 @@ class Run:
     @property
     def response_steps(self) -> list[int]:
         """Steps whose responses are saved."""
-        return sorted(self._rollouts())
+        return list(map(step_of, list_rollouts(self.folder)))
 
     def responses(self, step: int | None = None) -> pd.DataFrame:
         """The responses of a step, by default the newest one that is saved; one row each.
@@ -179,13 +167,11 @@ class Run:
         advantage, tokens, finish, and a column ``part/NAME`` for each component of the reward. Raises
         UserError if the step has none or cannot be read.
         """
-        file = find_rollouts(self.folder, step)
-        return self._read_responses(step_of(file), file)
+        return self._read_responses(find_rollouts(self.folder, step))
 
     def iter_responses(self) -> Iterator[pd.DataFrame]:
         """``responses`` of every step that is saved, read one at a time."""
-        for step, file in sorted(self._rollouts().items()):
-            yield self._read_responses(step, file)
+        return map(self._read_responses, list_rollouts(self.folder))
 
     @property
     def evaluations(self) -> pd.DataFrame:
@@ -215,21 +201,15 @@ class Run:
         """The report of this run, as it is now, beside others; a notebook shows it."""
         return Page([self.folder, *(other.folder for other in others)])
 
-    def _rollouts(self) -> dict[int, Path]:
-        return {step_of(file): file for file in list_rollouts(self.folder)}
-
-    def _read_responses(self, step: int, file: Path) -> pd.DataFrame:
+    def _read_responses(self, file: Path) -> pd.DataFrame:
         pd = _pandas()
         rows: list[dict[str, Any]] = []
         prompts: dict[int, list[int]] = {}  # by group
-        for _, t in iter_foreign_rollouts([file], self.folder):
-            if isinstance(t, UserError):
-                raise t
-            if t is not None:
-                prompts.setdefault(t.group, t.prompt.tolist())
-                parts = {f"part/{name}": value for name, value in t.parts.items()}
-                row = {name: getattr(t, name) for name in _RESPONSE}
-                rows.append({"step": step} | row | {"tokens": t.sampled, "finish": t.finish} | parts)
+        for t in iter_foreign_step(file, self.folder):
+            prompts.setdefault(t.group, t.prompt.tolist())
+            parts = {f"part/{name}": value for name, value in t.parts.items()}
+            row = {name: getattr(t, name) for name in _RESPONSE}
+            rows.append({"step": step_of(file)} | row | {"tokens": t.sampled, "finish": t.finish} | parts)
         texts = dict(zip(prompts, decode_prompts(self._files, list(prompts.values())), strict=True))
         return pd.DataFrame([row | {"prompt": texts[row["group"]]} for row in rows])
 

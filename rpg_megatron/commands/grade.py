@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import batched, groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -58,35 +59,57 @@ class Line(NamedTuple):
     """``Prompt.context``."""
 
 
-class Summary(NamedTuple):
+Lines = Callable[[], Iterator[Line | UserError]]
+"""Reads a file: its responses, and an error for each malformed line."""
+
+
+@dataclass
+class Summary:
     """The counts of a file."""
 
-    graded: int
-    correct: int
-    unanswered: int
-    """Responses without an answer in the given style; they count as wrong."""
-    skipped: int
+    custom: bool
+    """Whether a reward function graded it."""
+    graded: int = 0
+    skipped: int = 0
     """Malformed lines."""
-    failed: dict[str, int]
+    correct: int = 0
+    unanswered: int = 0
+    """Responses without an answer in the given style; they count as wrong."""
+    failed: Counter[str] = field(default_factory=Counter)
     """Responses without a verdict or reward, by failure; they count as wrong."""
-    seconds: float
-    mean: float | None = None
-    """With a reward function: mean reward of the responses that have one."""
-    failures: Sequence[RewardFailure] = ()
+    rewards: float = 0.0
+    """Sum over the other responses."""
+    failures: list[RewardFailure] = field(default_factory=list)
     """The first of each kind; ``prompt_id`` is the row."""
+    seconds: float = 0.0
+
+    def add(self, row: int, score: Score) -> dict[str, Any]:
+        """Count a response; returns its line of the output."""
+        verdict: dict[str, Any] = {"row": row, "correct": score.correct}
+        self.correct += score.correct
+        self.unanswered += score.extracted is None
+        if score.failures:
+            self.failed[score.failures[0].kind] += 1
+            self.failures = first_of_each((*self.failures, *(f.at("", row, "") for f in score.failures)))
+        else:
+            self.rewards += score.reward
+        if not self.custom:
+            return verdict | {"extracted": score.extracted, "reason": score.reason}
+        failure = "; ".join(failure.reason for failure in score.failures) or None
+        return verdict | {"reward": None if failure else score.reward, "failure": failure}
 
     def __str__(self) -> str:
-        share = f"{self.correct / self.graded:.1%}" if self.graded else "none"
-        words = [f"{self.correct:,} of {self.graded:,} correct ({share})"]
-        if self.mean is None:
-            words.append(f"{self.unanswered:,} without answer")
+        words = [f"{self.correct:,} of {self.graded:,} correct ({self.correct / self.graded:.1%})"]
+        if self.custom:
+            scored = self.graded - self.failed.total()
+            words.append(f"mean reward {self.rewards / scored:.4g}" if scored else "no reward")
         else:
-            scored = self.graded > sum(self.failed.values())
-            words.append(f"mean reward {self.mean:.4g}" if scored else "no reward")
-        words += [f"{count:,} {failure}" for failure, count in self.failed.items() if count]
+            words.append(f"{self.unanswered:,} without answer")
+        words += [f"{self.failed[failure]:,} {failure}" for failure in FAILURES if self.failed[failure]]
         if self.skipped:
             words.append(f"{self.skipped:,} malformed lines skipped")
-        first = "".join(f"\n  row {f.prompt_id}: {f.term}: {f.reason}" for f in self.failures)
+        shown = self.failures if self.custom else ()
+        first = "".join(f"\n  row {f.prompt_id}: {f.term}: {f.reason}" for f in shown)
         return ", ".join(words) + f"; {self.seconds:.1f} s{first}"
 
 
@@ -125,63 +148,40 @@ def grade_file(
     if out is not None and out.exists() and out.samefile(file):
         raise UserError(f"--out: {out} is the input file; choose another file")
     reward = RewardSettings(type=style) if custom is None else custom.reward
-    limits = {"workers": workers, "deadline": deadline}
-    scorer = Scorer(reward.model_copy(update=limits), 1)
+    scorer = Scorer(reward.model_copy(update={"workers": workers, "deadline": deadline}), 1)
     try:
         lines = _source(file, scorer, custom)
-        total, skipped = _count(file, lines, stop=not skip_malformed)
-        started = time.monotonic()
-        seen: Counter[str] = Counter()
-        rewards, failures = 0.0, list[RewardFailure]()
+        summary = _count(file, lines, Summary(custom is not None), stop=not skip_malformed)
+        started = told = time.monotonic()
         with _open(out) as sink:
-            for line, score in _progress(_scores(lines, scorer), total):
-                seen["correct"] += score.correct
-                seen["unanswered"] += score.extracted is None
-                if score.failures:
-                    seen[score.failures[0].kind] += 1
-                    failures = first_of_each((*failures, *(f.at("", line.row, "") for f in score.failures)))
-                else:
-                    rewards += score.reward
-                sink.write(json.dumps(_verdict(line, score, custom is not None), ensure_ascii=True) + "\n")
+            for done, (line, score) in enumerate(_scores(lines, scorer)):
+                if time.monotonic() - told >= _SECONDS:
+                    told = time.monotonic()
+                    print(f"graded {done:,} of {summary.graded:,}", file=sys.stderr, flush=True)
+                sink.write(json.dumps(summary.add(line.row, score)) + "\n")
             sink.flush()
     finally:
         scorer.close()
-    return Summary(
-        graded=total,
-        correct=seen["correct"],
-        unanswered=seen["unanswered"],
-        skipped=skipped,
-        failed={failure: seen[failure] for failure in FAILURES},
-        seconds=time.monotonic() - started,
-        mean=None if custom is None else rewards / max(total - sum(seen[f] for f in FAILURES), 1),
-        failures=failures if custom is not None else (),
-    )
+    summary.seconds = time.monotonic() - started
+    return summary
 
 
-def _verdict(line: Line, score: Score, custom: bool) -> dict[str, Any]:
-    verdict: dict[str, Any] = {"row": line.row, "correct": score.correct}
-    if custom:
-        failure = "; ".join(failure.reason for failure in score.failures) or None
-        return verdict | {"reward": None if failure else score.reward, "failure": failure}
-    return verdict | {"extracted": score.extracted, "reason": score.reason}
-
-
-def _count(file: Path, lines: Callable[[], Iterator[Line | UserError]], *, stop: bool) -> tuple[int, int]:
-    """Number of responses and of malformed lines. Raises UserError; ``stop``: for the first of the latter."""
-    total, skipped, malformed = 0, 0, None
+def _count(file: Path, lines: Lines, summary: Summary, *, stop: bool) -> Summary:
+    """Count the responses and the malformed lines. Raises UserError; ``stop``: for the first of those."""
+    malformed = None
     for line in lines():
-        if isinstance(line, UserError):
-            if stop:
-                raise line
-            malformed = malformed or line
-            skipped += 1
-        else:
-            total += 1
-    if malformed is not None and not total:
+        if isinstance(line, Line):
+            summary.graded += 1
+            continue
+        if stop:
+            raise line
+        malformed = malformed or line
+        summary.skipped += 1
+    if malformed is not None and not summary.graded:
         raise UserError(f"{malformed} (and no line of the file is well formed)")
-    if not total:
+    if not summary.graded:
         raise UserError(f"{file}: holds no responses; it needs one JSON object per line, such as {_EXAMPLE}")
-    return total, skipped
+    return summary
 
 
 @contextmanager
@@ -200,50 +200,38 @@ def _open(out: Path | None) -> Iterator[IO[str]]:
         raise UserError(f"{where} cannot be written ({e.strerror or e}); choose another file") from None
 
 
-def _scores(lines: Callable[[], Iterator[Line | UserError]], scorer: Scorer) -> Iterator[tuple[Line, Score]]:
+def _scores(lines: Lines, scorer: Scorer) -> Iterator[tuple[Line, Score]]:
     import asyncio
 
     from rpg_megatron.rewards.reward import Response
 
     async def score(groups: Sequence[list[Line]]) -> list[list[Score]]:
-        responses = ([Response(*line.response) for line in group] for group in groups)
-        tasks = (scorer.score(r, g[0].answer, g[0].context) for r, g in zip(responses, groups, strict=True))
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(
+            *(scorer.score([Response(*m.response) for m in g], g[0].answer, g[0].context) for g in groups)
+        )
 
     good = (line for line in lines() if isinstance(line, Line))
-    key: Callable[[Line], Any] = (lambda line: line.group) if scorer.reads_groups else (lambda line: line.row)
-    groups = (list(group) for _, group in groupby(good, key))
+    grouped = groupby(good, lambda line: line.group if scorer.reads_groups else line.row)
     with asyncio.Runner() as runner:
-        for chunk in batched(groups, _AHEAD):
+        for chunk in batched((list(group) for _, group in grouped), _AHEAD):
             for group, scores in zip(chunk, runner.run(score(chunk)), strict=True):
                 yield from zip(group, scores, strict=True)
-
-
-def _progress[T](items: Iterator[T], total: int) -> Iterator[T]:
-    """Print the progress to stderr every few seconds."""
-    last = time.monotonic()
-    for done, item in enumerate(items):
-        if time.monotonic() - last >= _SECONDS:
-            last = time.monotonic()
-            print(f"graded {done:,} of {total:,}", file=sys.stderr, flush=True)
-        yield item
 
 
 # -- sources of responses ------------------------------------------------------------------------------------
 
 
-def _source(file: Path, scorer: Scorer, custom: Settings | None) -> Callable[[], Iterator[Line | UserError]]:
-    """A function that yields the responses, and an error for each malformed line."""
-    if custom is not None and _ROLLOUTS.fullmatch(file.name):
+def _source(file: Path, scorer: Scorer, custom: Settings | None) -> Lines:
+    if custom is None:
+        return lambda: _lines(file)
+    if _ROLLOUTS.fullmatch(file.name):
         contexts = _read_contexts(file) if scorer.reads_prompts else {}
         return lambda: _rollouts(file, contexts)
-    if custom is not None:
-        # Problems, and not responses, by the first line.
-        table = file.suffix in (".parquet", ".arrow") or file.is_dir()
-        _, _, first = (0, "", {}) if table else next(_rows(file), (0, "", UserError("")))
-        if isinstance(first, dict) and "response" not in first:
-            return lambda: _reference_answers(custom)
-    return lambda: _lines(file)
+    # Problems, and not responses, by the first line.
+    table = file.suffix in (".parquet", ".arrow") or file.is_dir()
+    _, _, first = (0, "", {}) if table else next(_rows(file), (0, "", None))
+    problems = isinstance(first, dict) and "response" not in first
+    return lambda: _reference_answers(custom) if problems else _lines(file)
 
 
 def _reference_answers(settings: Settings) -> Iterator[Line]:
@@ -254,16 +242,11 @@ def _reference_answers(settings: Settings) -> Iterator[Line]:
 
 
 def _rollouts(file: Path, contexts: dict[int, str]) -> Iterator[Line]:
-    from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
+    from rpg_megatron.data.foreign_rollouts import iter_foreign_step
 
-    row = 0
-    for _, t in iter_foreign_rollouts([file], file.absolute().parents[1]):
-        if isinstance(t, UserError):
-            raise t
-        if t is not None:
-            row += 1
-            response = (t.text, t.response, t.finish, t.sampled)
-            yield Line(row, response, t.answer, t.group, contexts.get(t.prompt_id, ""))
+    for row, t in enumerate(iter_foreign_step(file, file.absolute().parents[1]), 1):
+        response = (t.text, t.response, t.finish, t.sampled)
+        yield Line(row, response, t.answer, t.group, contexts.get(t.prompt_id, ""))
 
 
 def _read_contexts(file: Path) -> dict[int, str]:

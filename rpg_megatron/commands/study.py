@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import list_runs
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.system.terminal import ranges
 from rpg_megatron.training.preemption import REQUEUE
 
 _SCRIPT = Path(__file__).parents[2] / "slurm" / "train_single_node.sbatch"
@@ -123,7 +125,7 @@ def _submit(
             f"--script: {script} is not there; give one of the scripts in slurm/ of the repository"
         )
     limit = f"%{study.at_once}" if study.at_once else ""
-    command = ["sbatch", f"--array={_ranges(numbers)}{limit}", f"--job-name={study.name}"]
+    command = ["sbatch", f"--array={ranges(numbers, ',')}{limit}", f"--job-name={study.name}"]
     command += ["--output=%x-%A_%a.log", *options]
     command += [str(script), str(file), *overrides]
     typer.echo(shlex.join(command))
@@ -138,17 +140,6 @@ def _submit(
     typer.echo(done.stdout.strip())
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Such as 1-3,7 for the numbers in order, the form that sbatch takes."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-
-
 def _train_here(study: Study, numbers: Sequence[int]) -> None:
     """Train the runs one after the other, each in a process of its own; go on after one that fails."""
     failed = []
@@ -159,17 +150,13 @@ def _train_here(study: Study, numbers: Sequence[int]) -> None:
         # Signals are the run's: it saves and exits, and its code says so.
         with StopSignals(resumable=True) as signals:
             signals.raising = False
-            process = subprocess.Popen(command)
-            sent = 0
-            while True:
-                try:
-                    code = process.wait(0.2)
-                    break
-                except subprocess.TimeoutExpired:
-                    # The terminal sends Ctrl-C to the run as well.
-                    if signals.count > sent and signals.number != signal.SIGINT:
-                        process.send_signal(signals.number)
-                    sent = signals.count
+            process, sent = subprocess.Popen(command), 0
+            while (code := process.poll()) is None:
+                # The terminal sends Ctrl-C to the run as well.
+                if signals.count > sent and signals.number != signal.SIGINT:
+                    process.send_signal(signals.number)
+                sent = signals.count
+                time.sleep(0.2)
         if signals.number or code == REQUEUE:
             stopped = REQUEUE if signals.warned else 128 + signals.number
             raise typer.Exit(code if code > 0 else 128 - code if code else stopped)

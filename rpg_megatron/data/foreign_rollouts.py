@@ -99,6 +99,15 @@ def iter_foreign_rollouts(
                 remaining = [file for file, _, _ in steps[current + 1 :]] + remaining
 
 
+def iter_foreign_step(file: Path, run: Path) -> Iterator[Trajectory]:
+    """The trajectories of one step, read likewise. Raises UserError if it cannot be read."""
+    for _, t in iter_foreign_rollouts([file], run):
+        if isinstance(t, UserError):
+            raise t
+        if t is not None:
+            yield t
+
+
 def _checked(t: Trajectory) -> Trajectory:
     """Raise ValueError if a list has another type than it should, or another length than the response."""
     tokens = t.response.size

@@ -13,8 +13,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import IO, Any, cast
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,6 +37,12 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """A text as ``printable`` shows it, in one line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def ranges(numbers: Sequence[int], separator: str = ", ") -> str:
+    """Ascending numbers as ranges: 0-3, 7."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return separator.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def print_error(text: str) -> None:

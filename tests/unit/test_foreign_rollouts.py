@@ -145,7 +145,7 @@ def test_only_runs_of_ones_own_are_decoded_without_that_process() -> None:
     assert users("(iter|read)_rollouts") == readers | commands
     confined = {f"commands/{name}.py" for name in ("report/samples", "api", "grade", "sample")}
     confined.add("data/conversations.py")
-    assert users("iter_foreign_rollouts") == {"data/foreign_rollouts.py"} | confined
+    assert users("iter_foreign_(rollouts|step)") == {"data/foreign_rollouts.py"} | confined
 
 
 def test_a_trajectory_keeps_its_bits_between_processes() -> None:

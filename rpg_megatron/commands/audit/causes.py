@@ -14,6 +14,7 @@ from itertools import groupby
 
 from rpg_megatron.commands.audit.module_check import ModuleChecker, Weights
 from rpg_megatron.models.activation_sites import LOGITS, NORMS, parameter_of, parameters_of, split_site
+from rpg_megatron.system.terminal import ranges
 
 LOGPROBS = "logprobs"
 """Name of the last step, from logits to log-probs."""
@@ -208,9 +209,3 @@ def _swapped_layer(weights: Weights, layer: int, other: int) -> Weights:
 def layers_of(sites: Sequence[str]) -> list[int]:
     """Layers of the sites, ascending."""
     return sorted({layer for layer, _ in map(split_site, sites) if layer is not None})
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: 0-3, 7."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -57,16 +57,15 @@ def audit(
     if copy is not None and not copy.absolute().parent.is_dir():
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
     check_start(CheckedRun(settings))
-    arguments = (*settings.engine.arguments, *_EAGER)
-    engine_settings = _changed(settings, engine={"arguments": arguments})
+    engines, arguments = settings, (*settings.engine.arguments, *_EAGER)
     if engine_model is not None:
         _check_engine_model(settings, engine_model)
         request["sync"] = False
         arguments += ("--load-format", "safetensors")
-        model = {"path": engine_model.absolute()}
-        engine_settings = _changed(settings, engine={"arguments": arguments}, model=model)
-        engine_settings = engine_settings.model_copy(update={"lora": None})  # what it loads is whole
-    options: dict[str, Any] = {"engine_settings": engine_settings, "synced": engine_model is None}
+        engines = _changed(settings, model={"path": engine_model.absolute()})
+        engines = engines.model_copy(update={"lora": None})  # what it loads is whole
+    engines = _changed(engines, engine={"arguments": arguments})
+    options: dict[str, Any] = {"engine_settings": engines, "synced": engine_model is None}
     folder, report = run_ranks("audit", settings, signals, request, **options)
     if copy is not None:
         try:

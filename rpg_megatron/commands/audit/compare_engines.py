@@ -233,14 +233,12 @@ def trainer_side(
 
 
 def _side(name: str, trajectories: Sequence[Trajectory], trace: Trace, logp: torch.Tensor) -> ActivationTrace:
-    whole = [np.concatenate([t.prompt, t.response]) for t in trajectories]
-    predicts = np.concatenate(
-        [np.arange(1, len(w)) >= len(t.prompt) for w, t in zip(whole, trajectories, strict=True)]
-    )
+    inputs = np.concatenate([np.append(t.prompt, t.response)[:-1] for t in trajectories])
+    predicts = np.concatenate([np.arange(1, t.length) >= len(t.prompt) for t in trajectories])
     return ActivationTrace(
         name=name,
         trace=trace,
-        tokens=torch.from_numpy(np.concatenate([w[:-1] for w in whole]).astype(np.int64)),
+        tokens=torch.from_numpy(inputs.astype(np.int64)),
         lengths=[t.length - 1 for t in trajectories],
         predicts=torch.from_numpy(predicts),
         sampled=torch.from_numpy(np.concatenate([t.response for t in trajectories]).astype(np.int64)),

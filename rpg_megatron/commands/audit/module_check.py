@@ -148,11 +148,9 @@ class ModuleChecker:
         weight = None if name is None else self._local(self.weights(name))
         if part == "input" and weight is not None:
             return weight[self.side.tokens.to(self.device)]
-        if part == "input":
-            assert layer is not None
-            return self._after_layer(layer - 1)
-        if part == FINAL_INPUT:
-            return self._after_layer(self.shape.num_layers - 1)
+        if part in ("input", FINAL_INPUT):
+            last = (self.shape.num_layers if layer is None else layer) - 1
+            return self.found(layer_site(last, "middle")) + self.found(block_output(self.shape, last))
         if part in ("query_rope", "key_rope"):
             plain = part.removesuffix("_rope")
             return self._rotate(before(f"{plain}_norm") if self.shape.qk_norm else before(plain))
@@ -175,9 +173,6 @@ class ModuleChecker:
         if self.shape.qkv_bias and part in ("query", "key", "value") and name is not None:
             out = out + self._local(self.weights(name.replace(".weight", ".bias")))
         return out
-
-    def _after_layer(self, layer: int) -> Tensor:
-        return self.found(layer_site(layer, "middle")) + self.found(block_output(self.shape, layer))
 
     def _run_experts(self, layer: int) -> Tensor:
         """The output of a layer's experts, from the router's logits: [t, hidden]."""

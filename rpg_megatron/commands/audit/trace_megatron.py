@@ -44,17 +44,13 @@ def trace_policy(
             stack.callback(remove)
         scored = policy.logprobs(packs)
     mesh = policy.mesh
-    # Data-parallel replicas computed the same; use the first one.
     coordinates = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
-    own_calls = None
-    if mesh.data_rank == 0:
-        own_calls = (
-            coordinates,
-            {
-                site: [(dtype_name(call.dtype), call.view(torch.uint8).numpy()) for call in calls]
-                for site, calls in kept.items()
-            },
-        )
+    sent = {
+        site: [(dtype_name(call.dtype), call.view(torch.uint8).numpy()) for call in calls]
+        for site, calls in kept.items()
+    }
+    # Data-parallel replicas computed the same; use the first one.
+    own_calls = None if mesh.data_rank else (coordinates, sent)
     everyone = gather_on_first(own_calls, tuple[tuple[int, int, int], dict[str, list[_Sent]]] | None)
     if mesh.rank:
         return []

@@ -83,7 +83,12 @@ def diagnose(
     }
     broken = _broken(sides, links)
     dtype, bounds = expected.dtype, expected.bounds
-    findings = [_dtype(side, dtype) for side in (engine, trainer) if side.dtype != dtype]
+    findings: list[Finding] = []
+    for name, checker in sides.items():
+        if (actual := checker.side.dtype) != dtype:
+            text = f"the {name} computes in {actual}, precision.dtype is {dtype}"
+            advice = f"start it in {dtype}; look for a --dtype in engine.arguments"
+            findings.append(Finding("precision", name, text, advice))
     for name, checker in sides.items():
         sites = [b["site"] for b in broken if b["side"] == name]
         findings += explain(checker, sites, expected.others, apart if name == "trainer" else None)
@@ -131,12 +136,6 @@ def _broken(
     ]
     order = [*all_sites(sides["engine"].shape), LOGPROBS]
     return sorted(broken, key=lambda place: order.index(place["site"]))
-
-
-def _dtype(side: ActivationTrace, dtype: str) -> Finding:
-    text = f"the {side.name} computes in {side.dtype}, precision.dtype is {dtype}"
-    advice = f"start it in {dtype}; look for a --dtype in engine.arguments"
-    return Finding("precision", side.name, text, advice)
 
 
 def _rounding(

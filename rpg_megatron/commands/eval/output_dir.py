@@ -70,15 +70,12 @@ def open_output_dir(out: Path | None, settings: Settings, label: str) -> OutputD
     path = (out or Path("evals", f"{label}-{digest}")).absolute()
     made = not path.exists()
     if not made and not is_ours(path):
-        raise UserError(f"--out: {display_path(path)} belongs to another user; choose another folder")
+        raise _refused(path, " belongs to another user; choose another folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = hold_folder(path)
         if lock is None:
-            raise UserError(
-                f"--out: {display_path(path)}: another evaluation is running there; wait, or choose another "
-                "folder"
-            )
+            raise _refused(path, ": another evaluation is running there; wait, or choose another folder")
         with ExitStack() as undo:
             undo.callback(lock.close)
             _take(path, settings, now, weights)
@@ -95,27 +92,23 @@ def _take(path: Path, settings: Settings, now: dict[str, Any], weights: dict[str
             then = _comparable(read_yaml(path / CONFIG))
             files = read_json(path / _MODEL)
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, FileNotFoundError):
-            raise UserError(
-                f"--out: {display_path(path)}: {CONFIG} or {_MODEL} is damaged; choose another folder"
-            ) from None
+            raise _refused(path, f": {CONFIG} or {_MODEL} is damaged; choose another folder") from None
         lines = list_changes(then, now)
         if not lines and files != weights:
             changed = sorted(k for k in files.keys() | weights.keys() if files.get(k) != weights.get(k))
             lines = [f"the model's files have changed: {', '.join(changed)}"]
         if lines:
-            raise UserError(
-                f"--out: {display_path(path)} contains an evaluation with other settings\n  "
-                + "\n  ".join(lines)
-                + "\nrestore them to resume it, or choose another folder"
-            )
+            listed = "\n  ".join([" contains an evaluation with other settings", *lines])
+            raise _refused(path, f"{listed}\nrestore them to resume it, or choose another folder")
     elif others := [entry.name for entry in path.iterdir() if entry.name not in (LOCK, _MODEL)]:
-        raise UserError(
-            f"--out: {display_path(path)} contains {others[0]} and no evaluation; choose a new or an empty "
-            "folder"
-        )
+        raise _refused(path, f" contains {others[0]} and no evaluation; choose a new or an empty folder")
     (path / LOGS).mkdir(exist_ok=True)
     atomic_write_text(path / _MODEL, json.dumps(weights, indent=2))
     atomic_write_text(path / CONFIG, resolved_yaml(settings))
+
+
+def _refused(path: Path, why: str) -> UserError:
+    return UserError(f"--out: {display_path(path)}{why}")
 
 
 def _comparable(raw: dict[str, Any]) -> dict[str, Any]:

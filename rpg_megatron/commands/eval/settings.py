@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -96,14 +97,18 @@ class EvalModel:
 def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     """Settings whose ``model.path`` is the checkpoint, and the model. Raises UserError for bad options."""
     model = find_model(request.model)
-    trained = load_run_settings(model.run / CONFIG) if model.run is not None else None
+    path = str(model.path.absolute())
     _check_overrides(request.overrides)
     shape = read_model_shape(model.config)
-    evaluation, sets = _problems(trained, request)
-    _set_sampling(evaluation, sets, request)
     positions = shape.max_positions
-    response = trained.rollout.max_response_tokens if trained else min(_RESPONSE, positions // 2)
-    response = request.sampling.get("max_response_tokens", response)
+    if model.run is not None:
+        base = load_run_settings(model.run / CONFIG)
+    else:
+        limit = {"max_response_tokens": min(_RESPONSE, positions // 2)}
+        raw: _Raw = {"model": {"path": path}, "data": {"path": path}, "reward": {"type": "auto"}}
+        base = make_settings(raw | {"rollout": limit}, None, "eval")
+    evaluation, sets = _problems(base, request)
+    response = request.sampling.get("max_response_tokens", base.rollout.max_response_tokens)
     limits = (response, *(part.get("max_response_tokens") for part in (evaluation, *sets.values())))
     longest = max((int(limit) for limit in limits if str(limit).isdecimal()), default=0)
     for part in sets.values():
@@ -112,26 +117,24 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
             if item.startswith("data."):
                 apply_override({"data": part}, item)
     first = next(iter(sets.values()))
-    raw: dict[str, Any] = {
+    raw = {
         "name": "eval",
-        "seed": request.seed if request.seed is not None else trained.seed if trained else 0,
+        "seed": base.seed if request.seed is None else request.seed,
         "device": request.device
         or ("cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"),
-        "model": {"path": str(model.path.absolute())},
+        "model": {"path": path},
         "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
-        "rollout": {"max_response_tokens": response},
-        "engine": {"replicas": request.engines, "tensor": request.tensor},
-        "reward": {"type": "auto"},
+        "rollout": base.rollout.model_dump(mode="json", include=_KEPT) | {"max_response_tokens": response},
+        "engine": base.engine.model_dump(include={"max_sequences"})
+        | {"replicas": request.engines, "tensor": request.tensor},
+        "guards": base.guards.model_dump(include={"reward_failures"}),
+        "reward": _reward(base.reward, request.overrides),
         "data": {key: value for key, value in first.items() if key not in ("name", *OWN_SAMPLING)},
         "evaluation": evaluation,
     }
-    if trained is not None:
-        raw["reward"] = _reward(trained.reward, request.overrides)
-        raw["rollout"] |= trained.rollout.model_dump(mode="json", include=_KEPT)
-        raw["engine"]["max_sequences"] = trained.engine.max_sequences
-        raw["guards"] = trained.guards.model_dump(include={"reward_failures"})
-    others = [item for item in request.overrides if not item.startswith("data.")]
-    settings = make_settings(raw, others, "eval")
+    settings = make_settings(
+        raw, [item for item in request.overrides if not item.startswith("data.")], "eval"
+    )
     for prompts in settings.prompt_sets[1:]:
         if prompts.tokens > positions:
             raise UserError(
@@ -142,48 +145,46 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     return settings, model
 
 
-def _problems(trained: Settings | None, request: EvalRequest) -> tuple[_Raw, dict[str, _Raw]]:
-    """The section ``evaluation``, and the section of each of its sets in it, by name. Raises UserError."""
-    own = trained.evaluation if trained is not None else None
+def _problems(base: Settings, request: EvalRequest) -> tuple[_Raw, dict[str, _Raw]]:
+    """The section ``evaluation`` with the sampling, and the section of each of its sets in it, by name.
+
+    What is given for all sets replaces also the own values of a set; what is given for one set is last.
+    Raises UserError.
+    """
+    own = base.evaluation
     if own is not None and _asks_for_own(own, request):
         section = own.model_dump(mode="json")
-        raw_sets = [section["data"]] if own.data is not None else section["sets"]
-        return section, dict(zip([part.name for part in own.heldout], raw_sets, strict=True))
-    style: _Raw = {}
-    if trained is not None:
-        data = own.heldout[0].data if own else trained.sft.data if trained.sft else trained.data
+        parts = section["sets"] or [section["data"]]
+        sets = dict(zip([part.name for part in own.heldout], parts, strict=True))
+    else:
+        data = own.heldout[0].data if own else base.sft.data if base.sft else base.data
         assert data is not None
         style = data.model_dump(mode="json", include=_STYLE)
-    sets = [style | part for part in find_sets(request.suites, request.files, request.folder)]
-    sampling = own.model_dump(include={*OWN_SAMPLING, "top_k"}) if own is not None else {}
-    return sampling | {"sets": sets}, {part["name"]: part for part in sets}
-
-
-def _set_sampling(evaluation: _Raw, sets: dict[str, _Raw], request: EvalRequest) -> None:
-    """What is given for all sets replaces also the own values of a set; what is given for one set is last."""
-    evaluation |= request.sampling
-    single = evaluation.get("data") is not None
-    for part in sets.values():
-        for key in request.sampling:
-            part.pop(key, None)
+        parts = [style | part for part in find_sets(request.suites, request.files, request.folder)]
+        sets = {part["name"]: part for part in parts}
+        section = own.model_dump(include={*OWN_SAMPLING, "top_k"}) if own is not None else {}
+        section["sets"] = parts
+    section |= request.sampling
+    for part, key in itertools.product(sets.values(), request.sampling):
+        part.pop(key, None)
     for name, values in request.own.items():
         if name not in sets:
             option = next(iter(values)).replace("_", "-")
             raise UserError(f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(sets)}")
-        (evaluation if single else sets[name]).update(values)
+        (sets[name] if section["sets"] else section).update(values)
+    return section, sets
 
 
-def _reward(trained: RewardSettings, overrides: Sequence[str]) -> dict[str, Any]:
+def _reward(reward: RewardSettings, overrides: Sequence[str]) -> _Raw:
     """The run's reward without KL, which needs the trainer.
 
     Of several terms, only the first one, which decides what is correct. A type on the command line replaces
     the run's, including its settings.
     """
-    reward = trained.model_dump(mode="json") | {"kl": None}
+    raw = reward.model_dump(mode="json") | {"kl": None}
     if any(item.startswith("reward.type=") for item in overrides):
-        return {key: reward[key] for key in RewardSettings.model_fields if key != "terms"}
-    terms = list(reward["terms"].items())[:1]
-    return reward | {"terms": {name: term | {"weight": 1.0} for name, term in terms}}
+        return {key: raw[key] for key in RewardSettings.model_fields if key != "terms"}
+    return raw | {"terms": {name: raw["terms"][name] | {"weight": 1.0} for name in list(raw["terms"])[:1]}}
 
 
 def _asks_for_own(own: EvaluationSettings, request: EvalRequest) -> bool:
@@ -191,12 +192,12 @@ def _asks_for_own(own: EvaluationSettings, request: EvalRequest) -> bool:
 
     Seeds depend on the name of the set in the run, so this gives the same result as the run itself.
     """
-    if not request.files:
-        return not request.suites
-    if request.suites or len(request.files) > 1 or own.data is None or own.data.path is None:
-        return False
+    if not request.files or request.suites or len(request.files) > 1:
+        return not request.files and not request.suites
     name, _, file = request.files[0].rpartition("=")
-    return real_path(Path(file).absolute()) == real_path(own.data.path) and name in ("", own.name)
+    path = own.data.path if own.data is not None else None
+    same = path is not None and real_path(Path(file).absolute()) == real_path(path)
+    return same and name in ("", own.name)
 
 
 def check_request(settings: Settings, model: EvalModel) -> None:
@@ -206,10 +207,8 @@ def check_request(settings: Settings, model: EvalModel) -> None:
     try:
         check_start(CheckedRun(settings.model_copy(update={"model": loaded}), has))
     except UserError as e:  # of a key that only these options set
-        message = str(e)
-        for key, option in (("engine: tensor", "--tensor: tensor"), ("data.path: ", "--data: ")):
-            message = message.replace(key, option, 1)
-        raise UserError(message) from None
+        message = str(e).replace("engine: tensor", "--tensor: tensor", 1)
+        raise UserError(message.replace("data.path: ", "--data: ", 1)) from None
 
 
 def find_model(path: Path) -> EvalModel:
@@ -220,21 +219,21 @@ def find_model(path: Path) -> EvalModel:
     """
     if is_hub_id(path) and not path.exists():
         return EvalModel(download(str(path), key="MODEL"), None)
-    kind = kind_of(path, "MODEL")
-    if kind == "hf":
-        run = path.absolute().parents[1] if path.absolute().parent.name == EXPORTS else None
-        return EvalModel(path, run if run is not None and (run / CONFIG).is_file() else None)
+    kind, whole = kind_of(path, "MODEL"), path.absolute()
     run, exports = None, []
-    if kind == "run":
-        run, exports = path.absolute(), list_exports(path)
-    elif kind != "megatron":
+    if kind == "hf":
+        run, exports = whole.parents[1] if whole.parent.name == EXPORTS else None, [path]
+    elif kind == "run":
+        run, exports = whole, list_exports(path)
+    elif kind == "step":
         step = open_step(path, "MODEL")
         run = step.run
         exports = [e for e in list_exports(run) if (e.name, MODEL) == (step.folder.name, step.weights.name)]
+    run = run if run is not None and (run / CONFIG).is_file() else None
     if exports:
         return EvalModel(exports[-1], run)
     source = open_megatron(path, name="MODEL")
-    return EvalModel(source.whole, run if run and (run / CONFIG).is_file() else None, source)
+    return EvalModel(source.whole, run, source)
 
 
 def model_label(model: EvalModel) -> str:
@@ -272,14 +271,13 @@ def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[di
 
 def _find_copy(name: str, folder: Path) -> Path:
     """The file of a suite: its name, or the name and ``_test`` or ``-test``."""
-    for stem in (name, f"{name}_test", f"{name}-test"):
-        for file in (folder / f"{stem}{end}" for end in _ENDINGS):
-            if file.exists():
-                return file
-    raise UserError(
-        f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
-        f"--suite {name}=FILE"
-    )
+    files = (folder / f"{name}{test}{end}" for test in ("", "_test", "-test") for end in _ENDINGS)
+    if (file := next(filter(Path.exists, files), None)) is None:
+        raise UserError(
+            f"--data-dir: {folder} has no file for {name} ({name}.jsonl, .parquet or .arrow); give it with "
+            f"--suite {name}=FILE"
+        )
+    return file
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

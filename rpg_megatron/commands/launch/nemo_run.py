@@ -89,10 +89,7 @@ def _forwarded_signals(kind: str) -> Iterator[None]:
         if not children:
             raise Interrupted(number)
 
-    if kind != "local":
-        yield
-        return
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    before = {number: signal.signal(number, forward) for number in _SIGNALS if kind == "local"}
     try:
         yield
     finally:
@@ -148,12 +145,13 @@ def _start(experiment: Experiment, *, detach: bool) -> None:
 
     try:
         experiment.run(detach=detach)
-    except (UnexpectedExit, DockerException) as e:
-        remove(Path(experiment.jobs[0].executor.experiment_dir), ignore_errors=True)
-        if isinstance(e, UnexpectedExit):
-            raise UserError(f"{e.result.command}: {e.result.stderr.strip()}") from None
-        fix = "check that its daemon is running and that you may use it (docker info)"
-        raise UserError(f"Docker: {e}; {fix}") from None
+        return
+    except UnexpectedExit as e:
+        problem = f"{e.result.command}: {e.result.stderr.strip()}"
+    except DockerException as e:
+        problem = f"Docker: {e}; check that its daemon is running and that you may use it (docker info)"
+    remove(Path(experiment.jobs[0].executor.experiment_dir), ignore_errors=True)
+    raise UserError(problem)
 
 
 def _show(experiment: Experiment, kind: str, script: str) -> None:
