@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rpg_megatron.checkpoints.hf_files import StoredTensor, verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_tensors import open_tensors
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping

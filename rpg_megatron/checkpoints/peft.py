@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rpg_megatron.checkpoints.hf_files import StoredTensor, check_stored, read_header
+from rpg_megatron.checkpoints.hf_files import check_stored, read_header
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import read_json
 from rpg_megatron.config.lora import OUTPUT_LAYER, TARGETS, LoraSettings

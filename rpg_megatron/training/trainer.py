@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
-from rpg_megatron.checkpoints.hf_files import StoredTensor
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.checkpoints.run_folder import ADAPTERS, MODEL, step_folder
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.objective import SKIPPED_UPDATES
 from rpg_megatron.data.batch_index import BatchIndex, TrajectorySource, index_of

@@ -14,7 +14,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.terminal import exit_on_interrupt
 
 if TYPE_CHECKING:
-    from rpg_megatron.commands.convert.command import Source
+    from rpg_megatron.commands.convert.staging import Source
     from rpg_megatron.launcher.supervisor import StopSignals
 
 convert = typer.Typer(

@@ -13,7 +13,8 @@ from typing import Any
 from rpg_megatron.checkpoints.checkpoint_path import EXPORTS, kind_of, list_exports, open_step
 from rpg_megatron.checkpoints.hf_hub import download
 from rpg_megatron.checkpoints.run_folder import MODEL
-from rpg_megatron.commands.convert.command import Source, open_megatron
+from rpg_megatron.commands.convert.command import open_megatron
+from rpg_megatron.commands.convert.staging import Source
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.config.affects import tag_of_setting
 from rpg_megatron.config.base import NAME
