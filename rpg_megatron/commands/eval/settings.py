@@ -287,5 +287,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key = item.partition("=")[0]
         if instead := _OPTIONS.get(key) or _OPTIONS.get(key.partition(".")[0]):
             raise UserError(f"{item!r}: {instead}")
+        if key in known and "." not in key and tag_of_setting(key).evaluated:
+            raise UserError(f"{item!r}: give the keys of this section one by one, as {key}.KEY=VALUE")
         if "." not in key or (key in known and not tag_of_setting(key).evaluated):
             raise UserError(f"{item!r}: has no effect on an evaluation; remove it")
