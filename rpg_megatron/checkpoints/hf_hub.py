@@ -10,7 +10,7 @@ from typing import Any
 from rpg_megatron.checkpoints.hf_files import CONFIG, CONFIGURATION
 from rpg_megatron.checkpoints.megatron_folder import HF, find_checkpoint, is_megatron
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.policy import is_hub_id
+from rpg_megatron.config.policy import ModelSettings, is_hub_id
 
 _WEIGHTS = "*.safetensors"
 
@@ -30,7 +30,12 @@ def with_local_model(settings: Settings, *, weights: bool = True, hub: bool = Tr
         if path is None:
             continue
         if hub and is_hub_id(path) and not path.exists():
-            path = download(str(path), getattr(section, "revision", None), weights=weights, key=f"{key}.path")
+            path = download(
+                str(path),
+                section.revision if isinstance(section, ModelSettings) else None,
+                weights=weights,
+                key=f"{key}.path",
+            )
         elif is_megatron(path):
             path = find_checkpoint(path) / HF
             if not (path / CONFIG).is_file():

@@ -43,7 +43,7 @@ MAY_CHANGE = {
 }
 MAY_OPEN = {
     "config/files.py": "the module",
-    "commands/convert/convert.py": "/proc",
+    "commands/convert/command.py": "/proc",
     "commands/doctor/gpu.py": "/proc, and a new folder of its own, mode 0700",
     "commands/init/command.py": "files of this package",
     "commands/plan/gpus.py": "/proc and /sys",

@@ -22,7 +22,10 @@ OBJECTS = {
 }
 BARRIERS = {"barrier", "monitored_barrier"}
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
-USES_PICKLES = {"training/profiling.py": "writes one, which torch's memory_viz reads"}
+USES_PICKLES = {
+    "checkpoints/megatron_writer.py": "writes the index of torch's format, which is one",
+    "training/profiling.py": "writes one, which torch's memory_viz reads",
+}
 TORCH = {"torch.distributed", "torch.distributed.distributed_c10d"}
 
 
