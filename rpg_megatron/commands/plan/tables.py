@@ -317,7 +317,9 @@ def to_json(answer: Answer) -> str:
         described["step_time"] = times
     if step is not None and plan.on_gpu:
         cost = cost_of(plan, step, answer.job)
-        described["run_cost"] = {"placement": step.placement, "step": step.step} | (_all(cost) if cost else {})
+        described["run_cost"] = {"placement": step.placement, "step": step.step} | (
+            _all(cost) if cost else {}
+        )
     if taken is not None:
         of_run = {"run": str(taken.run.folder), "step_seconds": taken.run.step}
         described["from"] = of_run | _some(taken.run, "steps seconds") | _some(taken, "values factors notes")
