@@ -272,7 +272,7 @@ def told(table: Mapping[str, object]) -> tuple[str, ...]:
 # -- other layouts of the same run ---------------------------------------------------------------------------
 
 
-def changed(plan: Plan, section: str, **changes: object) -> Plan | None:
+def _changed(plan: Plan, section: str, **changes: object) -> Plan | None:
     """The plan with changes in one section of the settings; None: it fails a check."""
     new = getattr(plan.settings, section).model_copy(update=changes)
     try:
@@ -297,7 +297,7 @@ def sweep(plan: Plan, world: int) -> list[Plan]:
         return not plan.fits, plan.tight, cuts, idle, parallel.expert, plan.rank_total
 
     cuts = _cuts(world, plan.shape.experts.count if plan.shape.experts else 1)
-    plans = (changed(plan, "parallel", **cut, virtual=1, expert_tensor=1) for cut in cuts)
+    plans = (_changed(plan, "parallel", **cut, virtual=1, expert_tensor=1) for cut in cuts)
     return sorted((plan for plan in plans if plan is not None), key=order)
 
 
@@ -305,7 +305,7 @@ def lighter(plan: Plan) -> Plan | None:
     """The same run with the least recomputation that fits and is not tight; None: the current one is."""
     kinds: tuple[Recompute, ...] = get_args(Recompute)
     less = kinds[: kinds.index(recomputation(plan.settings))]
-    plans = (changed(plan, "memory", recompute=kind) for kind in less)
+    plans = (_changed(plan, "memory", recompute=kind) for kind in less)
     return next((plan for plan in plans if plan is not None and plan.fits and not plan.tight), None)
 
 
@@ -332,7 +332,7 @@ def smallest(plan: Plan) -> Plan | None:
 def smallest_engine(plan: Plan) -> int | None:
     """The smallest engine.tensor whose worker fits and holds one sequence of full length."""
     for tensor in (1, 2, 4, 8, 16):
-        other = changed(plan, "engine", tensor=tensor)
+        other = _changed(plan, "engine", tensor=tensor)
         if other is None or other.engine.kv_cache < 0 or other.engine.full_sequences < 1:
             continue
         if other.shared_gpu is None or other.shared_gpu.turns["rollout"] <= plan.target.nbytes:

@@ -295,21 +295,18 @@ def to_json(answer: Answer) -> str:
     """One JSON object; sizes in bytes."""
     plan, step, taken, lighter = answer.plan, answer.step, answer.taken, answer.lighter
     of_plan = "target parameters gpus implementation batch ranks activations host engine"
-    described = (
-        _layout(plan)
-        | _some(plan, of_plan)
-        | {
-            "warnings": answer.warnings,
-            "trained_parameters": plan.trained,
-            "parallel": plan.settings.parallel.model_dump(),
-            "card": plan.shared_gpu,
-            "machine_bytes": None if plan.on_gpu else plan.need,
-            "recompute": recomputation(plan.settings),
-            "routed_to_one_bytes": plan.routed_to_one,
-            "step_time": None,
-            "run_cost": None,
-        }
-    )
+    described = _layout(plan) | _some(plan, of_plan)
+    described |= {
+        "warnings": answer.warnings,
+        "trained_parameters": plan.trained,
+        "parallel": plan.settings.parallel.model_dump(),
+        "card": plan.shared_gpu,
+        "machine_bytes": None if plan.on_gpu else plan.need,
+        "recompute": recomputation(plan.settings),
+        "routed_to_one_bytes": plan.routed_to_one,
+        "step_time": None,
+        "run_cost": None,
+    }
     if step is not None:
         sources = {n: {"value": value, "source": source} for n, value, source, _ in answer.assumed.rows}
         seconds = {f"{name}_seconds": getattr(step, name) for name in ("step", "generation", "training")}
@@ -317,9 +314,8 @@ def to_json(answer: Answer) -> str:
         described["step_time"] = times
     if step is not None and plan.on_gpu:
         cost = cost_of(plan, step, answer.job)
-        described["run_cost"] = {"placement": step.placement, "step": step.step} | (
-            _all(cost) if cost else {}
-        )
+        of_jobs = _all(cost) if cost else {}
+        described["run_cost"] = {"placement": step.placement, "step": step.step, **of_jobs}
     if taken is not None:
         of_run = {"run": str(taken.run.folder), "step_seconds": taken.run.step}
         described["from"] = of_run | _some(taken.run, "steps seconds") | _some(taken, "values factors notes")
