@@ -105,7 +105,7 @@ def record(number: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"examples": {}, "sweep": {}}
     for name, file in examples().items():
         plan = make_plan(load_settings(file))
-        layout = smallest(plan.settings, plan.shape, plan.target)
+        layout = smallest(plan)
         smaller = {"smallest": layout and layout.overrides}
         answers["examples"][name] = described(plan) | smaller
         if not file.is_relative_to(PAPER):

@@ -25,8 +25,7 @@ import rpg_megatron
 from rpg_megatron import cli
 from rpg_megatron.commands.doctor.command import PROBES
 from rpg_megatron.commands.plan import command as plan_command
-from rpg_megatron.commands.plan.gpus import gpu_bytes
-from rpg_megatron.commands.plan.plan import Target, smallest, sweep
+from rpg_megatron.commands.plan.plan import make_plan, smallest, sweep
 from rpg_megatron.commands.train import dry_run
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape, renamed
 from rpg_megatron.config.explanation import valid_keys
@@ -142,7 +141,7 @@ def test_doctor_has_a_row_for_each_check() -> None:
 def without_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """``train`` and ``doctor`` without the machine's rows; a plan without other layouts."""
     monkeypatch.setattr(checks, "CHECKS", WITHOUT_MACHINE)
-    for name in ("smallest", "smallest_engine", "find_lighter"):
+    for name in ("smallest", "smallest_engine", "lighter"):
         monkeypatch.setattr(plan_command, name, lambda *_: None)
 
 
@@ -354,10 +353,8 @@ def test_what_only_train_refused(
 )
 def test_a_sweep_recommends_no_layout_that_fails_a_check(file: Path, overrides: list[str]) -> None:
     settings = load_settings(file, overrides)
-    shape = read_model_shape(settings.model.path)
-    target = Target("cuda", "b200-180", gpu_bytes("b200-180"))
-    best = smallest(settings, shape, target)
-    swept = sweep(settings, shape, target, settings.parallel.world)
+    plan = make_plan(settings, "b200-180")
+    best, swept = smallest(plan), sweep(plan, settings.parallel.world)
     assert any(plan.fits for plan in swept)
     for plan in [*swept, *([best] if best else [])]:
         run_checks(CheckedRun(plan.settings, LAYOUT))

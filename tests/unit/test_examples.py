@@ -18,7 +18,7 @@ import pytest
 
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
-from rpg_megatron.commands.plan.run_cost import costed
+from rpg_megatron.commands.plan.run_cost import Job, cost_of
 from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.nodes import assign_node
@@ -312,11 +312,12 @@ def costs() -> dict[str, str]:
 def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
     plan = plan_of(file)
     assumed = assume(plan.target.name)
-    run = costed(plan, assumed)
-    assert run.cost is not None
-    numbers = f"{run.cost.step:,.0f} | {run.cost.jobs} | {run.cost.days:.1f} | {run.cost.gpu_hours:,.0f}"
+    step = step_times(plan, assumed)[0]
+    cost = cost_of(plan, step, Job(3600 * assumed.walltime))
+    assert cost is not None
+    numbers = f"{step.step:,.0f} | {cost.jobs} | {cost.days:.1f} | {cost.gpu_hours:,.0f}"
     row = costs().get(label(file)) or costs()[label(file.parent / "*")]
-    assert row == f"{run.step.placement} | {plan.gpus.total} | {numbers}"
+    assert row == f"{step.placement} | {plan.gpus.total} | {numbers}"
 
 
 def test_every_row_of_the_table_of_costs_has_its_file() -> None:

@@ -46,7 +46,7 @@ MAY_OPEN = {
     "commands/convert/command.py": "/proc",
     "commands/doctor/gpu.py": "/proc, and a new folder of its own, mode 0700",
     "commands/init/command.py": "files of this package",
-    "commands/plan/gpus.py": "/proc and /sys",
+    "commands/plan/gpus.py": "/sys",
     "commands/report/render.py": "files of this package",
     "data/prompts.py": "in the run's work folder, mode 0700",
     "environments/sandbox.py": "in a sandbox's folder, while no program runs there",

@@ -22,7 +22,7 @@ from rpg_megatron.commands.plan.activations import expert_rows, in_flight
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import plan_batch
-from rpg_megatron.commands.plan.plan import Target, plan_for, smallest, sweep
+from rpg_megatron.commands.plan.plan import Target, make_plan, plan_for, smallest, sweep
 from rpg_megatron.commands.plan.trainer_memory import (
     NCCL_GROUP,
     NCCL_LINK,
@@ -306,11 +306,11 @@ def test_what_does_not_fit_is_told_with_what_would(write: Callable[..., Path], c
         cli.main(["plan", str(file), *overrides])
     assert exit_info.value.code == 0
     assert "fits" in capsys.readouterr().out
-    settings = load_settings(file)
-    best = smallest(settings, read_model_shape(settings.model.path), Target("cuda", "x", 80 * GIB))
+    plan = make_plan(load_settings(file), "80GiB")
+    best = smallest(plan)
     assert best is not None
     fewer = best.settings.parallel.world // 2
-    plans = sweep(settings, best.shape, best.target, fewer)
+    plans = sweep(plan, fewer)
     assert plans
     assert not any(plan.fits for plan in plans), "a smaller layout also fits"
 
@@ -483,8 +483,7 @@ def test_a_rank_may_get_more_tokens_than_its_expert_share(write: Callable[..., P
 
 def test_sweep_tries_expert_parallel_sizes(write: Callable[..., Path]) -> None:
     settings = load_settings(write(QWEN3_30B_A3B, memory={"offload_optimizer": 0.5}, **TWO_NODES))
-    shape = read_model_shape(settings.model.path)
-    plans = sweep(settings, shape, Target("cuda", "h100-80", gpu_bytes("h100-80")), 8)
+    plans = sweep(make_plan(settings, "h100-80"), 8)
     sizes = {plan.settings.parallel.expert for plan in plans}
     assert sizes == {1, 2, 4, 8}
     assert plans[0].fits

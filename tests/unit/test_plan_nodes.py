@@ -81,8 +81,7 @@ def test_a_layout_that_leaves_little_is_ranked_behind(capsys) -> None:
     """A card on which one layout, the first by its cuts, would have 0.54 GiB left."""
     first = plan_of("parallel={data: 8}")
     size = first.rank_total + int(0.54 * GIB)
-    target = Target("cuda", str(size), size)
-    plans = sweep(load_settings(QWEN3_8B, SEPARATE_8B), first.shape, target, 8)
+    plans = sweep(make_plan(load_settings(QWEN3_8B, SEPARATE_8B), str(size)), 8)
     assert plans[0].left >= ROOM
     tight = [plan for plan in plans if plan.fits and plan.left < ROOM]
     assert first.settings.parallel in [p.settings.parallel for p in tight]
@@ -113,13 +112,13 @@ def test_room_is_asked_of_cards_alone() -> None:
     step = sum(part.nbytes for part in plan.host)
     assert step > 0
     without = Plan(**{**vars(plan), "host": ()})
-    assert plan.machine_total - without.machine_total == step
+    assert plan.need - without.need == step
 
 
 def test_less_recomputation_that_fits_is_told(capsys) -> None:
     plan = plan_of()
     assert plan.settings.memory.recompute is None  # so all of a layer, at 18,432 tokens
-    less = lighter(plan.settings, plan.shape, plan.target)
+    less = lighter(plan)
     assert less is not None
     assert less.settings.memory.recompute == "selective"
     none = plan_of("memory.recompute=none")
@@ -127,11 +126,10 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
     assert "note memory.recompute=selective also fits and leaves" in out
     assert out.endswith("fits")
-    assert lighter(less.settings, plan.shape, plan.target) is None
+    assert lighter(less) is None
     small = less.need + GIB  # it would fit, and leave too little
-    assert lighter(plan.settings, plan.shape, Target("cuda", str(small), small)) is None
-    wide = make_plan(plan.settings, "h200-141")
-    most = lighter(plan.settings, plan.shape, wide.target)
+    assert lighter(make_plan(plan.settings, str(small))) is None
+    most = lighter(make_plan(plan.settings, "h200-141"))
     assert most is not None
     assert most.settings.memory.recompute == "none"
 

@@ -17,19 +17,17 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands import train
 from rpg_megatron.commands.plan.gpus import assume
-from rpg_megatron.commands.plan.plan import make_plan
+from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.run_cost import (
-    Costed,
     Job,
     RunCost,
     StepParts,
     cost_lines,
-    costed,
     estimate,
     run_cost,
     step_parts,
 )
-from rpg_megatron.commands.plan.step_time import Phase, StepTime
+from rpg_megatron.commands.plan.step_time import Phase, StepTime, step_times
 from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import Nodes
 
@@ -142,8 +140,9 @@ def test_what_never_ends_has_no_cost() -> None:
     assert (one.jobs, one.seconds) == (1, 300 + 3 * 4000)
 
 
-def run_of(file: str, *overrides: str) -> Costed:
-    return costed(make_plan(load_settings(EXAMPLES / file, list(overrides))), ASSUMED)
+def run_of(file: str, *overrides: str) -> tuple[Plan, StepTime]:
+    plan = make_plan(load_settings(EXAMPLES / file, list(overrides)))
+    return plan, step_times(plan, ASSUMED)[0]
 
 
 SEPARATE = ("engine={replicas: 4, max_sequences: 128}", "parallel={data: 4}", "bridge.transport=cuda_ipc")
@@ -151,13 +150,13 @@ QWEN3_4B = "qwen3_4b_dapo_math_8k.yaml"
 
 
 def test_an_update_longer_than_the_warning_is_told() -> None:
-    run = run_of(QWEN3_4B, *SEPARATE)
-    _, line = cost_lines(run)
-    seconds = run.parts.rest + JOB.save
+    plan, step = run_of(QWEN3_4B, *SEPARATE)
+    _, line = cost_lines(plan, step, JOB)
+    seconds = step_parts(step).rest + JOB.save
     needed = int(line.rsplit("=", 1)[1])
     assert needed - 60 < seconds <= needed
     assert f"--signal=USR1@{needed + 60}," in line
-    assert len([*cost_lines(replace(run, job=replace(JOB, warning=needed)))]) == 1
+    assert len([*cost_lines(plan, step, replace(JOB, warning=needed))]) == 1
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -185,9 +184,9 @@ def test_the_command_prints_the_cost(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_lines_in_the_documentation_are_plans() -> None:
-    run = run_of(QWEN3_4B, "engine.colocated=false", "parallel.data=4", "engine.replicas=4")
+    plan, step = run_of(QWEN3_4B, "engine.colocated=false", "parallel.data=4", "engine.replicas=4")
     page = " ".join((EXAMPLES.parent / "docs" / "plan.md").read_text().split())
-    assert " ".join(cost_lines(run)) in page
+    assert " ".join(cost_lines(plan, step, JOB)) in page
 
 
 def test_a_dry_run_says_the_cost_where_there_is_one(

@@ -10,10 +10,8 @@ from rpg_megatron.commands.console import table_console
 from rpg_megatron.commands.plan import tables
 from rpg_megatron.commands.plan.from_run import take_from
 from rpg_megatron.commands.plan.gpus import assume
-from rpg_megatron.commands.plan.plan import find_target, make_plan, smallest, smallest_engine
-from rpg_megatron.commands.plan.plan import lighter as find_lighter
-from rpg_megatron.commands.plan.plan import sweep as sweep_layouts
-from rpg_megatron.commands.plan.run_cost import costed
+from rpg_megatron.commands.plan.plan import find_target, lighter, make_plan, smallest, smallest_engine
+from rpg_megatron.commands.plan.plan import sweep as layouts
 from rpg_megatron.commands.plan.step_time import step_times
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.checks import has_weights, not_checked, preparing, run_checks
@@ -58,13 +56,12 @@ def run_plan(
         plan,
         [*plan.warnings, *notes],
         assumed,
-        steps=step_times(plan, assumed) if timed else None,
+        step=step_times(plan, assumed)[0] if timed else None,
         taken=taken,
-        run=costed(plan, assumed) if timed and plan.on_gpu else None,
-        lighter=find_lighter(settings, plan.shape, target) if plan.fits else None,
-        layout=None if plan.fits else smallest(settings, plan.shape, target),
-        engine=None if plan.fits else smallest_engine(settings, plan.shape, target),
-        swept=sweep_layouts(settings, plan.shape, target, settings.parallel.world) if sweep else None,
+        lighter=lighter(plan) if plan.fits else None,
+        layout=None if plan.fits else smallest(plan),
+        engine=None if plan.fits else smallest_engine(plan),
+        swept=layouts(plan, settings.parallel.world) if sweep else None,
     )
     if as_json:
         print(tables.to_json(answer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -68,15 +69,12 @@ def gpu_bytes(name: str) -> int:
     raise UserError(f"--gpu: {name!r} is neither a size (80GiB, 96e9) nor one of {', '.join(GPUS)}{hint}")
 
 
-def machine_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def machine_bytes() -> int:
     """Memory of this machine, or of this container if its limit is lower."""
-    limits = []
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemTotal:"):
-            limits.append(int(line.split()[1]) * 1024)
-    for file in (cgroup / "memory.max", cgroup / "memory/memory.limit_in_bytes"):
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            limits.append(int(file.read_text(encoding="ascii")))
+            limits.append(int(Path("/sys/fs/cgroup", limit).read_text(encoding="ascii")))
         except (OSError, ValueError):
             continue
     return min(limits)

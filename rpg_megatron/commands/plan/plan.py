@@ -43,9 +43,6 @@ ROOM = 4 * 1024**3
 
 MOST_RANKS = 1024
 """The most trainer ranks of a layout that is suggested."""
-_LOWER = "; lower training.tokens_per_microbatch or engine.kv_cache_gib"
-_LOWER_CACHE = "; lower engine.kv_cache_gib, or raise engine.tensor or parallel.tensor"
-_LOWER_SHARE = "; lower --gpu-memory-utilization in engine.arguments"
 
 
 @dataclass(frozen=True)
@@ -103,12 +100,75 @@ class Plan:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
-        return tuple(_problems(self))
+        settings, engine, target, shared = self.settings, self.engine, self.target, self.shared_gpu
+        gpu, has = find_gpu(target.name), gib(target.nbytes)
+        apart = self.on_gpu and shared is None
+        uncached = apart and settings.engine.replicas > 0 and engine.kv_cache < 0
+        worker = engine.total if apart and settings.engine.replicas and not uncached else 0
+        rollout, update = shared.turns.values() if shared else (0, 0)
+        of_rank, of_worker = (f", of which {gib(n)} are" for n in (self.rank_total, engine.total))
+        lower = "; lower training.tokens_per_microbatch or engine.kv_cache_gib"
+        lower_cache = "; lower engine.kv_cache_gib, or raise engine.tensor or parallel.tensor"
+        too_large = (
+            ("all processes together need", 0 if self.on_gpu else self.need, lower),
+            ("during an update a GPU holds", update, f"{of_rank} a trainer rank's"),
+            ("while engines sample, a GPU holds", rollout, f"{of_worker} an engine worker's{lower_cache}"),
+            ("a trainer rank needs", self.rank_total if apart else 0, ""),
+            ("an engine worker needs", worker, "; lower --gpu-memory-utilization in engine.arguments"),
+        )
+        more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
+        return told(
+            {
+                f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {self.gpus.why}": (
+                    self.on_gpu and self.gpus.why
+                ),
+                "precision.fp8 needs compute capability 9.0 (Hopper) or later, which "
+                f"{target.name} lacks; set precision.fp8=null": (
+                    settings.precision.fp8 and gpu is not None and not gpu.trains_fp8
+                ),
+                **{
+                    f"{what} {gib(size)}, {target.name} has {has}{fix}": size > target.nbytes
+                    for what, size, fix in too_large
+                },
+                f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM "
+                f"uses {engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
+                f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
+                f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": (
+                    settings.engine.replicas and engine.kv_cache >= 0 and engine.full_sequences < 1
+                ),
+            }
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What to know although the run may fit."""
-        return tuple(_warnings(self))
+        settings, engine, batch, worst = self.settings, self.engine, self.batch, self.routed_to_one
+        engines, replicas = settings.engine.replicas, settings.parallel.data * settings.parallel.context
+        running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
+        verdict = "also fits" if worst <= self.left else "does not fit"
+        of_plan = {
+            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
+            "at once: vLLM will preempt and recompute some": engines and 1 <= engine.full_sequences < running,
+            f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
+            "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
+                batch.pipeline_idle > 0.25
+            ),
+            "training.share_prompts: memory is that without it; shared prompts take less": (
+                settings.training.share_prompts
+            ),
+            "optimizer.distributed shards nothing with one replica": (
+                settings.optimizer.distributed and replicas == 1
+            ),
+            "engine.colocated: memory per turn is computed, not measured": self.shared_gpu,
+            "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
+            f"experts of one rank, an update would need {gib(worst)} more there, which {verdict}": worst,
+            f"{gib(self.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
+            "on a GPU; choose a layout with more room (--sweep)": self.tight and self.left >= 0,
+            "precision.fp8: the memory of its emulation on a CPU is not counted": (
+                settings.precision.fp8 and not self.on_gpu
+            ),
+        }
+        return (*settings.notes(), *told(of_plan))
 
     @property
     def fits(self) -> bool:
@@ -132,10 +192,17 @@ class Plan:
 
     @property
     def need(self) -> int:
-        """Bytes that the target must have; excludes engines on separate GPUs."""
-        if not self.on_gpu:
-            return self.machine_total
-        return max(self.shared_gpu.turns.values()) if self.shared_gpu else self.rank_total
+        """Bytes that the target must have: of a GPU of the trainer, or on a CPU of all processes."""
+        if self.shared_gpu:
+            return max(self.shared_gpu.turns.values())
+        if self.on_gpu:
+            return self.rank_total
+        engine, parallel = self.settings.engine, self.settings.parallel
+        total = sum(part.nbytes for part in self.host)
+        for rank in self.ranks:
+            alike = 1 if rank.publishes else parallel.data * parallel.context - 1
+            total += alike * parallel.tensor * (rank.peak + IMPORTS)
+        return total + engine.replicas * (SERVER + engine.tensor * self.engine.total)
 
     @property
     def left(self) -> int:
@@ -151,17 +218,6 @@ class Plan:
     def implementation(self) -> str:
         """Which layers were counted: transformer_engine or local."""
         return "transformer_engine" if uses_fused_layers(self.settings, self.target.device) else "local"
-
-    @property
-    def machine_total(self) -> int:
-        """On a CPU: bytes of all processes."""
-        engine, parallel = self.settings.engine, self.settings.parallel
-        ranks = 0
-        for rank in self.ranks:
-            alike = 1 if rank.publishes else parallel.data * parallel.context - 1
-            ranks += alike * parallel.tensor * (rank.peak + IMPORTS)
-        step = sum(part.nbytes for part in self.host)
-        return ranks + engine.replicas * (SERVER + engine.tensor * self.engine.total) + step
 
     @property
     def overrides(self) -> str:
@@ -193,12 +249,8 @@ def find_target(settings: Settings, gpu: str | None) -> Target:
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if it fails a check (``launcher/checks.py``)."""
     run_checks(CheckedRun(settings, LAYOUT, known=shape))
-    parallel, device, on_gpu = settings.parallel, target.device, target.device == "cuda"
-    batch, gpus, shared = (
-        plan_batch(settings, shape.max_positions),
-        count_gpus(settings),
-        settings.engine.colocated,
-    )
+    parallel, device, shared = settings.parallel, target.device, settings.engine.colocated
+    batch, gpus, on_gpu = plan_batch(settings, shape.max_positions), count_gpus(settings), device == "cuda"
     ranks = tuple(
         rank_memory(settings, shape, batch, device, stage=stage, publishes=publishes)
         for stage in range(parallel.pipeline)
@@ -212,82 +264,24 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
 
 
-def _problems(plan: Plan) -> Iterator[str]:
-    settings, engine, target, shared = plan.settings, plan.engine, plan.target, plan.shared_gpu
-    gpu, engines, has = find_gpu(target.name), settings.engine.replicas > 0, gib(target.nbytes)
-    cannot = gpu is not None and not gpu.trains_fp8
-    apart = plan.on_gpu and shared is None
-    rollout, update = shared.turns.values() if shared else (0, 0)
-    uncached = apart and engines and engine.kv_cache < 0
-    of_rank, of_worker = (f", of which {gib(n)} are" for n in (plan.rank_total, engine.total))
-    too_large = (
-        ("all processes together need", 0 if plan.on_gpu else plan.need, _LOWER),
-        ("during an update a GPU holds", update, f"{of_rank} a trainer rank's"),
-        ("while engines sample, a GPU holds", rollout, f"{of_worker} an engine worker's{_LOWER_CACHE}"),
-        ("a trainer rank needs", plan.rank_total if apart else 0, ""),
-        ("an engine worker needs", engine.total if apart and engines and not uncached else 0, _LOWER_SHARE),
-    )
-    more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
-    too_small = engines and engine.kv_cache >= 0 and engine.full_sequences < 1
-    yield from told(
-        {
-            "ranks and engines cannot be placed on nodes of "
-            f"{GPUS_PER_NODE} GPUs: {plan.gpus.why}": plan.on_gpu and plan.gpus.why,
-            "precision.fp8 needs compute capability 9.0 (Hopper) or later, which "
-            f"{target.name} lacks; set precision.fp8=null": settings.precision.fp8 and cannot,
-            **{
-                f"{what} {gib(size)}, {target.name} has {has}{fix}": size > target.nbytes
-                for what, size, fix in too_large
-            },
-            f"an engine worker needs {gib(engine.total - engine.buckets)} without a KV cache, and vLLM uses "
-            f"{engine.utilisation or 0:.0%} of {has}; raise engine.tensor": uncached,
-            f"the KV cache holds {engine.kv_tokens:,} tokens, one sequence may have "
-            f"{engine.sequence_tokens:,}; raise {more} or lower rollout.max_response_tokens": too_small,
-        }
-    )
-
-
-def _warnings(plan: Plan) -> Iterator[str]:
-    settings, engine, parallel, batch = plan.settings, plan.engine, plan.settings.parallel, plan.batch
-    engines, worst = settings.engine.replicas, plan.routed_to_one
-    running = min(settings.engine.max_sequences, -(-batch.sequences // max(1, engines)))
-    verdict = "also fits" if worst <= plan.left else "does not fit"
-    yield from settings.notes()
-    yield from told(
-        {
-            f"the KV cache holds {engine.full_sequences:.0f} sequences of full length, but {running} may run "
-            "at once: vLLM will preempt and recompute some": engines and 1 <= engine.full_sequences < running,
-            f"pipeline ranks idle for {batch.pipeline_idle:.0%} of an update with {batch.microbatches} "
-            "micro-batches; lower training.tokens_per_microbatch or training.minibatches": (
-                parallel.pipeline > 1 and batch.pipeline_idle > 0.25
-            ),
-            "training.share_prompts: memory is that without it; shared prompts take less": (
-                settings.training.share_prompts
-            ),
-            "optimizer.distributed shards nothing with one replica": (
-                settings.optimizer.distributed and parallel.data * parallel.context == 1
-            ),
-            "engine.colocated: memory per turn is computed, not measured": plan.shared_gpu,
-            "the load of experts is assumed to be even; if all tokens of the expert-parallel ranks chose the "
-            f"experts of one rank, an update would need {gib(worst)} more there, which {verdict}": worst,
-            f"{gib(plan.left)} of a GPU are left, less than {gib(ROOM)}: these estimates were not measured "
-            "on a GPU; choose a layout with more room (--sweep)": plan.tight and plan.left >= 0,
-            "precision.fp8: the memory of its emulation on a CPU is not counted": (
-                settings.precision.fp8 and not plan.on_gpu
-            ),
-        }
-    )
-
-
-def told(table: Mapping[str, object]) -> Iterator[str]:
+def told(table: Mapping[str, object]) -> tuple[str, ...]:
     """The texts whose condition holds."""
-    yield from (text for text, condition in table.items() if condition)
+    return tuple(text for text, condition in table.items() if condition)
 
 
 # -- other layouts of the same run ---------------------------------------------------------------------------
 
 
-def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> list[Plan]:
+def _changed(plan: Plan, section: str, **changes: object) -> Plan | None:
+    """The plan with changes in one section of the settings; None: it fails a check."""
+    new = getattr(plan.settings, section).model_copy(update=changes)
+    try:
+        return plan_for(plan.settings.model_copy(update={section: new}), plan.shape, plan.target)
+    except UserError:
+        return None
+
+
+def sweep(plan: Plan, world: int) -> list[Plan]:
     """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
 
     Without virtual stages; with sequence parallelism if there is tensor parallelism; expert_tensor is 1.
@@ -295,11 +289,6 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
     pipeline idle time; the fewest expert-parallel ranks; the most memory left. A rule of thumb: nothing was
     measured.
     """
-    changes = (
-        {**sizes, "virtual": 1, "sequence": sizes["tensor"] > 1, "expert_tensor": 1}
-        for sizes in _cuts(world, shape.experts.count if shape.experts else 1)
-    )
-    plans = (_changed(settings, shape, target, "parallel", change) for change in changes)
 
     def order(plan: Plan) -> tuple[object, ...]:
         parallel = plan.settings.parallel
@@ -307,14 +296,16 @@ def sweep(settings: Settings, shape: ModelShape, target: Target, world: int) -> 
         idle = round(plan.batch.pipeline_idle, 2)
         return not plan.fits, plan.tight, cuts, idle, parallel.expert, plan.rank_total
 
+    cuts = _cuts(world, plan.shape.experts.count if plan.shape.experts else 1)
+    plans = (_changed(plan, "parallel", **cut, virtual=1, expert_tensor=1) for cut in cuts)
     return sorted((plan for plan in plans if plan is not None), key=order)
 
 
-def lighter(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
+def lighter(plan: Plan) -> Plan | None:
     """The same run with the least recomputation that fits and is not tight; None: the current one is."""
     kinds: tuple[Recompute, ...] = get_args(Recompute)
-    less = kinds[: kinds.index(recomputation(settings))]
-    plans = (_changed(settings, shape, target, "memory", {"recompute": kind}) for kind in less)
+    less = kinds[: kinds.index(recomputation(plan.settings))]
+    plans = (_changed(plan, "memory", recompute=kind) for kind in less)
     return next((plan for plan in plans if plan is not None and plan.fits and not plan.tight), None)
 
 
@@ -323,52 +314,41 @@ def is_bound_to_a_node(settings: Settings) -> bool:
     return not settings.engine.colocated and settings.bridge.transport != "process_group"
 
 
-def smallest(settings: Settings, shape: ModelShape, target: Target) -> Plan | None:
+def smallest(plan: Plan) -> Plan | None:
     """The best layout with the fewest trainer ranks that fit; None if no number of ranks is enough.
 
     Does not check engines on separate GPUs. Colocated, there are at least as many ranks as engine workers.
     """
-    world, engine = 1, settings.engine
+    world, engine = 1, plan.settings.engine
     least = engine.replicas * engine.tensor if engine.colocated else 1
-    while world <= (GPUS_PER_NODE if is_bound_to_a_node(settings) else MOST_RANKS):
-        for plan in sweep(settings, shape, target, world) if world >= least else ():
-            if plan.left >= 0 and not plan.gpus.why:
-                return plan
+    while world <= (GPUS_PER_NODE if is_bound_to_a_node(plan.settings) else MOST_RANKS):
+        for layout in sweep(plan, world) if world >= least else ():
+            if layout.left >= 0 and not layout.gpus.why:
+                return layout
         world *= 2
     return None
 
 
-def smallest_engine(settings: Settings, shape: ModelShape, target: Target) -> int | None:
+def smallest_engine(plan: Plan) -> int | None:
     """The smallest engine.tensor whose worker fits and holds one sequence of full length."""
     for tensor in (1, 2, 4, 8, 16):
-        plan = _changed(settings, shape, target, "engine", {"tensor": tensor})
-        if plan is None or plan.engine.kv_cache < 0 or plan.engine.full_sequences < 1:
+        other = _changed(plan, "engine", tensor=tensor)
+        if other is None or other.engine.kv_cache < 0 or other.engine.full_sequences < 1:
             continue
-        if plan.shared_gpu is None or plan.shared_gpu.turns["rollout"] <= target.nbytes:
+        if other.shared_gpu is None or other.shared_gpu.turns["rollout"] <= plan.target.nbytes:
             return tensor
     return None
 
 
-def _changed(
-    settings: Settings, shape: ModelShape, target: Target, section: str, changes: Mapping[str, object]
-) -> Plan | None:
-    """The plan with changes in one section of the settings; None: it fails a check."""
-    changed = getattr(settings, section).model_copy(update=changes)
-    try:
-        return plan_for(settings.model_copy(update={section: changed}), shape, target)
-    except UserError:
-        return None
-
-
-def _cuts(world: int, experts: int) -> Iterator[dict[str, int]]:
+def _cuts(world: int, experts: int) -> Iterator[dict[str, int | bool]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
     near = range(1, min(world, GPUS_PER_NODE) + 1)
     for tensor, context, pipeline in product(near, near, range(1, world + 1)):
         data, rest = divmod(world, tensor * pipeline * context)
         for expert in range(1, min(experts, world // pipeline) + 1) if data and not rest else ():
             if experts % expert == 0 and world // pipeline % expert == 0:
-                cut = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
-                yield {**cut, "expert": expert}
+                sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                yield {**sizes, "expert": expert, "sequence": tensor > 1}
 
 
 def count(parameters: int) -> str:

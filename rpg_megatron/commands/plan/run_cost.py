@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rpg_megatron.commands.plan.gpus import Assumptions, assume
+from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.step_time import StepTime, step_times
 from rpg_megatron.config import Settings, UserError
@@ -46,11 +46,6 @@ class StepParts:
     under_way: float = 0.0
     fill: float = 0.0
 
-    @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return self.rollout + self.log_probs + self.rest
-
 
 def step_parts(step: StepTime) -> StepParts:
     """The parts of a step. Overlapped, the rollout is the time in which the trainer waits for it."""
@@ -62,16 +57,16 @@ def step_parts(step: StepTime) -> StepParts:
 
 @dataclass(frozen=True)
 class RunCost:
-    """The cost of a run."""
+    """The cost of a run.
 
-    step: float
-    """Seconds of a step."""
+    steps_per_job: of a job that is warned, on average, or all of the only job; seconds: from the start of the
+    first job to the end of the last one, without waiting in a queue.
+    """
+
     steps: int
     steps_per_job: float
-    """Of a job that is warned, on average; of the only job, all."""
     jobs: int
     seconds: float
-    """From the start of the first job to the end of the last one, without waiting in a queue."""
     gpu_hours: float
 
     @property
@@ -85,47 +80,30 @@ def run_cost(parts: StepParts, steps: int, job: Job, *, every: int | None, gpus:
 
     None: the run never ends, since a job is too short for a step, or for the run if ``every`` is None.
     """
+    rollout, log_probs = parts.rollout, parts.log_probs
     save = job.save if every else 0.0
-    step = parts.step + (save / every if every else 0.0)
+    rest = parts.rest + (save / every if every else 0.0)
+    step = rollout + log_probs + rest
     warned = job.walltime - job.warning - job.start - parts.fill  # from the first step on
-    lost, finished = _warned(parts, step)
-    progress = warned - lost + finished
+    # Means over the moments of a warning: seconds that it costs, and of the work that continues after it.
+    in_rollout = min(parts.under_way, rollout)  # at most what is done: less near the beginning
+    lost = (in_rollout * (rollout - in_rollout / 2) + log_probs * (rollout + log_probs / 2)) / step
+    progress = warned - lost + rest**2 / 2 / step
     more = max(0, math.ceil((steps * step - warned) / progress)) if progress > 0 else math.inf
-    if warned < parts.log_probs or more == math.inf or (more and not every):
+    if warned < log_probs or more == math.inf or (more and not every):
         return None
     jobs = 1 + int(more)
     between = (jobs - 1) * job.requeue
     seconds = steps * step + jobs * (job.start + parts.fill) + (jobs - 1) * (lost + save) + between
     per_job = progress / step if more else float(steps)
-    return RunCost(parts.step, steps, per_job, jobs, seconds, gpus * (seconds - between) / 3600)
+    return RunCost(steps, per_job, jobs, seconds, gpus * (seconds - between) / 3600)
 
 
-def _warned(parts: StepParts, step: float) -> tuple[float, float]:
-    """Mean seconds that a warning costs, and that a job continues to work after it. step: with its saves."""
-    in_rollout = min(parts.under_way, parts.rollout)  # at most what is done: less near the beginning
-    lost = in_rollout * (parts.rollout - in_rollout / 2)
-    lost += parts.log_probs * (parts.rollout + parts.log_probs / 2)
-    rest = step - parts.rollout - parts.log_probs
-    return lost / step, rest**2 / 2 / step
-
-
-@dataclass(frozen=True)
-class Costed:
-    """A plan with the time of its step and the cost of its run; no cost: it never ends."""
-
-    plan: Plan
-    step: StepTime
-    parts: StepParts
-    job: Job
-    cost: RunCost | None
-
-
-def costed(plan: Plan, assumed: Assumptions) -> Costed:
-    """The cost of a plan."""
-    step, settings, job = step_times(plan, assumed)[0], plan.settings, Job(3600 * assumed.walltime)
-    parts, every = step_parts(step), settings.checkpoint.every
-    cost = run_cost(parts, settings.training.steps, job, every=every, gpus=plan.gpus.total)
-    return Costed(plan, step, parts, job, cost)
+def cost_of(plan: Plan, step: StepTime, job: Job) -> RunCost | None:
+    """The cost of a plan's run, of steps that take this time; None: it never ends."""
+    settings = plan.settings
+    steps, every = settings.training.steps, settings.checkpoint.every
+    return run_cost(step_parts(step), steps, job, every=every, gpus=plan.gpus.total)
 
 
 def estimate(settings: Settings) -> list[str]:
@@ -136,28 +114,29 @@ def estimate(settings: Settings) -> list[str]:
         plan = make_plan(settings)
     except UserError:  # plan says why
         return []
-    return list(cost_lines(costed(plan, assume(plan.target.name)))) if plan.fits else []
+    assumed = assume(plan.target.name)
+    job = Job(3600 * assumed.walltime)
+    return list(cost_lines(plan, step_times(plan, assumed)[0], job)) if plan.fits else []
 
 
-def cost_lines(run: Costed) -> Iterator[str]:
+def cost_lines(plan: Plan, step: StepTime, job: Job) -> Iterator[str]:
     """A line for the cost of the run, and one if an update is longer than the warning of a job."""
-    cost, settings, plan, job = run.cost, run.plan.settings, run.plan, run.job
-    hours = f"{job.walltime / 3600:g} h"
-    if cost is None and settings.checkpoint.every is None:
-        yield f"the run takes longer than a job of {hours}, and saves nothing: set checkpoint.every"
-    elif cost is None:
-        yield f"the run never ends: a job of {hours} is too short for a step; ask for a longer walltime"
-    else:
-        jobs = f"{cost.steps_per_job:.1f} in each of {cost.jobs:,} jobs" if cost.jobs > 1 else "in one job"
-        left_out = "evaluations, waiting" if settings.evaluation else "waiting"
-        time = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{cost.seconds / 3600:.1f} hours"
-        yield (
-            f"the run, {run.step.placement}: {cost.steps:,} steps of {cost.step:,.0f} s, {jobs} of {hours}: "
-            f"{time}, {cost.gpu_hours:,.0f} GPU-hours on {plan.gpus.total:,} {plan.target.name}; computed, "
-            f"not measured; not counted: {left_out} in the queue"
-        )
-    late = run.parts.rest + job.save
-    if late > job.warning and cost is not None and cost.jobs > 1:
+    cost, settings, hours = cost_of(plan, step, job), plan.settings, f"{job.walltime / 3600:g} h"
+    if cost is None:
+        saves_nothing = f"the run takes longer than a job of {hours}, and saves nothing: set checkpoint.every"
+        too_short = f"the run never ends: a job of {hours} is too short for a step; ask for a longer walltime"
+        yield saves_nothing if settings.checkpoint.every is None else too_short
+        return
+    jobs = f"{cost.steps_per_job:.1f} in each of {cost.jobs:,} jobs" if cost.jobs > 1 else "in one job"
+    left_out = "evaluations, waiting" if settings.evaluation else "waiting"
+    time = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{cost.seconds / 3600:.1f} hours"
+    yield (
+        f"the run, {step.placement}: {cost.steps:,} steps of {step.step:,.0f} s, {jobs} of {hours}: "
+        f"{time}, {cost.gpu_hours:,.0f} GPU-hours on {plan.gpus.total:,} {plan.target.name}; computed, "
+        f"not measured; not counted: {left_out} in the queue"
+    )
+    late = step_parts(step).rest + job.save
+    if late > job.warning and cost.jobs > 1:
         needed = 60 * math.ceil(late / 60)
         yield (
             f"an update and its save take {late:,.0f} s, but a job is warned {job.warning:,.0f} s "

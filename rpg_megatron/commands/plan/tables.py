@@ -16,7 +16,7 @@ from rpg_megatron.commands.plan.from_run import FromRun
 from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
-from rpg_megatron.commands.plan.run_cost import Costed, cost_lines
+from rpg_megatron.commands.plan.run_cost import Job, cost_lines, cost_of
 from rpg_megatron.commands.plan.step_time import StepTime
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart, recomputation
 from rpg_megatron.config.errors import gib
@@ -28,29 +28,40 @@ Row = tuple[str, ...]
 class Answer:
     """A plan and what the command prints beside it; None: not computed, or there is none.
 
-    warnings: of the plan and of the checks; steps: first with the placement of the settings; taken: what
-    another run measured; lighter: the same run with less recomputation, which also fits. If the run does not
-    fit, layout and engine are the layout with the fewest ranks and the smallest engine.tensor that do.
+    warnings: of the plan and of the checks; taken: what another run measured; lighter: the same run with less
+    recomputation, which also fits. If the run does not fit, layout and engine are the layout with the fewest
+    ranks and the smallest engine.tensor that do.
     """
 
     plan: Plan
     warnings: Sequence[str]
     assumed: Assumptions
-    steps: Sequence[StepTime] | None
+    step: StepTime | None
     taken: FromRun | None
-    run: Costed | None
     lighter: Plan | None
     layout: Plan | None
     engine: int | None
     swept: Sequence[Plan] | None
 
+    @property
+    def job(self) -> Job:
+        """A job of the run."""
+        return Job(3600 * self.assumed.walltime)
+
 
 def print_answer(answer: Answer, console: Console) -> None:
     """Print the plan, the time of a step, whether it fits and what else would, and other layouts."""
-    _print_plan(answer.plan, console)
-    if answer.steps:
-        _print_times(answer, answer.steps, console)
-    for line in [*(cost_lines(answer.run) if answer.run else ()), *_verdict(answer)]:
+    plan, step = answer.plan, answer.step
+    facts = Table.grid(padding=(0, 2))
+    for name, text in _facts(plan):
+        facts.add_row(name, text)
+    console.print(facts)
+    for title, *sections in _memory_tables(plan):
+        _print_table(console, title, ("part", ">bytes", "basis", "when"), *sections)
+    if step is not None:
+        _print_times(answer, step, console)
+    costs = cost_lines(plan, step, answer.job) if step is not None and plan.on_gpu else ()
+    for line in [*costs, *_verdict(answer)]:
         console.print(line, highlight=False)
     for line in _suggestions(answer):  # in one line each, to be copied
         console.print(line, highlight=False, soft_wrap=True)
@@ -77,62 +88,56 @@ def _styled(style: str, *cells: str) -> Row:
     return tuple(f"[{style}]{cell}[/]" if cell else "" for cell in cells)
 
 
-def _print_plan(plan: Plan, console: Console) -> None:
-    """Print sizes, batch, and the memory of each kind of process."""
-    facts = Table.grid(padding=(0, 2))
-    for name, text in _facts(plan).items():
-        if text:
-            facts.add_row(name, text)
-    console.print(facts)
-    for title, *sections in _memory_tables(plan):
-        _print_table(console, title, ("part", ">bytes", "basis", "when"), *sections)
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    """Name and text of each line; one without a text is left out."""
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Name and text of each line."""
     shape, settings, parallel, batch = plan.shape, plan.settings, plan.settings.parallel, plan.batch
     layers = shape.stage_layers(parallel.pipeline * parallel.virtual)
     of_layers = str(layers[0]) if len(set(layers)) == 1 else "/".join(map(str, layers))
-    lora, e, fp8, sft = settings.lora, shape.experts, settings.precision.fp8, settings.sft is not None
-    adapters = experts = ""
-    if lora is not None:
-        where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names)
-        trained = f"{count(plan.trained)} of {count(plan.parameters)} parameters are trained"
-        adapters = f"rank {lora.rank}, {where}: {trained} ({plan.trained / plan.parameters:.2%})"
-    if e is not None:
-        active, held = count(sum(shape.matmul_parameters)), e.count // parallel.expert
-        experts = (
-            f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} per token: "
-            f"{active} active parameters; EP {parallel.expert}, ETP {parallel.expert_tensor}: {held} experts "
-            f"per rank, {expert_replicas(parallel)} replicas"
-        )
-    fused = f"Transformer Engine's, {settings.precision.dtype if fp8 is None else f'FP8 {fp8.recipe}'}"
-    own = f"Megatron's own, {settings.precision.dtype}"
-    passes = f" ({settings.training.epochs} passes)" if settings.training.epochs > 1 else ""
-    several, engines = batch.microbatches > 1, settings.engine.replicas
-    heads, what = shape.num_heads // parallel.tensor, "conversations" if sft else "responses"
-    step = (
-        f"{batch.prompts:,} prompts x {settings.rollout.samples_per_prompt} = {batch.sequences:,} responses, "
-        f"in {batch.updates} updates of {batch.sequences_per_update:,}{passes}"
-    )
-    return {
-        "model": f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
+    sft, several, passes = settings.sft is not None, batch.microbatches > 1, settings.training.epochs
+    yield (
+        "model",
+        f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
         f"{shape.hidden_size}, heads {shape.num_heads}/{shape.num_kv_heads}, vocabulary {shape.vocab_size}"
         f"{', tied' * shape.tied_embeddings}",
-        "adapters": adapters,
-        "experts": experts,
-        "policy": f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' * parallel.sequence}, PP "
-        f"{parallel.pipeline}{f' x VPP {parallel.virtual}' * (parallel.virtual > 1)}, CP {parallel.context}, "
-        f"DP {parallel.data}; {of_layers} layers per stage, {heads} heads per rank",
-        "layers": own if plan.implementation == "local" else fused,
-        "engines": f"{engines} x TP {settings.engine.tensor}" * (engines > 0),
-        "GPUs": _gpus(plan.gpus) * plan.on_gpu,
-        "step": f"one update on {batch.sequences:,} conversations" if sft else step,
-        "update": f"{batch.sequences_per_rank:,} {what} per replica, up to "
+    )
+    if (lora := settings.lora) is not None:
+        where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names)
+        trained = f"{count(plan.trained)} of {count(plan.parameters)} parameters are trained"
+        yield "adapters", f"rank {lora.rank}, {where}: {trained} ({plan.trained / plan.parameters:.2%})"
+    if (e := shape.experts) is not None:
+        yield (
+            "experts",
+            f"{e.count} of {e.ffn_hidden_size} columns in {len(e.layers)} layers, {e.per_token} per token: "
+            f"{count(sum(shape.matmul_parameters))} active parameters; EP {parallel.expert}, ETP "
+            f"{parallel.expert_tensor}: {e.count // parallel.expert} experts per rank, "
+            f"{expert_replicas(parallel)} replicas",
+        )
+    yield (
+        "policy",
+        f"{parallel.world} ranks: TP {parallel.tensor}{' + SP' * parallel.sequence}, PP {parallel.pipeline}"
+        f"{f' x VPP {parallel.virtual}' * (parallel.virtual > 1)}, CP {parallel.context}, DP "
+        f"{parallel.data}; {of_layers} layers per stage, {shape.num_heads // parallel.tensor} heads per rank",
+    )
+    kind = f"FP8 {settings.precision.fp8.recipe}" if settings.precision.fp8 else settings.precision.dtype
+    own = f"Megatron's own, {settings.precision.dtype}"
+    yield "layers", own if plan.implementation == "local" else f"Transformer Engine's, {kind}"
+    if settings.engine.replicas:
+        yield "engines", f"{settings.engine.replicas} x TP {settings.engine.tensor}"
+    if plan.on_gpu:
+        yield "GPUs", _gpus(plan.gpus)
+    samples, updates = settings.rollout.samples_per_prompt, batch.updates
+    of_rollouts = (
+        f"{batch.prompts:,} prompts x {samples} = {batch.sequences:,} responses, in {updates} updates of "
+        f"{batch.sequences_per_update:,}{f' ({passes} passes)' * (passes > 1)}"
+    )
+    yield "step", f"one update on {batch.sequences:,} conversations" if sft else of_rollouts
+    yield (
+        "update",
+        f"{batch.sequences_per_rank:,} {'conversations' if sft else 'responses'} per replica, up to "
         f"{batch.longest:,} tokens: at most {batch.microbatches:,} micro-batch{'es' * several} "
         f"of {batch.tokens_per_microbatch:,} tokens{', gradients accumulated' * several}"
         f"{f'; pipeline idle {batch.pipeline_idle:.0%}' * (parallel.pipeline > 1)}",
-    }
+    )
 
 
 def _gpus(gpus: Gpus) -> str:
@@ -144,11 +149,9 @@ def _gpus(gpus: Gpus) -> str:
         return f"{total}; not on nodes of {GPUS_PER_NODE}, see below"
     kinds = []
     for node in dict.fromkeys(gpus.nodes):
-        held = [
-            f"{n} {word}{'s' if n > 1 else ''}" for n, word in zip(node, ("rank", "worker"), strict=True) if n
-        ]
+        held = [f"{n} {word}{'s' * (n > 1)}" for n, word in zip(node, ("rank", "worker"), strict=True) if n]
         kinds.append(f"{gpus.nodes.count(node)} of {' + '.join(held)}")
-    return f"{total}; {len(gpus.nodes)} node{'s' if len(gpus.nodes) > 1 else ''}: {', '.join(kinds)}"
+    return f"{total}; {len(gpus.nodes)} node{'s' * (len(gpus.nodes) > 1)}: {', '.join(kinds)}"
 
 
 def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
@@ -173,52 +176,46 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
     peak = total("peak", plan.rank_total, max(rank.phases, key=lambda name: rank.phases[name]))
     yield (
         f"trainer rank{where}: {count(rank.parameters)} parameters{of_them}",
-        [*rows(rank.parts, "host memory"), *rows([MemoryPart(*base, "estimated")])],
+        rows([*rank.parts, MemoryPart(*base, "estimated")], "host memory"),
         [peak, *others],
     )
-    machine = [
-        *rows(plan.host),
-        total("all processes", plan.need, f"{gib(SERVER)} per server" if engines else ""),
-    ]
     if engines:
         cache = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each"
         full = f"{engine.full_sequences:,.1f} of full length"
         sums = [total("all", engine.total, "rollout"), _styled("dim", "KV cache holds", *cache, full)]
-        yield "engine worker", rows(engine.parts), sums, machine if not plan.on_gpu else []
-    elif not plan.on_gpu:
-        yield "all processes", machine
+        yield "engine worker", rows(engine.parts), sums
     if (shared := plan.shared_gpu) is not None:
         turns = [total(turn, nbytes) for turn, nbytes in shared.turns.items()]
         yield "GPU shared by a trainer rank and an engine worker", rows(shared.parts), turns
     if plan.on_gpu:
         everything = _styled("bold", "all", gib(sum(part.nbytes for part in plan.host)), "", "")
         yield "host memory of rank 0's node", rows(plan.host), [everything]
+    else:
+        servers = f"{gib(SERVER)} per server" * (engines > 0)
+        yield "this machine", rows(plan.host), [total("all processes", plan.need, servers)]
 
 
-def _print_times(answer: Answer, steps: Sequence[StepTime], console: Console) -> None:
-    """Print the phases of the first step, all placements, and the assumptions."""
-    current, taken = steps[0], answer.taken
-    measured = {} if taken is None or taken.measured is None else {**taken.measured, "step": taken.run.step}
-    how = f"from the times of {taken.run.folder.name}" if taken is not None and measured else ", not measured"
-    rows: list[tuple[str, float, str, str]] = [
-        *((p.name, p.seconds, f"{p.seconds / current.step:.0%}", p.bound) for p in current.phases),
-        ("step", current.step, "", f"{current.tokens_per_second:,.0f} trained tokens/s"),
-    ]
+def _print_times(answer: Answer, step: StepTime, console: Console) -> None:
+    """Print the phases of a step, and the assumptions."""
+    taken = answer.taken
+    how, measured = "computed, not measured", {}
+    if taken is not None and taken.measured is not None:
+        how = f"computed from the times of {taken.run.folder.name}"
+        measured = {**taken.measured, "step": taken.run.step}
+
+    def row(name: str, seconds: float, *more: str) -> Row:
+        return name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *more
+
+    phases = [row(p.name, p.seconds, f"{p.seconds / step.step:.0%}", p.bound) for p in step.phases]
+    total = row("step", step.step, "", f"{step.tokens_per_second:,.0f} trained tokens/s")
     columns = ["phase", ">seconds", *([">in that run"] if measured else []), ">share", "bound by"]
-    phases = [
-        (name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *rest)
-        for name, seconds, *rest in rows
-    ]
-    title = f"time of a step, {current.placement}: computed {how}".replace(" ,", ",")
-    _print_table(console, title, columns, phases[:-1], [_styled("bold", *phases[-1])])
-    if answer.plan.on_gpu:  # on a CPU, placements share the cores
-        _print_placements(steps, console)
+    title = f"time of a step, {step.placement}: {how}"
+    _print_table(console, title, columns, phases, [_styled("bold", *total)])
     title = "assumptions; change with --assume NAME=VALUE"
     numbers = [(name, f"{value:.4g}", source, why) for name, value, source, why in answer.assumed.rows]
     _print_table(console, title, ("name", ">value", "source", "what"), numbers)
-    if taken is not None:
-        for line in _from_run_lines(taken):
-            console.print(line, highlight=False, markup=False)
+    for line in _from_run_lines(taken) if taken is not None else ():
+        console.print(line, highlight=False, markup=False)
 
 
 def _seconds(seconds: float | None) -> str:
@@ -237,49 +234,14 @@ def _from_run_lines(taken: FromRun) -> Iterator[str]:
     yield from (f"note {note}" for note in taken.notes)
 
 
-def _print_placements(steps: Sequence[StepTime], console: Console) -> None:
-    rows = []
-    for step in steps:
-        gpus, idle = f"{step.trainer_gpus:g} + {step.engine_gpus:g}", f"{step.engine_idle:.0%}"
-        if step.placement == "colocated":
-            gpus, idle = f"{step.gpus:.0f}", "the same"
-        speed = f"{step.tokens_per_second:,.0f}"
-        rows.append((step.placement, gpus, f"{step.step:.1f}", speed, f"{step.trainer_idle:.0%}", idle))
-    columns = ("placement", ">GPUs", ">step, s", ">tokens/s", ">trainers idle", ">engines idle")
-    _print_table(console, "placements with the same number of GPUs", columns, rows)
-    console.print("by turns, overlapped: trainers and engines on separate GPUs", highlight=False)
-    console.print("overlapped: rollout.ahead 1 or more; by turns: rollout.ahead 0", highlight=False)
-    console.print(waits(steps[0]), highlight=False)
-
-
-def waits(step: StepTime) -> str:
-    """One line: waiting times of trainer and engines in a step with the settings' placement."""
-    if step.placement == "colocated":
-        tail, rest = step.seconds("rollout: tail"), step.seconds("other", "handover")
-        return (
-            f"waiting, of {step.step:.0f} s: all GPUs {rest:.0f} s for handovers and fixed costs; "
-            f"in the rollout's tail of {tail:.0f} s most are idle"
-        )
-    trainer = step.step - step.training - step.seconds("sync")
-    engines = step.step - step.generation - step.seconds("sync")
-    line = (
-        f"waiting, of {step.step:.0f} s: {step.trainer_gpus:.0f} trainer GPUs {trainer:.0f} s, "
-        f"{step.engine_gpus:.0f} engine GPUs {engines:.0f} s"
-    )
-    if step.placement == "by turns":
-        return f"{line}; rollout.ahead overlaps them"
-    return f"{line}; generation {step.generation:.0f} s beside training {step.training:.0f} s"
-
-
 def _verdict(answer: Answer) -> Iterator[str]:
     """Notes, problems, and whether it fits."""
-    plan, notes = answer.plan, [*answer.warnings]
+    yield from (f"[yellow]note[/] {note}" for note in answer.warnings)
     if (less := answer.lighter) is not None:
         setting = f"memory.recompute={recomputation(less.settings)}"
-        notes.append(f"{setting} also fits and leaves {gib(less.left)}: less recomputation")
-    yield from (f"[yellow]note[/] {note}" for note in notes)
-    yield from (f"[bold red]does not fit[/] {problem}" for problem in plan.problems)
-    if plan.fits:
+        yield f"[yellow]note[/] {setting} also fits and leaves {gib(less.left)}: less recomputation"
+    yield from (f"[bold red]does not fit[/] {problem}" for problem in answer.plan.problems)
+    if answer.plan.fits:
         yield "[bold green]fits[/]"
 
 
@@ -312,8 +274,8 @@ def _print_sweep(layouts: Sequence[Plan], console: Console, most: int = 20) -> N
         left = gib(plan.left) if plan.left >= 0 else "-" + gib(-plan.left)
         passes, idle = str(plan.batch.microbatches), f"{plan.batch.pipeline_idle:.0%}"
         rows.append((verdict, *cells.values(), gib(plan.rank_total), left, passes, idle))
-    columns = (f">{name}" for name in ("", *sizes, "per rank", "left", "passes", "idle"))
-    _print_table(console, "layouts, best first", [*columns], rows)
+    columns = [f">{name}" for name in ("", *sizes, "per rank", "left", "passes", "idle")]
+    _print_table(console, "layouts, best first", columns, rows)
     if len(layouts) > most:
         console.print(f"and {len(layouts) - most} more; --json lists all", highlight=False)
     if any(plan.fits and plan.tight for plan in layouts):
@@ -331,49 +293,48 @@ def _print_sweep(layouts: Sequence[Plan], console: Console, most: int = 20) -> N
 
 def to_json(answer: Answer) -> str:
     """One JSON object; sizes in bytes."""
-    plan, steps, lighter, run = answer.plan, answer.steps, answer.lighter, answer.run
-    described = _some(
-        plan, "fits problems target parameters gpus implementation batch ranks activations host tight engine"
-    )
+    plan, step, taken, lighter = answer.plan, answer.step, answer.taken, answer.lighter
+    of_plan = "target parameters gpus implementation batch ranks activations host engine"
+    described = _layout(plan) | _some(plan, of_plan)
     described |= {
         "warnings": answer.warnings,
         "trained_parameters": plan.trained,
         "parallel": plan.settings.parallel.model_dump(),
-        "rank_bytes": plan.rank_total,
         "card": plan.shared_gpu,
-        "machine_bytes": None if plan.on_gpu else plan.machine_total,
+        "machine_bytes": None if plan.on_gpu else plan.need,
         "recompute": recomputation(plan.settings),
-        "left_bytes": plan.left,
         "routed_to_one_bytes": plan.routed_to_one,
         "step_time": None,
-        "run_cost": {"placement": run.step.placement, **(_all(run.cost) if run.cost else {})}
-        if run
-        else None,
+        "run_cost": None,
     }
-    if steps is not None:
-        assumptions = {n: {"value": value, "source": source} for n, value, source, _ in answer.assumed.rows}
-        renamed = {"step": "step_seconds", "generation": "generation_seconds", "training": "training_seconds"}
-        placements = [
-            {renamed.get(name, name): value for name, value in _all(step).items()} for step in steps
-        ]
-        described["step_time"] = {"measured": False, "placements": placements, "assumptions": assumptions}
-    if (taken := answer.taken) is not None:
+    if step is not None:
+        sources = {n: {"value": value, "source": source} for n, value, source, _ in answer.assumed.rows}
+        seconds = {f"{name}_seconds": getattr(step, name) for name in ("step", "generation", "training")}
+        times = {"measured": False, "placements": [_all(step) | seconds], "assumptions": sources}
+        described["step_time"] = times
+    if step is not None and plan.on_gpu:
+        cost = cost_of(plan, step, answer.job)
+        of_jobs = _all(cost) if cost else {}
+        described["run_cost"] = {"placement": step.placement, "step": step.step, **of_jobs}
+    if taken is not None:
         of_run = {"run": str(taken.run.folder), "step_seconds": taken.run.step}
         described["from"] = of_run | _some(taken.run, "steps seconds") | _some(taken, "values factors notes")
     if not plan.fits:
         overrides = answer.layout.overrides if answer.layout else None
         described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
     if lighter is not None:
-        kind = recomputation(lighter.settings)
-        described["lighter"] = {"memory.recompute": kind, "left_bytes": lighter.left}
+        described["lighter"] = {"memory.recompute": recomputation(lighter.settings)} | _layout(lighter)
     if answer.swept is not None:
         described["sweep"] = [
-            {**p.settings.parallel.model_dump(), "left_bytes": p.left, "rank_bytes": p.rank_total}
-            | _some(p, "fits tight problems")
-            | _some(p.batch, "microbatches pipeline_idle")
+            p.settings.parallel.model_dump() | _layout(p) | _some(p.batch, "microbatches pipeline_idle")
             for p in answer.swept
         ]
     return json.dumps(described, indent=2, default=_all)
+
+
+def _layout(plan: Plan) -> dict[str, Any]:
+    figures = {"left_bytes": plan.left, "rank_bytes": plan.rank_total}
+    return _some(plan, "fits tight problems") | figures
 
 
 def _some(thing: Any, names: str) -> dict[str, Any]:
@@ -383,4 +344,4 @@ def _some(thing: Any, names: str) -> dict[str, Any]:
 def _all(thing: Any) -> dict[str, Any]:
     """The fields and the properties of a dataclass."""
     properties = [name for name, value in vars(type(thing)).items() if isinstance(value, property)]
-    return {name: getattr(thing, name) for name in [*(f.name for f in fields(thing)), *properties]}
+    return _some(thing, " ".join([*(f.name for f in fields(thing)), *properties]))
