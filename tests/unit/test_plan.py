@@ -161,7 +161,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **far), "b200-180")
     assert cut.shared_gpu.turns["rollout"] == less.shared_gpu.turns["rollout"] + GIB // 2
     assert plan.need == max(plan.shared_gpu.turns.values()) > apart.rank_total
-    parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer while engines sample"]
+    parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer off the GPU"]
     assert parked == [12 * n // 2]
     assert plan.largest.host == apart.largest.host + parked[0]
     assert plan.engine.kv_cache == 20 * GIB

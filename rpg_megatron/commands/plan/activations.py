@@ -62,17 +62,15 @@ class StageActivations:
         """Tokens of the largest micro-batch on this context-parallel rank."""
         return -(-self.batch.tokens_per_microbatch // self.settings.parallel.context)
 
-    @property
-    def _layers(self) -> list[int]:
-        return [n for part in layers_of(self.shape, self.settings.parallel, self.stage) for n in part]
-
     def saved(self, recompute: Recompute, *, worst: bool = False) -> int:
         """Bytes of all micro-batches in flight. worst: see ``expert_rows``."""
         settings, parallel, shape = self.settings, self.settings.parallel, self.shape
-        each = 0.0
-        for n in self._layers:
-            fp8 = in_fp8(settings.precision.fp8, n, shape.num_layers)
-            each += self._layer(recompute, worst, shape.has_experts(n), fp8)
+        each = sum(
+            self._layer(
+                recompute, worst, shape.has_experts(n), in_fp8(settings.precision.fp8, n, shape.num_layers)
+            )
+            for n in layers_of(shape, parallel, self.stage)
+        )
         total = in_flight(self.stage, parallel, self.batch.microbatches) * each / parallel.virtual
         if self.stage == parallel.pipeline - 1:
             # Inputs of the final norm and of the log-prob head; targets, normalisers, entropy.
@@ -120,14 +118,9 @@ class StageActivations:
         Fused layers compute all experts of a rank at once, local layers one after the other. Frozen weights
         have no gradient, but adding adapters to gate|up takes three tensors of its size.
         """
-        shape, parallel, frozen, most = (
-            self.shape,
-            self.settings.parallel,
-            self.settings.lora is not None,
-            0.0,
-        )
-        item, hidden = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size
-        for experts in {shape.has_experts(n) for n in self._layers}:
+        shape, parallel, frozen = self.shape, self.settings.parallel, self.settings.lora is not None
+        item, hidden, most = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size, 0.0
+        for experts in {shape.has_experts(n) for n in layers_of(shape, parallel, self.stage)}:
             again = self._layer("none", worst, experts) - self._layer(recompute, worst, experts)
             columns, at_once = shape.ffn_hidden_size / parallel.tensor, 1
             inner = (6 if frozen else 5) * columns

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
+from typing import get_args
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
-from rpg_megatron.commands.plan.gpus import Assumptions, find_gpu
-from rpg_megatron.commands.plan.measured_run import MeasuredRun, changes_between, measure_run
+from rpg_megatron.commands.plan.gpus import Assumptions
+from rpg_megatron.commands.plan.measured_run import MeasuredRun, measure_run
 from rpg_megatron.commands.plan.plan import Plan, plan_for, told
 from rpg_megatron.commands.plan.step_time import Name, step_times
 from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.config.affects import settings_that_differ
+from rpg_megatron.config.base import What
 
 _FEW = 5
 """Steps below which a median is called one of few."""
@@ -55,13 +56,13 @@ def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
     theirs, settings, target = run.settings, plan.settings, plan.target
     shape = read_model_shape(theirs.model.path)
     same_model, same_device = shape == plan.shape, theirs.device == target.device
-    if not same_model and not same_device:
+    if not same_model and not (same_device and plan.on_gpu):
         raise UserError(
-            f"--from {folder}: a run of another model ({theirs.model.path}) on another device "
-            f"({theirs.device}) tells nothing about this one; give a run of the same model or device"
+            f"--from {folder}: a run of another model ({theirs.model.path}) on device {theirs.device}: its "
+            "times tell nothing about this one; give a run of the same model, or of GPUs for a plan of GPUs"
         )
     if same_device and not plan.on_gpu:
-        _refuse_on_cpu(run, settings, same_model=same_model)
+        _refuse_other_processes(folder, _changes(theirs, settings))
     notes = tuple(_notes(run, plan, same_model=same_model, same_device=same_device))
     values = _lengths(run, settings) if same_model else {}
     if not same_device:
@@ -70,21 +71,20 @@ def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
     return FromRun(run, {**values, "step_overhead": run.seconds["other"]}, factors, notes, run.seconds)
 
 
-def _refuse_on_cpu(run: MeasuredRun, settings: Settings, *, same_model: bool) -> None:
-    """Times of CPU processes carry over only to the same ones."""
-    if not same_model:
-        raise UserError(
-            f"--from {run.folder}: a run of another model ({run.settings.model.path}); on a CPU its times "
-            "tell nothing about this one, whose products have other sizes"
-        )
-    sizes = [*(f"parallel.{n}" for n in ParallelSettings.model_fields), "engine.replicas", "engine.tensor"]
-    for key in sizes:
-        before, after = (attrgetter(key)(s) for s in (run.settings, settings))
-        if before != after:
+def _changes(run: Settings, planned: Settings) -> dict[str, tuple[object, object]]:
+    """The settings that differ, by dotted key, without those of the files a run writes."""
+    kinds = (what for what in get_args(What) if what != "files")
+    return settings_that_differ(*(s.model_dump(mode="json") for s in (run, planned)), *kinds)
+
+
+def _refuse_other_processes(folder: Path, changes: dict[str, tuple[object, object]]) -> None:
+    """Times of CPU processes, which share the cores, carry over only to the same ones."""
+    for key, (before, after) in changes.items():
+        if key.startswith("parallel.") or key in ("engine.replicas", "engine.tensor"):
             raise UserError(
-                f"--from {run.folder}: the run has {key} {before}, this config {after}; on a CPU processes "
-                "share the cores, so the run's times do not scale with their number: plan with "
-                f"{key}={before}, or give a run with {after}"
+                f"--from {folder}: the run has {key} {before}, this config {after}; on a CPU processes share "
+                f"the cores, so the run's times do not scale with their number: plan with {key}={before}, or "
+                f"give a run with {after}"
             )
 
 
@@ -112,7 +112,7 @@ def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, 
 def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool) -> Iterator[str]:
     """What to know of the figures: what was read, what was not taken, what differs."""
     settings, theirs, steps = plan.settings, run.settings, run.steps
-    other, changes = _other_gpu(run, plan.target.name), changes_between(theirs, settings)
+    changes = [f"{key}: {old} -> {new}" for key, (old, new) in _changes(theirs, settings).items()]
     layouts = [(s.parallel, s.engine.tensor, s.engine.colocated) for s in (theirs, settings)]
     moved = same_device and plan.on_gpu and layouts[0] != layouts[1]
     longer = same_model and run.response > settings.rollout.max_response_tokens
@@ -122,18 +122,9 @@ def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool)
             "only its first step, which includes warm-up: its times are too long": not run.warm,
             f"another model ({theirs.model.path}): its lengths and kept groups are not used": not same_model,
             f"another device ({theirs.device}): its lengths are used, its times are not": not same_device,
-            f"another GPU ({other}): its times count as those of {plan.target.name}": same_device and other,
             "another layout: work is divided by the GPUs at the run's speed; bubbles, reductions, and "
             "communication of tensor parallelism and experts are those of the formulas": moved,
             "the mean response is longer than rollout.max_response_tokens, so all count as that long": longer,
             f"changed settings, with the lengths of the run: {'; '.join(changes)}": changes,
         }
     )
-
-
-def _other_gpu(run: MeasuredRun, target: str) -> str | None:
-    """The name of the run's GPU if it is known not to be the target; None: the same, or unknown."""
-    if run.gpu is None or find_gpu(target) is None:
-        return None
-    word = target.lower().split("-")[0].removesuffix("s")
-    return None if word in run.gpu.lower() else run.gpu
