@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -169,9 +170,9 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 
     vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
     """
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    values = {key.replace("_", "-"): value for key, value in zip(words, [*words[1:], ""], strict=False)}
-    value = values.get(name, default)
+    pattern = rf"{name}[= ](\S*)".replace("-", "[-_]")
+    values = re.findall(pattern, " ".join(arguments))
+    value = values[-1] if values else default
     try:
         return float(value)
     except ValueError:

@@ -376,6 +376,6 @@ def _sync(case: _Case) -> Phase:
 def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake, some with their weights."""
     settings = case.plan.settings
-    state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned
+    state = state_bytes(settings.precision.dtype)[2] * case.owned
     moved = 2 * state * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
     return Phase("handover", 2 * HANDOVER + moved / case.host_link, "host link, overheads")

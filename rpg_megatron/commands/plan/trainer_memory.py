@@ -107,17 +107,14 @@ class RankMemory:
         return sum(part.nbytes for part in self.parts if part.host)
 
 
-def state_bytes(dtype: str, *, distributed: bool, replicas: float) -> tuple[float, float, float]:
-    """Bytes per parameter of weights, gradients and optimizer state.
+def state_bytes(dtype: str) -> tuple[int, int, int]:
+    """Bytes per parameter of weights, gradients and optimizer state (see ``RankParameters.owned``).
 
     Gradients are accumulated and reduced in float32, in a full buffer on every rank. AdamW has two float32
-    moments (Schedule-Free AdamW a point and a moment); 16-bit weights also have a float32 copy. The
-    distributed optimizer shards copy and moments over the data x context replicas: 6 + 12/replicas bytes in
-    bfloat16, 18 without it.
+    moments (Schedule-Free AdamW a point and a moment); 16-bit weights also have a float32 copy.
     """
     item = ITEM_BYTES[dtype]
-    state = 8 + (4 if item < 4 else 0)
-    return item, 4, state / (replicas if distributed else 1)
+    return item, 4, 8 + (4 if item < 4 else 0)
 
 
 def recomputation(settings: Settings) -> Recompute:
@@ -175,7 +172,7 @@ def _state_rows(
     """All that does not depend on the batch: weights, gradients, optimizer, copies of them, and buffers."""
     parallel, lora, fp8, engine = settings.parallel, settings.lora, settings.precision.fp8, settings.engine
     distributed, transport = settings.optimizer.distributed, settings.bridge.transport
-    weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
+    weights, gradients, each = state_bytes(settings.precision.dtype)
     state, offloaded = each * held.owned(settings), settings.memory.offload_optimizer
     held_anchor = settings.anchor.type != "old"
     # One replica publishes the rest; the first ranks that hold an expert publish it.
@@ -229,10 +226,13 @@ def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
         other, plain = read_model_shape(settings.teacher.path), settings.model_copy(update={"lora": None})
         teacher_work = replace(activations, settings=plain, shape=other).working("none")
         nbytes, full = item * rank_parameters(plain, other, stage).total, settings.full_divergence is not None
+        # Full: its output layer, and its last hidden states of all micro-batches of an update.
         output_layer = item * other.hidden_size * _head_rows(settings, other) * (last and full and on_gpu)
+        hidden = item * activations.batch.microbatches * here * other.hidden_size * (last and full)
         yield TEACHER, nbytes, "exact", "always", on_gpu
         yield "teacher, to score", nbytes * on_gpu, "exact", "log-probs", False
         yield "teacher's output layer", output_layer, "exact", "update", False
+        yield "teacher's hidden states", hidden, "estimated", "update", on_gpu
     rows = _head_rows(settings, shape) * last
     # Chunked log-probs: float32 logits and probabilities. The backward pass of the head runs first, with all
     # activations saved; a layer's working set comes after it.
