@@ -196,8 +196,8 @@ def test_an_update_leaves_out_the_gradients_of_frozen_weights() -> None:
     assert seconds(full, "update") - seconds(adapters, "update") == pytest.approx(expected)
 
 
-def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> None:
-    """Forward, again, and twice in the backward pass."""
+def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_others() -> None:
+    """Forward, and twice in the backward pass."""
     fixed = ("memory.recompute=none", "optimizer.distributed=true", "training.minibatches=1")
     without, with_head = (
         plan_of(*fixed, f"lora={{rank: 16, targets: [q_proj{more}]}}") for more in ("", ", lm_head")
@@ -205,7 +205,7 @@ def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> No
     added, assumed = 16 * (151_936 + 4096), assume("h100-80")
     assert with_head.trained - without.trained == added
     tokens = 512 * 16 * (256 + 0.4 * 8192)
-    flops = 4 * 2 * tokens * added
+    flops = 3 * 2 * tokens * added
     state = 30 * added / (assumed.memory_bandwidth * assumed.decode_efficiency)
     expected = flops / assumed.peak_bf16 / assumed.train_mfu + state
     assert seconds(with_head, "update") - seconds(without, "update") == pytest.approx(expected, rel=1e-6)

@@ -16,9 +16,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     NCCL_LINK,
     RESERVE,
     SERVED,
-    Basis,
     MemoryPart,
-    Phase,
     RankMemory,
     phase_peaks,
 )
@@ -66,14 +64,14 @@ class EngineMemory:
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
         """What a worker holds."""
-        table: tuple[tuple[str, int, Basis, Phase], ...] = (
-            ("weights", self.weights, "exact", "always"),
-            ("adapters", self.adapters, "exact", "always"),
-            ("batch, context, graphs, NCCL", self.running, "estimated", "rollout"),
-            ("bridge: buckets, NCCL", self.buckets, "estimated", "sync"),
-            ("KV cache", max(0, self.kv_cache), "exact", "rollout"),
+        parts = (
+            MemoryPart("weights", self.weights, "exact"),
+            MemoryPart("adapters", self.adapters, "exact"),
+            MemoryPart("batch, context, graphs, NCCL", self.running, "estimated", "rollout"),
+            MemoryPart("bridge: buckets, NCCL", self.buckets, "estimated", "sync"),
+            MemoryPart("KV cache", max(0, self.kv_cache), "exact", "rollout"),
         )
-        return tuple(MemoryPart(*row) for row in table if row[1])
+        return tuple(part for part in parts if part.nbytes)
 
     @property
     def total(self) -> int:

@@ -91,31 +91,23 @@ def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
             f"--from {folder}: a run of another model ({theirs.model.path}) on device {theirs.device}: its "
             "times tell nothing about this one; give a run of the same model, or of GPUs for a plan of GPUs"
         )
-    if same_device and not plan.on_gpu:
-        _refuse_other_processes(folder, _changes(theirs, settings))
-    notes = tuple(_notes(run, plan, same_model=same_model, same_device=same_device))
-    values = _lengths(run, settings) if same_model else {}
-    if not same_device:
-        return FromRun(run, values, {}, notes, None)
-    factors = _factors(run, plan_for(theirs, shape, target), assumed.replaced(_lengths(run, theirs)))
-    return FromRun(run, {**values, "step_overhead": run.seconds["other"]}, factors, notes, run.seconds)
-
-
-def _changes(run: Settings, planned: Settings) -> dict[str, tuple[object, object]]:
-    """The settings that differ, by dotted key, without those of the files a run writes."""
     kinds = (what for what in get_args(What) if what != "files")
-    return settings_that_differ(*(s.model_dump(mode="json") for s in (run, planned)), *kinds)
-
-
-def _refuse_other_processes(folder: Path, changes: dict[str, tuple[object, object]]) -> None:
-    """Times of CPU processes, which share the cores, carry over only to the same ones."""
-    for key, (before, after) in changes.items():
+    before_and_after = theirs.model_dump(mode="json"), settings.model_dump(mode="json")
+    changes = settings_that_differ(*before_and_after, *kinds)
+    for key, (before, after) in changes.items() if same_device and not plan.on_gpu else ():
         if key.startswith("parallel.") or key in ("engine.replicas", "engine.tensor"):
             raise UserError(
                 f"--from {folder}: the run has {key} {before}, this config {after}; on a CPU processes share "
                 f"the cores, so the run's times do not scale with their number: plan with {key}={before}, or "
                 f"give a run with {after}"
             )
+    changed = "; ".join(f"{key}: {before} -> {after}" for key, (before, after) in changes.items())
+    notes = tuple(_notes(run, plan, changed, same_model=same_model, same_device=same_device))
+    values = _lengths(run, settings) if same_model else {}
+    if not same_device:
+        return FromRun(run, values, {}, notes, None)
+    factors = _factors(run, plan_for(theirs, shape, target), assumed.replaced(_lengths(run, theirs)))
+    return FromRun(run, {**values, "step_overhead": run.seconds["other"]}, factors, notes, run.seconds)
 
 
 def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
@@ -139,10 +131,11 @@ def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, 
     return factors
 
 
-def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool) -> Iterator[str]:
+def _notes(
+    run: MeasuredRun, plan: Plan, changed: str, *, same_model: bool, same_device: bool
+) -> Iterator[str]:
     """What to know of the figures: what was read, what was not taken, what differs."""
     settings, theirs, steps = plan.settings, run.settings, run.steps
-    changes = [f"{key}: {old} -> {new}" for key, (old, new) in _changes(theirs, settings).items()]
     layouts = [(s.parallel, s.engine.tensor, s.engine.colocated) for s in (theirs, settings)]
     moved = same_device and plan.on_gpu and layouts[0] != layouts[1]
     longer = same_model and run.response > settings.rollout.max_response_tokens
@@ -155,7 +148,7 @@ def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool)
             "another layout: work is divided by the GPUs at the run's speed; bubbles, reductions, and "
             "communication of tensor parallelism and experts are those of the formulas": moved,
             "the mean response is longer than rollout.max_response_tokens, so all count as that long": longer,
-            f"changed settings, with the lengths of the run: {'; '.join(changes)}": changes,
+            f"changed settings, with the lengths of the run: {changed}": changed,
         }
     )
 

@@ -14,7 +14,6 @@ from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, engines_of_a_replic
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -200,20 +199,16 @@ def _work(
     layers, head: passes through the layers and the output layer, a backward pass as two, one of which is for
     the gradients of weights and left out where they are frozen; mlp: more through the MLPs alone.
     """
-    shape, settings, lora = case.plan.shape, case.plan.settings, case.plan.settings.lora
+    shape, settings = case.plan.shape, case.plan.settings
     in_layers, in_head = shape.matmul_parameters
     in_fp8_layers = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
     faster = in_fp8_layers / shape.num_layers * (1 - 1 / case.fp8_gain)
-    frozen, adapters, of_head = int(lora is not None and layers > 1), 0, 0
-    if lora is not None:
-        of_head = lora.rank * (shape.vocab_size + shape.hidden_size) * (OUTPUT_LAYER in lora.names)
-        adapters = case.plan.trained - of_head
+    frozen = int(settings.lora is not None and layers > 1)
     passes = (  # parameters, passes
         ((1 - faster) * in_layers, layers - frozen),
         ((1 - faster) * 3 * shape.hidden_size * shape.active_ffn_columns, mlp),
         (in_head, head - frozen),
-        (adapters, layers),
-        (of_head, head),
+        (case.plan.trained * (settings.lora is not None), layers),
     )
     flops = 2 * tokens * sum(parameters * number for parameters, number in passes)
     flops += layers * shape.forward_flops(0, squares)
