@@ -105,12 +105,13 @@ def engine_memory(
     kv_bytes = kv_bytes_per_token(settings, shape)
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
-    buckets = BUCKET_BYTES * (settings.bridge.transport == "process_group")
+    grouped = settings.bridge.transport == "process_group"
+    buckets = BUCKET_BYTES * grouped
     running, utilisation, kv_cache = 0, None, int(engine.kv_cache_gib * 1024**3)
     if device == "cuda":  # on a CPU the server's processes are counted with the machine: ``SERVER``
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
         links = NCCL_LINK * settings.parallel.tensor * settings.parallel.pipeline
-        buckets = buckets and (not engine.colocated) * (buckets + links)  # colocated: in host memory
+        buckets = (BUCKET_BYTES + links) * (grouped and not engine.colocated)  # colocated: in host memory
         running = GRAPHS + NCCL_OF_WORKER * (engine.tensor > 1)
         running += batched * item * _activations(shape, engine.tensor)
         # Float32 logits, and a sorted or exponentiated copy.

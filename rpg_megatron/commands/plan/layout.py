@@ -104,11 +104,11 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     how = parallel.tensor, settings.model.vocab_multiple, shard
     sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), *how))
     layers = layers_of(shape, parallel, stage)
-    kinds = Counter((shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)) for n in layers)
-    for (experts, on), number in kinds.items():
-        example = next(n for n in layers if shape.has_experts(n) == experts)
-        for name, size in _count(shape, lora, example, (False, False), *how).items():
-            sums[name] += number * size * (on or name != "in_fp8")
+    examples = {shape.has_experts(n): n for n in layers}
+    for n in layers:
+        in_layer = _count(shape, lora, examples[shape.has_experts(n)], (False, False), *how)
+        sums.update(in_layer)
+        sums["in_fp8"] -= 0 if in_fp8(fp8, n, shape.num_layers) else in_layer["in_fp8"]
     trained = sums["total"] if lora is None else sums["adapters"]
     total = sums["total"] + sums["adapters"]
     return RankParameters(total, sums["in_experts"], sums["in_fp8"], trained, sums["adapted"])
