@@ -176,7 +176,7 @@ def test_what_a_run_cannot_tell_is_refused(refused: Callable[..., str], tmp_path
     assert "metrics.jsonl has no completed step with times" in refused(QUICKSTART, empty)
     assert "the run has parallel.tensor 2, this config 1" in refused(QUICKSTART, run, "parallel.tensor=1")
     moe = f"model.path={EXAMPLES}/quickstart/moe_model", "parallel.sequence=true"
-    assert "on a CPU its times tell nothing about this one" in refused(QUICKSTART, run, *moe)
+    assert "on device cpu: its times tell nothing about this one" in refused(QUICKSTART, run, *moe)
     assert "another model" in refused(QWEN3_8B, run)
     assert "fine-tuning (sft)" in refused(EXAMPLES / "qwen3_8b_sft.yaml", run)
     (run / "config.yaml").write_text("name: [")

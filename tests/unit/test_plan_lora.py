@@ -87,7 +87,7 @@ def test_only_adapters_have_gradients_and_state() -> None:
     part = parts(plan)
     assert part["parameters"] == 2 * plan.largest.parameters
     assert part["gradients"] == 4 * TRAINED
-    assert part["optimizer"] == part["optimizer while engines sample"] == 12 * TRAINED
+    assert part["optimizer"] == part["optimizer off the GPU"] == 12 * TRAINED
     assert part["held anchor"] == 2 * TRAINED
     assert part["checkpoint to be written"] == (2 + 2 + 12) * TRAINED
     assert saved_disk(plan) == 14 * TRAINED
@@ -105,21 +105,18 @@ def test_adapters_are_cut_as_their_projections_are() -> None:
 
 
 def test_what_engines_hold_of_adapters() -> None:
-    """Slots have vLLM's rank, and packed modules one for each projection; what was read is there too."""
+    """Slots have vLLM's rank; what was read is there too."""
     plan = plan_of("lora={rank: 20, targets: [q_proj, down_proj]}")
-    sizes = [ONE_LAYER[name] for name in ("q_proj", "k_proj", "v_proj", "down_proj")]
-    read = 36 * 20 * sum(sum(ONE_LAYER[name]) for name in ("q_proj", "down_proj"))
-    assert plan.engine.adapters == 2 * (36 * 32 * sum(map(sum, sizes)) + read)
-    wide = plan_of("lora={rank: 20, targets: [q_proj, down_proj]}", "engine.tensor=2", "parallel.data=2")
-    halves = (2048 + 4096) + 2 * (512 + 4096) + (4096 + 6144)
-    assert wide.engine.adapters == 2 * (36 * 32 * halves + read)
+    assert plan.engine.adapters == 2 * (
+        36 * (20 + 32) * sum(sum(ONE_LAYER[name]) for name in ("q_proj", "down_proj"))
+    )
     assert plan.engine.total == plan_of().engine.total + plan.engine.adapters
     (shared,) = (p.nbytes for p in plan.shared_gpu.parts if p.name == "engine: adapters")
     assert shared == plan.engine.adapters
 
 
 def test_the_output_layer_has_an_adapter_on_the_last_stage() -> None:
-    """Its B is cut and padded as its weight is; an engine's worker has it whole."""
+    """Its B is cut and padded as its weight is; an engine's worker is planned with all of it."""
     lora = "lora={rank: 20, targets: [q_proj, lm_head]}"
     plan = plan_of(lora, "parallel={pipeline: 2, tensor: 2, sequence: true, data: 1}", "engine.tensor=2")
     first, last = (rank_parameters(plan.settings, plan.shape, stage) for stage in (0, 1))
@@ -129,7 +126,7 @@ def test_the_output_layer_has_an_adapter_on_the_last_stage() -> None:
     padded = plan_of(lora, "model.vocab_multiple=151937")
     assert padded.largest.trained == 36 * 20 * (4096 + 4096) + 20 * (151_937 + 4096)
     assert plan.trained == 36 * 20 * (4096 + 4096) + 20 * (vocab + 4096)
-    slots = 36 * 32 * ((2048 + 4096) + 2 * (512 + 4096)) + 32 * (vocab + 4096)
+    slots = 36 * 32 * (4096 + 4096) + 32 * (vocab + 4096)
     assert plan.engine.adapters == 2 * (slots + plan.trained)
     assert saved_disk(plan) == 14 * plan.trained
 
@@ -199,8 +196,8 @@ def test_an_update_leaves_out_the_gradients_of_frozen_weights() -> None:
     assert seconds(full, "update") - seconds(adapters, "update") == pytest.approx(expected)
 
 
-def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> None:
-    """Forward, again, and twice in the backward pass."""
+def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_others() -> None:
+    """Forward, and twice in the backward pass."""
     fixed = ("memory.recompute=none", "optimizer.distributed=true", "training.minibatches=1")
     without, with_head = (
         plan_of(*fixed, f"lora={{rank: 16, targets: [q_proj{more}]}}") for more in ("", ", lm_head")
@@ -208,7 +205,7 @@ def test_an_adapter_of_the_output_layer_is_computed_as_often_as_the_head() -> No
     added, assumed = 16 * (151_936 + 4096), assume("h100-80")
     assert with_head.trained - without.trained == added
     tokens = 512 * 16 * (256 + 0.4 * 8192)
-    flops = 4 * 2 * tokens * added
+    flops = 3 * 2 * tokens * added
     state = 30 * added / (assumed.memory_bandwidth * assumed.decode_efficiency)
     expected = flops / assumed.peak_bf16 / assumed.train_mfu + state
     assert seconds(with_head, "update") - seconds(without, "update") == pytest.approx(expected, rel=1e-6)

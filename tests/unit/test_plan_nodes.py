@@ -16,7 +16,7 @@ import pytest
 from rpg_megatron import cli
 from rpg_megatron.commands.plan.layout import count_gpus
 from rpg_megatron.commands.plan.plan import ROOM, Plan, Target, lighter, make_plan, plan_for, sweep
-from rpg_megatron.commands.plan.trainer_memory import batch_bytes
+from rpg_megatron.commands.plan.trainer_memory import TOKEN, TRAJECTORY
 from rpg_megatron.config import load_settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory
 from tests.support.recipes import SEPARATE_8B, SEPARATE_30B
@@ -136,12 +136,11 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
 
 def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
     """8,192 sequences of 1,024 + 8,192 tokens, with the sampler and two of four leaders, two ranks each."""
-    saved, gathered, step = [p.nbytes for p in plan_of().host]
+    of_ranks, step = [p.nbytes for p in plan_of().host]
     parameters = plan_of().ranks[0].parameters
-    assert saved == 2 * 14 * parameters  # only the first replica writes
-    # Its buffers are copied one by one; to resume, the second replica reads them too.
-    assert gathered == 2 * 2 * parameters + 2 * 12 * parameters
-    each = batch_bytes(8192, 8192 * 1024, 8192 * 8192)
+    # The first replica writes; its buffers are copied one by one. To resume, the second reads them too.
+    assert of_ranks == 2 * 16 * parameters + 2 * 12 * parameters
+    each = 8192 * (TRAJECTORY + TOKEN * (1024 + 8192))
     assert step == each + 2 * each // 2  # leaders send their shares to the other rank
     without_broadcast = plan_of(
         "parallel.tensor=1", "parallel.sequence=false", "parallel.data=8", "checkpoint.every=null"
@@ -153,17 +152,16 @@ def test_what_a_step_takes_of_the_first_nodes_memory() -> None:
 def test_what_ranks_of_the_first_node_keep_in_its_memory() -> None:
     """Four ranks with a held anchor each; two of them send weights, through shared memory."""
     weights = plan_of().ranks[0].parts[0].nbytes
-    plan = plan_of("anchor.type=fixed", "parallel.data=2", "engine.replicas=4")
-    names = {p.name: p.nbytes for p in plan.host}
-    assert names["held anchor, 4 ranks"] == 4 * weights
-    assert not any(name.startswith("bridge") for name in names)
-    shared = plan_of("bridge={transport: shared_memory}", "parallel.data=2", "engine.replicas=4")
-    names = {p.name: p.nbytes for p in shared.host}
-    assert names["bridge: copy in shared memory, 4 ranks"] == 2 * weights
+    layout = ("parallel.data=2", "engine.replicas=4", "checkpoint.every=null")
+    (anchors, step) = plan_of("anchor.type=fixed", *layout).host
+    assert (anchors.name, anchors.nbytes) == ("of 4 ranks", 4 * weights)
+    assert [part.name for part in plan_of(*layout).host] == [step.name]
+    (copies, _) = plan_of("bridge={transport: shared_memory}", *layout).host
+    assert (copies.name, copies.nbytes) == ("of 4 ranks", 2 * weights)
 
 
 def test_trajectories_take_what_is_planned() -> None:
-    """Python's objects included, as its allocator counts them."""
+    """Python's objects included, as its allocator counts them; a prompt's tokens have an id alone."""
     number, prompt, response = 300, 100, 800
 
     def make(i: int) -> Trajectory:
@@ -199,7 +197,8 @@ def test_trajectories_take_what_is_planned() -> None:
     measured = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(trajectories) == number
-    assert batch_bytes(number, number * prompt, number * response) == pytest.approx(measured, rel=0.02)
+    planned = number * (TRAJECTORY + TOKEN * (prompt + response))
+    assert planned - number * (TOKEN - 4) * prompt == pytest.approx(measured, rel=0.02)
 
 
 def test_replayed_routes_are_in_host_memory() -> None:

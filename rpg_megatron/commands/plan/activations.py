@@ -62,17 +62,10 @@ class StageActivations:
         """Tokens of the largest micro-batch on this context-parallel rank."""
         return -(-self.batch.tokens_per_microbatch // self.settings.parallel.context)
 
-    @property
-    def _layers(self) -> list[int]:
-        return [n for part in layers_of(self.shape, self.settings.parallel, self.stage) for n in part]
-
     def saved(self, recompute: Recompute, *, worst: bool = False) -> int:
         """Bytes of all micro-batches in flight. worst: see ``expert_rows``."""
         settings, parallel, shape = self.settings, self.settings.parallel, self.shape
-        each = 0.0
-        for n in self._layers:
-            fp8 = in_fp8(settings.precision.fp8, n, shape.num_layers)
-            each += self._layer(recompute, worst, shape.has_experts(n), fp8)
+        each = sum(self._layer(recompute, worst, n) for n in layers_of(shape, parallel, self.stage))
         total = in_flight(self.stage, parallel, self.batch.microbatches) * each / parallel.virtual
         if self.stage == parallel.pipeline - 1:
             # Inputs of the final norm and of the log-prob head; targets, normalisers, entropy.
@@ -80,7 +73,7 @@ class StageActivations:
             total += ITEM_BYTES[settings.precision.dtype] * (stream + shape.hidden_size) + 20
         return round(self.tokens * total)
 
-    def _layer(self, recompute: Recompute, worst: bool, experts: bool, fp8: bool = False) -> float:
+    def _layer(self, recompute: Recompute, worst: bool, number: int) -> float:
         """Bytes that a layer saves for each token on the rank: the inputs of its operations.
 
         Of attention: layer's input, norm's output and sum with the stream; queries and keys before their
@@ -93,7 +86,9 @@ class StageActivations:
         stream = shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
         if recompute == "full":
             return item * stream
-        low = _FP8_ITEM if fp8 and lora is None else item  # of what products with weights read
+        experts = shape.has_experts(number)
+        fp8 = in_fp8(self.settings.precision.fp8, number, shape.num_layers) and lora is None
+        low = _FP8_ITEM if fp8 else item  # of what products with weights read
         heads, kv_heads = shape.num_heads / parallel.tensor, max(1.0, shape.num_kv_heads / parallel.tensor)
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         total = (2 * item + low) * stream + (2 + shape.qk_norm) * item * (queries + keys)
@@ -120,15 +115,11 @@ class StageActivations:
         Fused layers compute all experts of a rank at once, local layers one after the other. Frozen weights
         have no gradient, but adding adapters to gate|up takes three tensors of its size.
         """
-        shape, parallel, frozen, most = (
-            self.shape,
-            self.settings.parallel,
-            self.settings.lora is not None,
-            0.0,
-        )
-        item, hidden = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size
-        for experts in {shape.has_experts(n) for n in self._layers}:
-            again = self._layer("none", worst, experts) - self._layer(recompute, worst, experts)
+        shape, parallel, frozen = self.shape, self.settings.parallel, self.settings.lora is not None
+        item, hidden, most = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size, 0.0
+        layers = layers_of(shape, parallel, self.stage)
+        for experts, number in {shape.has_experts(n): n for n in layers}.items():
+            again = self._layer("none", worst, number) - self._layer(recompute, worst, number)
             columns, at_once = shape.ffn_hidden_size / parallel.tensor, 1
             inner = (6 if frozen else 5) * columns
             if experts and (e := shape.experts) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,19 +13,17 @@ from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
 from rpg_megatron.commands.plan.trainer_memory import (
     MERGED,
     NCCL,
+    NCCL_LINK,
     RESERVE,
     SERVED,
-    Basis,
     MemoryPart,
-    Phase,
     RankMemory,
-    link_bytes,
     phase_peaks,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.engine.command import kv_bytes_per_token
-from rpg_megatron.models.lora import ROW_PARALLEL, AdapterMapping, projection_shape
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -65,14 +64,14 @@ class EngineMemory:
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
         """What a worker holds."""
-        table: tuple[tuple[str, int, Basis, Phase], ...] = (
-            ("weights", self.weights, "exact", "always"),
-            ("adapters", self.adapters, "exact", "always"),
-            ("batch, context, graphs, NCCL", self.running, "estimated", "rollout"),
-            ("bridge: buckets, NCCL", self.buckets, "estimated", "sync"),
-            ("KV cache", max(0, self.kv_cache), "exact", "rollout"),
+        parts = (
+            MemoryPart("weights", self.weights, "exact"),
+            MemoryPart("adapters", self.adapters, "exact"),
+            MemoryPart("batch, context, graphs, NCCL", self.running, "estimated", "rollout"),
+            MemoryPart("bridge: buckets, NCCL", self.buckets, "estimated", "sync"),
+            MemoryPart("KV cache", max(0, self.kv_cache), "exact", "rollout"),
         )
-        return tuple(MemoryPart(*row) for row in table if row[1])
+        return tuple(part for part in parts if part.nbytes)
 
     @property
     def total(self) -> int:
@@ -106,11 +105,13 @@ def engine_memory(
     kv_bytes = kv_bytes_per_token(settings, shape)
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
-    buckets = BUCKET_BYTES if settings.bridge.transport == "process_group" else 0
+    grouped = settings.bridge.transport == "process_group"
+    buckets = BUCKET_BYTES * grouped
     running, utilisation, kv_cache = 0, None, int(engine.kv_cache_gib * 1024**3)
     if device == "cuda":  # on a CPU the server's processes are counted with the machine: ``SERVER``
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-        buckets = 0 if engine.colocated else buckets + link_bytes(settings)[1]  # colocated: in host memory
+        links = NCCL_LINK * settings.parallel.tensor * settings.parallel.pipeline
+        buckets = (BUCKET_BYTES + links) * (grouped and not engine.colocated)  # colocated: in host memory
         running = GRAPHS + NCCL_OF_WORKER * (engine.tensor > 1)
         running += batched * item * _activations(shape, engine.tensor)
         # Float32 logits, and a sorted or exponentiated copy.
@@ -153,27 +154,14 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
 
 
 def adapter_parameters(settings: Settings, shape: ModelShape) -> int:
-    """Number of parameters of adapters on one worker: in vLLM's slots, and as they were read.
+    """Most parameters of adapters on one worker: in vLLM's slots, which have another rank, and as read.
 
-    A module has a slot for each of its projections, also for those without an adapter, with the engine's
-    rank. Of A a worker has all columns, of a row-parallel projection its share; B is the other way round.
-    What it read is not cut.
+    A worker has all columns of A and its share of B, or the other way round; here all of both.
     """
     if settings.lora is None or not settings.serves_adapters:
         return 0
-    mapping, tensor = AdapterMapping(shape, settings.lora), settings.engine.tensor
-    kv_workers = min(tensor, shape.num_kv_heads)  # with more workers, heads are replicated
-    slots = 0
-    for name in (name for packed in mapping.packed for name in packed):
-        outputs, inputs = projection_shape(shape, name)
-        if name in ROW_PARALLEL:
-            inputs //= tensor
-        else:
-            outputs //= kv_workers if name in ("k_proj", "v_proj") else tensor
-        slots += shape.num_layers * settings.lora.engine_rank * (outputs + inputs)
-    if mapping.on_output_layer:  # each worker adapts the logits of all
-        slots += settings.lora.engine_rank * (shape.vocab_size + shape.hidden_size)
-    return slots + mapping.parameters
+    read = AdapterMapping(shape, settings.lora).parameters
+    return read + read * settings.lora.engine_rank // settings.lora.rank
 
 
 def _argument(arguments: Sequence[str], name: str, default: float) -> float:
@@ -181,9 +169,9 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 
     vLLM uses the last one if it is repeated. Raises UserError if a value is not a number.
     """
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    values = {key.replace("_", "-"): value for key, value in zip(words, [*words[1:], ""], strict=False)}
-    value = values.get(name, default)
+    pattern = rf"{name}[= ](\S*)".replace("-", "[-_]")
+    values = re.findall(pattern, " ".join(arguments))
+    value = values[-1] if values else default
     try:
         return float(value)
     except ValueError:

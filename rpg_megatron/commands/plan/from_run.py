@@ -1,28 +1,60 @@
 """``plan --from RUN``: what the formulas say of other settings, scaled by what a run measured.
 
 Each phase has one factor, the run's seconds over those of the formula for the run's own settings, layout and
-lengths.
+lengths. What a run measured: lengths, kept groups and seconds of each phase.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
+from statistics import median
+from typing import get_args
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
-from rpg_megatron.commands.plan.gpus import Assumptions, find_gpu
-from rpg_megatron.commands.plan.measured_run import MeasuredRun, changes_between, measure_run
+from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.plan import Plan, plan_for, told
 from rpg_megatron.commands.plan.step_time import Name, step_times
-from rpg_megatron.config import Settings, UserError, read_model_shape
-from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.commands.report.run_files import read_run
+from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.affects import settings_that_differ
+from rpg_megatron.config.base import What
+from rpg_megatron.launcher.run_dir import CONFIG
+from rpg_megatron.system.metrics_file import METRICS, Row
 
+_LATEST = 50
+"""Steps that are read, the newest: older ones have other lengths, or settings that a resume changed."""
+_PHASES = {"logprobs": "log-probs", "update": "update", "sync": "sync", "handover": "handover"}
+"""Time in the metrics -> phase of ``plan``."""
+_NEEDED = ("time/step", "time/collect", "time/update", "step/tokens", "response/length_mean")
 _FEW = 5
 """Steps below which a median is called one of few."""
 _SET_BY: dict[str, str] = {"log-probs": "score_mfu", "update": "train_mfu", "rollout": "decode_efficiency"}
 """Phase -> the assumption with which ``--assume`` sets its speed, in place of the run's."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """Medians over the newest steps of a run, without the first one.
+
+    steps: that were read; warm: the first one was left out, since there are others; prompt, response: mean
+    tokens, those of a prompt with all else that was not sampled; kept: fraction of groups that
+    ``rollout.dynamic`` kept; seconds: of the phases of ``plan`` that happened (rollout with its tail,
+    log-probs, update, sync, handover, other).
+    """
+
+    folder: Path
+    settings: Settings
+    steps: int
+    warm: bool
+    running: bool
+    prompt: float
+    response: float
+    kept: float | None
+    seconds: dict[str, float]
+    step: float
 
 
 @dataclass(frozen=True)
@@ -51,41 +83,31 @@ def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
     device and another model, or on a CPU another model or other processes, which share its cores.
     """
     run = measure_run(folder)
-    run = replace(run, settings=with_local_model(run.settings, weights=False))
     theirs, settings, target = run.settings, plan.settings, plan.target
     shape = read_model_shape(theirs.model.path)
     same_model, same_device = shape == plan.shape, theirs.device == target.device
-    if not same_model and not same_device:
+    if not same_model and not (same_device and plan.on_gpu):
         raise UserError(
-            f"--from {folder}: a run of another model ({theirs.model.path}) on another device "
-            f"({theirs.device}) tells nothing about this one; give a run of the same model or device"
+            f"--from {folder}: a run of another model ({theirs.model.path}) on device {theirs.device}: its "
+            "times tell nothing about this one; give a run of the same model, or of GPUs for a plan of GPUs"
         )
-    if same_device and not plan.on_gpu:
-        _refuse_on_cpu(run, settings, same_model=same_model)
-    notes = tuple(_notes(run, plan, same_model=same_model, same_device=same_device))
+    kinds = (what for what in get_args(What) if what != "files")
+    before_and_after = theirs.model_dump(mode="json"), settings.model_dump(mode="json")
+    changes = settings_that_differ(*before_and_after, *kinds)
+    for key, (before, after) in changes.items() if same_device and not plan.on_gpu else ():
+        if key.startswith("parallel.") or key in ("engine.replicas", "engine.tensor"):
+            raise UserError(
+                f"--from {folder}: the run has {key} {before}, this config {after}; on a CPU processes share "
+                f"the cores, so the run's times do not scale with their number: plan with {key}={before}, or "
+                f"give a run with {after}"
+            )
+    changed = "; ".join(f"{key}: {before} -> {after}" for key, (before, after) in changes.items())
+    notes = tuple(_notes(run, plan, changed, same_model=same_model, same_device=same_device))
     values = _lengths(run, settings) if same_model else {}
     if not same_device:
         return FromRun(run, values, {}, notes, None)
     factors = _factors(run, plan_for(theirs, shape, target), assumed.replaced(_lengths(run, theirs)))
     return FromRun(run, {**values, "step_overhead": run.seconds["other"]}, factors, notes, run.seconds)
-
-
-def _refuse_on_cpu(run: MeasuredRun, settings: Settings, *, same_model: bool) -> None:
-    """Times of CPU processes carry over only to the same ones."""
-    if not same_model:
-        raise UserError(
-            f"--from {run.folder}: a run of another model ({run.settings.model.path}); on a CPU its times "
-            "tell nothing about this one, whose products have other sizes"
-        )
-    sizes = [*(f"parallel.{n}" for n in ParallelSettings.model_fields), "engine.replicas", "engine.tensor"]
-    for key in sizes:
-        before, after = (attrgetter(key)(s) for s in (run.settings, settings))
-        if before != after:
-            raise UserError(
-                f"--from {run.folder}: the run has {key} {before}, this config {after}; on a CPU processes "
-                "share the cores, so the run's times do not scale with their number: plan with "
-                f"{key}={before}, or give a run with {after}"
-            )
 
 
 def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
@@ -109,10 +131,11 @@ def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, 
     return factors
 
 
-def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool) -> Iterator[str]:
+def _notes(
+    run: MeasuredRun, plan: Plan, changed: str, *, same_model: bool, same_device: bool
+) -> Iterator[str]:
     """What to know of the figures: what was read, what was not taken, what differs."""
     settings, theirs, steps = plan.settings, run.settings, run.steps
-    other, changes = _other_gpu(run, plan.target.name), changes_between(theirs, settings)
     layouts = [(s.parallel, s.engine.tensor, s.engine.colocated) for s in (theirs, settings)]
     moved = same_device and plan.on_gpu and layouts[0] != layouts[1]
     longer = same_model and run.response > settings.rollout.max_response_tokens
@@ -122,18 +145,64 @@ def _notes(run: MeasuredRun, plan: Plan, *, same_model: bool, same_device: bool)
             "only its first step, which includes warm-up: its times are too long": not run.warm,
             f"another model ({theirs.model.path}): its lengths and kept groups are not used": not same_model,
             f"another device ({theirs.device}): its lengths are used, its times are not": not same_device,
-            f"another GPU ({other}): its times count as those of {plan.target.name}": same_device and other,
             "another layout: work is divided by the GPUs at the run's speed; bubbles, reductions, and "
             "communication of tensor parallelism and experts are those of the formulas": moved,
             "the mean response is longer than rollout.max_response_tokens, so all count as that long": longer,
-            f"changed settings, with the lengths of the run: {'; '.join(changes)}": changes,
+            f"changed settings, with the lengths of the run: {changed}": changed,
         }
     )
 
 
-def _other_gpu(run: MeasuredRun, target: str) -> str | None:
-    """The name of the run's GPU if it is known not to be the target; None: the same, or unknown."""
-    if run.gpu is None or find_gpu(target) is None:
-        return None
-    word = target.lower().split("-")[0].removesuffix("s")
-    return None if word in run.gpu.lower() else run.gpu
+def measure_run(folder: Path) -> MeasuredRun:
+    """Read a finished or running run.
+
+    Raises UserError if it is not the folder of a run of reinforcement learning, its settings cannot be read,
+    or it has no completed step with times.
+    """
+    run = read_run(folder)
+    try:
+        settings = with_local_model(load_settings(folder / CONFIG), weights=False)
+    except UserError as e:
+        raise UserError(f"--from {folder}: its settings cannot be read: {e}") from None
+    if settings.sft is not None:
+        raise UserError(
+            f"--from {folder}: a run of fine-tuning (sft) has no rollouts; give one of train's RL"
+        )
+    # The first one includes warm-up; those after later starts are few, and these are medians.
+    timed = [
+        r for r in run.rows if all(math.isfinite(r.get(key, math.nan)) and r[key] > 0 for key in _NEEDED)
+    ]
+    rows = (timed[1:] or timed)[-_LATEST:]
+    if not rows:
+        steps = f"{run.steps} completed steps" if run.steps else "no completed step"
+        hint = "; wait for its first step" if run.running else ""
+        raise UserError(f"--from {folder}: {METRICS} has {steps} with times and lengths{hint}")
+    response = median(row["response/length_mean"] for row in rows)
+    tokens = median(row["step/tokens"] for row in rows)
+    prompts = settings.rollout.prompts_per_step
+    drawn = [prompts / row["sampling/generated"] for row in rows if row.get("sampling/generated")]
+    phases = [_phases(row, settings) for row in rows]
+    seconds = {name: median(step[name] for step in phases) for name in phases[0]}
+    return MeasuredRun(
+        folder=folder,
+        settings=settings,
+        steps=len(rows),
+        warm=len(timed) > 1,
+        running=run.running,
+        prompt=max(1.0, tokens / settings.sequences - response),
+        response=response,
+        kept=min(1.0, median(drawn)) if drawn and settings.rollout.dynamic is not None else None,
+        seconds={name: value for name, value in seconds.items() if value > 0 or name == "other"},
+        step=median(row["time/step"] for row in rows),
+    )
+
+
+def _phases(row: Row, settings: Settings) -> dict[str, float]:
+    """Seconds of the phases of ``plan``. With ``rollout.ahead`` a rollout is while engines work."""
+    step, collected = row["time/step"], row["time/collect"]
+    if settings.rollout.ahead > 0:
+        rollout = step - row.get("async/sampler_held", 0.0)
+    else:
+        rollout = collected = row.get("time/rollout", collected)
+    seconds = {name: row.get(f"time/{key}", 0.0) for key, name in _PHASES.items()}
+    return {"rollout": rollout, **seconds, "other": max(0.0, step - collected - sum(seconds.values()))}

@@ -22,11 +22,11 @@ _FP8_MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight",
 """The parameters of a layer that FP8 recipes quantise."""
 
 
-def layers_of(shape: ModelShape, parallel: ParallelSettings, stage: int) -> list[range]:
-    """Layer indices of a pipeline rank, for each of its virtual stages."""
+def layers_of(shape: ModelShape, parallel: ParallelSettings, stage: int) -> list[int]:
+    """Layer indices of a pipeline rank, those of all of its virtual stages."""
     counts = shape.stage_layers(parallel.pipeline * parallel.virtual)
     numbers = range(stage, len(counts), parallel.pipeline)
-    return [range(sum(counts[:n]), sum(counts[: n + 1])) for n in numbers]
+    return [layer for n in numbers for layer in range(sum(counts[:n]), sum(counts[: n + 1]))]
 
 
 def in_fp8(fp8: FP8Settings | None, layer: int, layers: int) -> bool:
@@ -103,12 +103,12 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     shard = ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0) if shape.experts else ALL_EXPERTS
     how = parallel.tensor, settings.model.vocab_multiple, shard
     sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), *how))
-    layers = [n for part in layers_of(shape, parallel, stage) for n in part]
-    kinds = Counter((shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)) for n in layers)
-    for (experts, on), number in kinds.items():
-        example = next(n for n in layers if shape.has_experts(n) == experts)
-        for name, size in _count(shape, lora, example, (False, False), *how).items():
-            sums[name] += number * size * (on or name != "in_fp8")
+    layers = layers_of(shape, parallel, stage)
+    examples = {shape.has_experts(n): n for n in layers}
+    for n in layers:
+        in_layer = _count(shape, lora, examples[shape.has_experts(n)], (False, False), *how)
+        sums.update(in_layer)
+        sums["in_fp8"] -= 0 if in_fp8(fp8, n, shape.num_layers) else in_layer["in_fp8"]
     trained = sums["total"] if lora is None else sums["adapters"]
     total = sums["total"] + sums["adapters"]
     return RankParameters(total, sums["in_experts"], sums["in_fp8"], trained, sums["adapted"])

@@ -14,7 +14,6 @@ from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, engines_of_a_replic
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.lora import OUTPUT_LAYER
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -123,22 +122,6 @@ def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
     return tuple(_step(_Case(plan, assumed, placement, *gpus[placement])) for placement in placements)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Passes over a batch, a backward pass as two. mlp: more through the MLPs alone; exchanges: those that
-    communicate; gradients: whether one is for the gradients of weights, which frozen ones do not need.
-    """
-
-    layers: float
-    head: float
-    mlp: float = 0
-    exchanges: float = 1
-    gradients: bool = False
-
-
-_FORWARD = _Passes(layers=1, head=1)
-
-
 class _Case:
     """A placement, and what its phases are computed from: mean tokens, speeds of a GPU."""
 
@@ -191,47 +174,45 @@ class _Case:
 
 
 def _step(case: _Case) -> StepTime:
-    rollout, under_way = _rollout(case)
-    phases = [*rollout, _log_probs(case), _update(case), _sync(case)]
+    phases, under_way = _rollout(case)
+    phases += [_log_probs(case), _update(case), _sync(case)]
     if case.placement == "colocated":
         phases.append(_handover(case))
-    factors, overhead = case.assumed.factors, Phase("other", case.assumed.step_overhead, "fixed")
-    for i, phase in enumerate(phases):  # the tail has the factor of the rollout
-        phases[i] = replace(phase, seconds=factors.get(phase.name.split(":")[0], 1) * phase.seconds)
-    tokens = case.plan.batch.sequences * (case.prompt + case.response)
-    drained = case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain"
-    gpus = case.trainer_gpus, case.engine_gpus
-    under_way *= factors.get("rollout", 1)
-    return StepTime(case.placement, *gpus, (*phases, overhead), tokens, under_way, drained)
+    factors = case.assumed.factors  # the tail has the factor of the rollout
+    scaled = (replace(p, seconds=factors.get(p.name.split(":")[0], 1) * p.seconds) for p in phases)
+    return StepTime(
+        placement=case.placement,
+        trainer_gpus=case.trainer_gpus,
+        engine_gpus=case.engine_gpus,
+        phases=(*scaled, Phase("other", case.assumed.step_overhead, "fixed")),
+        trained_tokens=case.plan.batch.sequences * (case.prompt + case.response),
+        under_way=under_way * factors.get("rollout", 1),
+        drained=case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain",
+    )
 
 
-def _work(case: _Case, tokens: float, squares: float, passes: _Passes, mfu: float) -> tuple[float, float]:
-    """Seconds of a replica's GPUs for products, and for communication, of sequences with these n and n^2.
+def _work(
+    case: _Case, tokens: float, squares: float, mfu: float, *, layers: int = 1, head: int = 1, mlp: int = 0
+) -> float:
+    """Seconds of a replica's GPUs for the products of sequences with these n and n^2 (``forward_flops``).
 
-    A forward pass takes 2 P n for products with weights (arXiv 2001.08361, 2.1) and 2 n^2 heads head_dim L
-    for causal attention, half of 4 n^2 (arXiv 2104.04473, appendix). A backward pass takes twice that.
+    layers, head: passes through the layers and the output layer, a backward pass as two, one of which is for
+    the gradients of weights and left out where they are frozen; mlp: more through the MLPs alone.
     """
     shape, settings = case.plan.shape, case.plan.settings
     in_layers, in_head = shape.matmul_parameters
-    fp8_layers = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
-    in_fp8_layers = fp8_layers / shape.num_layers
-    linear = in_fp8_layers / case.fp8_gain + 1 - in_fp8_layers  # seconds, of those in bfloat16
-    without, adapters, of_head = 0, 0, 0
-    if (lora := settings.lora) is not None:
-        without = passes.gradients
-        of_head = lora.rank * (shape.vocab_size + shape.hidden_size) * (OUTPUT_LAYER in lora.names)
-        adapters = case.plan.trained - of_head
-    table = (  # parameters, passes
-        (linear * in_layers, passes.layers - without),
-        (linear * 3 * shape.hidden_size * shape.active_ffn_columns, passes.mlp),
-        (in_head, passes.head - without),
-        (adapters, passes.layers),
-        (of_head, passes.head),
+    in_fp8_layers = sum(in_fp8(settings.precision.fp8, n, shape.num_layers) for n in range(shape.num_layers))
+    faster = in_fp8_layers / shape.num_layers * (1 - 1 / case.fp8_gain)
+    frozen = int(settings.lora is not None and layers > 1)
+    passes = (  # parameters, passes
+        ((1 - faster) * in_layers, layers - frozen),
+        ((1 - faster) * 3 * shape.hidden_size * shape.active_ffn_columns, mlp),
+        (in_head, head - frozen),
+        (case.plan.trained * (settings.lora is not None), layers),
     )
-    attention = squares * passes.layers * shape.num_heads * shape.head_dim * shape.num_layers
-    flops = 2 * (tokens * sum(parameters * number for parameters, number in table) + attention)
-    ranks = settings.parallel.world / settings.parallel.data
-    return flops / case.peak / ranks / mfu, passes.exchanges * _exchange_seconds(case, tokens)
+    flops = 2 * tokens * sum(parameters * number for parameters, number in passes)
+    flops += layers * shape.forward_flops(0, squares)
+    return flops / case.peak / (settings.parallel.world / settings.parallel.data) / mfu
 
 
 def _rollout(case: _Case) -> tuple[list[Phase], float]:
@@ -270,18 +251,13 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     read, computed = token(batch, context)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response
-    attention = 2 * case.prompt**2 * shape.num_heads * shape.head_dim * shape.num_layers
-    prefill = prompts / case.engines * (2 * (in_layers + in_head) * case.prompt + attention) / flops
-    slowest = _largest({"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed})
-    bound = "prefill" if prefill > seconds else f"{slowest}, {batch:.0f} at once"
+    prefill = prompts / case.engines * shape.forward_flops(case.prompt, case.prompt**2) / flops
+    bounds = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
+    bound = "prefill" if prefill > seconds else f"{max(bounds, key=bounds.__getitem__)}, {batch:.0f} at once"
     left = case.longest - case.prompt - case.response
     alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
     tail = Phase("rollout: tail", left * alone, "one response alone")
     return [Phase("rollout", seconds + prefill, bound), tail], response
-
-
-def _largest(parts: dict[str, float]) -> str:
-    return max(parts, key=lambda name: parts[name])
 
 
 def _log_probs(case: _Case) -> Phase:
@@ -289,13 +265,13 @@ def _log_probs(case: _Case) -> Phase:
     settings = case.plan.settings
     number = settings.scoring_passes
     tokens, squares = case.replica_work(case.plan.batch.sequences)
-    work, exchange = _work(case, tokens, squares, _FORWARD, case.assumed.score_mfu)
+    work, exchange = _work(case, tokens, squares, case.assumed.score_mfu), _exchange_seconds(case, tokens)
     seconds = number * (work + exchange) * case.bubble(tokens)
     if settings.anchor.type != "old":  # twice, in both directions
         seconds += 4 * case.item * case.plan.largest.trained / case.host_link
     if settings.full_divergence is None:
         seconds += _teacher_seconds(case, tokens, squares)
-    bound = _largest({"FLOP/s": work, "communication": exchange})
+    bound = "FLOP/s" if work >= exchange else "communication"
     return Phase("log-probs", seconds, f"{bound}, {number:.2g} pass{'' if number == 1 else 'es'}")
 
 
@@ -308,8 +284,8 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
     plan = replace(case.plan, shape=read_model_shape(teacher.path), settings=settings)
     other = _Case(plan, case.assumed, case.placement, case.trainer_gpus, case.engine_gpus)
     copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
-    seconds = sum(_work(other, tokens, squares, _FORWARD, case.assumed.score_mfu)) * case.bubble(tokens)
-    return seconds + copied / case.host_link
+    work = _work(other, tokens, squares, case.assumed.score_mfu) + _exchange_seconds(other, tokens)
+    return work * case.bubble(tokens) + copied / case.host_link
 
 
 def _exchange_seconds(case: _Case, tokens: float) -> float:
@@ -344,9 +320,9 @@ def _update(case: _Case) -> Phase:
     settings, parallel = plan.settings, plan.settings.parallel
     tokens, squares = case.replica_work(plan.batch.sequences_per_update)
     again = recomputation(settings)
-    exchanges = 2 + (again != "none")
-    passes = _Passes(3 + (again == "full"), 4, int(again == "selective"), exchanges, gradients=True)
-    work, exchange = _work(case, tokens, squares, passes, assumed.train_mfu)
+    passes = {"layers": 3 + (again == "full"), "head": 4, "mlp": int(again == "selective")}
+    work = _work(case, tokens, squares, assumed.train_mfu, **passes)
+    exchange = (2 + (again != "none")) * _exchange_seconds(case, tokens)
     groups = case.held.replicated(parallel, case.data)
     moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in groups)
     reduction = moved / case.link(parallel.tensor * case.data * parallel.context)
@@ -361,7 +337,7 @@ def _update(case: _Case) -> Phase:
     }
     if settings.full_divergence is not None:
         parts["teacher"] = _teacher_seconds(case, tokens, squares)
-    bound = _largest(parts)
+    bound = max(parts, key=parts.__getitem__)
     if bound == "FLOP/s" and tokens <= case.longest:
         bound = "one longest sequence per replica"
     return Phase("update", plan.batch.updates * sum(parts.values()), bound)
@@ -395,6 +371,6 @@ def _sync(case: _Case) -> Phase:
 def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake, some with their weights."""
     settings = case.plan.settings
-    state = state_bytes(settings.precision.dtype, distributed=False, replicas=1)[2] * case.owned
+    state = state_bytes(settings.precision.dtype)[2] * case.owned
     moved = 2 * state * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
     return Phase("handover", 2 * HANDOVER + moved / case.host_link, "host link, overheads")

@@ -37,10 +37,10 @@ FREED, FREED_OF_BATCH = 0.12, 0.5
 """On a CPU: allowance for freed memory that malloc keeps, per byte of tensors (measured: 2% to 29%), and with
 frozen weights in addition per byte of a batch's tensors, which are most of what is freed (with the former 40%
 to 70%)."""
-_TRAJECTORY, _PROMPT, _RESPONSE = 1500, 4, 25
-"""Bytes of a trajectory in Python besides its tokens (measured), of a prompt's token (int32), and of a
-response's: id and weight version, int32; mask, bool; log-probs of engine, trainer and anchor, float32; text,
-assumed to be four characters."""
+TRAJECTORY, TOKEN = 1500, 25
+"""Bytes of a trajectory in Python besides its tokens (measured), and of each token of a response: id and
+weight version, int32; mask, bool; log-probs of engine, trainer and anchor, float32; text, assumed to be four
+characters. Those of a prompt count as much, though most have an id alone."""
 NCCL_GROUP, NCCL_PEER = 540 * 1024**2, 320 * 1024**2
 """Bytes of NCCL's buffers of a communicator (0.5 GiB within a node, up to 1.5 between nodes), and more for
 each rank of the node with which messages are exchanged: context, experts."""
@@ -107,17 +107,14 @@ class RankMemory:
         return sum(part.nbytes for part in self.parts if part.host)
 
 
-def state_bytes(dtype: str, *, distributed: bool, replicas: float) -> tuple[float, float, float]:
-    """Bytes per parameter of weights, gradients and optimizer state.
+def state_bytes(dtype: str) -> tuple[int, int, int]:
+    """Bytes per parameter of weights, gradients and optimizer state (see ``RankParameters.owned``).
 
     Gradients are accumulated and reduced in float32, in a full buffer on every rank. AdamW has two float32
-    moments (Schedule-Free AdamW a point and a moment); 16-bit weights also have a float32 copy. The
-    distributed optimizer shards copy and moments over the data x context replicas: 6 + 12/replicas bytes in
-    bfloat16, 18 without it.
+    moments (Schedule-Free AdamW a point and a moment); 16-bit weights also have a float32 copy.
     """
     item = ITEM_BYTES[dtype]
-    state = 8 + (4 if item < 4 else 0)
-    return item, 4, state / (replicas if distributed else 1)
+    return item, 4, 8 + (4 if item < 4 else 0)
 
 
 def recomputation(settings: Settings) -> Recompute:
@@ -129,45 +126,38 @@ def nccl_bytes(settings: Settings) -> int:
     """NCCL's buffers on a trainer rank: a constant for each communicator of more than one rank.
 
     Connections are made when they are first used; messages to single ranks (context, pipeline, experts) have
-    more. Estimated from NCCL 2.29's sources for H100 nodes.
+    more, and so has each engine worker that reads here (``process_group``; gloo's are not counted). Estimated
+    from NCCL 2.29's sources for H100 nodes.
     """
-    parallel = settings.parallel
+    parallel, engine = settings.parallel, settings.engine
     replicas, experts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
     groups = [*[parallel.world] * 2, replicas, parallel.tensor, parallel.context, *[parallel.pipeline] * 2]
     if experts > 1:  # all-to-all, counts, gradients
         groups += [experts, experts, expert_replicas(parallel), parallel.expert_tensor]
     peers = min(2, parallel.context - 1) + (parallel.expert - 1) * (experts <= GPUS_PER_NODE)
-    return NCCL_GROUP * sum(size > 1 for size in groups) + NCCL_PEER * peers
+    links = readers(settings) * (not engine.colocated)
+    return NCCL_GROUP * sum(size > 1 for size in groups) + NCCL_PEER * peers + NCCL_LINK * links
 
 
-def link_bytes(settings: Settings) -> tuple[int, int]:
-    """NCCL's buffers of the links of ``process_group`` on a trainer rank, and on an engine worker."""
-    parallel, engine = settings.parallel, settings.engine
-    workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
-    linked = settings.bridge.transport == "process_group" and not engine.colocated  # colocated: gloo's
-    return NCCL_LINK * workers * linked, NCCL_LINK * parallel.tensor * parallel.pipeline * linked
+def readers(settings: Settings) -> int:
+    """Engine workers to which each rank of a replica sends weights (``process_group``)."""
+    engine, grouped = settings.engine, settings.bridge.transport == "process_group"
+    return engines_of_a_replica(engine.replicas, settings.parallel) * engine.tensor * grouped
 
 
 def rank_memory(
     settings: Settings, shape: ModelShape, batch: BatchPlan, device: Device, *, stage: int, publishes: bool
 ) -> RankMemory:
     """The memory of one rank of a pipeline stage. publishes: see ``RankMemory``."""
-    parallel, on_gpu = settings.parallel, device == "cuda"
     activations = StageActivations(settings, shape, stage, batch, device)
     held = rank_parameters(settings, shape, stage)
     table = [
-        *_state_rows(settings, held, publishes=publishes, on_gpu=on_gpu, fused=activations.fused),
-        *_update_rows(activations, stage == parallel.pipeline - 1),
+        *_state_rows(settings, held, publishes=publishes, on_gpu=device == "cuda", fused=activations.fused),
+        *_update_rows(activations, stage == settings.parallel.pipeline - 1),
     ]
-    if on_gpu:
-        table.append((NCCL, nccl_bytes(settings) + link_bytes(settings)[0], "estimated", "always", False))
-    elif parallel.data * parallel.context > 1 and settings.optimizer.distributed:
-        # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
-        # process still holds the memory of the backward pass then.
-        table.append(("copy of the gradients", 4 * held.trained, "estimated", "update", False))
     parts = [MemoryPart(name, round(n), basis, phase, host) for name, n, basis, phase, host in table if n]
     rank = RankMemory(stage, publishes, held.total, held.trained, tuple(parts))
-    if on_gpu:
+    if device == "cuda":
         return rank
     freed = FREED * rank.peak
     if settings.lora is not None:
@@ -179,45 +169,51 @@ def rank_memory(
 def _state_rows(
     settings: Settings, held: RankParameters, *, publishes: bool, on_gpu: bool, fused: bool
 ) -> Iterator[_Row]:
-    """Weights, gradients and optimizer, and copies of them: all that does not depend on the batch."""
-    parallel, lora, fp8 = settings.parallel, settings.lora, settings.precision.fp8
-    weights, gradients, each = state_bytes(settings.precision.dtype, distributed=False, replicas=1)
+    """All that does not depend on the batch: weights, gradients, optimizer, copies of them, and buffers."""
+    parallel, lora, fp8, engine = settings.parallel, settings.lora, settings.precision.fp8, settings.engine
+    distributed, transport = settings.optimizer.distributed, settings.bridge.transport
+    weights, gradients, each = state_bytes(settings.precision.dtype)
     state, offloaded = each * held.owned(settings), settings.memory.offload_optimizer
-    shared, engines = settings.engine.colocated, settings.engine.replicas > 0
+    held_anchor = settings.anchor.type != "old"
     # One replica publishes the rest; the first ranks that hold an expert publish it.
     split = parallel.expert * parallel.expert_tensor > 1
     published = held.total if publishes else held.in_experts * split
-    saved = published
+    saved, merges = published, engine.replicas > 0 and not settings.serves_adapters
     if lora is not None:
         saved = held.trained * publishes
-        published -= held.trained * (publishes and not settings.serves_adapters)
-    merged = weights * held.adapted * (engines and lora is not None and not settings.serves_adapters)
+        published -= saved * (not settings.serves_adapters)
     # FP8 copies in both orientations, for forward and backward pass, beside the bfloat16 weights. With
     # fp8.parameters, the parameters are these, and the copy is bfloat16 for the engines. On Blackwell GPUs
     # recipes with one scale per tensor need one byte less.
     second = SERVED if fp8 is not None and fp8.parameters else "weights in FP8"
     # Complete tensors are moved until the share is reached; 12 bytes of state come with 4 of gradient.
-    moved = offloaded * state * 16 / 12
+    # While engines sample, all state is there, and its memory is not released in between.
+    parked = offloaded * state * 16 / 12 * on_gpu + engine.colocated * state * (1 - offloaded)
+    # A worker divides its bucket budget among its senders, each of which allocates the same for it.
+    buckets = BUCKET_BYTES * readers(settings) // (parallel.tensor * parallel.pipeline)
+    # On a CPU without the distributed optimizer parameters lie in shared memory themselves.
+    copied = engine.replicas > 0 and transport == "shared_memory" and (on_gpu or distributed)
+    # gloo's reduce-scatter copies the whole buffer, also that of experts that only this rank has. The
+    # process still holds the memory of the backward pass then.
+    reduced = not on_gpu and distributed and parallel.data * parallel.context > 1
     yield "parameters", weights * held.total, "exact", "always", False
     yield second, 2 * held.in_fp8 * (fp8 is not None and fused), "estimated", "always", False
     yield "gradients", gradients * held.trained, "exact", "always", False
+    yield "copy of the gradients", gradients * held.trained * reduced, "estimated", "update", False
     yield "optimizer", state * (1 - offloaded), "exact", "always", False
-    yield "optimizer off the GPU", moved, "estimated", "always", True
-    # Not released in between.
-    yield "optimizer while engines sample", shared * state * (1 - offloaded), "exact", "always", on_gpu
-    yield MERGED, merged, "exact", "always", False
-    if engines:
-        yield _bridge_row(settings, weights * published, on_gpu=on_gpu)
-    yield "held anchor", weights * held.trained * (settings.anchor.type != "old"), "exact", "always", on_gpu
+    yield "optimizer off the GPU", parked, "estimated", "always", on_gpu
+    yield MERGED, weights * held.adapted * merges, "exact", "always", False
+    yield "bridge: buckets", buckets, "estimated", "always", on_gpu and engine.colocated
+    yield "bridge: copy in shared memory", weights * published * copied, "exact", "always", on_gpu
+    yield "held anchor", weights * held.trained * held_anchor, "exact", "always", on_gpu
+    yield NCCL, nccl_bytes(settings) * on_gpu, "estimated", "always", False
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
         # The optimizer state of all replicas, moments and float32 weights, is gathered on the first one
         # (Megatron's format ``fully_reshardable``) and copied, one buffer after another. To resume, each rank
         # reads all of it. If it is not distributed, float32 weights are the model's.
-        distributed, copies = settings.optimizer.distributed, 1 if settings.anchor.type == "old" else 2
-        kept = (weights * copies + (12 if weights < 4 or distributed else 8)) * saved
-        most = max(kept, 16 * saved, 12 * held.trained) if on_gpu and distributed else kept
-        yield SAVE, kept, "exact", "always", on_gpu
-        yield "checkpoint gathered or read", most - kept, "estimated", "always", True
+        kept = (weights * (1 + held_anchor) + (12 if weights < 4 or distributed else 8)) * saved
+        gathered = max(16 * saved, 12 * held.trained) * (on_gpu and distributed)
+        yield SAVE, max(kept, gathered), "estimated", "always", on_gpu
 
 
 def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
@@ -257,27 +253,6 @@ def _head_rows(settings: Settings, shape: ModelShape) -> int:
     return shape.padded_vocab(tensor, settings.model.vocab_multiple) // tensor
 
 
-def _bridge_row(settings: Settings, published: float, *, on_gpu: bool) -> _Row:
-    """Memory for publishing weights. published: bytes that this rank sends if one replica publishes.
-
-    With ``process_group`` all ranks send.
-    """
-    bridge, parallel, engine = settings.bridge, settings.parallel, settings.engine
-    if bridge.transport == "process_group":
-        # A worker divides its bucket budget among its senders, each of which allocates the same for it.
-        workers = engines_of_a_replica(engine.replicas, parallel) * engine.tensor
-        buckets = BUCKET_BYTES * workers // (parallel.tensor * parallel.pipeline)
-        return "bridge: buckets", buckets, "estimated", "always", on_gpu and engine.colocated
-    # On a CPU without the distributed optimizer parameters lie in shared memory themselves.
-    copied = bridge.transport == "shared_memory" and (on_gpu or settings.optimizer.distributed)
-    return "bridge: copy in shared memory", published * copied, "exact", "always", on_gpu
-
-
-def batch_bytes(trajectories: int, prompt_tokens: int, response_tokens: int) -> int:
-    """Bytes of trajectories on a leader. prompt_tokens, response_tokens: totals."""
-    return trajectories * _TRAJECTORY + prompt_tokens * _PROMPT + response_tokens * _RESPONSE
-
-
 def host_memory(
     settings: Settings,
     shape: ModelShape,
@@ -295,30 +270,28 @@ def host_memory(
     at their maximum length, with the routes that are replayed. asleep: bytes that a sleeping engine worker
     keeps there. Does not include libraries, engine processes and page cache.
     """
-    parallel = settings.parallel
-    here, nbytes = parallel.world, Counter[str]()
+    parallel, e = settings.parallel, shape.experts
+    here, workers, kept = parallel.world, 0, 0
     if on_gpu:
-        here = gpus.nodes[0][0] if gpus.nodes else min(GPUS_PER_NODE, parallel.world)
-        workers = gpus.nodes[0][1] if gpus.nodes else min(GPUS_PER_NODE, gpus.engines)
-        kinds = {(rank.stage, rank.publishes): rank for rank in ranks}
+        fewest = min(GPUS_PER_NODE, parallel.world), min(GPUS_PER_NODE, gpus.engines)
+        here, workers = gpus.nodes[0] if gpus.nodes else fewest
+        kinds = {(rank.stage, rank.publishes): rank.host for rank in ranks}
         for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
             replica = number // parallel.tensor % (parallel.context * parallel.data)
-            for part in kinds[number // (parallel.world // parallel.pipeline), replica == 0].parts:
-                nbytes[f"{part.name}, {here} rank{'s' * (here > 1)}"] += part.nbytes * part.host
-        nbytes[f"weights of sleeping engines, {workers} worker{'s' * (workers > 1)}"] = workers * asleep
-    response = batch.longest
-    if settings.sft is None:
-        response = min(settings.rollout.max_response_tokens, response)
-    step = batch.sequences * batch_bytes(1, batch.longest - response, response)
-    if shape.experts is not None and settings.training.router_replay != "off":
-        width = 1 if shape.experts.count <= 256 else 2
-        chosen = len(shape.experts.layers) * shape.experts.per_token
-        step += batch.sequences * batch.longest * chosen * width
+            kept += kinds[number // (parallel.world // parallel.pipeline), replica == 0]
+    token = TOKEN
+    if e is not None and settings.training.router_replay != "off":
+        token += len(e.layers) * e.per_token * (1 if e.count <= 256 else 2)
+    step = batch.sequences * (TRAJECTORY + batch.longest * token)
     # The ranks of a replica on a pipeline stage follow each other; the first of them is the leader, and has
     # its share twice while it sends it to the others.
     leaders = min(-(-here // (parallel.tensor * parallel.context)), parallel.data)
     shares = (1 + (parallel.world > parallel.data)) * step * leaders // parallel.data
     steps = 1 + settings.rollout.ahead
-    name = f"{steps} steps" if steps > 1 else "the step"
-    nbytes[f"{name}: sampler, {leaders} leader{'s' * (leaders > 1)}"] = steps * step + shares
-    return tuple(MemoryPart(name, n, "estimated", host=True) for name, n in nbytes.items() if n)
+    table = {
+        f"of {here} rank{'s' * (here > 1)}": kept,
+        f"weights of sleeping engines, {workers} worker{'s' * (workers > 1)}": workers * asleep,
+        f"{f'{steps} steps' if steps > 1 else 'the step'}: sampler, {leaders} "
+        f"leader{'s' * (leaders > 1)}": steps * step + shares,
+    }
+    return tuple(MemoryPart(name, n, "estimated", host=True) for name, n in table.items() if n)
