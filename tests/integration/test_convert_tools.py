@@ -354,7 +354,7 @@ def test_a_wrong_hf_checkpoint_is_refused_in_one_message(pair: tuple[Path, Path]
         assert part in error
     for option in ("--tensor", "--tp", "--pipeline"):
         error = fail("hf_to_megatron", *arguments, option, "4")
-        assert "is gone; remove it: a Megatron checkpoint has no layout" in error
+        assert "is gone; remove it: a converted checkpoint has no layout" in error
     (tmp_path / "out").mkdir()
     assert "already exists" in fail("hf_to_megatron", "--hf", pair[0], "--out", tmp_path / "out")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["hf", "out"]
