@@ -40,7 +40,7 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
         fix = "run rpg-megatron plan: it lists the parts, and a layout that fits"
         yield failed("memory", "; ".join(plan.problems), fix)
     elif plan.target.device == "cpu":
-        yield ok("memory", f"{gib(plan.machine_total)} planned of {gib(plan.target.nbytes)}")
+        yield ok("memory", f"{gib(plan.need)} planned of {gib(plan.target.nbytes)}")
     else:
         unit = "rank" if plan.shared_gpu is None else "GPU"
         yield ok("memory", f"{gib(plan.need)} per {unit} planned, for {plan.target.name}")
