@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from benchmarks.policies import batch_of
-from rpg_megatron.checkpoints.megatron import load_weights, save_weights
+from rpg_megatron.checkpoints.megatron import load_weights
 from rpg_megatron.config import Settings
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.fp8_emulation import EmulatedProduct
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.training.loss import build_aggregator, build_loss
-from tests.support.rank_policy import checkpoint_policy, cut_unevenly
+from tests.support.rank_policy import checkpoint_policy, cut_unevenly, save_weights
 
 
 def watch(layer: torch.nn.Module, operands_by_name: dict[str, torch.Tensor], name: str) -> None:

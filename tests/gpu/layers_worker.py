@@ -12,11 +12,12 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from benchmarks.policies import SHAPES, start
-from rpg_megatron.checkpoints.megatron import load_weights, save_weights
+from rpg_megatron.checkpoints.megatron import load_weights
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
+from tests.support.rank_policy import save_weights
 
 SHAPE = SHAPES["tiny"]
 FAMILIES = {

@@ -5,13 +5,14 @@ To be imported after ``rpg_megatron.policy.device``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.megatron import WrittenPart, plan_save
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.models.lora import AdapterMapping, split_parameters
@@ -19,6 +20,15 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.policy.teacher import HeldTeacher
+from rpg_megatron.system.collectives import barrier, gather_on_first
+
+
+def save_weights(folder: Path, models: Sequence[torch.nn.Module]) -> None:
+    """Write this rank's part of the weights in Megatron's format. Collective; ``folder`` is empty."""
+    planned = plan_save(folder, models, stage=False)
+    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
+        planned.finish(everyone)
+    barrier()
 
 
 def checkpoint_policy(settings: Settings, mesh: Mesh, device: torch.device) -> Policy:

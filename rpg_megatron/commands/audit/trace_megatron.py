@@ -45,10 +45,7 @@ def trace_policy(
         scored = policy.logprobs(packs)
     mesh = policy.mesh
     coordinates = (mesh.pipeline_rank, mesh.context_rank, mesh.tensor_rank)
-    sent = {
-        site: [(dtype_name(call.dtype), call.view(torch.uint8).numpy()) for call in calls]
-        for site, calls in kept.items()
-    }
+    sent = {site: [_send(call) for call in calls] for site, calls in kept.items()}
     # Data-parallel replicas computed the same; use the first one.
     own_calls = None if mesh.data_rank else (coordinates, sent)
     everyone = gather_on_first(own_calls, tuple[tuple[int, int, int], dict[str, list[_Sent]]] | None)
@@ -59,8 +56,7 @@ def trace_policy(
     shards: dict[str, list[list[list[Tensor]]]] = defaultdict(lambda: [[] for _ in range(mesh.context)])
     for (_, context_rank, _), values in ranks:
         for site, calls in values.items():
-            tensors = [torch.tensor(rows).view(torch_dtype(dtype)) for dtype, rows in calls]
-            shards[site][context_rank].append(tensors)
+            shards[site][context_rank].append([_receive(call) for call in calls])
     traced = []
     for i, (pack, values) in enumerate(zip(packs, scored, strict=True)):
         trace: Trace = {}
@@ -127,9 +123,18 @@ def _hook(chunks: Iterable[nn.Module], kept: dict[str, list[Tensor]]) -> Iterabl
             yield keep(decoder.final_layernorm, FINAL_NORM, before=[FINAL_INPUT])
 
 
+def _send(rows: Tensor) -> _Sent:
+    return dtype_name(rows.dtype), rows.view(torch.uint8).numpy()
+
+
+def _receive(sent: _Sent) -> Tensor:
+    dtype, rows = sent
+    return torch.tensor(rows).view(torch_dtype(dtype))
+
+
 def _rows(value: Tensor) -> Tensor:
-    """A copy on the CPU: [t, width]."""
-    return value.detach().reshape(value.size(0), -1).cpu().clone()
+    """A contiguous copy on the CPU: [t, width]."""
+    return value.detach().reshape(value.size(0), -1).cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _keep_logits(router: Any, kept: list[Tensor]) -> Callable[[], None]:
