@@ -227,7 +227,7 @@ def _seconds(seconds: float | None) -> str:
 def _from_run_lines(taken: FromRun) -> Iterator[str]:
     """What was read of the run, and what to know of it; the assumptions' table says which are of the run."""
     run, ends = taken.run, "running" if taken.run.running else "not running"
-    first = ", without the first after a start" if run.warm else ""
+    first = ", without the first of the run" if run.warm else ""
     yield f"from {run.folder} ({ends}): medians of {run.steps} steps{first}"
     factors = ", ".join(f"{name} {factor:.3g}" for name, factor in taken.factors.items())
     yield f"the run's seconds over the formulas': {factors or 'not used'}"
