@@ -67,7 +67,8 @@ def explain_renamed(key: str) -> str | None:
 def remove_gone(raw: dict[str, Any]) -> list[str]:
     """Remove settings that are gone from plain values, in place, where they have the value that applies.
 
-    Returns a message for each of the others: a section with settings of the user's own code takes any key.
+    Returns a message for each of the others. Keys of the user's own code are its own, but for ``memory_gib``,
+    which never reached it.
     """
     messages = []
     for key, (instead, *values) in RENAMED.items():
@@ -79,7 +80,8 @@ def remove_gone(raw: dict[str, Any]) -> list[str]:
         for section in sections:
             if not isinstance(section, dict) or last not in section:
                 continue
-            if key == "trackers.responses" and section.get("type", "tensorboard") != "tensorboard":
+            kind = str(section.get("type", "tensorboard"))
+            if (":" in kind and last != "memory_gib") or (last == "responses" and kind != "tensorboard"):
                 continue
             if section[last] in values:
                 del section[last]

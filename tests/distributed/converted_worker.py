@@ -15,14 +15,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.megatron import WrittenPart, load_weights, plan_save
+from rpg_megatron.checkpoints.megatron import load_weights
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import build_model, named_parameters, start_mesh, transformer_config
-from rpg_megatron.system.collectives import barrier, gather_objects, gather_on_first
+from rpg_megatron.system.collectives import barrier, gather_objects
+from tests.support.rank_policy import save_weights
 
 
 def compare(folder: Path, layout: dict[str, object], name: str) -> tuple[int, list[str]]:
@@ -62,10 +63,7 @@ def compare(folder: Path, layout: dict[str, object], name: str) -> tuple[int, li
     if mesh.rank == 0:
         saved.mkdir()
     barrier()
-    planned = plan_save(saved, [model], stage=False)
-    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
-        planned.finish(everyone)
-    barrier()
+    save_weights(saved, [model])
     whole = MegatronTensors(saved, mapping)
     expected = MegatronTensors(folder / "megatron" / "release", mapping)
     differ += [f"saved: {n}" for n in whole._shapes if not same(whole.parameter(n), expected.parameter(n))]

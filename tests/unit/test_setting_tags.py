@@ -116,3 +116,19 @@ def test_files_of_an_earlier_version_may_have_the_value_that_now_applies(config_
     settings = load_settings(config_file, ["rollout.episode={type: 'a:b', memory_gib: 4.0}"])
     assert settings.rollout.episode is not None
     assert settings.rollout.episode.keywords == {}
+
+
+def test_keys_of_your_own_code_may_have_the_names_of_settings_that_are_gone(config_file: Path) -> None:
+    own = "{type: 'my_board:Board', tags: [a], group: b, system: false, responses: 9}"
+    settings = load_settings(config_file, [f"trackers=[{own}]", "rollout.dynamic={type: 'a:b', surplus: 2}"])
+    assert settings.trackers[0].model_extra == {"tags": ["a"], "group": "b", "system": False, "responses": 9}
+    assert settings.rollout.dynamic is not None
+    assert settings.rollout.dynamic.keywords == {"surplus": 2}
+    with pytest.raises(UserError, match=r"'reward\.memory_gib' is gone"):
+        load_settings(config_file, ["reward={type: 'a:b', memory_gib: 8}"])
+
+
+@pytest.mark.parametrize("odd", ["trackers=5", "guards=null", "reward=[]", "bridge=text", "trackers=[[x]]"])
+def test_sections_of_another_kind_are_told_as_such(config_file: Path, odd: str) -> None:
+    with pytest.raises(UserError, match=odd.partition("=")[0]):
+        load_settings(config_file, [odd])
