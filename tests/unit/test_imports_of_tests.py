@@ -1,8 +1,8 @@
 """Test modules share code through ``tests/support`` alone, and nothing beside them patches ``sys.path``.
 
 Why: a test file that imports another is renamed, moved and run alone only with it; and a patched ``sys.path``
-makes one file two modules, by the order in which tests were collected. And benchmarks and tools, which few
-tests run, import only names that exist. Not covered: names in strings.
+makes one file two modules, by the order in which tests were collected. And benchmarks, tools and the workers
+of tests, which few or slow tests run, import only names that exist. Not covered: names in strings.
 """
 
 from __future__ import annotations
@@ -78,8 +78,12 @@ def names_of(module: str) -> set[str]:
     return names
 
 
-def test_what_benchmarks_and_tools_import_exists() -> None:
-    files = [file for folder in ("benchmarks", "tools", "examples") for file in (ROOT / folder).rglob("*.py")]
+def test_what_benchmarks_tools_and_tests_import_exists() -> None:
+    files = [
+        file
+        for folder in ("benchmarks", "tools", "examples", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     missing, checked = [], 0
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -90,4 +94,4 @@ def test_what_benchmarks_and_tools_import_exists() -> None:
                     f"{file.name}: {node.module}.{n.name}" for n in node.names if n.name not in available
                 ]
     assert missing == []
-    assert checked > 100
+    assert checked > 1000
