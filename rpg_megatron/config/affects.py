@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -17,6 +18,7 @@ _OWN = Affects("training", evaluated=True)
 """Tag of keys that no section has: settings of the user's own code, or of another version."""
 
 
+@lru_cache(maxsize=4096)  # a report asks for the keys of every run
 def tag_of_setting(key: str) -> Affects:
     """The tag of a setting, or the strongest one in a section: the first in the order of ``What``.
 
