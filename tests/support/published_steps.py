@@ -16,7 +16,7 @@ import yaml
 
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, find_target, plan_for
-from rpg_megatron.commands.plan.step_time import StepTime, step_times
+from rpg_megatron.commands.plan.step_time import StepTime, estimate_step
 from rpg_megatron.config import ModelShape, read_model_shape
 from rpg_megatron.config.settings import make_settings
 from tests.support.recipes import EXAMPLES
@@ -125,7 +125,7 @@ def predict(row: Published, *options: str) -> StepTime:
     """The step of a row with the default assumptions, its lengths, and those of ``options``."""
     response = (row.length - PROMPT) / (row.limit - PROMPT)
     assumed = assume("h100-80", [f"response_mean={response}", "prompt_mean=1", *options])
-    return step_times(planned(row), assumed)[0]
+    return estimate_step(planned(row), assumed)
 
 
 def fit(rows: Sequence[Published]) -> float:

@@ -9,7 +9,7 @@ import pytest
 from rpg_megatron.commands.plan.from_run import take_from
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import make_plan
-from rpg_megatron.commands.plan.step_time import step_times
+from rpg_megatron.commands.plan.step_time import estimate_step
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.run_dir import create_run
@@ -52,6 +52,6 @@ def check_plan_from(run: Path, settings: Settings, seconds: float) -> None:
     plan = make_plan(settings)
     assumed = assume(plan.target.name)
     taken = take_from(run, plan, assumed)
-    step = step_times(plan, taken.applied(assumed))[0]
+    step = estimate_step(plan, taken.assumed)
     assert (taken.run.steps, taken.run.step) == (1, seconds)
     assert step.step == pytest.approx(seconds, rel=0.02)

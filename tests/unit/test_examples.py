@@ -19,7 +19,7 @@ import pytest
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
 from rpg_megatron.commands.plan.run_cost import Job, cost_of
-from rpg_megatron.commands.plan.step_time import step_times
+from rpg_megatron.commands.plan.step_time import estimate_step
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.launcher.preflight import check_model
@@ -286,13 +286,14 @@ def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
 @pytest.mark.parametrize("file", AHEAD, ids=label)
 def test_the_estimates_beside_an_example_are_plans(file: Path) -> None:
     """In the file's comment and in the table of the README."""
-    plan = plan_of(file)
-    by_placement = {s.placement: s for s in step_times(plan, assume(plan.target.name))}
-    overlapped = by_placement["overlapped"]
-    others = [by_placement["by turns"].step, by_placement["colocated"].step]
-    estimates = [
-        round(seconds) for seconds in (overlapped.generation, overlapped.training, overlapped.step, *others)
-    ]
+    plan, base = plan_of(file), plan_of(EXAMPLES / file.name)
+    in_turn = make_plan(load_settings(file, ["rollout.ahead=0"]))
+    overlapped, *others = (estimate_step(p, assume(p.target.name)) for p in (plan, in_turn, base))
+    placements = [overlapped.placement, *(step.placement for step in others)]
+    assert placements == ["overlapped", "by turns", "colocated"]
+    assert plan.gpus.total == base.gpus.total
+    of_step = overlapped.generation, overlapped.training, overlapped.step, *(step.step for step in others)
+    estimates = [round(seconds) for seconds in of_step]
     comment = " ".join(line[1:] for line in file.read_text().splitlines() if line.startswith("#"))
     assert [int(n) for n in re.findall(r"(\d+) s[,;.]", comment.split("estimates")[1])] == estimates
     (row,) = re.findall(rf"\| `{file.stem}` \|(.*)\|", (EXAMPLES / "README.md").read_text())
@@ -312,7 +313,7 @@ def costs() -> dict[str, str]:
 def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
     plan = plan_of(file)
     assumed = assume(plan.target.name)
-    step = step_times(plan, assumed)[0]
+    step = estimate_step(plan, assumed)
     cost = cost_of(plan, step, Job(3600 * assumed.walltime))
     assert cost is not None
     numbers = f"{step.step:,.0f} | {cost.jobs} | {cost.days:.1f} | {cost.gpu_hours:,.0f}"

@@ -18,17 +18,14 @@ import pytest
 import yaml
 
 from rpg_megatron import cli
-from rpg_megatron.commands.plan.activations import expert_rows, in_flight
+from rpg_megatron.commands.plan.activations import StageActivations, expert_rows, in_flight
 from rpg_megatron.commands.plan.engine_memory import GRAPHS, engine_memory, worker_parameters
 from rpg_megatron.commands.plan.gpus import gpu_bytes
-from rpg_megatron.commands.plan.layout import plan_batch
+from rpg_megatron.commands.plan.layout import count_gpus, plan_batch
 from rpg_megatron.commands.plan.plan import Target, make_plan, plan_for, smallest, sweep
 from rpg_megatron.commands.plan.trainer_memory import (
-    NCCL_GROUP,
-    NCCL_LINK,
-    NCCL_PEER,
     RESERVE,
-    nccl_bytes,
+    communicator_bytes,
     rank_memory,
     state_bytes,
 )
@@ -135,17 +132,18 @@ def test_sharded_bytes_per_parameter_are_the_published_numbers(
 def test_key_value_cache_of_llama_8b_is_128_kib_a_token(write: Callable[..., Path]) -> None:
     settings = load_settings(write(LLAMA_8B))
     shape = read_model_shape(settings.model.path)
-    single = engine_memory(settings, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
+    size = {"longest": 4096, "device": "cuda", "gpu_bytes": 80 * GIB}
+    single = engine_memory(settings, shape, count_gpus(settings), **size)
     assert single.kv_bytes_per_token == 128 * 1024
     wide = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 16})})
-    sharded = engine_memory(wide, shape, longest=4096, device="cuda", gpu_bytes=80 * GIB)
+    sharded = engine_memory(wide, shape, count_gpus(wide), **size)
     assert sharded.kv_bytes_per_token == 16 * 1024  # 8 heads over 16 workers: one each, twice
 
 
 def test_buckets_come_on_top_of_what_vllm_takes(write: Callable[..., Path]) -> None:
     grouped = {"bridge": {"transport": "process_group"}}
     plain, more = plan_of(write(LLAMA_8B)), plan_of(write(LLAMA_8B, **grouped))
-    assert more.engine.total - plain.engine.total == 256 * 1024**2 + NCCL_LINK
+    assert more.engine.total - plain.engine.total == (256 + 550) * 1024**2  # bucket, link in a node
     full = {"engine": {"arguments": ["--gpu-memory-utilization", "1.0"]}}
     assert any("lower --gpu-memory-util" in p for p in plan_of(write(LLAMA_8B, **grouped, **full)).problems)
 
@@ -157,18 +155,18 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     ipc = {"bridge": {"transport": "cuda_ipc"}}
     plan = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **ipc), "b200-180")
     apart = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine={"replicas": 2}, **ipc), "b200-180")
-    assert plan.shared_gpu is not None
-    assert apart.shared_gpu is None
+    assert plan.shared_gpu
+    assert apart.shared_gpu == ()
     rest = plan.engine.running + RESERVE
-    nccl = 3 * NCCL_GROUP  # all ranks, twice, and data x context
-    assert plan.shared_gpu.turns["rollout"] == 2 * weights + 20 * GIB + rest + nccl
-    assert plan.shared_gpu.turns["update"] == apart.largest.peak + GRAPHS + RESERVE
+    nccl = 3 * 518 * 1024**2  # all ranks, twice, and data x context
+    assert plan.turns["rollout"] == 2 * weights + 20 * GIB + rest + nccl
+    assert plan.turns["update"] == apart.largest.peak + GRAPHS + RESERVE
     # A worker reads the replica on its own card. With two cards, the other card's worker reads here too.
     cut = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **ipc), "b200-180")
     far = {"bridge": {"transport": "process_group"}}
     less = plan_of(write(QWEN3_8B, parallel={"tensor": 2}, engine=colocated, **far), "b200-180")
-    assert cut.shared_gpu.turns["rollout"] == less.shared_gpu.turns["rollout"] + GIB // 2
-    assert plan.need == max(plan.shared_gpu.turns.values()) > apart.rank_total
+    assert cut.turns["rollout"] == less.turns["rollout"] + GIB // 2
+    assert plan.need == max(plan.turns.values()) > apart.rank_total
     parked = [p.nbytes for p in plan.largest.parts if p.name == "optimizer off the GPU"]
     assert parked == [12 * n // 2]
     assert plan.largest.host == apart.largest.host + parked[0]
@@ -176,7 +174,7 @@ def test_a_shared_card_is_counted_turn_by_turn(write: Callable[..., Path], capsy
     # Messages are in host memory.
     sent = {"bridge": {"transport": "process_group"}}
     over_host = plan_of(write(QWEN3_8B, parallel={"data": 2}, engine=colocated, **sent), "b200-180")
-    assert over_host.shared_gpu.turns["rollout"] == plan.shared_gpu.turns["rollout"]
+    assert over_host.turns["rollout"] == plan.turns["rollout"]
     # Each turn alone may exceed the card's memory.
     for settings, gpu, problem in (
         (
@@ -208,7 +206,7 @@ def test_on_a_cpu_taking_turns_costs_memory(write: Callable[..., Path]) -> None:
             load_settings(write(QWEN3_06B, **cpu), [f"engine.colocated={on}"]) for on in ("false", "true")
         )
     ]
-    assert plans[1].shared_gpu is None
+    assert plans[1].shared_gpu == ()
     assert plans[1].largest.peak - plans[0].largest.peak >= 8 * 596_049_920
 
 
@@ -413,7 +411,8 @@ def test_shared_memory_counts_where_the_weights_are_copied(tmp_path: Path, write
         loaded = Settings.model_validate(load_settings(write(QWEN3_06B)).model_dump() | settings)
         shape: ModelShape = read_model_shape(loaded.model.path)
         batch = plan_batch(loaded, shape.max_positions)
-        rank = rank_memory(loaded, shape, batch, loaded.device, stage=0, publishes=True)
+        activations = StageActivations(loaded, shape, 0, batch, loaded.device)
+        rank = rank_memory(activations, count_gpus(loaded), publishes=True)
         return {p.name: p.nbytes for p in rank.parts if not p.host}
 
     weights = 2 * 596_049_920
@@ -447,10 +446,16 @@ OTHERS = 30_532_122_624 - EXPERTS
 
 
 def test_each_group_of_ranks_has_buffers_and_experts_on_a_node_more(write: Callable[..., Path]) -> None:
-    """Groups: all ranks, twice; data x context; experts, twice; their replicas."""
-    settings = load_settings(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}))
-    assert nccl_bytes(settings) == 6 * NCCL_GROUP + 7 * NCCL_PEER
-    assert nccl_bytes(load_settings(write(QWEN3_8B))) == 0
+    """On two nodes: all ranks, twice, and data x context; in one: the experts' messages and counts; between
+    two ranks of them: the gradients of the same experts.
+    """
+    shared = {"engine": {"colocated": True, "replicas": 16}, "bridge": {"transport": "cuda_ipc"}}
+    plan = plan_of(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}, **shared))
+    (nccl,) = (part.nbytes for part in plan.largest.parts if part.name == "NCCL buffers")
+    assert plan.gpus.nodes[0][0] == 8
+    assert nccl == (3 * 654 + 230 + 7 * 384 + 518 + 430) * 1024**2
+    assert not any(part.name == "NCCL buffers" for part in plan_of(write(QWEN3_8B)).largest.parts)
+    assert communicator_bytes(2, 1) == 430 * 1024**2
 
 
 def test_a_rank_holds_its_share_of_experts_and_their_state(

@@ -92,7 +92,7 @@ def test_on_a_shared_card_only_state_that_stays_counts() -> None:
     shared = ["engine={colocated: true, replicas: 2, kv_cache_gib: 10}", "parallel.data=2"]
     ipc = ["bridge={transport: cuda_ipc}"]
     card = [
-        plan_of(*shared, *ipc, *precision, gpu="b200-180").shared_gpu.turns["rollout"]
+        plan_of(*shared, *ipc, *precision, gpu="b200-180").turns["rollout"]
         for precision in ([], ["precision.fp8={}"], ["precision.fp8={parameters: true}"])
     ]
     linear = (4096 * 6144 + 4096 * 4096 + 4096 * 24_576 + 12_288 * 4096) // 2

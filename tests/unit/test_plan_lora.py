@@ -18,7 +18,7 @@ from rpg_megatron import cli
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.layout import rank_parameters
 from rpg_megatron.commands.plan.plan import Plan, make_plan
-from rpg_megatron.commands.plan.step_time import LINK_EFFICIENCY, Name, step_times
+from rpg_megatron.commands.plan.step_time import LINK_EFFICIENCY, Name, estimate_step
 from rpg_megatron.config import UserError, load_settings, read_model_shape
 from rpg_megatron.launcher.input_checks import disk_bytes
 from rpg_megatron.launcher.preflight import check_shared_memory
@@ -111,7 +111,7 @@ def test_what_engines_hold_of_adapters() -> None:
         36 * (20 + 32) * sum(sum(ONE_LAYER[name]) for name in ("q_proj", "down_proj"))
     )
     assert plan.engine.total == plan_of().engine.total + plan.engine.adapters
-    (shared,) = (p.nbytes for p in plan.shared_gpu.parts if p.name == "engine: adapters")
+    (shared,) = (p.nbytes for p in plan.shared_gpu if p.name == "engine: adapters")
     assert shared == plan.engine.adapters
 
 
@@ -148,7 +148,7 @@ def test_merged_weights_are_a_copy_that_is_published_every_time() -> None:
     assert parts(merged)["weights merged with adapters"] == copies
     assert "weights merged with adapters" not in parts(adapters)
     assert merged.engine.adapters == 0
-    in_rollout = [plan.shared_gpu.turns["rollout"] for plan in (merged, adapters)]
+    in_rollout = [plan.turns["rollout"] for plan in (merged, adapters)]
     assert in_rollout[0] - in_rollout[1] == copies - adapters.engine.adapters
 
 
@@ -176,7 +176,7 @@ def test_the_head_keeps_its_input_and_no_gradient_of_its_weight() -> None:
 
 
 def seconds(plan: Plan, name: Name) -> float:
-    (current, *_) = step_times(plan, assume(plan.target.name))
+    current = estimate_step(plan, assume(plan.target.name))
     return current.seconds(name)
 
 

@@ -27,7 +27,7 @@ from rpg_megatron.commands.plan.run_cost import (
     run_cost,
     step_parts,
 )
-from rpg_megatron.commands.plan.step_time import Phase, StepTime, step_times
+from rpg_megatron.commands.plan.step_time import Phase, StepTime, estimate_step
 from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import Nodes
 
@@ -119,7 +119,7 @@ def test_the_cost_is_that_of_a_walk_through_the_jobs(
 
 def overlapped(rollout: float, log_probs: float, update: float, under_way: float) -> StepTime:
     phases = Phase("rollout", rollout, ""), Phase("log-probs", log_probs, ""), Phase("update", update, "")
-    return StepTime("overlapped", 4, 4, phases, 1.0, under_way)
+    return StepTime("overlapped", phases, 1.0, under_way)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_never_ends_has_no_cost() -> None:
 
 def run_of(file: str, *overrides: str) -> tuple[Plan, StepTime]:
     plan = make_plan(load_settings(EXAMPLES / file, list(overrides)))
-    return plan, step_times(plan, ASSUMED)[0]
+    return plan, estimate_step(plan, ASSUMED)
 
 
 SEPARATE = ("engine={replicas: 4, max_sequences: 128}", "parallel={data: 4}", "bridge.transport=cuda_ipc")

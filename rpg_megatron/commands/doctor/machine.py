@@ -42,7 +42,7 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.need)} planned of {gib(plan.target.nbytes)}")
     else:
-        unit = "rank" if plan.shared_gpu is None else "GPU"
+        unit = "rank" if not plan.shared_gpu else "GPU"
         yield ok("memory", f"{gib(plan.need)} per {unit} planned, for {plan.target.name}")
 
 

@@ -12,7 +12,7 @@ from rpg_megatron.commands.plan.from_run import take_from
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import find_target, lighter, make_plan, smallest, smallest_engine
 from rpg_megatron.commands.plan.plan import sweep as layouts
-from rpg_megatron.commands.plan.step_time import step_times
+from rpg_megatron.commands.plan.step_time import estimate_step
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.launcher.checks import has_weights, not_checked, preparing, run_checks
 
@@ -48,15 +48,14 @@ def run_plan(
     notes = [*run_checks(subject, told=True), *not_checked(subject)]
     plan = make_plan(settings, gpu)
     taken = None if from_run is None else take_from(from_run, plan, assumed)
-    if taken is not None:
-        assumed = taken.applied(assumed)
+    assumed = assumed if taken is None else taken.assumed
     timed = plan.fits and settings.sft is None  # phases of RL only
-    timed = timed and (plan.on_gpu or (taken is not None and taken.measured is not None))
+    timed = timed and (plan.on_gpu or (taken is not None and taken.timed))
     answer = tables.Answer(
         plan,
         [*plan.warnings, *notes],
         assumed,
-        step=step_times(plan, assumed)[0] if timed else None,
+        step=estimate_step(plan, assumed) if timed else None,
         taken=taken,
         lighter=lighter(plan) if plan.fits else None,
         layout=None if plan.fits else smallest(plan),

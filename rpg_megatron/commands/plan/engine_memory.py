@@ -9,21 +9,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rpg_megatron.commands.plan.activations import Device
-from rpg_megatron.commands.plan.layout import GPUS_PER_NODE
+from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus
 from rpg_megatron.commands.plan.trainer_memory import (
     MERGED,
     NCCL,
-    NCCL_LINK,
     RESERVE,
     SERVED,
     MemoryPart,
     RankMemory,
-    phase_peaks,
+    communicator_bytes,
+    link_bytes,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.models.lora import AdapterMapping
+from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -33,8 +34,6 @@ UTILISATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 GRAPHS = 1024**3
 """CUDA context and graphs of a worker; not measured, a rule of thumb."""
-NCCL_OF_WORKER = 600 * 1024**2
-"""NCCL's buffers of a worker of an engine with several; from NCCL's sources."""
 CONTEXT = 512 * 1024**2
 """CUDA context of a process on another GPU that reads this GPU's memory by CUDA IPC; not measured, a rule of
 thumb."""
@@ -95,7 +94,7 @@ class EngineMemory:
 
 
 def engine_memory(
-    settings: Settings, shape: ModelShape, *, longest: int, device: Device, gpu_bytes: int
+    settings: Settings, shape: ModelShape, gpus: Gpus, *, longest: int, device: Device, gpu_bytes: int
 ) -> EngineMemory:
     """The memory of a worker. longest: tokens of a sequence; gpu_bytes: bytes of the GPU.
 
@@ -110,9 +109,9 @@ def engine_memory(
     running, utilisation, kv_cache = 0, None, int(engine.kv_cache_gib * 1024**3)
     if device == "cuda":  # on a CPU the server's processes are counted with the machine: ``SERVER``
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
-        links = NCCL_LINK * settings.parallel.tensor * settings.parallel.pipeline
+        links = link_bytes(settings, gpus)[1] * settings.parallel.tensor * settings.parallel.pipeline
         buckets = (BUCKET_BYTES + links) * (grouped and not engine.colocated)  # colocated: in host memory
-        running = GRAPHS + NCCL_OF_WORKER * (engine.tensor > 1)
+        running = GRAPHS + communicator_bytes(engine.tensor, engine.tensor)
         running += batched * item * _activations(shape, engine.tensor)
         # Float32 logits, and a sorted or exponentiated copy.
         running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
@@ -133,24 +132,21 @@ def _activations(shape: ModelShape, tensor: int) -> int:
 
 @lru_cache(maxsize=32)
 def worker_parameters(shape: ModelShape, tensor: int) -> int:
-    """Number of parameters of one worker.
+    """Number of parameters of one worker. With --enable-expert-parallel it is the same.
 
-    Matrices are split, except that key and value heads are replicated if there are fewer than workers. Norms
-    and routers are replicated, and the vocabulary is padded. With --enable-expert-parallel the number is the
-    same.
+    vLLM splits what Megatron splits, but replicates key and value heads if there are fewer than workers.
     """
-    total = 0
-    for name, dims in mapping_for(shape).hf_tensors().items():
-        size = math.prod(dims)
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            rows = -(-shape.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
-            size = -(-rows // tensor) * shape.hidden_size
-        elif ".k_proj." in name or ".v_proj." in name:
-            size = size // shape.num_kv_heads * max(1, shape.num_kv_heads // tensor)
-        elif (len(dims) == 2 and not name.endswith(".mlp.gate.weight")) or name.endswith(".bias"):
-            size //= tensor
-        total += size
-    return total
+    params = mapping_for(shape).stage_params(
+        layers=range(shape.num_layers),
+        first=True,
+        last=True,
+        tensor=tensor,
+        vocab_multiple=max(1, VOCAB_PADDING // tensor),
+        experts=ExpertShard(tensor=tensor),
+    )
+    columns = 2 * shape.num_layers * shape.head_dim * (shape.hidden_size + shape.qkv_bias)
+    missing = max(0, tensor - shape.num_kv_heads) * columns // tensor
+    return sum(map(math.prod, params.values())) + missing
 
 
 def adapter_parameters(settings: Settings, shape: ModelShape) -> int:
@@ -178,20 +174,8 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
         raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
 
 
-@dataclass(frozen=True)
-class SharedGpu:
-    """The GPU of the largest trainer rank and of an engine worker (``engine.colocated``). Not measured."""
-
-    parts: tuple[MemoryPart, ...]
-
-    @property
-    def turns(self) -> dict[str, int]:
-        """Peak bytes while engines sample (rollout), and while the rank computes (update)."""
-        return phase_peaks(self.parts)
-
-
-def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> SharedGpu:
-    """The memory of a GPU with both processes.
+def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> tuple[MemoryPart, ...]:
+    """The memory of a GPU of the largest trainer rank and of an engine worker. Not measured.
 
     While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
     memory. While the rank computes (log-probs, updates, checkpoints), the engine keeps only its context and
@@ -203,7 +187,7 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
-    asleep = GRAPHS + NCCL_OF_WORKER * (settings.engine.tensor > 1)
+    asleep = GRAPHS + communicator_bytes(*[settings.engine.tensor] * 2)
     parts = [
         *(replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"),
         MemoryPart("rank: parameters", weights, "exact", "rollout"),
@@ -213,4 +197,4 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> Sha
         MemoryPart("rank: CUDA context, reserve", RESERVE, "estimated"),
         MemoryPart("contexts of engines that read here", readers, "estimated"),
     ]
-    return SharedGpu(tuple(part for part in parts if part.nbytes))
+    return tuple(part for part in parts if part.nbytes)

@@ -16,7 +16,7 @@ from typing import get_args
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.plan import Plan, plan_for, told
-from rpg_megatron.commands.plan.step_time import Name, step_times
+from rpg_megatron.commands.plan.step_time import Name, estimate_step
 from rpg_megatron.commands.report.run_files import read_run
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.affects import settings_that_differ
@@ -59,21 +59,16 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class FromRun:
-    """What a plan took from a run."""
+    """What a plan took from a run.
+
+    assumed: the assumptions with what the run says, unless the user has set them; timed: whether the run's
+    times are among it; notes: what was not taken and why, what differs between the run and the settings.
+    """
 
     run: MeasuredRun
-    values: dict[str, float]
-    """Assumption -> value by the run."""
-    factors: dict[str, float]
-    """Phase -> seconds of the run over those of the formula; those of the rollout are also its tail's."""
+    assumed: Assumptions
+    timed: bool
     notes: tuple[str, ...]
-    """What was not taken and why, and what differs between the run and the planned settings."""
-    measured: dict[str, float] | None
-    """Seconds of the run's phases, the rollout with its tail; None: its times are not used."""
-
-    def applied(self, assumed: Assumptions) -> Assumptions:
-        """These assumptions with what the run says; those that the user has set stay."""
-        return replace(assumed.replaced(self.values), factors=self.factors)
 
 
 def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
@@ -103,11 +98,11 @@ def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
             )
     changed = "; ".join(f"{key}: {before} -> {after}" for key, (before, after) in changes.items())
     notes = tuple(_notes(run, plan, changed, same_model=same_model, same_device=same_device))
-    values = _lengths(run, settings) if same_model else {}
-    if not same_device:
-        return FromRun(run, values, {}, notes, None)
-    factors = _factors(run, plan_for(theirs, shape, target), assumed.replaced(_lengths(run, theirs)))
-    return FromRun(run, {**values, "step_overhead": run.seconds["other"]}, factors, notes, run.seconds)
+    taken = assumed.replaced(_lengths(run, settings) if same_model else {})
+    if same_device:
+        factors = _factors(run, plan_for(theirs, shape, target), assumed.replaced(_lengths(run, theirs)))
+        taken = replace(taken.replaced({"step_overhead": run.seconds["other"]}), factors=factors)
+    return FromRun(run, taken, same_device, notes)
 
 
 def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
@@ -121,7 +116,7 @@ def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
 
 def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, float]:
     """Phase -> measured seconds over those of the formula; a phase that has none in either is left out."""
-    step, factors = step_times(of_run, assumed)[0], dict[str, float]()
+    step, factors = estimate_step(of_run, assumed), dict[str, float]()
     phases: tuple[Name, ...] = ("rollout", "log-probs", "update", "sync", "handover")
     for name in phases:
         formula = step.generation if name == "rollout" else step.seconds(name)

@@ -40,14 +40,6 @@ def expert_replicas(parallel: ParallelSettings) -> int:
     return ranks // (parallel.expert * parallel.expert_tensor)
 
 
-def engines_of_a_replica(engines: float, parallel: ParallelSettings, data: float | None = None) -> int:
-    """Maximum number of engines that read from one data- and context-parallel replica (``process_group``).
-
-    Engine e reads from replica e modulo the number of replicas. data: overrides ``parallel.data``.
-    """
-    return math.ceil(engines / max(1.0, (data or parallel.data) * parallel.context))
-
-
 @lru_cache(maxsize=32)
 def model_parameters(shape: ModelShape) -> int:
     """Number of parameters of the whole model."""
@@ -74,22 +66,15 @@ class RankParameters:
     trained: int
     adapted: int = 0
 
-    def replicated(self, parallel: ParallelSettings, data: float | None = None) -> list[tuple[int, float]]:
-        """Trained parameters outside and inside experts, with the number of ranks that hold the same ones.
-
-        data: overrides ``parallel.data``.
-        """
-        share = 1 if data is None else data / parallel.data
-        outside = parallel.data * parallel.context * share
+    def replicated(self, parallel: ParallelSettings) -> list[tuple[int, int]]:
+        """Trained parameters outside and inside experts, with the number of ranks that hold the same ones."""
         in_experts = self.in_experts if self.trained == self.total else 0
-        return [
-            (self.trained - in_experts, max(1.0, outside)),
-            (in_experts, max(1.0, expert_replicas(parallel) * share)),
-        ]
+        outside = self.trained - in_experts, parallel.data * parallel.context
+        return [outside, (in_experts, expert_replicas(parallel))]
 
-    def owned(self, settings: Settings, data: float | None = None) -> float:
-        """Parameters whose optimizer state is on this rank. data: overrides ``parallel.data``."""
-        distributed, groups = settings.optimizer.distributed, self.replicated(settings.parallel, data)
+    def owned(self, settings: Settings) -> float:
+        """Parameters whose optimizer state is on this rank."""
+        distributed, groups = settings.optimizer.distributed, self.replicated(settings.parallel)
         return sum(number / (ranks if distributed else 1) for number, ranks in groups)
 
 

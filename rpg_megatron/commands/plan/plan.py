@@ -11,7 +11,6 @@ from rpg_megatron.commands.plan.activations import Device, Recompute, StageActiv
 from rpg_megatron.commands.plan.engine_memory import (
     SERVER,
     EngineMemory,
-    SharedGpu,
     engine_memory,
     share_gpu,
 )
@@ -31,6 +30,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
     MemoryPart,
     RankMemory,
     host_memory,
+    phase_peaks,
     rank_memory,
     recomputation,
 )
@@ -68,8 +68,8 @@ class Plan:
     gpus: Gpus
     host: tuple[MemoryPart, ...]
     """Host memory of rank 0's node: with GPUs, the ranks' host memory and the step; on a CPU, the step."""
-    shared_gpu: SharedGpu | None
-    """The GPU shared by a rank and an engine worker; None: separate GPUs, or a CPU."""
+    shared_gpu: tuple[MemoryPart, ...]
+    """What is on a GPU that a rank and an engine worker share; empty: separate GPUs, or a CPU."""
 
     @property
     def parameters(self) -> int:
@@ -80,6 +80,11 @@ class Plan:
     def trained(self) -> int:
         """Number of those that updates change: all, or those of adapters."""
         return trained_parameters(self.settings, self.shape)
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """Peak bytes of a shared GPU while engines sample (rollout), and while the rank computes (update)."""
+        return phase_peaks(self.shared_gpu)
 
     @property
     def activations(self) -> dict[Recompute, int]:
@@ -100,12 +105,12 @@ class Plan:
     @property
     def problems(self) -> tuple[str, ...]:
         """Why the run is impossible or does not fit, each with a fix; empty: it fits."""
-        settings, engine, target, shared = self.settings, self.engine, self.target, self.shared_gpu
+        settings, engine, target = self.settings, self.engine, self.target
         gpu, has = find_gpu(target.name), gib(target.nbytes)
-        apart = self.on_gpu and shared is None
+        apart = self.on_gpu and not self.shared_gpu
         uncached = apart and settings.engine.replicas > 0 and engine.kv_cache < 0
         worker = engine.total if apart and settings.engine.replicas and not uncached else 0
-        rollout, update = shared.turns.values() if shared else (0, 0)
+        rollout, update = (self.turns.get(name, 0) for name in ("rollout", "update"))
         of_rank, of_worker = (f", of which {gib(n)} are" for n in (self.rank_total, engine.total))
         lower = "; lower training.tokens_per_microbatch or engine.kv_cache_gib"
         lower_cache = "; lower engine.kv_cache_gib, or raise engine.tensor or parallel.tensor"
@@ -194,7 +199,7 @@ class Plan:
     def need(self) -> int:
         """Bytes that the target must have: of a GPU of the trainer, or on a CPU of all processes."""
         if self.shared_gpu:
-            return max(self.shared_gpu.turns.values())
+            return max(self.turns.values())
         if self.on_gpu:
             return self.rank_total
         engine, parallel = self.settings.engine, self.settings.parallel
@@ -252,15 +257,17 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     parallel, device, shared = settings.parallel, target.device, settings.engine.colocated
     batch, gpus, on_gpu = plan_batch(settings, shape.max_positions), count_gpus(settings), device == "cuda"
     ranks = tuple(
-        rank_memory(settings, shape, batch, device, stage=stage, publishes=publishes)
+        rank_memory(StageActivations(settings, shape, stage, batch, device), gpus, publishes=publishes)
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     )
     largest = max(ranks, key=lambda r: r.peak)
-    engine = engine_memory(settings, shape, longest=batch.context, device=device, gpu_bytes=target.nbytes)
+    engine = engine_memory(
+        settings, shape, gpus, longest=batch.context, device=device, gpu_bytes=target.nbytes
+    )
     asleep = engine.asleep if shared else 0
     host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
-    gpu = share_gpu(settings, largest, engine) if shared and on_gpu else None
+    gpu = share_gpu(settings, largest, engine) if shared and on_gpu else ()
     return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
 
 
@@ -335,7 +342,7 @@ def smallest_engine(plan: Plan) -> int | None:
         other = _changed(plan, "engine", tensor=tensor)
         if other is None or other.engine.kv_cache < 0 or other.engine.full_sequences < 1:
             continue
-        if other.shared_gpu is None or other.shared_gpu.turns["rollout"] <= plan.target.nbytes:
+        if other.turns.get("rollout", 0) <= plan.target.nbytes:
             return tensor
     return None
 

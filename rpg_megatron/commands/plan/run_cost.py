@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
-from rpg_megatron.commands.plan.step_time import StepTime, step_times
+from rpg_megatron.commands.plan.step_time import StepTime, estimate_step
 from rpg_megatron.config import Settings, UserError
 
 
@@ -116,7 +116,7 @@ def estimate(settings: Settings) -> list[str]:
         return []
     assumed = assume(plan.target.name)
     job = Job(3600 * assumed.walltime)
-    return list(cost_lines(plan, step_times(plan, assumed)[0], job)) if plan.fits else []
+    return list(cost_lines(plan, estimate_step(plan, assumed), job)) if plan.fits else []
 
 
 def cost_lines(plan: Plan, step: StepTime, job: Job) -> Iterator[str]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.gpus import Assumptions
-from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, engines_of_a_replica, in_fp8, rank_parameters
+from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
-from rpg_megatron.commands.plan.trainer_memory import TEACHER, recomputation, state_bytes
-from rpg_megatron.config import read_model_shape
+from rpg_megatron.commands.plan.trainer_memory import TEACHER, readers, recomputation, state_bytes
+from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -45,15 +45,13 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step with one placement of trainers and engines.
+    """The time of a step.
 
     trained_tokens: of prompts and responses; under_way: seconds in which engines sample a mean response,
     about what a stop in the rollout loses; drained: a batch is finished before new weights.
     """
 
     placement: Placement
-    trainer_gpus: float
-    engine_gpus: float
     phases: tuple[Phase, ...]
     trained_tokens: float
     under_way: float
@@ -87,52 +85,19 @@ class StepTime:
         """Seconds in which the trainer computes."""
         return self.seconds("log-probs", "update")
 
-    @property
-    def gpus(self) -> float:
-        """GPUs of all processes."""
-        return self.trainer_gpus + (0 if self.placement == "colocated" else self.engine_gpus)
 
-    @property
-    def trainer_idle(self) -> float:
-        """Fraction of the step in which trainer GPUs neither compute nor send; colocated: nor sample."""
-        busy: tuple[Name, ...] = ("log-probs", "update", "sync")
-        return 1 - self.seconds(*busy, *(("rollout",) if self.placement == "colocated" else ())) / self.step
-
-    @property
-    def engine_idle(self) -> float:
-        """Fraction of the step in which engine GPUs neither sample nor receive; the tail counts as idle."""
-        if self.placement == "colocated":
-            return self.trainer_idle
-        return 1 - self.seconds("rollout", "sync") / self.step
-
-
-def step_times(plan: Plan, assumed: Assumptions) -> tuple[StepTime, ...]:
-    """The step with the placement of the settings, then with the other two placements.
-
-    Without ``rollout.ahead``, trainer and engines on separate GPUs take turns; with it they overlap. Other
-    placements have the same total number of GPUs; data-parallel ranks and engines are scaled, possibly to
-    fractions, and memory is not checked. A colocated run is compared with half of its GPUs for each.
-    """
-    own, total = (plan.gpus.trainer, plan.gpus.engines), plan.gpus.total
-    shared, separate = (own, (total / 2,) * 2) if plan.gpus.colocated else ((total,) * 2, own)
-    turns: tuple[Placement, ...] = ("by turns", "overlapped")
-    gpus: dict[Placement, tuple[float, float]] = {"colocated": shared, **dict.fromkeys(turns, separate)}
-    current = "colocated" if plan.gpus.colocated else turns[plan.settings.rollout.ahead > 0]
-    placements = sorted(gpus, key=lambda placement: placement != current)
-    return tuple(_step(_Case(plan, assumed, placement, *gpus[placement])) for placement in placements)
+def placement_of(settings: Settings) -> Placement:
+    """On GPUs of their own, trainer and engines take turns or, with ``rollout.ahead``, overlap."""
+    if settings.engine.colocated:
+        return "colocated"
+    return "overlapped" if settings.rollout.ahead > 0 else "by turns"
 
 
 class _Case:
-    """A placement, and what its phases are computed from: mean tokens, speeds of a GPU."""
+    """What the phases of a step are computed from: mean tokens, speeds of a GPU."""
 
-    def __init__(
-        self, plan: Plan, assumed: Assumptions, placement: Placement, trainer_gpus: float, engine_gpus: float
-    ) -> None:
-        self.plan, self.assumed, self.placement = plan, assumed, placement
-        self.trainer_gpus, self.engine_gpus = trainer_gpus, engine_gpus
-        settings, parallel = plan.settings, plan.settings.parallel
-        self.data = parallel.data * trainer_gpus / parallel.world  # replicas of the trainer
-        self.engines = engine_gpus / settings.engine.tensor
+    def __init__(self, plan: Plan, assumed: Assumptions) -> None:
+        self.plan, self.assumed, settings = plan, assumed, plan.settings
         self.item = ITEM_BYTES[settings.precision.dtype]
         gpu = assumed.gpu
         self.peak = assumed.peak_bf16 * (gpu.peak_fp32 / gpu.peak_bf16 if self.item == 4 else 1)
@@ -142,7 +107,6 @@ class _Case:
         self.response = assumed.response_mean * settings.rollout.max_response_tokens
         self.longest = self.prompt + settings.rollout.max_response_tokens  # the longest response: the limit
         self.held = rank_parameters(settings, plan.shape, plan.largest.stage)
-        self.owned = self.held.owned(settings, self.data)
 
     def link(self, ranks: float) -> float:
         """Bytes/s of a GPU in a group of so many neighbouring ranks."""
@@ -154,7 +118,8 @@ class _Case:
 
         Of a shared prompt the first response of each group counts it, as if they were in one row.
         """
-        settings, mean, each = self.plan.settings, self.prompt + self.response, sequences / self.data
+        settings, mean = self.plan.settings, self.prompt + self.response
+        each = sequences / settings.parallel.data
         # Tokens of a mean prompt that responses share (``row_layout.shareable``).
         least, shared = settings.training.shared_from, max(0.0, self.prompt - 1)
         if least is None or shared < least * (shared + self.response):
@@ -173,21 +138,21 @@ class _Case:
         return 1 + (parallel.pipeline - 1) / parallel.virtual / self.microbatches(tokens)
 
 
-def _step(case: _Case) -> StepTime:
+def estimate_step(plan: Plan, assumed: Assumptions) -> StepTime:
+    """The time of a step of the plan."""
+    case, settings = _Case(plan, assumed), plan.settings
     phases, under_way = _rollout(case)
     phases += [_log_probs(case), _update(case), _sync(case)]
-    if case.placement == "colocated":
+    if settings.engine.colocated:
         phases.append(_handover(case))
-    factors = case.assumed.factors  # the tail has the factor of the rollout
+    factors = assumed.factors  # the tail has the factor of the rollout
     scaled = (replace(p, seconds=factors.get(p.name.split(":")[0], 1) * p.seconds) for p in phases)
     return StepTime(
-        placement=case.placement,
-        trainer_gpus=case.trainer_gpus,
-        engine_gpus=case.engine_gpus,
-        phases=(*scaled, Phase("other", case.assumed.step_overhead, "fixed")),
-        trained_tokens=case.plan.batch.sequences * (case.prompt + case.response),
+        placement=placement_of(settings),
+        phases=(*scaled, Phase("other", assumed.step_overhead, "fixed")),
+        trained_tokens=plan.batch.sequences * (case.prompt + case.response),
         under_way=under_way * factors.get("rollout", 1),
-        drained=case.placement == "overlapped" and case.plan.settings.rollout.inflight == "drain",
+        drained=settings.rollout.ahead > 0 and settings.rollout.inflight == "drain",
     )
 
 
@@ -225,7 +190,7 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     assumed, shape, settings, memory = case.assumed, case.plan.shape, case.plan.settings, case.plan.engine
     rollout, engine = settings.rollout, settings.engine
     prompts = rollout.prompts_per_step / (assumed.kept_groups if rollout.dynamic is not None else 1)
-    sequences = max(1.0, prompts * rollout.samples_per_prompt / case.engines)  # of an engine
+    sequences = max(1.0, prompts * rollout.samples_per_prompt / engine.replicas)  # of an engine
     in_layers, in_head = shape.matmul_parameters
     fp8 = engine.quantization == "fp8"
     flops = case.peak * (case.fp8_gain if fp8 else 1) * assumed.score_mfu * engine.tensor
@@ -251,7 +216,7 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     read, computed = token(batch, context)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response
-    prefill = prompts / case.engines * shape.forward_flops(case.prompt, case.prompt**2) / flops
+    prefill = prompts / engine.replicas * shape.forward_flops(case.prompt, case.prompt**2) / flops
     bounds = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = "prefill" if prefill > seconds else f"{max(bounds, key=bounds.__getitem__)}, {batch:.0f} at once"
     left = case.longest - case.prompt - case.response
@@ -282,7 +247,7 @@ def _teacher_seconds(case: _Case, tokens: float, squares: float) -> float:
         return 0.0
     settings = case.plan.settings.model_copy(update={"lora": None})
     plan = replace(case.plan, shape=read_model_shape(teacher.path), settings=settings)
-    other = _Case(plan, case.assumed, case.placement, case.trainer_gpus, case.engine_gpus)
+    other = _Case(plan, case.assumed)
     copied = sum(part.nbytes for part in case.plan.largest.parts if part.name == TEACHER)
     work = _work(other, tokens, squares, case.assumed.score_mfu) + _exchange_seconds(other, tokens)
     return work * case.bubble(tokens) + copied / case.host_link
@@ -323,17 +288,18 @@ def _update(case: _Case) -> Phase:
     passes = {"layers": 3 + (again == "full"), "head": 4, "mlp": int(again == "selective")}
     work = _work(case, tokens, squares, assumed.train_mfu, **passes)
     exchange = (2 + (again != "none")) * _exchange_seconds(case, tokens)
-    groups = case.held.replicated(parallel, case.data)
+    groups = case.held.replicated(parallel)
     moved = sum((4 + case.item) * n * (1 - 1 / replicas) for n, replicas in groups)
-    reduction = moved / case.link(parallel.tensor * case.data * parallel.context)
+    reduction = moved / case.link(parallel.tensor * parallel.data * parallel.context)
     if settings.optimizer.overlap:
         reduction = max(0.0, reduction - (work + exchange) / case.microbatches(tokens))
+    updated = _OPTIMIZER * case.held.owned(settings)
     parts = {
         "FLOP/s": work,
         "communication": exchange,
         "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
-        "optimizer": _OPTIMIZER * case.owned / (assumed.memory_bandwidth * assumed.decode_efficiency),
+        "optimizer": updated / (assumed.memory_bandwidth * assumed.decode_efficiency),
     }
     if settings.full_divergence is not None:
         parts["teacher"] = _teacher_seconds(case, tokens, squares)
@@ -349,18 +315,14 @@ def _sync(case: _Case) -> Phase:
     Workers read from GPUs (``cuda_ipc``), through host memory (``shared_memory``: there and back), or over
     the network (``process_group``; gloo to colocated engines). Each reads all adapters that it applies.
     """
-    settings, worker, shared = case.plan.settings, case.plan.engine.weights, case.placement == "colocated"
-    sender, parallel = case.plan.largest.parameters, settings.parallel
+    settings, worker, sender = case.plan.settings, case.plan.engine.weights, case.plan.largest.parameters
     if settings.serves_adapters:
         worker, sender = case.item * case.plan.trained, case.plan.largest.trained
-    transport = settings.bridge.transport
-    if shared != settings.engine.colocated:  # another placement than the settings': a transport for it
-        transport = "cuda_ipc" if shared else "process_group"
+    transport, parallel = settings.bridge.transport, settings.parallel
     if transport == "process_group":
         # All ranks of a replica share what its engines read.
-        workers = engines_of_a_replica(case.engines, parallel, case.data) * settings.engine.tensor
-        sent = workers * worker / (parallel.tensor * parallel.pipeline)
-        link, kind = (GLOO, "gloo") if shared else (case.link(math.inf), "network")
+        sent = readers(settings) * worker / (parallel.tensor * parallel.pipeline)
+        link, kind = (GLOO, "gloo") if settings.engine.colocated else (case.link(math.inf), "network")
         who = "busiest sender" if sent > worker else "an engine worker"
         return Phase("sync", max(sent, worker) / link, f"{kind}, {who}")
     if transport == "cuda_ipc":
@@ -371,6 +333,6 @@ def _sync(case: _Case) -> Phase:
 def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake, some with their weights."""
     settings = case.plan.settings
-    state = state_bytes(settings.precision.dtype)[2] * case.owned
+    state = state_bytes(settings.precision.dtype)[2] * case.held.owned(settings)
     moved = 2 * state * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
     return Phase("handover", 2 * HANDOVER + moved / case.host_link, "host link, overheads")

@@ -184,9 +184,9 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
         full = f"{engine.full_sequences:,.1f} of full length"
         sums = [total("all", engine.total, "rollout"), _styled("dim", "KV cache holds", *cache, full)]
         yield "engine worker", rows(engine.parts), sums
-    if (shared := plan.shared_gpu) is not None:
-        turns = [total(turn, nbytes) for turn, nbytes in shared.turns.items()]
-        yield "GPU shared by a trainer rank and an engine worker", rows(shared.parts), turns
+    if plan.shared_gpu:
+        turns = [total(turn, nbytes) for turn, nbytes in plan.turns.items()]
+        yield "GPU shared by a trainer rank and an engine worker", rows(plan.shared_gpu), turns
     if plan.on_gpu:
         everything = _styled("bold", "all", gib(sum(part.nbytes for part in plan.host)), "", "")
         yield "host memory of rank 0's node", rows(plan.host), [everything]
@@ -197,19 +197,13 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
 
 def _print_times(answer: Answer, step: StepTime, console: Console) -> None:
     """Print the phases of a step, and the assumptions."""
-    taken = answer.taken
-    how, measured = "computed, not measured", {}
-    if taken is not None and taken.measured is not None:
+    taken, how = answer.taken, "computed, not measured"
+    if taken is not None and taken.timed:
         how = f"computed from the times of {taken.run.folder.name}"
-        measured = {**taken.measured, "step": taken.run.step}
-
-    def row(name: str, seconds: float, *more: str) -> Row:
-        return name, _seconds(seconds), *([_seconds(measured.get(name))] if measured else []), *more
-
-    phases = [row(p.name, p.seconds, f"{p.seconds / step.step:.0%}", p.bound) for p in step.phases]
-    total = row("step", step.step, "", f"{step.tokens_per_second:,.0f} trained tokens/s")
-    columns = ["phase", ">seconds", *([">in that run"] if measured else []), ">share", "bound by"]
+    phases = [(p.name, _seconds(p.seconds), f"{p.seconds / step.step:.0%}", p.bound) for p in step.phases]
+    total = "step", _seconds(step.step), "", f"{step.tokens_per_second:,.0f} trained tokens/s"
     title = f"time of a step, {step.placement}: {how}"
+    columns = "phase", ">seconds", ">share", "bound by"
     _print_table(console, title, columns, phases, [_styled("bold", *total)])
     title = "assumptions; change with --assume NAME=VALUE"
     numbers = [(name, f"{value:.4g}", source, why) for name, value, source, why in answer.assumed.rows]
@@ -218,9 +212,7 @@ def _print_times(answer: Answer, step: StepTime, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
+def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
 
 
@@ -229,7 +221,9 @@ def _from_run_lines(taken: FromRun) -> Iterator[str]:
     run, ends = taken.run, "running" if taken.run.running else "not running"
     first = ", without the first of the run" if run.warm else ""
     yield f"from {run.folder} ({ends}): medians of {run.steps} steps{first}"
-    factors = ", ".join(f"{name} {factor:.3g}" for name, factor in taken.factors.items())
+    seconds = ", ".join(f"{name} {_seconds(value)} s" for name, value in run.seconds.items())
+    yield f"its steps took {_seconds(run.step)} s: {seconds}"
+    factors = ", ".join(f"{name} {factor:.3g}" for name, factor in taken.assumed.factors.items())
     yield f"the run's seconds over the formulas': {factors or 'not used'}"
     yield from (f"note {note}" for note in taken.notes)
 
@@ -300,7 +294,7 @@ def to_json(answer: Answer) -> str:
         "warnings": answer.warnings,
         "trained_parameters": plan.trained,
         "parallel": plan.settings.parallel.model_dump(),
-        "card": plan.shared_gpu,
+        "card": {"parts": plan.shared_gpu, "turns": plan.turns} if plan.shared_gpu else None,
         "machine_bytes": None if plan.on_gpu else plan.need,
         "recompute": recomputation(plan.settings),
         "routed_to_one_bytes": plan.routed_to_one,
@@ -317,8 +311,8 @@ def to_json(answer: Answer) -> str:
         of_jobs = _all(cost) if cost else {}
         described["run_cost"] = {"placement": step.placement, "step": step.step, **of_jobs}
     if taken is not None:
-        of_run = {"run": str(taken.run.folder), "step_seconds": taken.run.step}
-        described["from"] = of_run | _some(taken.run, "steps seconds") | _some(taken, "values factors notes")
+        of_run = {"run": str(taken.run.folder), "step_seconds": taken.run.step, "notes": taken.notes}
+        described["from"] = of_run | _some(taken.run, "steps seconds") | _some(taken.assumed, "factors")
     if not plan.fits:
         overrides = answer.layout.overrides if answer.layout else None
         described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}

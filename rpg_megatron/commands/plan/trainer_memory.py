@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations
+from rpg_megatron.commands.plan.activations import Recompute, StageActivations
 from rpg_megatron.commands.plan.layout import (
     GPUS_PER_NODE,
     BatchPlan,
     Gpus,
     RankParameters,
-    engines_of_a_replica,
     expert_replicas,
     rank_parameters,
 )
@@ -41,12 +40,6 @@ TRAJECTORY, TOKEN = 1500, 25
 """Bytes of a trajectory in Python besides its tokens (measured), and of each token of a response: id and
 weight version, int32; mask, bool; log-probs of engine, trainer and anchor, float32; text, assumed to be four
 characters. Those of a prompt count as much, though most have an id alone."""
-NCCL_GROUP, NCCL_PEER = 540 * 1024**2, 320 * 1024**2
-"""Bytes of NCCL's buffers of a communicator (0.5 GiB within a node, up to 1.5 between nodes), and more for
-each rank of the node with which messages are exchanged: context, experts."""
-NCCL_LINK = 44 * 1024**2
-"""Of a link of ``process_group`` between a rank and an engine worker on nodes of their own, at either end."""
-
 SAVE, NCCL, TEACHER = "checkpoint to be written", "NCCL buffers", "teacher"
 SERVED, MERGED = "weights in bfloat16, for engines", "weights merged with adapters"
 """Names of parts: copies of parameters stored in FP8, and of those with adapters for engines without them."""
@@ -122,37 +115,64 @@ def recomputation(settings: Settings) -> Recompute:
     return settings.memory.recompute_for(settings.tokens_at_once)
 
 
-def nccl_bytes(settings: Settings) -> int:
-    """NCCL's buffers on a trainer rank: a constant for each communicator of more than one rank.
+def communicator_bytes(size: int, here: int, *, peers: int = 0, collectives: bool = True) -> int:
+    """NCCL's buffers of a communicator on an H100, from the sources of 2.29. Not measured.
 
-    Connections are made when they are first used; messages to single ranks (context, pipeline, experts) have
-    more, and so has each engine worker that reads here (``process_group``; gloo's are not counted). Estimated
-    from NCCL 2.29's sources for H100 nodes.
+    here: its ranks on a node; peers: ranks with which messages are exchanged; collectives: whether rings and,
+    between nodes, trees are connected.
     """
-    parallel, engine = settings.parallel, settings.engine
-    replicas, experts = parallel.data * parallel.context, parallel.expert * parallel.expert_tensor
-    groups = [*[parallel.world] * 2, replicas, parallel.tensor, parallel.context, *[parallel.pipeline] * 2]
-    if experts > 1:  # all-to-all, counts, gradients
-        groups += [experts, experts, expert_replicas(parallel), parallel.expert_tensor]
-    peers = min(2, parallel.context - 1) + (parallel.expert - 1) * (experts <= GPUS_PER_NODE)
-    links = readers(settings) * (not engine.colocated)
-    return NCCL_GROUP * sum(size > 1 for size in groups) + NCCL_PEER * peers + NCCL_LINK * links
+    within, here = size <= here, max(1, here)
+    channels = 32 if within else min(16, 4 * here)
+    rings = 288 if within else channels * (24 + 68 / here)
+    messages = 384 * peers if within else 78 * here * (peers > 0)
+    return round((38 + 6 * channels + rings * collectives + messages) * 1024**2) * (size > 1)
+
+
+def nccl_bytes(activations: StageActivations, gpus: Gpus) -> int:
+    """NCCL's buffers on a trainer rank: of its communicators, and of its links to engines."""
+    settings, parallel = activations.settings, activations.settings.parallel
+    tensor, context, stages, expert = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
+    of_stage, of_experts = parallel.world // stages, expert * parallel.expert_tensor
+    here = gpus.nodes[0][0] if gpus.nodes else GPUS_PER_NODE
+    of_all = [  # ranks, stride, peers
+        *[(parallel.world, 1, 0)] * 2,  # the second one is for the norm of the gradients
+        (parallel.data * context, tensor, 0),
+        (tensor, 1, 0),
+        (context, tensor, min(2, context - 1) * activations.fused),
+        (stages, of_stage, min(2, stages - 1)),
+        (min(2, stages), of_stage, 0),  # embeddings
+    ]
+    total = readers(settings) * link_bytes(settings, gpus)[0]
+    if activations.shape.experts is not None:  # counts, expert tensor parallelism, gradients
+        of_all += [(of_experts, 1, 0), (parallel.expert_tensor, 1, 0)]
+        of_all += [(expert_replicas(parallel), of_experts, 0)]
+        near = here // parallel.expert_tensor
+        total += communicator_bytes(expert, near, peers=expert - 1, collectives=False)
+    return total + sum(communicator_bytes(n, here // stride, peers=peers) for n, stride, peers in of_all)
+
+
+def link_bytes(settings: Settings, gpus: Gpus) -> tuple[int, int]:
+    """NCCL's buffers of a link (``process_group``) on a rank and on a worker, in a node or between two."""
+    if settings.engine.colocated:  # gloo
+        return 0, 0
+    return (294 * 1024**2, 550 * 1024**2) if len(gpus.nodes) == 1 else (44 * 1024**2, 44 * 1024**2)
 
 
 def readers(settings: Settings) -> int:
-    """Engine workers to which each rank of a replica sends weights (``process_group``)."""
-    engine, grouped = settings.engine, settings.bridge.transport == "process_group"
-    return engines_of_a_replica(engine.replicas, settings.parallel) * engine.tensor * grouped
+    """Most engine workers that read from one data- and context-parallel replica (``process_group``).
+
+    Engine e reads from replica e modulo the number of replicas.
+    """
+    engine, replicas = settings.engine, settings.parallel.data * settings.parallel.context
+    return -(-engine.replicas // replicas) * engine.tensor * (settings.bridge.transport == "process_group")
 
 
-def rank_memory(
-    settings: Settings, shape: ModelShape, batch: BatchPlan, device: Device, *, stage: int, publishes: bool
-) -> RankMemory:
+def rank_memory(activations: StageActivations, gpus: Gpus, *, publishes: bool) -> RankMemory:
     """The memory of one rank of a pipeline stage. publishes: see ``RankMemory``."""
-    activations = StageActivations(settings, shape, stage, batch, device)
-    held = rank_parameters(settings, shape, stage)
+    settings, stage, device = activations.settings, activations.stage, activations.device
+    held = rank_parameters(settings, activations.shape, stage)
     table = [
-        *_state_rows(settings, held, publishes=publishes, on_gpu=device == "cuda", fused=activations.fused),
+        *_state_rows(activations, held, gpus, publishes=publishes),
         *_update_rows(activations, stage == settings.parallel.pipeline - 1),
     ]
     parts = [MemoryPart(name, round(n), basis, phase, host) for name, n, basis, phase, host in table if n]
@@ -167,9 +187,10 @@ def rank_memory(
 
 
 def _state_rows(
-    settings: Settings, held: RankParameters, *, publishes: bool, on_gpu: bool, fused: bool
+    activations: StageActivations, held: RankParameters, gpus: Gpus, *, publishes: bool
 ) -> Iterator[_Row]:
     """All that does not depend on the batch: weights, gradients, optimizer, copies of them, and buffers."""
+    settings, on_gpu = activations.settings, activations.device == "cuda"
     parallel, lora, fp8, engine = settings.parallel, settings.lora, settings.precision.fp8, settings.engine
     distributed, transport = settings.optimizer.distributed, settings.bridge.transport
     weights, gradients, each = state_bytes(settings.precision.dtype)
@@ -197,7 +218,7 @@ def _state_rows(
     # process still holds the memory of the backward pass then.
     reduced = not on_gpu and distributed and parallel.data * parallel.context > 1
     yield "parameters", weights * held.total, "exact", "always", False
-    yield second, 2 * held.in_fp8 * (fp8 is not None and fused), "estimated", "always", False
+    yield second, 2 * held.in_fp8 * (fp8 is not None and activations.fused), "estimated", "always", False
     yield "gradients", gradients * held.trained, "exact", "always", False
     yield "copy of the gradients", gradients * held.trained * reduced, "estimated", "update", False
     yield "optimizer", state * (1 - offloaded), "exact", "always", False
@@ -206,7 +227,7 @@ def _state_rows(
     yield "bridge: buckets", buckets, "estimated", "always", on_gpu and engine.colocated
     yield "bridge: copy in shared memory", weights * published * copied, "exact", "always", on_gpu
     yield "held anchor", weights * held.trained * held_anchor, "exact", "always", on_gpu
-    yield NCCL, nccl_bytes(settings) * on_gpu, "estimated", "always", False
+    yield NCCL, nccl_bytes(activations, gpus) * on_gpu, "estimated", "always", False
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
         # The optimizer state of all replicas, moments and float32 weights, is gathered on the first one
         # (Megatron's format ``fully_reshardable``) and copied, one buffer after another. To resume, each rank
