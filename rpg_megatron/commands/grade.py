@@ -172,16 +172,16 @@ def _count(file: Path, lines: Lines, summary: Summary, *, stop: bool) -> Summary
     for line in lines():
         if isinstance(line, Line):
             summary.graded += 1
-            continue
-        if stop:
+        elif stop:
             raise line
-        malformed = malformed or line
-        summary.skipped += 1
-    if malformed is not None and not summary.graded:
+        else:
+            summary.skipped += 1
+            malformed = malformed or line
+    if summary.graded:
+        return summary
+    if malformed is not None:
         raise UserError(f"{malformed} (and no line of the file is well formed)")
-    if not summary.graded:
-        raise UserError(f"{file}: holds no responses; it needs one JSON object per line, such as {_EXAMPLE}")
-    return summary
+    raise UserError(f"{file}: holds no responses; it needs one JSON object per line, such as {_EXAMPLE}")
 
 
 @contextmanager
@@ -279,24 +279,21 @@ def _rows(file: Path) -> Iterator[Row]:
 def _lines(file: Path) -> Iterator[Line | UserError]:
     """The lines, or an error for each malformed one. Empty lines are skipped."""
     for index, where, row in _rows(file):
-        try:
-            yield row if isinstance(row, UserError) else _read(where, index + 1, row)
-        except UserError as e:
-            yield e
+        yield row if isinstance(row, UserError) else _read(where, index + 1, row)
 
 
-def _read(where: str, number: int, row: dict[str, Any]) -> Line:
+def _read(where: str, number: int, row: dict[str, Any]) -> Line | UserError:
     for key in ("response", "answer"):
         if key not in row:
             keys = ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it")
+            return UserError(f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it")
     response, answer = row["response"], row["answer"]
     if not isinstance(response, str):
-        raise UserError(f"{where}: 'response' is not text; put it in quotes")
+        return UserError(f"{where}: 'response' is not text; put it in quotes")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise UserError(f"{where}: 'answer' is neither text nor a number; put it in quotes")
+        return UserError(f"{where}: 'answer' is neither text nor a number; put it in quotes")
     if not str(answer).strip():
-        raise UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
+        return UserError(f"{where}: 'answer' is empty; fill it in or remove the line")
     prompt = str(row.get("prompt", ""))
     begun = (response, _NO_TOKENS, "stop", None, opens_thoughts(prompt[-100:]))
     return Line(number, begun, str(answer), prompt or number, _context(prompt, row))

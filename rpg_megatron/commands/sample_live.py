@@ -11,8 +11,7 @@ from typing import Any
 from rpg_megatron.checkpoints.checkpoint_path import EXPORTS, kind_of
 from rpg_megatron.checkpoints.run_folder import CHECKPOINTS
 from rpg_megatron.commands.eval.command import run_evaluation
-from rpg_megatron.commands.eval.output_dir import open_output_dir
-from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request
+from rpg_megatron.commands.eval.settings import EvalRequest
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, read_text
 from rpg_megatron.data.problems import read_problems
@@ -38,6 +37,7 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
     trained = load_run_settings(run / CONFIG)
     rows = _choose_rows(trained, prompt, count)
     graded = rows is not None
+    ungraded = [] if graded else ["guards.reward_failures=off"]
     rows = rows or [{"prompt": prompt, "answer": "-"}]
     with tempfile.TemporaryDirectory(prefix="rpg-sample-") as work, StopSignals() as signals:
         problems = Path(work) / f"{_NAME}.jsonl"
@@ -45,21 +45,14 @@ def print_live_samples(run: Path, step: int | None, prompt: str | None, count: i
         request = EvalRequest(
             model=_checkpoint(run, step),
             files=(f"{_NAME}={problems}",),
-            sampling={"samples": count // len(rows)},
-            tensor=trained.engine.tensor,
-            overrides=() if graded else ("guards.reward_failures=off",),
+            sampling={"samples": [str(count // len(rows))]},
+            overrides=[f"engine.tensor={trained.engine.tensor}", *ungraded],
         )
-        settings, model = make_request(request)
-        check_request(settings, model)
-        signals.raising = False  # from here on, resources must be cleaned up
-        folder = open_output_dir(Path(work) / "out", settings, _NAME)
         try:
-            run_evaluation(settings, model, signals, folder)
+            folder = run_evaluation(request, Path(work) / "out", signals)
         except Interrupted as e:
             e.note = ""  # nothing is kept
             raise
-        finally:
-            folder.close()
         for line in read_text(results_file(folder.path, _NAME)).splitlines():
             _print_problem(json.loads(line), graded)
 
@@ -81,12 +74,11 @@ def _choose_rows(settings: Settings, prompt: str | None, count: int) -> list[dic
 def _checkpoint(run: Path, step: int | None) -> Path:
     if step is None:
         return run
-    name = f"step_{step:06d}"
-    folders = [folder for kind in (EXPORTS, CHECKPOINTS) if (folder := run / kind / name).is_dir()]
-    if not folders:
-        steps = sorted({f.name for kind in (EXPORTS, CHECKPOINTS) for f in (run / kind).glob("step_*")})
-        raise UserError(f"{run}: has no checkpoint of step {step}; there are: {', '.join(steps) or 'none'}")
-    return folders[0]
+    steps = {f.name: f for kind in (CHECKPOINTS, EXPORTS) for f in (run / kind).glob("step_*")}
+    if (folder := steps.get(f"step_{step:06d}")) is None:
+        there = ", ".join(sorted(steps)) or "none"
+        raise UserError(f"{run}: has no checkpoint of step {step}; there are: {there}")
+    return folder
 
 
 def _print_problem(row: dict[str, Any], graded: bool) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 import typer
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
+from rpg_megatron.commands.train import check_memory
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.study import Study, is_study, load_study
-from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
+from rpg_megatron.launcher.checks import ALL, CheckedRun, Need, run_checks
+from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import list_runs
 from rpg_megatron.launcher.summary import display_path
@@ -52,8 +54,7 @@ def run_study(
         typer.echo(f"all {len(study.runs)} runs are finished")
     elif local:
         if not dry_run:
-            # Once: an error of the data, say, would be the same in each run.
-            check_start(CheckedRun(with_local_model(study.runs[unfinished[0] - 1].settings)))
+            _check_runs(study, unfinished, ALL)
             _train_here(study, unfinished)
     elif numbers := sorted(set(unfinished) - _queued(study.name)):
         _submit(study, file, overrides, numbers, script or _SCRIPT, options, dry_run=dry_run)
@@ -131,13 +132,45 @@ def _submit(
     typer.echo(shlex.join(command))
     if dry_run:
         return
-    first = with_local_model(study.runs[numbers[0] - 1].settings, hub=False)
-    if first.model.path.is_dir():  # jobs may see other files
-        check_start(CheckedRun(first, ALL - {"machine", "engines"}, prepares=True))
+    _check_runs(study, numbers, ALL - {"machine", "engines"})
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"sbatch refused the job: {done.stderr.strip() or done.stdout.strip()}")
     typer.echo(done.stdout.strip())
+
+
+def _check_runs(study: Study, numbers: Sequence[int], has: frozenset[Need]) -> None:
+    """Check each of these runs that differs by more than name and seed, before the first one starts.
+
+    The data and the user's code are read once for all runs with the same. has: as in ``CheckedRun``; without
+    the machine the runs are only prepared here, and those whose model is not here are not checked.
+    """
+    here = "machine" in has
+    checked: list[Settings] = []
+    read: list[object] = []
+    told: list[str] = []
+    for run in (study.runs[number - 1] for number in numbers):
+        settings = run.settings.model_copy(update={"name": study.name, "seed": 0})
+        if settings in checked:
+            continue
+        checked.append(settings)
+        sections = ("model", "data", "evaluation", "sft", "reward", "rollout")
+        inputs = [*(getattr(settings, name) for name in sections), *list_custom_code(settings)]
+        needs = has - {"data", "code"} if inputs in read else has
+        read.append(inputs)
+        settings = with_local_model(settings, hub=here)
+        if not here and not settings.model.path.is_dir():  # jobs may see other files
+            continue
+        try:
+            warnings = run_checks(CheckedRun(settings, needs, prepares=not here), told=True)
+            if here:
+                check_memory(settings, 1)
+        except UserError as e:
+            raise UserError(f"run {run.number} ({run.settings.name}): {e}") from None
+        for text in warnings:
+            if text not in told:
+                typer.echo(f"warning: {text}", err=True)
+        told += warnings
 
 
 def _train_here(study: Study, numbers: Sequence[int]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import typer
 
+from rpg_megatron.commands.doctor.gpu import gpu_memory
 from rpg_megatron.commands.exit_codes import UNSAVED
+from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.commands.plan.run_cost import estimate
-from rpg_megatron.config import Settings
+from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.dry_run import describe_start
@@ -58,7 +61,9 @@ def _train(
     settings: Settings, signals: StopSignals, fresh: bool, source: Path | None, nodes: Nodes | None
 ) -> Path:
     with _gather(settings, signals, nodes) as remote:
-        check_start(CheckedRun(settings, nodes=nodes.count if nodes else 1))
+        count = nodes.count if nodes else 1
+        check_start(CheckedRun(settings, nodes=count))
+        check_memory(settings, count)
         settings = with_steps(settings)
         signals.raising = False  # from here on, resources must be cleaned up
         with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
@@ -89,10 +94,26 @@ def dry_run(settings: Settings, nodes: Nodes, *, fresh: bool = False, source: Pa
         check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
         return
     check_start(CheckedRun(settings, nodes=nodes.count))
+    check_memory(settings, nodes.count)
     settings = with_steps(settings)
     print(describe_start(settings, nodes.count, fresh=fresh, source=source), end="")
     for line in estimate(settings):
         print(f"# {line}")
+
+
+def check_memory(settings: Settings, nodes: int) -> None:
+    """Raise UserError if ``plan`` says that the run does not fit this machine; for GPUs, print a warning.
+
+    A plan for a CPU is for one machine: nothing is said of several nodes. That for GPUs was not measured.
+    """
+    gpu = gpu_memory() if settings.device == "cuda" else None
+    if gpu is None and (settings.device == "cuda" or nodes > 1):
+        return
+    problems = make_plan(settings, gpu).problems
+    if problems and gpu is None:
+        raise UserError("; ".join(problems))
+    for problem in problems:
+        print(f"warning: rpg-megatron plan: {problem}", file=sys.stderr, flush=True)
 
 
 def _report(folder: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$"
@@ -56,6 +57,11 @@ class Tagged(BaseModel):
             if cls.affects is None and own_tag(field) is None and not sections_in(field.annotation):
                 raise TypeError(f"{cls.__name__}.{name}: give the setting or its class a tag (Affects)")
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keys that the class does not have: settings of the user's own code."""
+        return dict(self.model_extra or {})
+
 
 def own_tag(field: FieldInfo) -> Affects | None:
     """The tag in the annotation of a setting."""
@@ -81,6 +87,16 @@ class Section(Tagged):
             raise ValueError(f"a part of this path is longer than {_LONGEST_PART} bytes")
         return value
 
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with this section as a whole; the first problem is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_problems(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
 
 IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 IMPORTED = "module:name"
@@ -103,11 +119,6 @@ class ImportedSettings(Tagged, affects="training"):
         if not re.fullmatch(IMPORT_PATH, value):
             raise ValueError("must be an import path module:name, such as my_package.my_code:name")
         return value
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The other keys."""
-        return dict(self.model_extra or {})
 
 
 def tag_of(value: Any, default: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rpg_megatron.config.base import ImportedSettings
-from rpg_megatron.config.losses import DistilSettings
+from rpg_megatron.config.losses import DistilSettings, GRPOSettings
 from rpg_megatron.config.objective import TrainingSettings
 from rpg_megatron.config.rollout import KeepBestSettings
 from rpg_megatron.config.sections import Sections
@@ -29,8 +29,7 @@ def find_problems(s: Sections) -> Iterator[str]:
     if s.anchor.type == "old" and s.reward.kl is not None:
         yield "reward.kl needs a reference model: set anchor.type to fixed or every, or remove reward.kl"
     if missing := _missing_baseline_settings(s):
-        lines = " and ".join(f"{key} to {value}" for key, value in missing.items())
-        yield f"objective.type {kind} alone is not the published algorithm; set {lines}"
+        yield f"objective.type {kind} alone is not the published algorithm; set {' and '.join(missing)}"
     if s.bridge.transport == "cuda_ipc" and s.device != "cuda":
         yield "bridge.transport cuda_ipc needs device cuda; use shared_memory"
     workers = s.engine.replicas * s.engine.tensor
@@ -66,8 +65,6 @@ def find_problems(s: Sections) -> Iterator[str]:
     yield from _transformer_engine_problems(s)
     if s.memory.offload_optimizer:
         yield from _offloading_problems(s)
-    if s.correction is not None:
-        yield from s.correction.problems()
 
 
 def _sft_problems(s: Sections) -> Iterator[str]:
@@ -163,8 +160,32 @@ def _async_problems(s: Sections) -> Iterator[str]:
             "rollout.ahead excludes engine.colocated: engines on the trainer's GPUs cannot sample "
             "during training; use separate GPUs (engine.colocated=false), or set rollout.ahead to 0"
         )
-    if s.training.old != "engine":
-        yield from s.guards.problems_of_correction(ahead, s.rollout.restricted, s.correction)
+    if s.training.old == "engine":
+        return
+    restricted, correction, uncorrected = s.rollout.restricted, s.correction, s.guards.uncorrected
+    if correction is None and not uncorrected:
+        remedy = "set correction.type to truncate or icepop, or guards.uncorrected to true"
+        if ahead:
+            yield f"rollout.ahead needs a correction, since older weights sample the responses: {remedy}"
+        if restricted:
+            yield (
+                f"rollout.{restricted} needs a correction, since responses are sampled from a part of "
+                f"the trained distribution: {remedy}"
+            )
+    if restricted and correction is not None and correction.level == "sequence":
+        yield (
+            f"rollout.{restricted} excludes correction.level sequence: the ratio of a long response goes "
+            "to 0, since each token is sampled from a part of the distribution; set correction.level to "
+            "token"
+        )
+    if restricted and correction is not None and correction.type == "geometric":
+        yield (
+            f"rollout.{restricted} excludes correction.type geometric: it would reject responses by how "
+            "much of the distribution was kept for their tokens; use truncate or icepop"
+        )
+    if uncorrected and (correction is not None or not (ahead or restricted)):
+        why = "correction is set" if ahead or restricted else "rollout.ahead is 0"
+        yield f"guards.uncorrected has no effect: {why}; remove it"
 
 
 def _old_problems(s: Sections) -> Iterator[str]:
@@ -223,21 +244,20 @@ def _shared_prompt_problems(s: Sections) -> Iterator[str]:
         yield f"training.share_prompts has no effect: {why}; remove it"
 
 
-def _missing_baseline_settings(s: Sections) -> dict[str, str]:
-    """What the objective's published algorithm requires besides its loss: key -> value.
+def _missing_baseline_settings(s: Sections) -> list[str]:
+    """What the objective's published algorithm requires besides its loss.
 
     Only defaults are reported: they are RPG's, and not part of the named algorithm.
     """
-    loss = s.objective
-    missing: dict[str, str] = {}
+    loss, missing = s.objective, []
     if isinstance(loss, ImportedSettings):
-        return missing
+        return []
     if s.advantage.type == "rpg" and loss.advantages:
-        missing["advantage.type"] = loss.advantages[0]
-    if loss.needs_anchor and s.anchor.type == "old" and s.teacher is None:
-        missing["anchor.type"] = "fixed (or objective.beta to 0: no KL)"
+        missing.append(f"advantage.type to {loss.advantages[0]}")
+    if isinstance(loss, GRPOSettings) and loss.beta and s.anchor.type == "old" and s.teacher is None:
+        missing.append("anchor.type to fixed (or objective.beta to 0: no KL)")
     if loss.aggregation not in (None, s.aggregation.type):
-        missing["aggregation.type"] = loss.aggregation
+        missing.append(f"aggregation.type to {loss.aggregation}")
     return missing
 
 

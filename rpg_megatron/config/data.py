@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rpg_megatron.config.base import Affects, ImportedSettings, InputPath, Section
 
@@ -50,24 +51,21 @@ class SourceSettings(Section, affects="training", evaluated=True):
     limit: int | None = Field(None, ge=1)
     """Use only the first ``limit`` rows."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> SourceSettings:
+    def _problems(self) -> Iterator[str]:
         places = [name for name in ("path", "hub", "source") if getattr(self, name) is not None]
         if len(places) > 1:
-            raise ValueError(f"{places[0]} and {places[1]} exclude each other; keep one of them")
-        if self.path is not None and (self.subset is not None or self.split is not None):
-            raise ValueError("subset and split have no effect on a file; remove them")
-        if self.source is not None and (self.subset is not None or self.split is not None):
-            raise ValueError("subset and split have no effect on source; remove them")
+            yield f"{places[0]} and {places[1]} exclude each other; keep one of them"
+        if not self.on_hub and (self.subset is not None or self.split is not None):
+            where = "source" if self.path is None else "a file"
+            yield f"subset and split have no effect on {where}; remove them"
         if self.streaming and self.source is None:
-            raise ValueError("streaming is for your own code; set source, or remove streaming")
+            yield "streaming is for your own code; set source, or remove streaming"
         if self.streaming and self.limit is not None:
-            raise ValueError("streaming asks for as many rows as the run needs; remove limit or streaming")
+            yield "streaming asks for as many rows as the run needs; remove limit or streaming"
         if self.streaming and self.preset is not None:
-            raise ValueError("a preset is for whole data sets; with streaming, set prompt_key and answer_key")
+            yield "a preset is for whole data sets; with streaming, set prompt_key and answer_key"
         if self.answer_after is not None and self.answer_boxed:
-            raise ValueError("answer_after and answer_boxed exclude each other; keep one of them")
-        return self
+            yield "answer_after and answer_boxed exclude each other; keep one of them"
 
     @property
     def named(self) -> bool:
@@ -86,15 +84,12 @@ class MixedSourceSettings(SourceSettings):
     weight: float = Field(1.0, gt=0)
     """Share of the prompts relative to the other sources, independent of their sizes."""
 
-    @model_validator(mode="after")
-    def _check_mixed_source(self) -> MixedSourceSettings:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if not self.named:
-            raise ValueError("each source of a mixture needs path, hub, source or preset")
+            yield "each source of a mixture needs path, hub, source or preset"
         if self.streaming:
-            raise ValueError(
-                "a mixture needs the number of its rows; remove streaming, or make it the only source"
-            )
-        return self
+            yield "a mixture needs the number of its rows; remove streaming, or make it the only source"
 
 
 class DataSettings(SourceSettings):
@@ -134,23 +129,20 @@ class DataSettings(SourceSettings):
             raise ValueError("has no placeholder for the problem; add {prompt}")
         return value
 
-    @model_validator(mode="after")
-    def _check_data(self) -> DataSettings:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if self.mixture and self.named:
-            raise ValueError("mixture replaces path, hub, source and preset; move them into its sources")
+            yield "mixture replaces path, hub, source and preset; move them into its sources"
         if not self.mixture and not self.named:
-            raise ValueError("has no prompts; set path (a file), hub, preset, mixture or source (your code)")
+            yield "has no prompts; set path (a file), hub, preset, mixture or source (your code)"
         if self.shuffle and self.order_by is not None:
-            raise ValueError("order_by has no effect while prompts are shuffled; set shuffle to false")
+            yield "order_by has no effect while prompts are shuffled; set shuffle to false"
         if self.streaming and (self.shuffle or self.order_by is not None):
-            raise ValueError(
-                "streaming keeps the order of the source; set shuffle to false, without order_by"
-            )
+            yield "streaming keeps the order of the source; set shuffle to false, without order_by"
         if self.streaming and self.deduplicate:
-            raise ValueError("deduplicate would keep all texts of an endless source; do it in the source")
+            yield "deduplicate would keep all texts of an endless source; do it in the source"
         if not self.chat and (self.system is not None or self.thinking is not None):
-            raise ValueError("system and thinking have no effect unless chat is on")
-        return self
+            yield "system and thinking have no effect unless chat is on"
 
     @property
     def sources(self) -> tuple[SourceSettings, ...]:

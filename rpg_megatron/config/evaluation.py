@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rpg_megatron.config.base import NAME, Section
 from rpg_megatron.config.data import DataSettings
@@ -78,66 +79,43 @@ class EvaluationSettings(Section, affects="results", evaluated=True):
     every: int = Field(10, ge=1)
     """Steps between evaluations."""
 
-    @model_validator(mode="after")
-    def _check_set_names(self) -> EvaluationSettings:
+    def _problems(self) -> Iterator[str]:
         if (self.data is None) == (not self.sets):
-            raise ValueError("needs either data (one held-out set) or sets (a list of them)")
+            yield "needs either data (one held-out set) or sets (a list of them)"
         if self.sets and self.name != type(self).model_fields["name"].default:
-            raise ValueError("name has no effect with sets; each set has its own name")
-        names: set[str] = set()
-        for i, part in enumerate(self.sets):
-            name = part.name or part.preset
+            yield "name has no effect with sets; each set has its own name"
+        names = [part.name or part.preset for part in self.sets]
+        for i, name in enumerate(names):
             if name is None:
-                raise ValueError(f"sets[{i}] has neither a name nor a preset; set name")
-            if name in names:
-                raise ValueError(f"sets[{i}] repeats the name {name}; set another")
-            names.add(name)
-        return self
-
-    @model_validator(mode="after")
-    def _check_not_streaming(self) -> EvaluationSettings:
+                yield f"sets[{i}] has neither a name nor a preset; set name"
+            if name in names[:i]:
+                yield f"sets[{i}] repeats the name {name}; set another"
         for part in self.heldout:
             if part.data.streaming:
-                raise ValueError(
-                    f"{part.name}: an evaluation takes all problems of its set; set limit, not streaming"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sampling(self) -> EvaluationSettings:
+                yield f"{part.name}: an evaluation takes all problems of its set; set limit, not streaming"
         for i, part in enumerate(self.heldout):
             which = f"sets[{i}] ({part.name}): " if self.sets else ""
             if part.temperature == 0 and part.samples > 1:
-                raise ValueError(
-                    f"{which}temperature 0 samples the same response each time; set samples to 1"
-                )
+                yield f"{which}temperature 0 samples the same response each time; set samples to 1"
             if 0 < part.temperature < 0.01:
-                raise ValueError(f"{which}temperature must be 0, or at least 0.01, the engine's minimum")
-        return self
+                yield f"{which}temperature must be 0, or at least 0.01, the engine's minimum"
 
     @property
     def heldout(self) -> tuple[HeldOutSet, ...]:
         """The sets: at least one, with different names."""
         if self.data is not None:
-            return (self._make_set(self.name, self.data, "evaluation.data", "evaluation", self),)
+            return (self._make_set(self.name, self.data, "evaluation.data", "evaluation"),)
         return tuple(
-            self._make_set(name, part, f"evaluation.sets[{i}]", f"evaluation/{name}", part)
+            self._make_set(name, part, f"evaluation.sets[{i}]", f"evaluation/{name}")
             for i, part in enumerate(self.sets)
             if (name := part.name or part.preset)
         )
 
-    def _make_set(
-        self,
-        name: str,
-        data: DataSettings,
-        where: str,
-        seeds: str,
-        source: EvaluationSettings | HeldOutSettings,
-    ) -> HeldOutSet:
-        values = {key: getattr(source, key) for key in OWN_SAMPLING}
-        sampling = {key: getattr(self, key) if value is None else value for key, value in values.items()}
+    def _make_set(self, name: str, data: DataSettings, where: str, seeds: str) -> HeldOutSet:
+        own = {key: getattr(data, key, None) for key in OWN_SAMPLING}  # without ``sets`` it has none
+        sampling = {key: getattr(self, key) if value is None else value for key, value in own.items()}
         section = "rollout" if self.max_response_tokens is None else "evaluation"
-        section = section if source is self or source.max_response_tokens is None else where
+        section = section if own["max_response_tokens"] is None else where
         return HeldOutSet(name, data, where, seeds, **sampling, limited_by=f"{section}.max_response_tokens")
 
     def metric_names(self) -> list[str]:

@@ -29,12 +29,13 @@ _PLAIN = {
     "too_short": "must not be empty",
     "string_type": "must be text; put it in quotes",
     "invalid_key": "keys must be text",
+    # Only fields that are names have patterns.
+    "string_pattern_mismatch": "must be 1 to 128 letters, digits, dots, dashes and underscores; "
+    "no dot or dash first",
 }
 """Replacements for pydantic's messages that name Python types."""
 _KIND = re.compile(r"(bool|int|float|str)$|(constrained|function|literal|tuple|list|dict|set)\W|\[key\]")
 """Kind of value in a union, which pydantic puts into the place of an error."""
-_PATTERN = "string_pattern_mismatch"
-"""Only fields that are names have patterns."""
 
 
 def explained_yaml(settings: BaseModel, values: dict[str, Any]) -> str:
@@ -148,8 +149,6 @@ def _explain(settings: type[BaseModel], error: Any, parts: list[str], siblings: 
     if error["type"] == "union_tag_not_found":
         return f"{key}: must be a section such as {{type: rpg}}", f" (got {_show(error['input'])})"
     message: str = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
-    if error["type"] == _PATTERN:
-        message = "must be 1 to 128 letters, digits, dots, dashes and underscores; no dot or dash first"
     if not key:
         return message, ""
     # A message about a whole section names its keys.

@@ -35,16 +35,12 @@ def open_regular(file: Path, *inside: Path) -> BinaryIO:
     links (``Path.resolve``), in one of which the file must then lie: foreign names and links do not lead
     elsewhere. Hard links are files like others.
     """
-    descriptor = os.open(file, os.O_RDONLY | _SAFELY)
-    try:
-        _check_regular(descriptor, file)
-        real = os.readlink(f"/proc/self/fd/{descriptor}") if inside else ""  # of the file that is open
-        if inside and not any(Path(real).is_relative_to(folder) for folder in inside):
-            raise OSError(errno.EXDEV, f"leads to {real}, outside {inside[0]}", str(file))
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+    source = os.fdopen(_checked(os.open(file, os.O_RDONLY | _SAFELY), file), "rb")
+    real = os.readlink(f"/proc/self/fd/{source.fileno()}") if inside else ""  # of the file that is open
+    if inside and not any(Path(real).is_relative_to(folder) for folder in inside):
+        source.close()
+        raise OSError(errno.EXDEV, f"leads to {real}, outside {inside[0]}", str(file))
+    return source
 
 
 def real_path(path: Path) -> Path:
@@ -130,12 +126,7 @@ def open_own(
             if e.errno == errno.ELOOP:
                 raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", name) from None
             raise
-        try:
-            _check_regular(descriptor, file)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return _checked(descriptor, file)
 
     return open(file, mode, opener=opener, **options)
 
@@ -208,25 +199,21 @@ def remove(path: Path, *, inode: int | None = None, ignore_errors: bool = False)
     try:
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _remove_from(folder, path.name, inode, ignore_errors)
+            status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if status.st_uid not in (os.geteuid(), os.fstat(folder).st_uid):
+                raise PermissionError(errno.EPERM, f"belongs to another user (uid {status.st_uid})")
+            if inode is not None and (status.st_ino != inode or not stat.S_ISREG(status.st_mode)):
+                return  # another process has reused the name
+            if stat.S_ISDIR(status.st_mode):
+                # By descriptors: ``shutil.rmtree.avoids_symlink_attacks`` is True on Linux.
+                shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
+            else:
+                os.unlink(path.name, dir_fd=folder)
         finally:
             os.close(folder)
     except OSError as e:
         if not ignore_errors and not (isinstance(e, FileNotFoundError) and not os.path.lexists(path)):
             raise OSError(e.errno, e.strerror, str(path)) from None
-
-
-def _remove_from(folder: int, name: str, inode: int | None, ignore_errors: bool) -> None:
-    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if status.st_uid not in (os.geteuid(), os.fstat(folder).st_uid):
-        raise PermissionError(errno.EPERM, f"belongs to another user (uid {status.st_uid})")
-    if inode is not None and (status.st_ino != inode or not stat.S_ISREG(status.st_mode)):
-        return  # another process has reused the name
-    if stat.S_ISDIR(status.st_mode):
-        # By descriptors: ``shutil.rmtree.avoids_symlink_attacks`` is True on Linux.
-        shutil.rmtree(name, ignore_errors, dir_fd=folder)
-    else:
-        os.unlink(name, dir_fd=folder)
 
 
 # -- folders -------------------------------------------------------------------------------------------------
@@ -280,9 +267,12 @@ def is_ours(path: Path) -> bool:
         return False
 
 
-def _check_regular(descriptor: int, file: Path) -> None:
+def _checked(descriptor: int, file: Path) -> int:
+    """The descriptor of a regular file. Any other is closed, and raises OSError."""
     mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    raise OSError(errno.EINVAL, "not a regular file", str(file))

@@ -5,9 +5,10 @@ All subclasses of ``LossSettings`` in this file are available; there is no list 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal, override
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rpg_megatron.config.base import ImportedSettings, Section, tagged_union
 
@@ -30,11 +31,9 @@ class ClipSettings(Section, affects="training"):
     c: float = Field(10.0, gt=1)
     """Dual-clip bound: tokens with a negative regularised advantage and w >= c get no gradient."""
 
-    @model_validator(mode="after")
-    def _check_dual_clip_bound(self) -> ClipSettings:
+    def _problems(self) -> Iterator[str]:
         if self.c <= 1 + self.high:
-            raise ValueError(f"c ({self.c}) must be greater than 1 + high ({1 + self.high})")
-        return self
+            yield f"c ({self.c}) must be greater than 1 + high ({1 + self.high})"
 
     def build(self) -> Clip:
         """The bounds, for the functions in ``objectives``."""
@@ -58,11 +57,6 @@ class LossSettings(Section, affects="training"):
     entropy_bonus: float = Field(0.0, ge=0)
     """Coefficient of the policy's entropy (nats) at each response token, which is added to the objective and
     delays entropy collapse. The entropy is that of the full distribution at rollout.temperature. 0: off."""
-
-    @property
-    def needs_anchor(self) -> bool:
-        """Whether the published algorithm has a KL term to a policy other than the old one."""
-        return False
 
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
         """The loss of each response token; see docs/extend.md."""
@@ -110,21 +104,25 @@ class RPGSettings(LossSettings):
         )
 
 
-def _ppo_loss(
-    clip: ClipSettings,
-    logp: Tensor,
-    tokens: ResponseTokens,
-    beta: float = 0.0,
-    kl: KLEstimator | None = None,
-) -> LossOutput:
-    """The clipped policy gradient that several published algorithms have, with an additive KL term."""
-    from rpg_megatron.objectives import ppo_loss
+class ClippedLoss(Section, affects="training"):
+    """The clipped policy gradient that several published algorithms have, some with an additive KL term."""
 
-    old, anchor = tokens.old, tokens.anchor
-    return ppo_loss(logp, old, tokens.advantages, clip=clip.build(), beta=beta, kl=kl, anchor_logp=anchor)
+    clip: ClipSettings = ClipSettings()
+    """Clipping of the ratio."""
+
+    def _kl_term(self) -> tuple[KLEstimator | None, float]:
+        """Estimator and coefficient."""
+        return None, 0.0
+
+    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
+        """The loss of each response token."""
+        from rpg_megatron.objectives import ppo_loss
+
+        clip, (kl, beta), old = self.clip.build(), self._kl_term(), tokens.old
+        return ppo_loss(logp, old, tokens.advantages, clip=clip, beta=beta, kl=kl, anchor_logp=tokens.anchor)
 
 
-class GRPOSettings(LossSettings):
+class GRPOSettings(ClippedLoss, LossSettings):
     """GRPO (arXiv 2402.03300). Needs advantage.type grpo, and an anchor unless beta is 0."""
 
     has_kl: ClassVar[bool] = True
@@ -139,32 +137,21 @@ class GRPOSettings(LossSettings):
     corrected: bool = False
     """Weight k3 by the importance ratio: its gradient is then that of the reverse KL."""
 
-    @property
     @override
-    def needs_anchor(self) -> bool:
-        return self.beta > 0
-
-    @override
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        return _ppo_loss(self.clip, logp, tokens, self.beta, "k3_weighted" if self.corrected else "k3")
+    def _kl_term(self) -> tuple[KLEstimator | None, float]:
+        return "k3_weighted" if self.corrected else "k3", self.beta
 
 
-class DAPOSettings(LossSettings):
+class DAPOSettings(ClippedLoss, LossSettings):
     """DAPO (arXiv 2503.14476): raised upper bound, no KL. Needs advantage.type grpo."""
 
     advantages: ClassVar[tuple[str, ...]] = ("grpo",)
 
     type: Literal["dapo"]
     """The loss."""
-    clip: ClipSettings = ClipSettings()
-    """Clipping of the ratio."""
-
-    @override
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        return _ppo_loss(self.clip, logp, tokens)
 
 
-class PPOSettings(LossSettings):
+class PPOSettings(ClippedLoss, LossSettings):
     """PPO's dual-clip loss without critic and KL; also Dr.GRPO, with its advantage and aggregation."""
 
     type: Literal["ppo"]
@@ -172,12 +159,8 @@ class PPOSettings(LossSettings):
     clip: ClipSettings = ClipSettings(low=0.2, high=0.2)
     """Clipping of the ratio."""
 
-    @override
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        return _ppo_loss(self.clip, logp, tokens)
 
-
-class ReinforcePlusPlusSettings(LossSettings):
+class ReinforcePlusPlusSettings(ClippedLoss, LossSettings):
     """REINFORCE++ as in the scripts of arXiv 2505.17508: additive k1, which pushes away from the anchor.
 
     Needs advantage.type reinforce_plus_plus or reinforce_plus_plus_baseline.
@@ -188,14 +171,12 @@ class ReinforcePlusPlusSettings(LossSettings):
 
     type: Literal["reinforce_plus_plus"]
     """The loss."""
-    clip: ClipSettings = ClipSettings()
-    """Clipping of the ratio."""
     beta: float = Field(1e-4, ge=0)
     """Coefficient of the additive k1 KL term."""
 
     @override
-    def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:
-        return _ppo_loss(self.clip, logp, tokens, self.beta, "k1")
+    def _kl_term(self) -> tuple[KLEstimator | None, float]:
+        return "k1", self.beta
 
 
 class CISPOSettings(LossSettings):
@@ -270,13 +251,11 @@ class DistilSettings(LossSettings):
     clip: ClipSettings | None = ClipSettings()
     """Clipping of the ratio, in sampled forms and of the reward; null: none."""
 
-    @model_validator(mode="after")
-    def _check_form(self) -> DistilSettings:
+    def _problems(self) -> Iterator[str]:
         if self.form == "sequence" and self.divergence != "rkl":
-            raise ValueError("form sequence is for divergence rkl; use form token or full")
+            yield "form sequence is for divergence rkl; use form token or full"
         if self.form in ("full", "top_k") and self.entropy_bonus:
-            raise ValueError(f"entropy_bonus excludes form {self.form}; set it to 0, or use form token")
-        return self
+            yield f"entropy_bonus excludes form {self.form}; set it to 0, or use form token"
 
     @override
     def __call__(self, logp: Tensor, tokens: ResponseTokens) -> LossOutput:

@@ -18,9 +18,6 @@ FAMILIES = {
 }
 """HF architecture name -> family; each family is one file in ``models``."""
 
-ROPE_TYPES = {"llama": ("default", "llama3")}
-"""Family -> supported types of rotary position embedding; others support "default" only."""
-
 
 @dataclass(frozen=True)
 class Llama3Rope:
@@ -207,7 +204,7 @@ def read_model_shape(path: Path) -> ModelShape:
             norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
             max_positions=sizes["max_position_embeddings"],
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-            rope_scaling=_llama3_rope(file, raw),
+            rope_scaling=_llama3_rope(raw),
             experts=_experts(raw, sizes["num_hidden_layers"]) if family == "qwen3_moe" else None,
         )
     except KeyError as e:
@@ -284,8 +281,6 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
-    if raw.get("quantization_config"):
-        problems.append("quantization_config is not supported: take the checkpoint with unquantised weights")
     layers = int(raw["num_hidden_layers"])
     kinds = raw.get("layer_types") or ["full_attention"] * layers
     if (
@@ -303,10 +298,8 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
         )
     rope = _rope(raw)
     kind = rope["rope_type"]
-    types = ROPE_TYPES.get(family, ("default",))
-    if kind not in types:
-        known = ", ".join(types)
-        problems.append(f"rope type {kind!r} is not supported for {family}; known: {known}")
+    if kind not in (types := ["default", "llama3"] if family == "llama" else ["default"]):
+        problems.append(f"rope type {kind!r} is not supported for {family}; known: {', '.join(types)}")
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1) != 1:
         problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
     if problems:
@@ -319,7 +312,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
 
 
-def _llama3_rope(file: Path, raw: dict[str, Any]) -> Llama3Rope | None:
+def _llama3_rope(raw: dict[str, Any]) -> Llama3Rope | None:
     rope = _rope(raw)
     if rope["rope_type"] != "llama3":
         return None
@@ -334,10 +327,9 @@ def _llama3_rope(file: Path, raw: dict[str, Any]) -> Llama3Rope | None:
         ),
     )
     if not 1 <= scaling.factor < math.inf or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
-        raise UserError(
-            f"{file}: rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, has "
-            f"{scaling.factor:g}, {scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}; "
-            "copy the checkpoint again"
+        raise ValueError(
+            "rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, has "
+            f"{scaling.factor:g}, {scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}"
         )
     return scaling
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
 from rpg_megatron.config.base import Affects, Section
 
@@ -45,25 +45,24 @@ class CorrectionSettings(Section, affects="training"):
     """What the mean over tokens or sequences counts. all: those that icepop or geometric reject too, with a
     loss of 0; kept: the others only."""
 
-    def problems(self) -> Iterator[str]:
-        """Values that do not fit ``type``."""
+    def _problems(self) -> Iterator[str]:
         default = {name: field.default for name, field in type(self).model_fields.items()}
         if self.type == "truncate" and self.low != default["low"]:
-            yield "correction.low has no effect with type truncate; remove it, or use icepop"
+            yield "low has no effect with type truncate; remove it, or use icepop"
         if self.type == "truncate" and self.denominator != "all":
             yield (
-                "correction.denominator has no effect with type truncate, which rejects nothing; remove it, "
+                "denominator has no effect with type truncate, which rejects nothing; remove it, "
                 "or use icepop or geometric"
             )
         if self.type != "geometric" and self.token_high is not None:
-            yield f"correction.token_high has no effect with type {self.type}; remove it, or use geometric"
+            yield f"token_high has no effect with type {self.type}; remove it, or use geometric"
         if self.type == "geometric":
             if self.level != "token":
-                yield "correction.level has no effect with type geometric, which masks sequences; remove it"
+                yield "level has no effect with type geometric, which masks sequences; remove it"
             for name in ("low", "high"):
                 if getattr(self, name) == default[name]:
                     yield (
-                        f"correction.{name} must be set for type geometric: a geometric mean hardly leaves "
+                        f"{name} must be set for type geometric: a geometric mean hardly leaves "
                         f"{default['low']} to {default['high']}; use bounds near 1, such as low 0.99 and "
                         "high 1.01"
                     )
@@ -89,6 +88,8 @@ class AnchorSettings(Section, affects="training"):
     """kl_trigger: the anchor is updated when the moving average of the token KL (nats) exceeds this."""
 
 
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads a plain off as false."""
 _SHARED_FROM = 0.1
 """``TrainingSettings.share_prompts`` auto: the smallest share of a sequence at which its prompt is shared."""
 
@@ -123,7 +124,7 @@ class TrainingSettings(Section, affects="training"):
     the guards; for the others, a pass. engine: the log-probs with which the engine sampled the tokens; the
     guard on mismatch then sees the first mini-batch only. auto: update where a step is one update and the
     numbers are the same, else pass; the log of rank 0 says why. docs/objectives.md compares them."""
-    router_replay: Literal["off", "rollout"] = "off"
+    router_replay: Annotated[Literal["off", "rollout"], _OFF] = "off"
     """Mixtures of experts: which experts the trainer uses for a token. off: those that its routers choose.
     rollout: those that the engine chose when it sampled the token, in log-probs and updates; in bfloat16 the
     two differ for some tokens. Benefit and cost: docs/mixture-of-experts.md."""
@@ -132,11 +133,6 @@ class TrainingSettings(Section, affects="training"):
     computed for each micro-batch). It is averaged over all tokens of an update, prompts included, summed over
     layers, and added to the loss; a layer with an even load contributes 1. 0: off. Formula:
     docs/mixture-of-experts.md."""
-
-    @field_validator("router_replay", mode="before")
-    @classmethod
-    def _parse_off(cls, value: Any) -> Any:
-        return "off" if value is False else value
 
     @property
     def shared_from(self) -> float | None:
@@ -149,7 +145,7 @@ class TrainingSettings(Section, affects="training"):
 class GuardSettings(Section, affects="results"):
     """Checks that stop a run whose numbers are wrong."""
 
-    mismatch: Literal["stop", "warn", "off"] = "stop"
+    mismatch: Annotated[Literal["stop", "warn", "off"], _OFF] = "stop"
     """What to do when engine and trainer log-probs of tokens sampled by the current weights differ by more
     than the bounds below."""
     mismatch_max: float | None = Field(None, gt=0)
@@ -160,50 +156,17 @@ class GuardSettings(Section, affects="results"):
     """Allow rollout.ahead, or rollout.top_p and top_k, without ``correction``. The gradient is then
     biased by stale rollouts, or by the tokens that the engines never sample."""
 
-    reward_failures: Annotated[Literal["stop", "warn", "off"], Affects("results", evaluated=True)] = "stop"
+    reward_failures: Annotated[Literal["stop", "warn", "off"], _OFF, Affects("results", evaluated=True)] = (
+        "stop"
+    )
     """What to do when the reward fails on at least half of the responses of a step or of a held-out set: a
     function raised, timed out, crashed, or returned no finite number; a judge gave no answer. With stop, it
     must not fail on a trial row of each data set before the start either. A smaller share only prints a
     warning. off: no warnings."""
 
-    @field_validator("mismatch", "reward_failures", mode="before")
-    @classmethod
-    def _parse_off(cls, value: Any) -> Any:
-        return "off" if value is False else value
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> GuardSettings:
+    def _problems(self) -> Iterator[str]:
         if self.mismatch == "off" and (self.mismatch_max is not None or self.mismatch_mean is not None):
-            raise ValueError("a bound is set, but guards.mismatch is off; remove one of the two")
-        return self
-
-    def problems_of_correction(
-        self, ahead: int, restricted: str, correction: CorrectionSettings | None
-    ) -> Iterator[str]:
-        """Conflicts of ``uncorrected`` and ``correction`` with these two values of the rollout's settings."""
-        if correction is None and not self.uncorrected:
-            remedy = "set correction.type to truncate or icepop, or guards.uncorrected to true"
-            if ahead:
-                yield f"rollout.ahead needs a correction, since older weights sample the responses: {remedy}"
-            if restricted:
-                yield (
-                    f"rollout.{restricted} needs a correction, since responses are sampled from a part of "
-                    f"the trained distribution: {remedy}"
-                )
-        if restricted and correction is not None and correction.level == "sequence":
-            yield (
-                f"rollout.{restricted} excludes correction.level sequence: the ratio of a long response goes "
-                "to 0, since each token is sampled from a part of the distribution; set correction.level to "
-                "token"
-            )
-        if restricted and correction is not None and correction.type == "geometric":
-            yield (
-                f"rollout.{restricted} excludes correction.type geometric: it would reject responses by how "
-                "much of the distribution was kept for their tokens; use truncate or icepop"
-            )
-        if self.uncorrected and (correction is not None or not (ahead or restricted)):
-            why = "correction is set" if ahead or restricted else "rollout.ahead is 0"
-            yield f"guards.uncorrected has no effect: {why}; remove it"
+            yield "a bound is set, but guards.mismatch is off; remove one of the two"
 
     def engine_differs(self, mean: float, ratio: float, dtype: str) -> bool:
         """Whether the mean difference of an engine on its probes is much larger than that of the others.

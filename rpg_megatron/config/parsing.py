@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ _MAX_LEVELS = 100
 """Maximum nesting of YAML, with its aliases expanded; code that walks through the values is recursive."""
 _MAX_DIGITS = 1000
 """Maximum digits of an integer in YAML."""
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+"""NUL, and half of a surrogate pair."""
 
 
 def read_yaml(file: Path, *inside: Path) -> Any:
@@ -98,17 +101,9 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
             problem = "nested too deeply"
     else:
         size, levels = 1 + len(node.value), 0
-        if "\0" in node.value or not _is_unicode(node.value):
+        if _NO_TEXT.search(node.value):
             problem = "a text contains a NUL or half of a surrogate pair"
     if problem is not None:
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     known[id(node)] = size, levels
     return size, levels
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

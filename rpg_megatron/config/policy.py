@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rpg_megatron.config.base import Affects, HubOrInputPath, InputPath, Section
 from rpg_megatron.config.schedules import AnyScheduleSettings, ConstantSettings
@@ -67,29 +68,17 @@ class ParallelSettings(Section, affects="sums"):
         """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
-    @model_validator(mode="after")
-    def _check_virtual(self) -> ParallelSettings:
+    def _problems(self) -> Iterator[str]:
         if self.virtual > 1 and self.pipeline == 1:
-            raise ValueError(
-                f"virtual={self.virtual} needs pipeline of 2 or more; raise pipeline, or set virtual to 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_world(self) -> ParallelSettings:
+            yield f"virtual={self.virtual} needs pipeline of 2 or more; raise pipeline, or set virtual to 1"
         if self.world > 100_000:  # a plan looks at each of them
-            raise ValueError(f"tensor x pipeline x context x data is {self.world:,}; at most 100,000 ranks")
-        return self
-
-    @model_validator(mode="after")
-    def _check_expert_ranks(self) -> ParallelSettings:
+            yield f"tensor x pipeline x context x data is {self.world:,}; at most 100,000 ranks"
         ranks = self.tensor * self.context * self.data
         if ranks % (self.expert * self.expert_tensor):
-            raise ValueError(
+            yield (
                 f"expert={self.expert} x expert_tensor={self.expert_tensor} must divide the {ranks} ranks of "
                 "a stage (tensor x context x data), over which the experts are split; lower it, or raise data"
             )
-        return self
 
 
 class FP8Settings(Section, affects="training"):
@@ -117,14 +106,12 @@ class FP8Settings(Section, affects="training"):
         """
         return 128 if self.recipe == "blockwise" else 16
 
-    @model_validator(mode="after")
-    def _check_delayed_scaling(self) -> FP8Settings:
+    def _problems(self) -> Iterator[str]:
         if self.recipe == "delayed" and self.first_last_bf16:
-            raise ValueError(
+            yield (
                 "recipe delayed does not support layers in bfloat16; "
                 "set first_last_bf16 to 0, or recipe to tensorwise or blockwise"
             )
-        return self
 
 
 class PrecisionSettings(Section, affects="training"):
@@ -142,11 +129,9 @@ class PrecisionSettings(Section, affects="training"):
         """
         return (parallel.tensor if parallel.sequence else 1) * (self.fp8.multiple if self.fp8 else 1)
 
-    @model_validator(mode="after")
-    def _check_fp8_dtype(self) -> PrecisionSettings:
+    def _problems(self) -> Iterator[str]:
         if self.fp8 is not None and self.dtype != "bfloat16":
-            raise ValueError(f"fp8 needs dtype bfloat16, not {self.dtype}; change one of the two")
-        return self
+            yield f"fp8 needs dtype bfloat16, not {self.dtype}; change one of the two"
 
 
 class MemorySettings(Section, affects="speed"):
@@ -197,11 +182,9 @@ class OptimizerSettings(Section, affects="training"):
     """With several data or context ranks: overlap the gradient reduction with the backward pass and, if
     distributed, the weight all-gather with the next forward pass. Results do not change."""
 
-    @model_validator(mode="after")
-    def _check_schedule_free(self) -> OptimizerSettings:
+    def _problems(self) -> Iterator[str]:
         if self.type == "schedule_free_adamw" and self.distributed:
-            raise ValueError(
+            yield (
                 "schedule_free_adamw cannot be distributed: Megatron cannot shard its averaged weights; "
                 "set distributed to false"
             )
-        return self

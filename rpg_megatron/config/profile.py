@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
 
 from rpg_megatron.config.base import Section
 
@@ -10,7 +13,7 @@ from rpg_megatron.config.base import Section
 class ProfileSettings(Section, affects="files"):
     """Profiler traces, as files in <run>/profile. Traced steps are slower."""
 
-    steps: tuple[int, ...] = ()
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Steps to trace with torch's profiler: step_NNNNNN_rank_R.json.gz, for Perfetto or chrome://tracing."""
     ranks: tuple[int, ...] = Field((0,), min_length=1)
     """Trainer ranks to trace."""
@@ -19,10 +22,6 @@ class ProfileSettings(Section, affects="files"):
     nvtx: bool = False
     """NVTX ranges for the phases of every step, on all ranks, for Nsight Systems."""
 
-    @model_validator(mode="after")
-    def _check_steps(self) -> ProfileSettings:
+    def _problems(self) -> Iterator[str]:
         if self.memory and not self.steps:
-            raise ValueError("memory has no effect without steps; set the steps to trace")
-        if any(number < 1 for number in self.steps):
-            raise ValueError("steps start at 1")
-        return self
+            yield "memory has no effect without steps; set the steps to trace"

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, Tag, field_validator
 
 from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Affects, Section
 
@@ -167,18 +161,14 @@ class RewardSettings(Section, affects="training", evaluated=True):
             raise ValueError("all weights are 0; set one of them to another value")
         return value
 
-    @model_validator(mode="after")
-    def _check_ignored_keys(self) -> RewardSettings:
+    def _problems(self) -> Iterator[str]:
         if self.terms:
             for key in ("type", "correct", "wrong", "failed"):
                 if getattr(self, key) != RewardSettings.model_fields[key].default:
-                    raise ValueError(f"{key} has no effect with terms; move it into one of them")
+                    yield f"{key} has no effect with terms; move it into one of them"
         first = next(iter(self.all_terms.values()))
         if self.format and first.is_custom:
-            raise ValueError(
-                f"format has no effect with {first.type}: your function scores the format; remove it"
-            )
-        return self
+            yield f"format has no effect with {first.type}: your function scores the format; remove it"
 
     @property
     def has_custom(self) -> bool:
@@ -191,10 +181,8 @@ class RewardSettings(Section, affects="training", evaluated=True):
 
         def term(where: str, part: RewardSettings | RewardTermSettings, weight: float) -> RewardTerm:
             failed = part.wrong if part.failed is None else part.failed
-            arguments, reserved = dict(part.model_extra or {}), tuple(RewardTermSettings.model_fields)
-            if isinstance(part, RewardSettings):
-                reserved = tuple(RewardSettings.model_fields)
-            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, arguments, reserved)
+            keys = part.keywords, tuple(type(part).model_fields)
+            return RewardTerm(where, part.type, weight, part.correct, part.wrong, failed, *keys)
 
         if not self.terms:
             return {"correctness": term("reward", self, 1.0)}

@@ -8,13 +8,7 @@ from collections.abc import Iterator
 from inspect import isfunction
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, Tag, field_validator
 
 from rpg_megatron.config import filters
 from rpg_megatron.config.base import (
@@ -61,11 +55,6 @@ class DynamicSamplingSettings(Section, affects="training"):
     def path(self) -> str:
         """Import path of the filter, built-in or your own."""
         return self.type if ":" in self.type else f"{filters.__name__}:{self.type}"
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Settings of a function of your own."""
-        return dict(self.model_extra or {})
 
 
 class ImportedDynamicSamplingSettings(DynamicSamplingSettings):
@@ -142,7 +131,9 @@ class RolloutSettings(Section, affects="training"):
     """Number of processes that send requests to the engines, detokenise and grade; 1: the sampler process
     does it. The batch does not depend on it. Increase it if many responses end at once: one process handles
     about 350 responses of 8,192 tokens per second."""
-    journal_routes: Annotated[int | tuple[int, ...], Affects("files")] = 0
+    journal_routes: Annotated[
+        Annotated[int, Field(ge=0)] | tuple[Annotated[int, Field(ge=1)], ...], Affects("files")
+    ] = 0
     """With training.router_replay: steps whose files in rollouts/ include the routes, which the command
     replay needs: a list of steps, or n for every n-th step; 0: none. Before compression a token takes layers
     x experts per token bytes: 384 for a model with 48 layers and 8 experts per token."""
@@ -151,13 +142,6 @@ class RolloutSettings(Section, affects="training"):
     @classmethod
     def _parse_path(cls, value: Any) -> Any:
         return {"type": value} if isinstance(value, str) else value
-
-    @field_validator("journal_routes")
-    @classmethod
-    def _check_journal_steps(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
-        if min(value, default=1) < 1 if isinstance(value, tuple) else value < 0:
-            raise ValueError("steps start at 1")
-        return value
 
     @property
     def restricted(self) -> str:
@@ -185,42 +169,28 @@ class RolloutSettings(Section, affects="training"):
             return math.inf
         return -math.log(self.top_p)
 
-    @model_validator(mode="after")
-    def _check_stop(self) -> RolloutSettings:
+    def _problems(self) -> Iterator[str]:
         if any(not text for text in self.stop):
-            raise ValueError("stop: a string is empty; remove it")
+            yield "stop: a string is empty; remove it"
         if self.stop and self.ahead and self.inflight == "continue":
-            raise ValueError(
+            yield (
                 "stop needs inflight drain with ahead: after a weight update an engine would not see the "
                 "part of a string that was sampled before it; set inflight to drain, or use stop_token_ids"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parser(self) -> RolloutSettings:
         if self.tool_call_parser and self.episode is None:
-            raise ValueError("tool_call_parser needs an episode, whose clients offer tools; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_dynamic(self) -> RolloutSettings:
+            yield "tool_call_parser needs an episode, whose clients offer tools; remove it"
         if self.dynamic is not None and self.samples_per_prompt == 1:
-            raise ValueError("dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed")
-        return self
-
-    @model_validator(mode="after")
-    def _check_async(self) -> RolloutSettings:
+            yield "dynamic needs samples_per_prompt of 2 or more: a group of one is never mixed"
         if self.inflight == "drain" and self.ahead != 1:
-            raise ValueError(
+            yield (
                 f"inflight drain needs ahead 1 (it is {self.ahead}): groups that have started are finished "
                 "before new weights are loaded, so no batch is older than one update"
             )
         if self.ahead and self.dynamic is not None and self.dynamic.oversample != 1:
-            raise ValueError(
+            yield (
                 "ahead excludes dynamic.oversample: groups beyond the limit would be more than ahead updates "
                 "old when they are trained on; remove it, and raise ahead if the trainer waits"
             )
-        return self
 
 
 _WITHOUT_ROUTES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,50 +23,35 @@ class Settings(Sections):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_secrets(cls, raw: Any) -> Any:
+    def _fill_defaults(cls, raw: Any) -> Any:
+        """Defaults that depend on other settings."""
         refuse_secrets(raw)
+        if not isinstance(raw, dict):
+            return raw
+        engine, bridge = raw.get("engine", {}), raw.get("bridge", {})
+        if raw.get("sft") is not None and raw.get("evaluation") is None and isinstance(engine, dict):
+            # Fine-tuning needs engines only for its evaluation.
+            raw = raw | {"engine": engine | {"replicas": 0, "colocated": False}}
+        if raw.get("device", "cuda") == "cuda" and isinstance(bridge, dict):
+            raw = raw | {"bridge": {"transport": "cuda_ipc"} | bridge}
         return raw
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_replicas(cls, raw: Any) -> Any:
-        """Fine-tuning needs engines only for its evaluation."""
-        if not isinstance(raw, dict) or raw.get("sft") is None or raw.get("evaluation") is not None:
-            return raw
-        engine = raw.get("engine", {})
-        none = {"replicas": 0, "colocated": False}
-        return raw | {"engine": engine | none} if isinstance(engine, dict) else raw
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_transport(cls, raw: Any) -> Any:
-        """The default of bridge.transport depends on the device."""
-        if not isinstance(raw, dict) or raw.get("device", "cuda") != "cuda":
-            return raw
-        bridge = raw.get("bridge", {})
-        if not isinstance(bridge, dict) or "transport" in bridge:
-            return raw
-        return raw | {"bridge": bridge | {"transport": "cuda_ipc"}}
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Settings:
+    def _problems(self) -> Iterator[str]:
         if self.sft is None and self.data is None:
-            raise ValueError("data is missing: the training prompts; for supervised fine-tuning add sft")
+            yield "data is missing: the training prompts; for supervised fine-tuning add sft"
         prompts, parts = self.rollout.prompts_per_step, self.training.minibatches
         if self.sft is None and prompts % parts:
-            raise ValueError(
+            yield (
                 f"rollout.prompts_per_step ({prompts}) must be a multiple of training.minibatches ({parts}); "
                 f"try {prompts - prompts % parts or parts}"
             )
         overlong, longest = self.reward.overlong, self.rollout.max_response_tokens
         if overlong is not None and overlong.buffer is not None and overlong.buffer > longest:
-            raise ValueError(
+            yield (
                 f"reward.overlong.buffer ({overlong.buffer}) is longer than a response "
                 f"(rollout.max_response_tokens {longest}); try {max(longest // 4, 1)}"
             )
-        for problem in find_problems(self):
-            raise ValueError(problem)
-        return self
+        yield from find_problems(self)
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rpg_megatron.config.base import Affects, InputPath, Section
 from rpg_megatron.config.data import DataSettings
@@ -38,24 +39,21 @@ class ConversationSettings(DataSettings):
         """Whether a source is given."""
         return self.rollouts is not None or super().named
 
-    @model_validator(mode="after")
-    def _check_conversations(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         for key in ("streaming", "answer_after", "answer_boxed", "max_prompt_tokens", "preset"):
             changed = getattr(self, key) != type(self).model_fields[key].default
             if changed or any(getattr(part, key, None) for part in self.mixture):
                 hint = "name the columns with prompt_key and answer_key" if key == "preset" else "remove it"
-                raise ValueError(f"{key} has no effect on conversations to train on; {hint}")
+                yield f"{key} has no effect on conversations to train on; {hint}"
         if self.rollouts is None and self.min_reward is not None:
-            raise ValueError("min_reward has no effect without rollouts; remove it")
+            yield "min_reward has no effect without rollouts; remove it"
         if self.rollouts is None:
-            return self
+            return
         kept = ("rollouts", "min_reward", "max_tokens", "too_long", "deduplicate", "shuffle", "limit")
         for key, field in type(self).model_fields.items():
             if key not in kept and getattr(self, key) != field.default:
-                raise ValueError(
-                    f"{key} has no effect on rollouts, whose tokens are trained as they are; remove it"
-                )
-        return self
+                yield f"{key} has no effect on rollouts, whose tokens are trained as they are; remove it"
 
 
 class SFTSettings(Section, affects="training"):

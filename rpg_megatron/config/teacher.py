@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from collections.abc import Iterator
+
+from pydantic import Field
 
 from rpg_megatron.config.base import HubOrInputPath, Section
 
@@ -28,12 +30,10 @@ class TeacherSettings(Section, affects="training"):
     api_key_variable: str | None = None
     """url: environment variable with the server's key; null: none."""
 
-    @model_validator(mode="after")
-    def _check_place(self) -> TeacherSettings:
+    def _problems(self) -> Iterator[str]:
         if (self.path is None) == (self.url is None):
-            raise ValueError("needs either path (held by the trainer ranks) or url (a server)")
+            yield "needs either path (held by the trainer ranks) or url (a server)"
         if self.url is None:
             for key in ("model", "top_k", "api_key_variable"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} has no effect without url; remove it")
-        return self
+                    yield f"{key} has no effect without url; remove it"

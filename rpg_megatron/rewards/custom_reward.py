@@ -84,12 +84,13 @@ def load_reward(where: str, path: str, settings: dict[str, Any], reserved: Seque
     if form is not None:
         bound: dict[str, Any] = {} if is_class else settings
         if not is_class:
-            taken = tuple(name for name in keywords if name not in settings)
+            taken = tuple(name for name in form.names or keywords if name not in settings)
             function = load_custom(
                 CustomCode(where, path, settings, 0, keywords=taken, reserved=tuple(reserved))
             )
         more = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        function, inputs = adapt(function, form, None if more else keywords, bound), form.inputs
+        accepted = None if more else keywords
+        function, inputs = adapt(function, form, accepted, bound, alone=where == "reward"), form.inputs
     elif is_class:
         required = [p.name for p in rest if p.default is p.empty and p.name in keywords]
         if unknown := [name for name in required if name not in inputs]:

@@ -85,6 +85,9 @@ async def trl_async(prompts, completions): return [len(p) + len(c) for p, c in z
 class TRL:
     def __init__(self, weighted: float): self.weighted = weighted
     def __call__(self, completions, **columns): return [self.weighted * len(c) for c in completions]
+def trl_some(completions, **columns): return [None if c == "5" else 1.0 for c in completions]
+def trl_column(completions, solution): return [1.0] * len(completions)
+def verl_needs(solution_str, ground_truth, threshold): return 1.0
 
 def wrong(prompt, answer): return 1
 def both(response, responses): return 1
@@ -202,6 +205,21 @@ def test_a_function_of_trls_form(
     assert columns["prompts"] == [[{"role": "user", "content": "P"}]] * 2
     with pytest.raises(UserError, match="has no setting 'scale'"):
         load_reward("reward", "custom_rewards_of_test:trl_async", {"scale": 1}, ())
+    (score,), _ = scores(reward_of("trl_column"), ["7"])
+    assert "'solution' is no column of the row (level) and no setting" in score.reason
+    assert scores(reward_of("trl_column", solution=2), ["7"])[0][0].reward == 1.0
+    with pytest.raises(UserError, match=r"reward.threshold: .* needs this setting"):
+        load_reward("reward", "custom_rewards_of_test:verl_needs", {}, ())
+
+
+def test_no_reward_of_one_of_trls_functions(scores: Callable[..., Any]) -> None:
+    terms = {"first": reward_of("trl"), "some": reward_of("trl_some")}
+    results, counts = scores({"terms": terms}, ["7", "5"])
+    assert [s.parts["some"] for s in results] == [1.0, 0.0], "the sum is that of the other terms"
+    assert counts["reward/some/none"] == 1.0
+    assert not any(s.failures for s in results)
+    results, counts = scores(reward_of("trl_some"), ["7", "5"])
+    assert [len(s.failures) for s in results] == [0, 1], "no term gives a reward"
 
 
 def test_one_reward_with_settings_keeps_the_form_of_one(scores: Callable[..., Any]) -> None:

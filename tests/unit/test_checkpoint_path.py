@@ -16,7 +16,7 @@ from rpg_megatron.checkpoints.checkpoint_path import find_model_files, kind_of, 
 from rpg_megatron.checkpoints.run_folder import step_folder
 from rpg_megatron.commands.convert.command import open_hf, open_megatron
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
-from rpg_megatron.commands.eval.settings import EvalRequest, find_model, make_request, model_label
+from rpg_megatron.commands.eval.settings import EvalRequest, find_model, make_request
 from rpg_megatron.config import UserError
 from tests.support.run_checkpoints import write_step
 from tests.support.tiny_models import write_byte_model
@@ -74,7 +74,7 @@ def test_what_is_evaluated(run: Path, checkpoint: Path) -> None:
     model = find_model(run)
     assert (model.path, model.run, model.config) == (step_folder(run, 4), run, checkpoint)
     assert model.source is not None
-    assert model_label(model) == "r-001-step_000004"
+    assert model.label == "r-001-step_000004"
     export = write_byte_model(run / "hf" / "step_000002")
     assert find_model(run).path == export
     for path, expected in ((step_folder(run, 2), export), (step_folder(run, 4), step_folder(run, 4))):
@@ -83,7 +83,7 @@ def test_what_is_evaluated(run: Path, checkpoint: Path) -> None:
     copied.parent.mkdir()
     step_folder(run, 4).rename(copied)
     assert (find_model(copied).run, find_model(copied).config) == (None, checkpoint)
-    settings, _ = make_request(EvalRequest(copied, files=[str(run / "x.jsonl")], device="cpu"))
+    settings, _ = make_request(EvalRequest(copied, files=[str(run / "x.jsonl")], overrides=["device=cpu"]))
     assert (settings.model.path, settings.reward.type) == (copied, "auto"), "its reward function is not used"
 
 

@@ -23,15 +23,19 @@ import pytest
 
 import rpg_megatron
 from rpg_megatron import cli
+from rpg_megatron.commands import train as train_command
 from rpg_megatron.commands.doctor.command import PROBES
+from rpg_megatron.commands.doctor.machine import probe_memory
+from rpg_megatron.commands.doctor.probe import Subject
 from rpg_megatron.commands.plan import command as plan_command
 from rpg_megatron.commands.plan.plan import make_plan, smallest, sweep
-from rpg_megatron.commands.train import dry_run
+from rpg_megatron.commands.train import dry_run, train
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape, renamed
 from rpg_megatron.config.explanation import valid_keys
 from rpg_megatron.launcher import checks
 from rpg_megatron.launcher.checks import CHECKS, LAYOUT, CheckedRun, run_checks
 from rpg_megatron.launcher.nodes import Nodes
+from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.models.registry import mapping_for
 from tests.support.checks import doctor_rows
 from tests.support.random_settings import OWN_MODULE, random_changes
@@ -379,6 +383,31 @@ def test_a_dry_run_starts_nothing(config_file: Path, capsys: pytest.CaptureFixtu
         cli.main(["train", str(config_file), "--dryrun", "parallel.tensor=3"])
     assert end.value.code == 2
     assert "tensor=3 does not divide" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_by_all(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_settings(config_file, ["engine.kv_cache_gib=1000000"])
+    assert not plan_command.run_plan(settings, None, sweep=False, as_json=True)
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.endswith("; lower training.tokens_per_microbatch or engine.kv_cache_gib")
+    (row,) = probe_memory(Subject(settings, read_model_shape(settings.model.path)))
+    assert (row.verdict, row.found) == ("failed", problem)
+    for start in (lambda: dry_run(settings, Nodes()), lambda: train(settings, StopSignals(resumable=False))):
+        with pytest.raises(UserError) as refused:
+            start()
+        assert str(refused.value) == problem
+    assert not settings.runs.exists()
+    dry_run(settings, Nodes(0, 2))  # a plan is for one machine
+    gpu = settings.model_copy(update={"device": "cuda"})
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_command, "gpu_memory", lambda: "80GiB")
+        train_command.check_memory(gpu, 1)
+    assert capsys.readouterr().err == "", "separate engines take their own share of a GPU"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_command, "gpu_memory", lambda: "1GiB")
+        train_command.check_memory(gpu, 1)
+    assert "warning: rpg-megatron plan: a trainer rank needs" in capsys.readouterr().err
 
 
 def test_a_dry_run_on_two_nodes(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rpg_megatron import cli
-from rpg_megatron.commands.eval.options import split_sampling
 from rpg_megatron.commands.eval.output_dir import OutputDir, open_output_dir
-from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request, model_label
+from rpg_megatron.commands.eval.settings import EvalRequest, find_sets, make_request
 from rpg_megatron.commands.eval.table import show_summary
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.prompts import Prompt
@@ -40,9 +38,14 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture
 def request_(checkpoint: Path, data: Path) -> EvalRequest:
-    return EvalRequest(checkpoint, files=[str(data)], sampling={"samples": 4}, device="cpu")
+    return EvalRequest(checkpoint, files=[str(data)], sampling={"samples": ["4"]})
 
 
 def prompts(count: int = 3) -> list[Prompt]:
@@ -125,7 +128,7 @@ def test_results_are_not_written_through_a_link(tmp_path: Path) -> None:
 
 def opened(request: EvalRequest, out: Path | None) -> OutputDir:
     settings, model = make_request(request)
-    return open_output_dir(out, settings, model_label(model))
+    return open_output_dir(out, settings, model.label)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
@@ -144,11 +147,11 @@ def test_equal_settings_resume_and_others_show_the_difference(tmp_path: Path, re
     with pytest.raises(UserError, match="another evaluation is running there"):
         opened(request_, out)
     first.close()
-    opened(replace(request_, engines=2, overrides=["engine.max_sequences=7"]), out).close()
+    opened(replace(request_, overrides=["engine.replicas=2", "engine.max_sequences=7"]), out).close()
     for changed, lines in (
-        (replace(request_, sampling={"samples": 8}), ["evaluation.samples: 4 -> 8"]),
+        (replace(request_, sampling={"samples": ["8"]}), ["evaluation.samples: 4 -> 8"]),
         (
-            replace(request_, sampling={"samples": 4, "temperature": 0.5}, seed=3),
+            replace(request_, sampling={"samples": ["4"], "temperature": ["0.5"]}, overrides=["seed=3"]),
             ["evaluation.temperature: 1.0 -> 0.5", "seed: 0 -> 3"],
         ),
         (
@@ -196,8 +199,8 @@ def test_without_a_folder_the_settings_name_it(
     for request in (
         request_,
         request_,
-        replace(request_, sampling={"samples": 8}),
-        replace(request_, engines=3),
+        replace(request_, sampling={"samples": ["8"]}),
+        replace(request_, overrides=["engine.replicas=3"]),
     ):
         folder = opened(request, None)
         folder.close()
@@ -295,7 +298,7 @@ def test_a_run_is_evaluated_with_the_settings_of_its_training(
     (run / "config.yaml").write_text(text + "reward: {type: boxed}\n")
     for model in (run, run / "hf" / "step_000002"):
         settings, evaluated = make_request(replace(request_, model=model, overrides=[style]))
-        label, newest = model_label(evaluated), model == run
+        label, newest = evaluated.label, model == run
         assert label == ("tiny-001-step_000010" if newest else "tiny-001-step_000002")
         assert settings.model.path.name == label.removeprefix("tiny-001-")
         assert settings.reward.type == "boxed"
@@ -339,7 +342,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
         EvalRequest(run, files=[str(data)]),
         EvalRequest(run, files=[f"mine={data}"]),
     ):
-        settings, _ = make_request(replace(request, device="cpu"))
+        settings, _ = make_request(request)
         assert settings.evaluation is not None
         assert trained.evaluation is not None
         assert settings.evaluation.heldout == trained.evaluation.heldout, "with the seeds of the run"
@@ -351,16 +354,16 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(
     folder.close()
     open_output_dir(tmp_path / "out", settings, "tiny").close()  # the same settings resume
 
-    sampling = {"samples": 4, "temperature": 1.0, "top_p": 1.0, "max_response_tokens": 32}
-    overridden = EvalRequest(run, sampling=sampling, seed=1, device="cpu")
-    settings, _ = make_request(replace(overridden, overrides=["data.limit=2"]))
+    sampling = {"samples": ["4"], "temperature": ["1.0"], "top_p": ["1"], "max_response_tokens": ["32"]}
+    overridden = EvalRequest(run, sampling=sampling, overrides=["seed=1", "data.limit=2"])
+    settings, _ = make_request(overridden)
     evaluation = settings.evaluation
     assert evaluation is not None
     assert (evaluation.samples, evaluation.temperature, evaluation.top_p) == (4, 1.0, 1.0)
     assert (settings.seed, settings.rollout.max_response_tokens) == (1, 32)
     assert (evaluation.heldout[0].data.limit, evaluation.heldout[0].data.template) == (2, "Q {prompt}")
 
-    train_set, _ = make_request(EvalRequest(run, files=[str(tmp_path / "train.jsonl")], device="cpu"))
+    train_set, _ = make_request(EvalRequest(run, files=[str(tmp_path / "train.jsonl")]))
     assert train_set.evaluation is not None
     (part,) = train_set.evaluation.heldout
     assert (part.name, part.data.limit, part.data.template) == ("train", None, "Q {prompt}")
@@ -375,7 +378,7 @@ def test_a_run_with_several_sets_is_evaluated_on_them(
     sets = f"evaluation: {{sets: [{{name: a, path: {data}, limit: 2, max_prompt_tokens: 64}}, "
     sets += f"{{name: b, path: {data}, max_prompt_tokens: 64}}]}}\n"
     (run / "config.yaml").write_text(config_file.read_text() + sets)
-    settings, _ = make_request(EvalRequest(run, device="cpu", overrides=["data.template='Q {prompt}'"]))
+    settings, _ = make_request(EvalRequest(run, overrides=["data.template='Q {prompt}'"]))
     assert settings.evaluation is not None
     a, b = settings.evaluation.heldout
     assert [(p.name, p.seeds, p.data.limit) for p in (a, b)] == [
@@ -404,8 +407,8 @@ def test_each_set_has_its_own_sampling(
     make_checkpoint(run / "hf" / "step_000002")
     (run / "config.yaml").write_text(config_file.read_text() + SETS.replace("DATA", str(data)))
 
-    def sampling(own: Any = MappingProxyType({}), **everywhere: Any) -> list[tuple[Any, ...]]:
-        settings, _ = make_request(EvalRequest(run, device="cpu", sampling=everywhere, own=own))
+    def sampling(**options: list[str]) -> list[tuple[Any, ...]]:
+        settings, _ = make_request(EvalRequest(run, sampling=options))
         assert settings.evaluation is not None
         return [
             (p.samples, p.temperature, p.top_p, p.response_tokens(settings.rollout.max_response_tokens))
@@ -414,19 +417,13 @@ def test_each_set_has_its_own_sampling(
 
     expected = [(32, 0.6, 1.0, 12), (1, 1.0, 0.9, 30), (8, 1.0, 1.0, 12)]
     assert sampling() == expected
-    assert sampling(samples=2) == [(2, *part[1:]) for part in expected]
-    assert sampling(max_response_tokens=20, top_p=0.5) == [(*part[:2], 0.5, 20) for part in expected]
-    assert sampling(samples=2, own={"b": {"samples": 4}}) == [
+    assert sampling(samples=["2"]) == [(2, *part[1:]) for part in expected]
+    assert sampling(max_response_tokens=["20"], top_p=["0.5"]) == [(*part[:2], 0.5, 20) for part in expected]
+    assert sampling(samples=["b=4", "2"]) == [
         (n, *part[1:]) for n, part in zip((2, 4, 2), expected, strict=True)
     ]
-    only = make_request(EvalRequest(run, device="cpu", files=[f"x={data}"], own={"x": {"samples": 3}}))[0]
+    only = make_request(EvalRequest(run, files=[f"x={data}"], sampling={"samples": ["x=3"]}))[0]
     assert [(p.name, p.samples) for p in only.evaluation.heldout] == [("x", 3)]
-
-    for_all, by_set = split_sampling(samples=["4", "aime24=32"], temperature=["a=b=0.5"], top_p=None)
-    assert (for_all, by_set) == (
-        {"samples": "4"},
-        {"aime24": {"samples": "32"}, "a=b": {"temperature": "0.5"}},
-    )
 
 
 def test_the_table_shows_where_sets_differ() -> None:
@@ -474,6 +471,8 @@ def test_the_table_shows_where_sets_differ() -> None:
             "evaluation.max_response_tokens: must be",
         ),
         (["MODEL", "--data", "DATA", "-n", "4", "-n", "2"], "--samples is given twice for all sets"),
+        (["MODEL", "--data", "DATA", "--top-p", "a=b=0.5"], "there is no set a=b; the sets are sums"),
+        (["MODEL", "--data", "DATA", "-n", "sums=4", "-n", "sums=2"], "--samples is given twice for sums;"),
         (["MODEL", "--data", "DATA", "--top-p", "sum=0.5"], "there is no set sum; the sets are sums"),
         (["MODEL", "--data", "DATA", "--max-response-tokens", "sums=512"], "(512) is more than the model's"),
         (["MODEL", "--data", "DATA", "--max-response-tokens", "512"], "(512) is more than the model's 512"),

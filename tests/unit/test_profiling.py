@@ -62,7 +62,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["profile.memory=true"], "memory has no effect without steps"),
-        (["profile.steps=[0]"], "steps start at 1"),
+        (["profile.steps=[0]"], "profile.steps[0]: must be greater than or equal to 1"),
         (["profile={steps: [1], memory: true}", "device=cpu"], "profile.memory needs device cuda"),
         (["profile.nvtx=true", "device=cpu"], "profile.nvtx needs device cuda"),
         (["profile.ranks=[0, 2]", "parallel.tensor=2"], "there is no rank 2; the last one is 1"),

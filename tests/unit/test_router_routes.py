@@ -211,8 +211,8 @@ def test_engines_return_routes(config_file: Path, tmp_path: Path) -> None:
         ([REPLAY, "engine.arguments=[-pp, '2']"], "-pp excludes .* no routes from pipeline stages"),
         ([REPLAY, "engine.arguments=['--kv-transfer-config={}']"], "no routes with a KV connector"),
         (["rollout.journal_routes=2"], "no effect unless training.router_replay is set"),
-        ([REPLAY, "rollout.journal_routes=[0]"], "steps start at 1"),
-        ([REPLAY, "rollout.journal_routes=-1"], "steps start at 1"),
+        ([REPLAY, "rollout.journal_routes=[0]"], r"journal_routes\[0\]: must be greater than or equal to 1"),
+        ([REPLAY, "rollout.journal_routes=-1"], "journal_routes: must be greater than or equal to 0"),
     ],
 )
 def test_what_excludes_replay(config_file: Path, overrides: list[str], message: str) -> None:

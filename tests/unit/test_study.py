@@ -18,6 +18,7 @@ from rpg_megatron.cli import app
 from rpg_megatron.commands import study as command
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.study import is_study, load_study
+from rpg_megatron.launcher.checks import CheckedRun
 from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import create_run, newest_run
 
@@ -298,3 +299,29 @@ def test_an_error_of_all_runs_is_said_once_before_the_first(
     result = CliRunner().invoke(app, ["study", str(write("seeds: [1, 2]\n")), "--local"])
     assert isinstance(result.exception, UserError), result.output
     assert "train.jsonl:1" in str(result.exception)
+
+
+def test_an_error_of_a_later_run_is_said_before_the_first(
+    write, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_train_here", lambda *_: pytest.fail("started a run"))
+    arms = "arms: {a: {}, b: {data.path: gone.jsonl}, c: {parallel.tensor: 3}}\nseeds: [1, 2]\n"
+    result = CliRunner().invoke(app, ["study", str(write(arms)), "--local"])
+    assert str(result.exception).startswith("run 2 (rates-b-s1): data.path: ")
+
+
+def test_runs_that_differ_by_seed_are_checked_once(
+    write, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, checked = [], []
+
+    def check(run: CheckedRun, *, told: bool) -> list[str]:
+        checked.append((run.settings.optimizer.lr, "data" in run.has))
+        return ["the same of all"]
+
+    monkeypatch.setattr(command, "_train_here", lambda _, numbers: started.extend(numbers))
+    monkeypatch.setattr(command, "run_checks", check)
+    file = write("grid: {optimizer.lr: [1.0, 2.0]}\nseeds: [1, 2]\n")
+    result = CliRunner().invoke(app, ["study", str(file), "--local"])
+    assert (started, checked) == ([1, 2, 3, 4], [(1.0, True), (2.0, False)]), result.exception
+    assert result.output.count("warning: the same of all") == 1

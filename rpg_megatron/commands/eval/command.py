@@ -6,11 +6,12 @@ import contextlib
 import secrets
 import sys
 import time
+from pathlib import Path
 
 from rpg_megatron.checkpoints.run_folder import MODEL
 from rpg_megatron.commands.convert.command import convert_to_hf
-from rpg_megatron.commands.eval.output_dir import OutputDir
-from rpg_megatron.commands.eval.settings import EvalModel
+from rpg_megatron.commands.eval.output_dir import OutputDir, open_output_dir
+from rpg_megatron.commands.eval.settings import EvalModel, EvalRequest, check_request, make_request
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, engine_socket
@@ -27,13 +28,25 @@ from rpg_megatron.system.console import PlainTextConsole
 EVALUATOR = "rpg_megatron.commands.eval.process"
 
 
-def run_evaluation(settings: Settings, model: EvalModel, signals: StopSignals, folder: OutputDir) -> None:
-    """Evaluate the remaining problems; starts and ends all processes.
+def run_evaluation(request: EvalRequest, out: Path | None, signals: StopSignals) -> OutputDir:
+    """Evaluate the problems that have no results yet; starts and ends all processes. Returns the folder with
+    the results, unlocked.
 
-    A checkpoint in Megatron's format is first converted, into the output folder; the copy is removed at the
-    end. Raises UserError for user errors, RunFailed if a process died, Interrupted after a signal. No process
-    is left in any case.
+    out: see ``open_output_dir``. A checkpoint in Megatron's format is first converted, into the output
+    folder; the copy is removed at the end. Raises UserError for user errors, RunFailed if a process died,
+    Interrupted after a signal. No process is left in any case.
     """
+    settings, model = make_request(request)
+    check_request(settings, model)
+    signals.raising = False  # from here on, resources must be cleaned up
+    folder = open_output_dir(out, settings, model.label)
+    with contextlib.closing(folder):
+        if folder.summary() is None:
+            _evaluate(settings, model, signals, folder)
+    return folder
+
+
+def _evaluate(settings: Settings, model: EvalModel, signals: StopSignals, folder: OutputDir) -> None:
     copy = folder.path / MODEL
     try:
         if model.source is not None:

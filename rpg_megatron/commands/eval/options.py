@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from rpg_megatron.commands.exit_codes import exit_codes
-from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.terminal import exit_on_interrupt
 
 Texts = list[str] | None
@@ -77,8 +76,7 @@ def evaluate(
         import json
 
         from rpg_megatron.commands.eval.command import run_evaluation
-        from rpg_megatron.commands.eval.output_dir import open_output_dir
-        from rpg_megatron.commands.eval.settings import EvalRequest, check_request, make_request, model_label
+        from rpg_megatron.commands.eval.settings import EvalRequest, check_overrides
         from rpg_megatron.commands.eval.table import show_summary
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.run_dir import newest_run
@@ -86,51 +84,22 @@ def evaluate(
         from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
-    everywhere, per_set = split_sampling(
-        samples=samples, temperature=temperature, top_p=top_p, max_response_tokens=max_response_tokens
-    )
+    sampling = {"samples": samples, "temperature": temperature, "top_p": top_p}
+    sampling["max_response_tokens"] = max_response_tokens
+    given = {"seed": seed, "device": device, "engine.replicas": engines, "engine.tensor": tensor}
+    options = [f"{key}={value}" for key, value in given.items() if value not in (None, "")]
     request = EvalRequest(
         model=newest_run(model),
         suites=",".join(suite or ()),
         files=tuple(data or ()),
         folder=data_dir,
-        sampling=everywhere,
-        own=per_set,
-        seed=seed,
-        engines=engines,
-        tensor=tensor,
-        device=device,
-        overrides=tuple(overrides or ()),
+        sampling={key: texts for key, texts in sampling.items() if texts},
+        overrides=[*options, *(overrides or ())],
     )
     with StopSignals(resumable=True) as signals, exit_codes():
-        settings, model_source = make_request(request)
-        check_request(settings, model_source)
-        signals.raising = False  # from here on, resources must be cleaned up
-        folder = open_output_dir(out, settings, model_label(model_source))
-        try:
-            if folder.summary() is None:
-                run_evaluation(settings, model_source, signals, folder)
-            summary = folder.summary() or {}
-        finally:
-            folder.close()
+        check_overrides(overrides or ())
+        folder = run_evaluation(request, out, signals)
+        summary = folder.summary() or {}
     report = json.dumps(summary | {"folder": str(folder.path)}, indent=2)
     typer.echo(report if as_json else show_summary(summary))
     print(f"responses and verdicts: {display_path(folder.path)}", file=sys.stderr)
-
-
-def split_sampling(**options: list[str] | None) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Values for all sets, and name of a set -> its own ones, of options that are lists of [SET=]VALUE.
-
-    They are checked with the other settings. Raises UserError if there are two for the same set.
-    """
-    everywhere: dict[str, str] = {}
-    per_set: dict[str, dict[str, str]] = {}
-    for key, texts in options.items():
-        for text in texts or ():
-            name, _, value = text.rpartition("=")
-            place = per_set.setdefault(name, {}) if name else everywhere
-            if key in place:
-                option = f"--{key.replace('_', '-')}"
-                raise UserError(f"{option} is given twice for {name or 'all sets'}; remove one of them")
-            place[key] = value
-    return everywhere, per_set

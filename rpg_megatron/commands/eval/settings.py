@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -58,7 +57,7 @@ _Raw = dict[str, Any]
 
 @dataclass
 class EvalRequest:
-    """The options. None: not given; the run's value is used if MODEL is a run, else a default."""
+    """What to evaluate. What is not given has the run's value if MODEL is a run, else a default."""
 
     model: Path
     suites: str = ""
@@ -67,14 +66,8 @@ class EvalRequest:
     """FILE or NAME=FILE."""
     folder: Path | None = None
     """Folder with the files of the suites."""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Values of ``OWN_SAMPLING`` for all sets."""
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name of a set -> values that it has of its own."""
-    seed: int | None = None
-    engines: int = 1
-    tensor: int = 1
-    device: str | None = None
+    sampling: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Key of ``OWN_SAMPLING`` -> its [SET=]VALUE, for all sets and for each."""
     overrides: Sequence[str] = ()
 
 
@@ -94,12 +87,17 @@ class EvalModel:
         """Folder with config.json and tokenizer."""
         return self.path if self.source is None else self.source.config
 
+    @property
+    def label(self) -> str:
+        """Its name, for a folder."""
+        name = self.path.absolute().name
+        return re.sub(r"[^A-Za-z0-9._-]", "_", f"{self.run.name}-{name}" if self.run else name)
+
 
 def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     """Settings whose ``model.path`` is the checkpoint, and the model. Raises UserError for bad options."""
     model = find_model(request.model)
     path = str(model.path.absolute())
-    _check_overrides(request.overrides)
     shape = read_model_shape(model.config)
     positions = shape.max_positions
     if model.run is not None:
@@ -109,7 +107,8 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
         raw: _Raw = {"model": {"path": path}, "data": {"path": path}, "reward": {"type": "auto"}}
         base = make_settings(raw | {"rollout": limit}, None, "eval")
     evaluation, sets = _problems(base, request)
-    response = request.sampling.get("max_response_tokens", base.rollout.max_response_tokens)
+    for_all = (text for text in request.sampling.get("max_response_tokens", ()) if "=" not in text)
+    response: Any = next(for_all, base.rollout.max_response_tokens)
     limits = (response, *(part.get("max_response_tokens") for part in (evaluation, *sets.values())))
     longest = max((int(limit) for limit in limits if str(limit).isdecimal()), default=0)
     for part in sets.values():
@@ -120,14 +119,12 @@ def make_request(request: EvalRequest) -> tuple[Settings, EvalModel]:
     first = next(iter(sets.values()))
     raw = {
         "name": "eval",
-        "seed": base.seed if request.seed is None else request.seed,
-        "device": request.device
-        or ("cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu"),
+        "seed": base.seed,
+        "device": "cuda" if has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") else "cpu",
         "model": {"path": path},
         "precision": {"dtype": "float32" if shape.dtype == "float32" else "bfloat16"},
         "rollout": base.rollout.model_dump(mode="json", include=_KEPT) | {"max_response_tokens": response},
-        "engine": base.engine.model_dump(include={"max_sequences"})
-        | {"replicas": request.engines, "tensor": request.tensor},
+        "engine": base.engine.model_dump(include={"max_sequences"}),
         "guards": base.guards.model_dump(include={"reward_failures"}),
         "reward": _reward(base.reward, request.overrides),
         "data": {key: value for key, value in first.items() if key not in ("name", *OWN_SAMPLING)},
@@ -165,14 +162,19 @@ def _problems(base: Settings, request: EvalRequest) -> tuple[_Raw, dict[str, _Ra
         sets = {part["name"]: part for part in parts}
         section = own.model_dump(include={*OWN_SAMPLING, "top_k"}) if own is not None else {}
         section["sets"] = parts
-    section |= request.sampling
-    for part, key in itertools.product(sets.values(), request.sampling):
-        part.pop(key, None)
-    for name, values in request.own.items():
-        if name not in sets:
-            option = next(iter(values)).replace("_", "-")
-            raise UserError(f"--{option} {name}=...: there is no set {name}; the sets are {', '.join(sets)}")
-        (sets[name] if section["sets"] else section).update(values)
+    places = {"": section} | (sets if section["sets"] else dict.fromkeys(sets, section))
+    for key, texts in request.sampling.items():
+        option, given = f"--{key.replace('_', '-')}", set[str]()
+        for name, _, value in sorted(text.rpartition("=") for text in texts):  # those for all sets first
+            if name not in places:
+                known = ", ".join(sets)
+                raise UserError(f"{option} {name}=...: there is no set {name}; the sets are {known}")
+            if name in given:
+                raise UserError(f"{option} is given twice for {name or 'all sets'}; remove one of them")
+            given.add(name)
+            for part in () if name else sets.values():
+                part.pop(key, None)
+            places[name][key] = value
     return section, sets
 
 
@@ -193,12 +195,10 @@ def _asks_for_own(own: EvaluationSettings, request: EvalRequest) -> bool:
 
     Seeds depend on the name of the set in the run, so this gives the same result as the run itself.
     """
-    if not request.files or request.suites or len(request.files) > 1:
+    if request.suites or len(request.files) != 1 or own.data is None or own.data.path is None:
         return not request.files and not request.suites
     name, _, file = request.files[0].rpartition("=")
-    path = own.data.path if own.data is not None else None
-    same = path is not None and real_path(Path(file).absolute()) == real_path(path)
-    return same and name in ("", own.name)
+    return name in ("", own.name) and real_path(Path(file).absolute()) == real_path(own.data.path)
 
 
 def check_request(settings: Settings, model: EvalModel) -> None:
@@ -235,12 +235,6 @@ def find_model(path: Path) -> EvalModel:
         return EvalModel(exports[-1], run)
     source = open_megatron(path, name="MODEL")
     return EvalModel(source.whole, run, source)
-
-
-def model_label(model: EvalModel) -> str:
-    """Name of the model for a folder."""
-    path = model.path.absolute()
-    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{model.run.name}-{path.name}" if model.run else path.name)
 
 
 def find_sets(suites: str, files: Sequence[str], folder: Path | None) -> list[dict[str, Any]]:
@@ -281,7 +275,8 @@ def _find_copy(name: str, folder: Path) -> Path:
     return file
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raise UserError for settings of the user that have no effect, or for which there are options."""
     known = set(valid_keys(Settings))
     for item in overrides:
         key = item.partition("=")[0]

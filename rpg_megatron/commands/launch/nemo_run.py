@@ -37,7 +37,14 @@ def launch(
     submission if the settings do not fit the number of nodes, RunFailed if a run locally or in Docker fails,
     Interrupted after a signal before the start.
     """
-    run = _nemo_run()
+    try:
+        import nemo_run as run
+    except ImportError as e:
+        raise UserError(
+            f"NeMo-Run cannot be imported ({e}); install it in a separate environment without torch: "
+            "python3.12 -m venv DIR && DIR/bin/pip install --no-deps -r requirements/launch.txt && "
+            "DIR/bin/pip install --no-deps -e ."
+        ) from None
     classes = {"slurm": run.SlurmExecutor, "local": run.LocalExecutor, "docker": run.DockerExecutor}
     if kind not in classes:
         raise UserError(
@@ -95,18 +102,6 @@ def _forwarded_signals(kind: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _nemo_run() -> Any:
-    try:
-        import nemo_run
-    except ImportError as e:
-        raise UserError(
-            f"NeMo-Run cannot be imported ({e}); install it in a separate environment without torch: "
-            "python3.12 -m venv DIR && DIR/bin/pip install --no-deps -r requirements/launch.txt && "
-            "DIR/bin/pip install --no-deps -e ."
-        ) from None
-    return nemo_run
 
 
 def _completed(kind: str, arguments: dict[str, Any], gpus: int, run: Any) -> dict[str, Any]:

@@ -123,6 +123,9 @@ def _factors(run: MeasuredRun, of_run: Plan, assumed: Assumptions) -> dict[str, 
         by_user = assumed.sources.get(_SET_BY.get(name, ""), "") == "as set"
         if formula > 0 and name in run.seconds and not by_user:
             factors[name] = run.seconds[name] / formula
+    if step.placement == "overlapped" and "rollout" in factors:  # 1 + ahead steps hold a batch and its update
+        trained = sum(seconds for name, seconds in run.seconds.items() if name != "rollout")
+        factors["rollout"] = min(factors["rollout"], ((1 + step.ahead) * run.step - trained) / step.longest)
     return factors
 
 

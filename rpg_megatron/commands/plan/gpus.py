@@ -103,15 +103,32 @@ class Assumptions:
     network: float = _number("bytes/s to other nodes: 400 Gb/s for each GPU", 50e9)
     train_mfu: float = _number("fraction of the peak: forward and backward passes", 0.43, most=1)
     score_mfu: float = _number("fraction of the peak: log-prob passes and engines", 0.43, most=1)
-    decode_efficiency: float = _number("fraction of memory_bandwidth: decoding", 0.33, most=1)
+    decode_efficiency: float = _number("fraction of memory_bandwidth: decoding", 0.32, most=1)
     decode_overhead: float = _number("s per decoding step: scheduler, kernel launches", 0.0017)
     response_mean: float = _number("mean response / rollout.max_response_tokens", 0.4, most=1)
+    response_p90: float = _number("90th percentile of responses / that limit; 0: as the mean", 0.0, most=1)
     prompt_mean: float = _number("mean prompt / data.max_prompt_tokens", 0.25, most=1)
     kept_groups: float = _number("fraction of groups kept by rollout.dynamic", 0.6, most=1)
     step_overhead: float = _number("s per step: last grading, batch to the ranks, starts of updates", 6.0)
     walltime: float = _number("hours of a job, as in slurm/*.sbatch", 4.0)
     factors: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds of a run over those of the formula; 1 for others."""
+
+    @property
+    def long_responses(self) -> float:
+        """``response_p90``, and at least the mean."""
+        return max(self.response_mean, self.response_p90)
+
+    @property
+    def spread(self) -> float:
+        """Mean of n^2 over the square of the mean, for responses of n tokens.
+
+        That of the log-normal distribution with this mean and percentile (above 2.27 means, of the widest
+        one), and at most that of responses which are empty or of full length.
+        """
+        z = 1.2816  # a normal variable is below it with a probability of 0.9
+        sigma = z - math.sqrt(max(0.0, z**2 - 2 * math.log(self.long_responses / self.response_mean)))
+        return min(math.exp(sigma**2), 1 / self.response_mean)
 
     @property
     def rows(self) -> list[tuple[str, float, Source, str]]:
@@ -157,7 +174,7 @@ def _read_option(option: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     most = _ABOUT[name]["most"]
-    positive = value > 0 or (value == 0 and name.endswith("_overhead"))
+    positive = value > 0 or (value == 0 and name.endswith(("_overhead", "_p90")))
     if not (positive and value <= most and value < math.inf):
         range_ = f"of at most {most:g}" if most < math.inf else "such as 0.5 or 3e12"
         raise UserError(f"--assume {name}: needs a positive number {range_}, has {text!r}")

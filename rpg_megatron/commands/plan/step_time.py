@@ -22,6 +22,8 @@ Placement = Literal["colocated", "by turns", "overlapped"]
 _OPTIMIZER = 30
 """Bytes that AdamW reads and writes for each parameter that a rank updates: gradient and, in float32, weight
 and two moments, read and written; the bfloat16 weight is written."""
+TAIL_EFFICIENCY = 0.5
+"""As ``decode_efficiency``, of the last response alone; fitted with it to published steps. docs/plan.md."""
 GLOO, LINK_EFFICIENCY = 0.98e9, 0.7
 """Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
 NVLink, network and host link that transfers reach, assumed."""
@@ -29,6 +31,8 @@ ALLREDUCE, ALLREDUCE_BETWEEN_NODES = 15e-6, 75e-6
 """Seconds of an all-reduce of an engine's decoding step, two per layer; of one on several nodes."""
 HANDOVER = 2.0
 """Seconds of a handover of a shared GPU besides transfers: engines sleep or wake; assumed."""
+_MOST_BATCHES = 64
+"""Of ``rollout.ahead`` that are tried."""
 FP8_GAIN, EXPERT_OVERHEAD = 1.29, 1e-6
 """Speed of a layer's products in FP8 over that in bfloat16; seconds for each token, layer with experts and
 pass on a GPU beside products. docs/plan.md."""
@@ -48,13 +52,15 @@ class StepTime:
     """The time of a step.
 
     trained_tokens: of prompts and responses; under_way: seconds in which engines sample a mean response,
-    about what a stop in the rollout loses; drained: a batch is finished before new weights.
+    about what a stop in the rollout loses; ahead: batches that may be sampled ahead; drained: a batch is
+    finished before new weights.
     """
 
     placement: Placement
     phases: tuple[Phase, ...]
     trained_tokens: float
     under_way: float
+    ahead: int = 0
     drained: bool = False
 
     def seconds(self, *names: Name) -> float:
@@ -63,10 +69,21 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Seconds of a step: phases in turn, or rollouts beside log-probs and updates."""
+        """Seconds of a step: phases in turn, or rollouts beside log-probs and updates.
+
+        A batch's groups start when the step ``ahead`` before it ends, and its last response is there when it
+        is trained on: 1 + ahead steps are no shorter than a batch from its first group to its update.
+        """
         if self.placement != "overlapped":
             return sum(phase.seconds for phase in self.phases)
-        return max(self.generation, self.training) + self.seconds("sync", "other")
+        rest = self.seconds("sync", "other")
+        in_time = 0 if self.drained else (self.longest + self.training + rest) / (1 + self.ahead)
+        return max(self.generation + rest, self.training + rest, in_time)
+
+    @property
+    def longest(self) -> float:
+        """Seconds of a batch from its first group to its longest response."""
+        return max(self.under_way, self.seconds("rollout")) + self.seconds("rollout: tail")
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +92,7 @@ class StepTime:
 
     @property
     def generation(self) -> float:
-        """Seconds in which the engines sample a batch; overlapped, the next one's fill them in its tail."""
+        """Seconds of the engines' work on a batch; overlapped, the next batches fill them in its tail."""
         if self.placement == "overlapped" and not self.drained:
             return self.seconds("rollout")
         return self.seconds("rollout", "rollout: tail")
@@ -104,8 +121,10 @@ class _Case:
         self.fp8_gain = FP8_GAIN if gpu.peak_fp8 > gpu.peak_bf16 else 1.0
         self.host_link = gpu.host_link * LINK_EFFICIENCY
         self.prompt = assumed.prompt_mean * settings.data.max_prompt_tokens
-        self.response = assumed.response_mean * settings.rollout.max_response_tokens
-        self.longest = self.prompt + settings.rollout.max_response_tokens  # the longest response: the limit
+        self.limit = settings.rollout.max_response_tokens  # of the longest response
+        self.response, self.long = (self.limit * n for n in (assumed.response_mean, assumed.long_responses))
+        self.spread = assumed.spread  # mean of n^2 over the square of the mean, of responses
+        self.longest = self.prompt + self.limit
         self.held = rank_parameters(settings, plan.shape, plan.largest.stage)
 
     def link(self, ranks: float) -> float:
@@ -125,7 +144,7 @@ class _Case:
         if least is None or shared < least * (shared + self.response):
             shared = 0.0
         repeated = shared * (1 - 1 / settings.rollout.samples_per_prompt)
-        tokens, squares = mean - repeated, mean**2 - repeated * shared
+        tokens, squares = mean - repeated, mean**2 - repeated * shared + (self.spread - 1) * self.response**2
         return max(each * tokens, self.longest), max(each * squares, self.longest**2)
 
     def microbatches(self, tokens: float) -> int:
@@ -139,21 +158,33 @@ class _Case:
 
 
 def estimate_step(plan: Plan, assumed: Assumptions) -> StepTime:
-    """The time of a step of the plan."""
+    """The time of a step of the plan.
+
+    With ``rollout.ahead`` the engines work on as many batches at once as make it shortest, 1 + ahead at most.
+    """
     case, settings = _Case(plan, assumed), plan.settings
-    phases, under_way = _rollout(case)
-    phases += [_log_probs(case), _update(case), _sync(case)]
-    if settings.engine.colocated:
-        phases.append(_handover(case))
+    trained = [_log_probs(case), _update(case), _sync(case)]
+    trained += [_handover(case)] if settings.engine.colocated else []
     factors = assumed.factors  # the tail has the factor of the rollout
-    scaled = (replace(p, seconds=factors.get(p.name.split(":")[0], 1) * p.seconds) for p in phases)
-    return StepTime(
-        placement=placement_of(settings),
-        phases=(*scaled, Phase("other", assumed.step_overhead, "fixed")),
-        trained_tokens=plan.batch.sequences * (case.prompt + case.response),
-        under_way=under_way * factors.get("rollout", 1),
-        drained=settings.rollout.ahead > 0 and settings.rollout.inflight == "drain",
-    )
+    ahead, drained = settings.rollout.ahead, settings.rollout.inflight == "drain"
+
+    def step(batches: int) -> StepTime:
+        phases, under_way = _rollout(case, batches)
+        named = [(p, factors.get(p.name.split(":")[0], 1)) for p in (*phases, *trained)]
+        return StepTime(
+            placement=placement_of(settings),
+            phases=(
+                *(replace(p, seconds=factor * p.seconds) for p, factor in named),
+                Phase("other", assumed.step_overhead, "fixed"),
+            ),
+            trained_tokens=plan.batch.sequences * (case.prompt + case.response),
+            under_way=under_way * factors.get("rollout", 1),
+            ahead=ahead,
+            drained=ahead > 0 and drained,
+        )
+
+    most = 1 if drained else min(1 + ahead, _MOST_BATCHES)
+    return min(map(step, range(1, most + 1)), key=lambda step: step.step)
 
 
 def _work(
@@ -180,12 +211,14 @@ def _work(
     return flops / case.peak / (settings.parallel.world / settings.parallel.data) / mfu
 
 
-def _rollout(case: _Case) -> tuple[list[Phase], float]:
+def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
     """Prefill, decoding at the batch that fits, and the tail; and the seconds of a mean response.
 
+    batches: of the trainer's, that the engines work on at once.
     A decoding step of batch B takes the longer of reading the weights and the batch's keys and values, and of
     computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1), plus overheads. All responses are decoded
-    at batch B; then the longest one continues alone. Prompts are prefilled once per group (prefix caching).
+    at batch B up to their mean length, then a third of B up to ``response_p90``, then the longest one alone.
+    Prompts are prefilled once per group (prefix caching).
     """
     assumed, shape, settings, memory = case.assumed, case.plan.shape, case.plan.settings, case.plan.engine
     rollout, engine = settings.rollout, settings.engine
@@ -194,12 +227,11 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
     in_layers, in_head = shape.matmul_parameters
     fp8 = engine.quantization == "fp8"
     flops = case.peak * (case.fp8_gain if fp8 else 1) * assumed.score_mfu * engine.tensor
-    bandwidth = assumed.memory_bandwidth * assumed.decode_efficiency
     reduced = ALLREDUCE if engine.tensor <= GPUS_PER_NODE else ALLREDUCE_BETWEEN_NODES
     fixed = assumed.decode_overhead + (2 * shape.num_layers * reduced if engine.tensor > 1 else 0)
 
-    def token(batch: float, context: float) -> tuple[float, float]:
-        """Seconds to read and to compute in one decoding step.
+    def token(batch: float, context: float, efficiency: float) -> tuple[float, float]:
+        """Seconds to read and to compute in one decoding step. efficiency: of the memory bandwidth.
 
         It reads E (1 - (1 - k/E)^batch) experts of each layer, if k of E are chosen evenly, independently.
         """
@@ -209,20 +241,24 @@ def _rollout(case: _Case) -> tuple[list[Phase], float]:
             idle = 3 * shape.hidden_size * len(e.layers) * (chosen - e.per_token) * e.ffn_hidden_size
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
         read = weights + memory.adapters + batch * context * memory.kv_bytes_per_token
-        return read / bandwidth, 2 * (in_layers + in_head) * batch / flops
+        return read / assumed.memory_bandwidth / efficiency, 2 * (in_layers + in_head) * batch / flops
 
-    context = case.prompt + case.response / 2
-    batch = max(1.0, min(engine.max_sequences, sequences, memory.kv_tokens / context))
-    read, computed = token(batch, context)
+    # Keys and values of a response at a random moment of its decoding, which long ones have more of.
+    context = case.prompt + case.spread * case.response / 2
+    batch = max(1.0, min(engine.max_sequences, batches * sequences, memory.kv_tokens / context))
+    read, computed = token(batch, context, assumed.decode_efficiency)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response
     prefill = prompts / engine.replicas * shape.forward_flops(case.prompt, case.prompt**2) / flops
     bounds = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = "prefill" if prefill > seconds else f"{max(bounds, key=bounds.__getitem__)}, {batch:.0f} at once"
-    left = case.longest - case.prompt - case.response
-    alone = max(token(1, case.prompt + case.response + left / 2)) + fixed
-    tail = Phase("rollout: tail", left * alone, "one response alone")
-    return [Phase("rollout", seconds + prefill, bound), tail], response
+    tail, last = 0.0, case.response
+    ends = (case.long, max(1.0, batch / 3), assumed.decode_efficiency), (case.limit, 1.0, TAIL_EFFICIENCY)
+    for end, still, efficiency in ends:
+        each = max(token(still, case.prompt + (last + end) / 2, efficiency)) + fixed
+        tail, last = tail + (end - last) * each, end
+    alone = Phase("rollout: tail", tail, "one response alone")
+    return [Phase("rollout", seconds + prefill, bound), alone], response
 
 
 def _log_probs(case: _Case) -> Phase:
