@@ -19,7 +19,8 @@ from rpg_megatron.data.prompts import codec_of, load_tokenizer, save_chat_templa
 from rpg_megatron.engine.client import Sample
 from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.groups import GroupTask
-from rpg_megatron.rollout.worker import CODEC, Worker
+from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker_files import CODEC
 
 SAMPLED = 64
 """Tokens of a turn."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ with exit_on_interrupt():
     from rpg_megatron.commands.convert.options import convert
     from rpg_megatron.commands.eval.options import evaluate
     from rpg_megatron.commands.exit_codes import exit_codes
+    from rpg_megatron.commands.plan.options import plan
     from rpg_megatron.config.errors import UserError, shorten
     from rpg_megatron.config.renamed import explain_renamed
 
@@ -181,6 +181,7 @@ app.command("sft", help="Train on recorded conversations (section sft). Options 
     train
 )
 app.command("eval")(evaluate)
+app.command()(plan)
 
 
 @app.command()
@@ -325,62 +326,20 @@ def config(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write.")] = Path(),
-    task: Annotated[
-        str,
-        typer.Option(
-            metavar="math|custom|tools", help="Verified answers, your own reward, or your own tool."
-        ),
-    ] = "math",
+    task: Annotated[str, typer.Option(metavar="math|custom|tools|sft", help="What to train for.")] = "math",
     model: Annotated[
         str | None,
         typer.Option(metavar="FOLDER|HUB_ID", help="Model to train. [default: a tiny model, for a test]"),
     ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Convert a config of verl, NeMo-RL or TRL.")
+    ] = None,
 ) -> None:
     """Write a commented config, problems and a reward function, which run on a CPU as they are."""
     with exit_on_interrupt():
-        from rpg_megatron.commands.init.command import CONFIG, write_files
+        from rpg_megatron.commands.init.command import start
 
-    written = write_files(folder, task, model)
-    typer.echo(f"written: {', '.join(str(folder / name) for name in written)}")
-    cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    typer.echo(f"next: {cd}rpg-megatron train {CONFIG}")
-
-
-@app.command()
-def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="GPU|BYTES", help="GPU model or memory: h100-80, h200-141, 48GiB, ..."),
-    ] = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Rank all layouts with the same number of trainer ranks.")
-    ] = False,
-    assume: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Set an assumption of the time estimates; may be repeated."),
-    ] = None,
-    from_run: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RUN", help="Folder of a run: its lengths and times replace assumptions."
-        ),
-    ] = None,
-    json: AsJson = False,
-) -> None:
-    """Estimate sizes, batch, memory and time of a run, and whether it fits. Needs neither a GPU nor torch.
-
-    Exit code 0: it fits; 1: it does not fit, and settings that would fit are printed; 2: train would refuse
-    these settings.
-    """
-    with exit_on_interrupt():
-        from rpg_megatron.commands.plan.command import run_plan
-        from rpg_megatron.config import load_settings
-
-    settings = load_settings(config, overrides)
-    if not run_plan(settings, gpu, sweep=sweep, as_json=json, assumptions=assume or (), from_run=from_run):
-        raise typer.Exit(1)
+    typer.echo("\n".join(start(folder, task, model, source)))
 
 
 @app.command()

@@ -91,11 +91,13 @@ def export_hf(
 
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled
-        run_together(
-            lambda: (
-                _finish(out_dir, part, source_dir, root, plan, sizes, dtype, ends()) if rank == 0 else None
-            )
-        )
+
+        def finish() -> None:
+            if rank == 0:
+                _finish(part, source_dir, root, plan, sizes, dtype, ends())
+                _publish(part, out_dir, names)
+
+        run_together(finish)
     except (UserError, OSError):
         if rank == 0:  # the disk may be full
             remove(part, ignore_errors=True)
@@ -208,7 +210,6 @@ def _prepare(out_dir: Path, part: Path, replace: bool) -> None:
 
 
 def _finish(
-    out_dir: Path,
     part: Path,
     source_dir: Path,
     root: Path | None,
@@ -217,7 +218,7 @@ def _finish(
     dtype: torch.dtype,
     ends: Sequence[int],
 ) -> None:
-    """Write index, configuration and tokenizer, then rename the folder to its final name."""
+    """Write index, configuration and tokenizer."""
     names = _file_names(len(plan.shards))
     if len(names) > 1:
         index = {
@@ -234,7 +235,6 @@ def _finish(
     if ends and not (part / GENERATION).exists():
         with open_own(part / GENERATION, "xb") as f:
             f.write(_with_ends(b"{}", ends))
-    _publish(part, out_dir, names)
 
 
 def _publish(part: Path, out_dir: Path, names: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError, model_validator
 
 from rpg_megatron.config.combinations import find_problems
@@ -52,10 +51,6 @@ class Settings(Sections):
                 f"(rollout.max_response_tokens {longest}); try {max(longest // 4, 1)}"
             )
         yield from find_problems(self)
-
-    def to_yaml(self) -> str:
-        """All settings, defaults included, as YAML."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
 def load_settings(file: Path, overrides: list[str] | None = None) -> Settings:

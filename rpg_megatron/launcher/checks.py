@@ -226,7 +226,7 @@ def run_checks(run: CheckedRun, *, told: bool = False) -> list[str]:
         if check.about_engines and not run.settings.engine.replicas:
             continue
         try:
-            with _told_if_slow(check, run.settings) if told else nullcontext():
+            with told_if_slow(check, run.settings) if told else nullcontext():
                 warnings += check.run(run) or ()
         except ImportError as e:  # a login node without numpy or tokenizers
             if not run.prepares:
@@ -242,7 +242,8 @@ def check_start(run: CheckedRun) -> None:
 
 
 @contextmanager
-def _told_if_slow(check: RunCheck, settings: Settings) -> Iterator[None]:
+def told_if_slow(check: RunCheck, settings: Settings) -> Iterator[None]:
+    """Print what is waited for, with the user's code that is imported, if a check takes long."""
     code = {  # of the user, which may hang
         "data": (s.source.type for part in settings.prompt_sets for s in part.data.sources if s.source),
         "reward": (term.type for term in settings.reward.all_terms.values() if term.is_custom),

@@ -80,7 +80,8 @@ async def _run(settings: Settings, folder: Path) -> list[tuple[str, str, str]]:
     from rpg_megatron.rollout.gateway import CHAT
     from rpg_megatron.rollout.groups import GroupTask
     from rpg_megatron.rollout.seeds import stop_tokens
-    from rpg_megatron.rollout.worker import CODEC, Worker
+    from rpg_megatron.rollout.worker import Worker
+    from rpg_megatron.rollout.worker_files import CODEC
 
     part = settings.prompt_sets[0]
     data = part.data.model_copy(update={"too_long": "cut"})

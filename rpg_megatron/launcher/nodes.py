@@ -151,13 +151,14 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
             f"cluster.trainer_nodes ({trainers}) and cluster.engine_nodes ({engines}) leave "
             f"{count - trainers - engines} of the job's {count} nodes idle"
         )
-    for subject, whole, part, key in (
-        ("trainer ranks (parallel: tensor x pipeline x data)", world, trainers, "trainer_nodes"),
-        ("engines (engine.replicas)", replicas, engines, "engine_nodes"),
+    for subject, whole, part in (
+        ("trainer ranks (parallel: tensor x pipeline x data)", world, trainers),
+        ("engines (engine.replicas)", replicas, engines),
     ):
         if whole % part:
             raise UserError(
-                f"{whole} {subject} cannot be spread evenly over {part} nodes; change one, or cluster.{key}"
+                f"{whole} {subject} cannot be spread evenly over {part} nodes; "
+                f"{_other_nodes(settings, count)}"
             )
     ranks_per_node, engines_per_node = world // trainers, replicas // engines
     if settings.engine.colocated:
@@ -172,6 +173,20 @@ def assign_node(settings: Settings, rank: int, count: int) -> NodeAssignment:
         range(rank * ranks_per_node, (rank + 1) * ranks_per_node) if rank < trainers else range(0),
         range(first * engines_per_node, (first + 1) * engines_per_node) if first >= 0 else range(0),
     )
+
+
+def _other_nodes(settings: Settings, count: int) -> str:
+    """How to place ranks and engines on ``count`` nodes: on nodes of their own, as evenly as possible."""
+    world, engine = settings.parallel.world, settings.engine
+    splits = [
+        (max(world / n, engine.replicas * engine.tensor / (count - n)), n)
+        for n in range(1, count)
+        if not world % n and not engine.replicas % (count - n)
+    ]
+    if engine.colocated or not splits:
+        return "change their number, or the number of nodes"
+    _, nodes = min(splits)
+    return f"set both cluster.trainer_nodes={nodes} and cluster.engine_nodes={count - nodes}"
 
 
 def _check_colocated(settings: Settings, count: int, ranks: int, engines: int) -> None:

@@ -28,19 +28,13 @@ from rpg_megatron.config.files import remove
 from rpg_megatron.data.prompts import (
     codec_of,
     load_prompts,
-    load_tokenizer,
-    save_chat_template,
-    save_codec,
-    without_torch,
 )
 from rpg_megatron.data.stored_prompts import open_prompts
-from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_AHEAD, Dispatcher
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, part_of, read_kept
@@ -55,9 +49,9 @@ from rpg_megatron.rollout.sampler_client import (
     SamplerRequests,
     SyncResult,
 )
-from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.task_stream import TaskStream
-from rpg_megatron.rollout.worker import CODEC, Worker, engine_clients
+from rpg_megatron.rollout.worker import Worker, engine_clients
+from rpg_megatron.rollout.worker_files import prepare_workers
 from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.messages import Handler, Server, methods_of
 
@@ -325,13 +319,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
             logger.error("%s; see the messages above", message)
         end(code if code == 2 else 1)
 
-    with without_torch():
-        tokenizer = load_tokenizer(settings.model.path)
-    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids, chats=settings.chats)
-    check_stops(stops, read_model_shape(settings.model.path).vocab_size)
-    save_codec(tokenizer, work / CODEC)
-    if settings.data is not None:
-        save_chat_template(tokenizer, settings.data, work / CHAT)
+    tokenizer, stops = prepare_workers(settings, work)
     host = os.environ.get(ADDRESS_VARIABLE, "")
     count = settings.rollout.workers
 

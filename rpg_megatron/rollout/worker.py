@@ -22,7 +22,10 @@ import msgspec
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
-from rpg_megatron.data.prompts import TextCodec, load_codec
+from rpg_megatron.data.prompts import (
+    TextCodec,
+    load_codec,
+)
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable
@@ -48,13 +51,12 @@ from rpg_megatron.rollout.groups import (
 from rpg_megatron.rollout.running_group import RunningGroup
 from rpg_megatron.rollout.seeds import segment_seed
 from rpg_megatron.rollout.teacher_client import TeacherClient, TeacherError
+from rpg_megatron.rollout.worker_files import CODEC
 from rpg_megatron.system.messages import Server, methods_of
 from rpg_megatron.system.process_groups import WARNINGS
 
 _TOKENS_PER_REQUEST = 4096
 """Token budget of one request to an engine; a request is for at least one response."""
-CODEC = "codec.json"
-"""File in the work folder with the tokenizer of the workers."""
 logger = logging.getLogger("rpg_megatron.sampler")
 
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from rpg_megatron.config import load_settings
 from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.launcher.run_dir import resolved_yaml
 from tests.support.audit_faults import (
     EAGER,
     SMALL,
@@ -172,7 +173,7 @@ def test_a_run_and_a_foreign_engine_by_the_command_line(checkpoints: Path, tmp_p
     run = tmp_path / "run-001"
     (run / "rollouts").mkdir(parents=True)
     shutil.copytree(checkpoints / "trained", run / "hf" / "step_000003")
-    (run / "config.yaml").write_text(load_settings(QUICKSTART, [*SMALL, "parallel.tensor=1"]).to_yaml())
+    (run / "config.yaml").write_text(resolved_yaml(load_settings(QUICKSTART, [*SMALL, "parallel.tensor=1"])))
     numbers = np.arange(20, 30, dtype=np.int32)
     trajectories = [
         Trajectory(

@@ -28,6 +28,7 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.process import engine_socket
+from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from tests.support.forking import fresh_starts
 from tests.support.same_runs import to_row
@@ -69,7 +70,7 @@ def sampler(
         work, run = Path(name), config.parent / f"run-{workers}"
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir()
-        (run / "config.yaml").write_text(settings.to_yaml())
+        (run / "config.yaml").write_text(resolved_yaml(settings))
         sockets = [engine_socket(work, i) for i in range(2)]
         with stand_in_engines(sockets) as engines, (run / "log").open("w") as log:
             with fresh_starts() if fresh else nullcontext():

@@ -24,6 +24,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.process import EngineProcess, engine_socket
 from rpg_megatron.launcher.reaper import Reaper
+from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
 from rpg_megatron.system.process_groups import leftover_segments, members
 from tests.support.forking import forked_starts
@@ -170,7 +171,7 @@ class Service:
     ) -> tuple[list[int | None], str]:
         """Run trainer ranks RUN WORK BRIDGE MORE to their end; exit codes and the ends of their logs."""
         run.mkdir(exist_ok=True)
-        (run / "config.yaml").write_text(settings.to_yaml())
+        (run / "config.yaml").write_text(resolved_yaml(settings))
         with SamplerClient(self.work / SOCKET, self.engine.token) as client:
             client.restore(self.start)
         arguments = [str(run), str(self.work), str(self.engine.bridge), *more]
@@ -182,7 +183,7 @@ class Service:
 def running_service(folder: Path, settings: Settings) -> Iterator[Service]:
     """An engine and a sampler of these settings, for as many runs of trainer ranks as one likes."""
     with running_engines(folder, [settings]) as (engine,):
-        (folder / "config.yaml").write_text(settings.to_yaml())
+        (folder / "config.yaml").write_text(resolved_yaml(settings))
         work = engine.process.socket.parent
         command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), str(work)]
         with (folder / "sampler.log").open("w") as log, forked_starts():

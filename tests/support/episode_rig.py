@@ -15,7 +15,8 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineUnavailable, Sample
 from rpg_megatron.rollout.episode_pool import EpisodeRunner
 from rpg_megatron.rollout.groups import Generated, GroupScores, GroupTask
-from rpg_megatron.rollout.worker import CODEC, Worker
+from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker_files import CODEC
 from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec
 
 PROMPT = b"What is 1+1?"

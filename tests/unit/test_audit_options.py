@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from rpg_megatron import cli
 from rpg_megatron.commands.audit.command import plan_audit
 from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.launcher.run_dir import resolved_yaml
 
 
 def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_a_run_gives_its_newest_weights_and_tokens(config_file: Path, tmp_path: 
     settings, _ = plan_audit(config_file, ["rollout={ahead: 1, inflight: drain}", "guards.uncorrected=true"])
     assert settings.rollout.ahead == 0  # its engines must have no other requests
     written = tmp_path / "again.yaml"
-    written.write_text(settings.to_yaml())
+    written.write_text(resolved_yaml(settings))
     assert load_settings(written) == settings
     with pytest.raises(UserError, match=r"holds no config\.yaml; give a config file, or the folder of a run"):
         plan_audit(tmp_path, None)

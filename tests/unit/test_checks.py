@@ -44,6 +44,7 @@ from tools.draw_architecture import PACKAGE, read_imports
 
 SMALL = [EXAMPLES / f"{name}.yaml" for name in ("quickstart", "quickstart_moe", "judge", "gsm8k_smoke")]
 LARGE = [*ROWS, *H100, *AHEAD, *MIXTURES]
+CHECK_MEMORY = train_command.check_memory
 WITHOUT_MACHINE = tuple(check for check in CHECKS if "machine" not in check.needs)
 
 
@@ -143,8 +144,9 @@ def test_doctor_has_a_row_for_each_check() -> None:
 
 @pytest.fixture(autouse=True)
 def without_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``train`` and ``doctor`` without the machine's rows; a plan without other layouts."""
+    """``train`` and ``doctor`` without the machine's rows and memory; a plan without other layouts."""
     monkeypatch.setattr(checks, "CHECKS", WITHOUT_MACHINE)
+    monkeypatch.setattr(train_command, "check_memory", lambda *_: None)
     for name in ("smallest", "smallest_engine", "lighter"):
         monkeypatch.setattr(plan_command, name, lambda *_: None)
 
@@ -385,10 +387,12 @@ def test_a_dry_run_starts_nothing(config_file: Path, capsys: pytest.CaptureFixtu
     assert "tensor=3 does not divide" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_refused_by_all(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_refused_by_all(
+    config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_command, "check_memory", CHECK_MEMORY)
     settings = load_settings(config_file, ["engine.kv_cache_gib=1000000"])
-    assert not plan_command.run_plan(settings, None, sweep=False, as_json=True)
-    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    (problem,) = make_plan(settings).problems
     assert problem.endswith("; lower training.tokens_per_microbatch or engine.kv_cache_gib")
     (row,) = probe_memory(Subject(settings, read_model_shape(settings.model.path)))
     assert (row.verdict, row.found) == ("failed", problem)
@@ -397,16 +401,14 @@ def test_what_does_not_fit_is_refused_by_all(config_file: Path, capsys: pytest.C
             start()
         assert str(refused.value) == problem
     assert not settings.runs.exists()
-    dry_run(settings, Nodes(0, 2))  # a plan is for one machine
+    CHECK_MEMORY(settings, 2)  # a plan is for one machine
     gpu = settings.model_copy(update={"device": "cuda"})
     capsys.readouterr()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_command, "gpu_memory", lambda: "80GiB")
-        train_command.check_memory(gpu, 1)
+    monkeypatch.setattr(train_command, "gpu_memory", lambda: "80GiB")
+    CHECK_MEMORY(gpu, 1)
     assert capsys.readouterr().err == "", "separate engines take their own share of a GPU"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_command, "gpu_memory", lambda: "1GiB")
-        train_command.check_memory(gpu, 1)
+    monkeypatch.setattr(train_command, "gpu_memory", lambda: "1GiB")
+    CHECK_MEMORY(gpu, 1)
     assert "warning: rpg-megatron plan: a trainer rank needs" in capsys.readouterr().err
 
 

@@ -27,6 +27,7 @@ from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.chat_messages import Message
 from rpg_megatron.data.presets import PRESETS, find_preset
 from rpg_megatron.data.problems import read_problems, read_problems_with_counts
+from rpg_megatron.launcher.run_dir import resolved_yaml
 
 ROWS = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in range(10)]
 
@@ -172,7 +173,7 @@ def test_mixtures_in_yaml_are_relative_to_the_file(tmp_path: Path) -> None:
     )
     settings = load_settings(file)
     assert [s.path for s in settings.data.sources] == [tmp_path / "a", tmp_path / "b"]
-    file.write_text(settings.to_yaml())
+    file.write_text(resolved_yaml(settings))
     assert load_settings(file) == settings
     for override, message in (
         ("data={mixture: [{pth: a}]}", "did you mean 'data.mixture[0].path'"),

@@ -23,7 +23,8 @@ from rpg_megatron.rollout.batch_metrics import batch_metrics
 from rpg_megatron.rollout.conversation import Conversation
 from rpg_megatron.rollout.dynamic_sampling import Group
 from rpg_megatron.rollout.episode_pool import EpisodePool, _Turns
-from rpg_megatron.rollout.worker import CODEC, Worker
+from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker_files import CODEC
 from tests.support.episode_rig import Engine, contents, make_settings, make_task, sample
 from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec

@@ -36,7 +36,8 @@ from rpg_megatron.rollout.groups import (
     TrajectorySize,
     by_response,
 )
-from rpg_megatron.rollout.worker import CODEC, Worker
+from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker_files import CODEC
 from rpg_megatron.system.custom_code import find_problem
 from tests.support import episodes
 from tests.support.episode_rig import PROMPT, Engine, contents, make_settings, make_task, sample

@@ -64,6 +64,7 @@ def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: s
     assert str(planned.value) == str(error.value)
 
 
+@pytest.mark.parametrize("command", ["train", "doctor"])
 @pytest.mark.parametrize(
     ("override", "waits"),
     [
@@ -73,7 +74,12 @@ def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: s
     ],
 )
 def test_a_module_that_is_waited_for_is_named(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, waits: str
+    config_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    override: str,
+    waits: str,
+    command: str,
 ) -> None:
     """Its import ends only when the line has been printed."""
     go = tmp_path / "go"
@@ -94,7 +100,11 @@ def test_a_module_that_is_waited_for_is_named(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(checks, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(sys, "stderr", terminal)
-    check_start(CheckedRun(load_settings(config_file, [override])))
+    settings = load_settings(config_file, [override])
+    if command == "train":
+        check_start(CheckedRun(settings))
+    else:
+        assert {row.verdict for row in doctor_rows(settings, "data", "reward", "own code")} == {"ok"}
     assert waits in terminal.getvalue()
 
 

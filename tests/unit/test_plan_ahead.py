@@ -118,7 +118,7 @@ def planned(ahead: int, work: float, slots: int) -> StepTime:
 @pytest.mark.parametrize("ahead", [1, 4, 8])
 @pytest.mark.parametrize("slots", [32, 128, 512])
 def test_a_planned_step_is_the_producers(ahead: int, slots: int) -> None:
-    """Engines the slower side, both equal, the trainer the slower side; slots for a quarter of a batch to 4."""
+    """Engines the slower side, both equal, the trainer the slower side; slots for a quarter to four."""
     engines = PROMPTS * SAMPLES / min(slots, PROMPTS * SAMPLES) * MEAN * LIMIT * TOKEN
     for share in (0.3, 1.0, 3.0):
         measured = seconds_of_a_step(ahead, share * engines, slots)

@@ -7,6 +7,7 @@ were never measured does not fit. Not covered: what libraries take of a node's m
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def test_less_recomputation_that_fits_is_told(capsys) -> None:
     assert none.left < ROOM  # which is why it is not that
     out = " ".join(command(capsys, str(QWEN3_8B)).split())
     assert "note memory.recompute=selective also fits and leaves" in out
-    assert out.endswith("fits")
+    assert out.startswith("fits, ")
     assert lighter(less) is None
     small = less.need + GIB  # it would fit, and leave too little
     assert lighter(make_plan(plan.settings, str(small))) is None
@@ -216,3 +217,23 @@ def test_replayed_routes_are_in_host_memory() -> None:
     assert routes == 2 * plan.batch.sequences * plan.batch.longest * 48 * 8
     ahead = "rollout.ahead=1", "rollout.dynamic.oversample=1", "guards.uncorrected=true"
     assert step(plan_of_mixture(*ahead)) == step(plan) * 3 // 2
+
+
+def test_nodes_may_have_other_numbers_of_gpus(capsys) -> None:
+    """Four a node: twice the nodes, and the first has half the ranks."""
+    four, eight = (plan_of(gpu=gpu) for gpu in ("4xh100-80", "h100-80"))
+    assert (four.gpus.nodes, eight.gpus.nodes) == (((2, 2),) * 4, ((4, 4),) * 2)
+    assert (four.target.nbytes, four.target.name) == (eight.target.nbytes, "h100-80")
+    shared = "engine={colocated: true, replicas: 4, kv_cache_gib: 20}", "parallel.data=2"
+    out = command(capsys, str(QWEN3_8B), "--gpu", "4xh100-80", *shared)
+    assert "1 node: 1 of 4 ranks + 4 workers" in " ".join(out.split())
+    out = command(capsys, str(QWEN3_8B), "--gpu", "4xh100-80", "bridge.transport=shared_memory")
+    assert "cannot be placed on nodes of 4 GPUs: bridge.transport shared_memory works within" in out
+
+
+def test_the_sweep_says_why_layouts_are_left_out(capsys) -> None:
+    sizes = "parallel.data=6", "engine.replicas=6", "rollout.prompts_per_step=96", "training.minibatches=4"
+    out = " ".join(command(capsys, str(QWEN3_8B), *sizes, "--sweep", "--gpu", "30GiB").split())
+    assert out.startswith("does not fit a trainer rank needs ")
+    assert re.search(r"\d+ do not fit: a trainer rank needs N GiB, 30GiB has N GiB", out)
+    assert re.search(r"\d+ are not possible: parallel: tensor=N does not divide ", out)

@@ -119,7 +119,7 @@ def test_the_cost_is_that_of_a_walk_through_the_jobs(
 
 def overlapped(rollout: float, log_probs: float, update: float, under_way: float) -> StepTime:
     phases = Phase("rollout", rollout, ""), Phase("log-probs", log_probs, ""), Phase("update", update, "")
-    return StepTime("overlapped", phases, 1.0, under_way)
+    return StepTime("overlapped", phases, 1.0, under_way, ahead=1)
 
 
 @pytest.mark.parametrize(

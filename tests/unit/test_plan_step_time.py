@@ -7,6 +7,7 @@ assumptions visible. Not covered: whether a real step takes that long; nothing w
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rpg_megatron.commands.plan.step_time import (
     ALLREDUCE,
     HANDOVER,
     LINK_EFFICIENCY,
+    TAIL_EFFICIENCY,
     Name,
     StepTime,
     estimate_step,
@@ -99,7 +101,7 @@ def test_the_longest_response_ends_alone() -> None:
     """Half of the limit on average: one response goes on from 4,096 to 8,192 tokens."""
     tail = seconds("rollout: tail", "response_mean=0.5", "memory_bandwidth=1e12", "peak_bf16=1e30")
     step_seconds = (2 * (LAYERS + HEAD) + (256 + 4096 + 2048) * 147_456) / 1e12
-    assert tail == pytest.approx(4096 * step_seconds, rel=1e-9)
+    assert tail == pytest.approx(4096 * step_seconds / TAIL_EFFICIENCY, rel=1e-9)
     assert seconds("rollout: tail") == 0
     assert seconds("rollout: tail", "decode_overhead=0.01", "response_mean=0.5") > 40
 
@@ -254,12 +256,37 @@ def test_a_shared_gpu_is_handed_over_twice() -> None:
         ("peak_bf16", 1e14, "log-probs"),
         ("network", 1e9, "sync"),
         ("score_mfu", 0.2, "log-probs"),
-        ("decode_efficiency", 0.3, "rollout: tail"),
     ],
 )
 def test_twice_the_speed_is_half_the_time(name: str, value: float, phase: Name) -> None:
     slow, fast = (seconds(phase, "response_mean=0.4", f"{name}={v}") for v in (value, 2 * value))
     assert fast == pytest.approx(slow / 2, rel=1e-9)
+
+
+def test_decoding_reads_at_a_fraction_of_the_bandwidth() -> None:
+    plain = "memory_bandwidth=1e12", "peak_bf16=1e30"
+    slow, fast = (seconds("rollout", *plain, f"decode_efficiency={n}") for n in (0.3, 0.6))
+    assert fast == pytest.approx(slow / 2, rel=1e-9)
+
+
+def test_long_responses_take_more_attention_and_decode_longer() -> None:
+    """Log-normal: with a mean of 0.3 and a 90th percentile of 0.6 of the limit, E[n^2] is 1.85 of mean^2."""
+    sigma = 1.2816 - (1.2816**2 - 2 * math.log(2)) ** 0.5
+    spread = math.exp(sigma**2)
+    lengths = "response_mean=0.3", "response_p90=0.6"
+    mean = 0.3 * 8192
+    squares = 256**2 + 2 * 256 * mean + spread * mean**2
+    flops = 2 * (LAYERS + HEAD) * (256 + mean) + 2 * squares * 4096 * 36
+    assert seconds("log-probs", "peak_bf16=1e15", *lengths) == pytest.approx(128 * flops / 1e15, rel=1e-9)
+    fast = "memory_bandwidth=1e12", "peak_bf16=1e30"
+    kv = 2 * 36 * 8 * 128 * 2
+    read = 2 * (LAYERS + HEAD)
+    batch = (read + 64 * (256 + spread * mean / 2) * kv) / 1e12
+    assert seconds("rollout", *fast, *lengths) == pytest.approx(2 * mean * batch, rel=1e-9)
+    third = (read + 64 / 3 * (256 + 0.45 * 8192) * kv) / 1e12
+    alone = (read + (256 + 0.8 * 8192) * kv) / 1e12 / TAIL_EFFICIENCY
+    tail = 0.3 * 8192 * third + 0.4 * 8192 * alone
+    assert seconds("rollout: tail", *fast, *lengths) == pytest.approx(tail, rel=1e-9)
 
 
 def test_dynamic_sampling_draws_more_than_it_trains_on() -> None:
@@ -280,7 +307,8 @@ def test_placements_add_up() -> None:
     rollout, training = turns.seconds("rollout"), turns.seconds("log-probs", "update")
     tail, sync = turns.seconds("rollout: tail"), turns.seconds("sync")
     assert turns.step == pytest.approx(rollout + tail + training + sync + 3)
-    assert beside.step == pytest.approx(max(rollout, training) + sync + 3)
+    in_time = (rollout + tail + training + sync + 3) / 2  # two steps hold a batch to its longest response
+    assert beside.step == pytest.approx(max(max(rollout, training) + sync + 3, in_time))
     # Twice the GPUs for each: half the time, but for the longest response.
     assert shared.seconds("log-probs") == pytest.approx(turns.seconds("log-probs") / 2)
     assert shared.seconds("rollout") == pytest.approx(rollout / 2, rel=0.01)
@@ -296,7 +324,11 @@ def test_sampling_ahead_takes_the_longer_of_both_phases() -> None:
     rollout, tail, sync = (turns.seconds(name) for name in ("rollout", "rollout: tail", "sync"))
     training = turns.seconds("log-probs", "update")
     assert tail > 0
-    assert beside.step == pytest.approx(max(rollout, training) + sync + 3)
+    in_time = (rollout + tail + training + sync + 3) / 2
+    assert beside.step == pytest.approx(in_time)
+    assert in_time > max(rollout, training) + sync + 3
+    longer = step_of(*assumed, overrides=("rollout.ahead=4", AHEAD[1]))
+    assert longer.step == pytest.approx(max(rollout, training) + sync + 3)
     assert drained.step == pytest.approx(max(rollout + tail, training) + sync + 3)  # the tail is waited for
     assert (beside.generation, drained.generation) == (rollout, rollout + tail)
 
@@ -420,3 +452,30 @@ def test_decoding_reads_the_experts_that_a_batch_chooses() -> None:
         read = 2 * (48 * layer + 2048 * 151936) / 2 + batch * context * 2 * 48 * 2 * 128 * 2
         step_seconds = read / 1e12 + 2 * 48 * ALLREDUCE
         assert seconds == pytest.approx(sequences / batch * 8192 * step_seconds, rel=1e-6)
+
+
+def test_an_assumption_is_solved_from_a_known_time(capsys) -> None:
+    code, out, _ = command(capsys, "--json", "--solve", "response_mean=rollout:3000")
+    times = json.loads(out)["step_time"]
+    assert (code, times["assumptions"]["response_mean"]["source"]) == (0, "solved")
+    phases = {phase["name"]: phase["seconds"] for phase in times["placements"][0]["phases"]}
+    assert phases["rollout"] + phases["rollout: tail"] == pytest.approx(3000, rel=1e-6)
+    _, out, _ = command(capsys, "--json", "--solve", "train_mfu=update:600")
+    (update,) = (p for p in json.loads(out)["step_time"]["placements"][0]["phases"] if p["name"] == "update")
+    assert update["seconds"] == pytest.approx(600, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("response_mean=rollout", "must be NAME=PHASE:SECONDS, such as response_mean=rollout:240"),
+        ("response_mean=rollouts:240", "phases: step, rollout, log-probs, update, sync"),
+        ("response_mean=rollout:-3", "must be NAME=PHASE:SECONDS"),
+        ("response=rollout:240", "'response' is not an assumption; did you mean response_p90?"),
+        ("response_mean=rollout:1e9", "with any response_mean, rollout takes "),
+    ],
+)
+def test_what_cannot_be_solved_is_refused(capsys, text: str, message: str) -> None:
+    code, _, err = command(capsys, "--solve", text)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err

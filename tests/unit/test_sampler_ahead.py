@@ -35,7 +35,8 @@ from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
 from rpg_megatron.rollout.sampler_client import ResyncRequired, RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
-from rpg_megatron.rollout.worker import CODEC, Worker
+from rpg_megatron.rollout.worker import Worker
+from rpg_megatron.rollout.worker_files import CODEC
 from rpg_megatron.system.events import EventSender
 from tests.support.episodes import BETWEEN
 from tests.support.ranks import ROOT

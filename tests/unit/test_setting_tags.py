@@ -14,6 +14,7 @@ from rpg_megatron.config.affects import settings_that_differ, tag_of_setting
 from rpg_megatron.config.base import Affects, Section
 from rpg_megatron.config.explanation import valid_keys
 from rpg_megatron.config.renamed import RENAMED
+from rpg_megatron.launcher.run_dir import resolved_yaml
 
 
 def test_a_setting_without_a_tag_is_an_error() -> None:
@@ -61,7 +62,7 @@ def test_settings_that_differ_are_found_by_tag() -> None:
 def run_of(folder: Path, config: Path, *overrides: str) -> RunFiles:
     settings = load_settings(config, list(overrides))
     folder.mkdir()
-    (folder / "config.yaml").write_text(settings.to_yaml())
+    (folder / "config.yaml").write_text(resolved_yaml(settings))
     return read_run(folder)
 
 

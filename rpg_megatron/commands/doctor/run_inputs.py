@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import runs_folder
@@ -27,7 +27,7 @@ from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.errors import gib
-from rpg_megatron.launcher.checks import CheckedRun, RunCheck
+from rpg_megatron.launcher.checks import CheckedRun, RunCheck, told_if_slow
 from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
 from rpg_megatron.launcher.nodes import Nodes, find_nodes
 from rpg_megatron.system.process_groups import SHARED_MEMORY
@@ -62,8 +62,10 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
     if "model" in check.needs and subject.shape is None:
         yield not_applicable(check.name, "the model cannot be read")
         return
+    imports = not {"code", "data"}.isdisjoint(check.needs)
     try:
-        warnings = check.run(run) or ()
+        with told_if_slow(check, run.settings) if imports else nullcontext():
+            warnings = check.run(run) or ()
     except UserError as e:  # a row for each problem
         yield from (of_error(check.name, UserError(line)) for line in str(e).splitlines())
         return

@@ -27,12 +27,7 @@ from rpg_megatron.data.prompts import (
     Prompt,
     codec_of,
     fit_prompts,
-    load_tokenizer,
-    save_chat_template,
-    save_codec,
-    without_torch,
 )
-from rpg_megatron.data.vocabulary import check_stops
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.engine.restarts import note_answer
 from rpg_megatron.evaluation.metrics import describe_set, write_results
@@ -42,10 +37,9 @@ from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
 from rpg_megatron.rewards.failures import guard_failures
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.engine_pool import EnginePool
-from rpg_megatron.rollout.gateway import CHAT
 from rpg_megatron.rollout.heldout import HeldOut
-from rpg_megatron.rollout.seeds import stop_tokens
-from rpg_megatron.rollout.worker import CODEC, Worker, engine_clients
+from rpg_megatron.rollout.worker import Worker, engine_clients
+from rpg_megatron.rollout.worker_files import prepare_workers
 from rpg_megatron.system.events import EVENTS, EventSender
 from rpg_megatron.system.tasks import run_all
 
@@ -79,8 +73,7 @@ def _open_set(part: HeldOutSet, settings: Settings, folder: Path, tokenizer: Any
 async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Path, token: str) -> None:
     evaluation = settings.evaluation
     assert evaluation is not None
-    with without_torch():
-        tokenizer = load_tokenizer(settings.model.path)
+    tokenizer, stops = prepare_workers(settings, work)
     vocab = read_model_shape(settings.model.path).vocab_size
     sets = {p.name: _open_set(p, settings, folder, tokenizer, vocab) for p in evaluation.heldout}
     prompts = {name: each.prompts for name, each in sets.items()}
@@ -88,11 +81,6 @@ async def _evaluate(settings: Settings, checkpoint: Path, folder: Path, work: Pa
     total = sum(map(len, prompts.values()))
     events = EventSender(work / EVENTS)
     engines = engine_clients(settings, work, token)
-    stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids, chats=settings.chats)
-    check_stops(stops, vocab)
-    save_codec(tokenizer, work / CODEC)
-    if settings.data is not None:
-        save_chat_template(tokenizer, settings.data, work / CHAT)
     worker = Worker(settings, codec_of(tokenizer), engines, work, stops)
 
     def keep(result: EvalResult) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from pathlib import Path
 from string import Template
 
 import yaml
 
+from rpg_megatron.commands.init.converters import place
+from rpg_megatron.commands.init.from_config import convert_config
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import copy_file, open_own, open_regular
-from rpg_megatron.config.policy import is_hub_id
 
 CONFIG = "run.yaml"
 OWN = {"custom": "my_reward.py", "tools": "my_tools.py"}
 """File with functions to change, by task."""
 PROBLEMS = ("train.jsonl", "heldout.jsonl")
+CONVERSATIONS = ("solutions.jsonl", "heldout.jsonl")
 MODEL = "model"
 
 _TEMPLATES = Path(__file__).parent
@@ -34,7 +37,16 @@ reward:                      # your own function; docs/extend.md
     "tools": """\
 reward:                      # of the last message; your own function, docs/extend.md
   type: my_tools:exact       # in my_tools.py""",
+    "sft": "",
 }
+_SFT = """\
+# A run that works as it is, to be changed step by step: fine-tuning on prompts with responses, or on chats.
+#
+#   rpg-megatron sft run.yaml        starts a run, or resumes the newest one of this name
+#
+# A row of your data is {"prompt": ..., "response": ...}, or {"messages": [...]} with chat: true below max_tokens.
+# Every setting with its default: rpg-megatron config run.yaml --explain; docs/warm-start.md
+"""
 _EPISODE = """\
   tool_call_parser: hermes   # how the model writes calls; vLLM's --tool-call-parser
   episode:                   # a chat in which the model may call tools; docs/environments.md
@@ -45,39 +57,44 @@ _EPISODE = """\
 """
 
 
-def write_files(folder: Path, task: str, model: str | None) -> list[str]:
+def start(folder: Path, task: str, model: str | None, source: Path | None) -> list[str]:
+    """Write the files of a task, or of a config of another stack; returns what to print. Raises UserError."""
+    if source is not None and (task != "math" or model is not None):
+        raise UserError("--from takes task and model from the file; leave out --task and --model")
+    text, notes = convert_config(source) if source is not None else (None, [])
+    written = ", ".join(str(folder / name) for name in write_files(folder, task, model, text))
+    cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    command = "plan" if source is not None else "sft" if task == "sft" else "train"
+    return [*notes, f"written: {written}", f"next: {cd}rpg-megatron {command} {CONFIG}"]
+
+
+def write_files(folder: Path, task: str, model: str | None, text: str | None = None) -> list[str]:
     """Write a config and problems; for some tasks functions, and without ``model`` a tiny model.
 
-    Returns the names of the written files. Raises UserError if the task is unknown, if one of the files
-    exists, or if the source tree, which contains the tiny model, is not available.
+    text: a config to write alone. Returns the names of the written files. Raises UserError if the task is
+    unknown, if one of the files exists, or if the source tree, which contains the tiny model, is missing.
     """
     if task not in _REWARDS:
         raise UserError(f"--task {task}: must be one of {', '.join(_REWARDS)}")
-    names = [CONFIG, *PROBLEMS, *filter(None, [OWN.get(task)])] + [MODEL] * (model is None)
+    data = () if text is not None else CONVERSATIONS if task == "sft" else PROBLEMS
+    tiny = model is None and text is None
+    names = [CONFIG, *data, *filter(None, [OWN.get(task)])] + [MODEL] * tiny
     if there := [name for name in names if (folder / name).exists()]:
         raise UserError(f"{folder}: already contains {', '.join(there)}; give another folder")
-    if not _QUICKSTART.is_dir():
+    if text is None and not _QUICKSTART.is_dir():
         raise UserError(
             f"{_QUICKSTART} is missing; init copies problems and model from the source tree: install the "
             "package from a clone with pip install -e"
         )
-    path = MODEL
-    if model is not None:
-        path = model if is_hub_id(model) and not Path(model).exists() else str(Path(model).absolute())
-    template = Template((_TEMPLATES / CONFIG).read_text(encoding="utf-8"))
-    quoted = yaml.safe_dump(path, width=math.inf, allow_unicode=True).splitlines()[0]
-    episode = _EPISODE if task == "tools" else ""
-    length = "160" if episode else "64 "
-    chat = "" if episode else "  # chat: true               # for models with a chat template\n"
-    text = template.substitute(MODEL=quoted, REWARD=_REWARDS[task], EPISODE=episode, LENGTH=length, CHAT=chat)
+    text = _config(task, MODEL if model is None else place(model)) if text is None else text
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for seed, name in enumerate(PROBLEMS):
+        for seed, name in enumerate(data):
             if task == "tools":
                 _write_products(folder / name, seed)
             else:
                 _copy(_QUICKSTART / name, folder)
-        if model is None:
+        if tiny:
             (folder / MODEL).mkdir()
             for file in (_EXAMPLES / ("calculator" if task == "tools" else "quickstart") / MODEL).iterdir():
                 _copy(file, folder / MODEL)
@@ -88,6 +105,19 @@ def write_files(folder: Path, task: str, model: str | None) -> list[str]:
     except OSError as e:
         raise UserError(f"{e.filename or folder}: {e.strerror}; choose a folder that is writable") from None
     return names
+
+
+def _config(task: str, model: str) -> str:
+    quoted = yaml.safe_dump(model, width=math.inf, allow_unicode=True).splitlines()[0]
+    if task == "sft":
+        example = (_EXAMPLES / "warm_start.yaml").read_text(encoding="utf-8")
+        settings = example[example.index("\nname:") :].replace("quickstart/model", quoted)
+        return _SFT + settings.replace("path: quickstart/", "path: ")
+    template = Template((_TEMPLATES / CONFIG).read_text(encoding="utf-8"))
+    episode = _EPISODE if task == "tools" else ""
+    length = "160" if episode else "64 "
+    chat = "" if episode else "  # chat: true               # for models with a chat template\n"
+    return template.substitute(MODEL=quoted, REWARD=_REWARDS[task], EPISODE=episode, LENGTH=length, CHAT=chat)
 
 
 def _write_products(file: Path, seed: int) -> None:

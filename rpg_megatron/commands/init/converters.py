@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from rpg_megatron.config.policy import is_hub_id
 
 STACKS: dict[str, Any] = read_yaml(Path(__file__).with_name("stacks.yaml"))
 _SWITCHES = ("rollout.dynamic", "reward.overlong", "reward.kl", "lora")
-_NO_BOUND = 1e9
+"""Sections that exist if their key of this name, or their first one, is set."""
 
 
 def convert(stack: str, given: dict[str, list[Any]]) -> tuple[dict[str, Any], set[str]]:
@@ -20,73 +21,156 @@ def convert(stack: str, given: dict[str, list[Any]]) -> tuple[dict[str, Any], se
 
     given: our key -> values of their keys, in the page's order; None: not set.
     """
-    refused: set[str] = set()
-    if stack == "TRL":  # its loss_type has both
-        given["aggregation.type"] = given["objective.type"][:1]
-        use_vllm = given["correction"][-1] and given["correction"][0] is not False
-        given["correction.type"] = given["correction.type"] if use_vllm else []
     ours: dict[str, Any] = {}
+    refused: set[str] = set()
+    given["aggregation.type"] = given["aggregation.type"] or given["objective.type"][:1]  # TRL's loss_type is both
     for key, values in given.items():
-        value = next((v for v in reversed(values) if v is not None), None)
-        words = STACKS["words"].get(key)
-        if words and value is not None and (value := words.get(str(values[0]))) is None:
+        found = [value for value in values if value is not None]
+        if found and key in STACKS["words"]:
+            found = [STACKS["words"][key].get(str(found[0]))]
+        if found and found[-1] is not None:
+            ours[key] = found[-1]
+        elif found:
             refused.add(key)
-        if value is not None:
-            ours[key] = value
-    if ours.get("name"):
-        ours["name"] = re.sub(r"[^\w.-]", "-", Path(str(ours["name"])).name)
-    for key in ("rollout.top_k", "evaluation.top_k"):
-        if _number(ours.get(key)) <= 0:
-            ours.pop(key, None)
     _convert_sizes(stack, given, ours, refused)
-    _convert_loss(given, ours, refused)
-    _convert_data(stack, given, ours)
-    _convert_reward(given, ours, refused)
+    _convert_loss(stack, given, ours, refused)
+    _convert_data(stack, ours)
+    _convert_rest(stack, given, ours, refused)
     for section in _SWITCHES:
         below = [key for key in ours if key.startswith(f"{section}.")]
-        if not ours.pop(section, None if section != "lora" else ours.get("lora.rank")):
-            for key in below:
-                del ours[key]
+        if not ours.pop(section, section not in given and ours.get(f"{section}.rank")):
+            ours = {key: value for key, value in ours.items() if key not in below}
         elif not below:
             ours[section] = {}
     return ours, refused
 
 
-def _number(value: Any, default: float = 0) -> Any:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
-
-
-def _product(values: list[Any]) -> Any:
-    return math.prod(v for v in values if _number(v))
+def _product(*values: Any) -> Any:
+    return math.prod(v for v in values if isinstance(v, int | float) and v and math.isfinite(v))
 
 
 def _convert_sizes(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
     """GPUs, batches, and numbers of updates there that are steps here."""
-    sizes = [ours.get(f"parallel.{name}") for name in ("tensor", "pipeline", "context")]
-    gpus, engines = _product(given["parallel.data"]), given["engine.replicas"]
+    gpus, workers = _product(*given["parallel.data"]), _product(ours.get("engine.tensor"))
     if ours.get("engine.colocated", True):
-        ours["engine.replicas"] = gpus // _product([ours.get("engine.tensor")])
-    elif any(engines):
-        own = _product(engines) if engines[0] else engines[1] * given["parallel.data"][0]
-        gpus, ours["engine.replicas"] = gpus - own, own // _product([ours.get("engine.tensor")])
-    ours["parallel.data"] = max(gpus // _product(sizes), 1)
-    samples, prompts = ours.get("rollout.samples_per_prompt"), ours.get("rollout.prompts_per_step")
-    update = ours.get("training.minibatches")
+        ours["engine.replicas"] = gpus // workers
+    elif stack == "NeMo-RL":
+        each, nodes = given["engine.replicas"]
+        engines = _product(each or given["parallel.data"][0], nodes)
+        gpus, ours["engine.replicas"] = gpus - engines, engines // workers
+    split = _product(*(ours.get(f"parallel.{name}") for name in ("tensor", "pipeline", "context")))
+    ours["parallel.data"] = max(gpus // split, 1)
+    samples, update = ours.get("rollout.samples_per_prompt"), ours.get("training.minibatches")
     if stack == "TRL":
-        size, per_generation, batch = given["rollout.prompts_per_step"]
-        update = _product([size, gpus, update])
-        batch = batch or _product([size, gpus, per_generation or given["training.minibatches"][0]])
-        prompts = ours["rollout.prompts_per_step"] = max(batch // _product([samples]), 1)
-    total = _product([prompts] if stack == "verl" else [prompts, samples])
-    parts = total // update if _number(update) and total % update == 0 else 1
-    if parts == 1 and total != update:
+        each, times, batch = given["rollout.prompts_per_step"]
+        batch = _product(batch) if batch else _product(each, gpus, times or update)
+        update = _product(each, gpus, update)
+        ours["rollout.prompts_per_step"] = max(batch // _product(samples), 1)
+    else:
+        batch = _product(ours.get("rollout.prompts_per_step"), samples if stack == "NeMo-RL" else 1)
+    parts = ours["training.minibatches"] = max(batch // _product(update), 1)
+    if parts * _product(update) != batch:
+        ours["training.minibatches"] = parts = 1
         refused.add("training.minibatches")
-    ours["training.minibatches"] = parts
-    schedule = ours.get("optimizer.warmup_steps")
-    if isinstance(schedule, list):  # NeMo-RL's
-        warmups = [s["kwargs"].get("total_iters") for s in schedule if "LinearLR" in str(s.get("name"))]
-        ours["optimizer.warmup_steps"] = next(iter(warmups), 0)
     counted = ("training.steps", "checkpoint.every", "evaluation.every", "optimizer.warmup_steps")
-    for key in counted if stack == "TRL" else counted[3:] if stack == "NeMo-RL" else ():
-        if _number(ours.get(key)) >= 1:
-            ours[key] = max(round(ours[key] / parts / _product([ours.get("training.epochs")])), 1)
+    if stack == "verl" and "rollout.dynamic.oversample" in ours:  # theirs: prompts
+        ours["rollout.dynamic.oversample"] = _product(ours["rollout.dynamic.oversample"]) / batch
+    for key in {"TRL": counted, "NeMo-RL": counted[3:]}.get(stack, ()):
+        if _product(ours.get(key, 0)) > 1:
+            ours[key] = max(round(ours[key] / parts / _product(ours.get("training.epochs"))), 1)
+
+
+def _convert_loss(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
+    flags = given["advantage.type"]
+    if stack == "NeMo-RL":
+        scaled, others = (old if new is None else new for old, new in zip(flags[:2], flags[2:], strict=True))
+        ours["advantage.type"] = "grpo" if scaled else "leave_one_out" if others else "rpg"
+    elif flags[1:] == [False] and ours.get("advantage.type") == "grpo":
+        ours["advantage.type"] = "rpg"
+    advantage, kind = ours.setdefault("advantage.type", "grpo"), ours.get("objective.type", "grpo")
+    kind = "gspo" if "sequence" in given["objective.type"] else kind
+    ours["objective.type"] = "ppo" if (kind, advantage) == ("grpo", "rpg") else kind
+    low, high, bound = (ours.pop(f"objective.clip.{name}", None) for name in ("low", "high", "c"))
+    high = low if high is None else high
+    if kind == "grpo":
+        ours |= {"objective.clip.low": low, "objective.clip.high": high, "objective.clip.c": bound or 1e9}
+    else:
+        ours |= {"objective.low": low, "objective.high": high}
+        if stack == "TRL" and kind == "cispo" and isinstance(high, float):
+            ours |= {"objective.low": 1.0, "objective.high": high - 1}
+    if kind == "gspo":
+        ours["aggregation.type"] = "sequence_mean"
+    anchor, beta = ours.pop("anchor.type", None), ours.pop("objective.beta", 0)
+    beta = 0 if anchor == "old" and stack == "verl" else beta
+    if ours["objective.type"] == "grpo":
+        ours["objective.beta"] = beta
+    elif beta:
+        refused.add("objective.beta")
+    if not ours.get("objective.corrected"):
+        ours.pop("objective.corrected", None)
+    if ours.get("reward.kl") or ours.get("objective.beta"):
+        ours["anchor.type"] = "every" if stack == "TRL" and anchor == "fixed" else "fixed"
+
+
+def _sources(value: Any) -> list[dict[str, Any]]:
+    """Files, names on the hub, and names that the stack knows; a path there is relative to the working directory."""
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    known: dict[str, dict[str, Any]] = STACKS["data_sets"]
+    return [known.get(name) or {"hub" if _on_hub(name) else "path": place(name)} for name in names]
+
+
+def _on_hub(name: str) -> bool:
+    return is_hub_id(name) and not os.path.exists(name)
+
+
+def place(name: str) -> str:
+    """A name on the hub, or a path from the root: theirs are relative to the working directory."""
+    return name if _on_hub(name) else os.path.abspath(os.path.expanduser(name))
+
+
+def _convert_data(stack: str, ours: dict[str, Any]) -> None:
+    ours["model.path"] = place(str(ours.get("model.path", "model")))
+    fields = {k: ours.pop(f"data.{k}") for k in ("prompt_key", "answer_key") if f"data.{k}" in ours}
+    if answer := {"verl": "reward_model.ground_truth", "TRL": "solution"}.get(stack):
+        fields = {"answer_key": answer} | fields
+    hub = ours.pop("data.hub", None)
+    sources = [fields | source for source in _sources(ours.pop("data.path", hub) or "train.jsonl")]
+    ours |= {f"data.{k}": v for k, v in sources[0].items()} if len(sources) == 1 else {"data.mixture": sources}
+    ours["data.chat"] = True
+    heldout = ours.pop("evaluation.data", None)
+    parts = [sources[0] | {"split": heldout}] if stack == "TRL" else [fields | part for part in _sources(heldout)]
+    shared = {"chat": True, "max_prompt_tokens": ours.get("data.max_prompt_tokens", 2048)}
+    if limit := ours.pop("evaluation.data.limit", None):
+        shared["limit"] = limit
+    parts = [part | shared for part in parts]
+    if heldout:
+        if stack == "verl":
+            ours.setdefault("evaluation.temperature", 0)
+        ours |= {"evaluation.data": parts[0]} if len(parts) == 1 else {
+            "evaluation.sets": [{"name": f"set{i}"} | part for i, part in enumerate(parts)]
+        }
+
+
+def _convert_rest(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
+    functions = ours.pop("reward.type", None)
+    if stack == "verl" and functions:
+        path, name = given["reward.type"]
+        ours["reward.type"] = f"{Path(str(path)).stem}:{name or 'compute_score'}"
+    elif isinstance(functions, list) and len(functions) == 1 and "." in str(functions[0]):
+        ours["reward.type"] = ":".join(functions[0].rsplit(".", 1))
+    else:
+        ours |= {"reward.type": "auto", "reward.correct": 1.0, "reward.wrong": 0.0}
+        refused |= {"reward.type"} if functions and functions != ["accuracy_reward"] else set()
+    if "trackers" in ours:
+        named = [n for n in ("tensorboard", "wandb", "mlflow") if re.search(rf"\b({n}|all)\b", str(ours["trackers"]))]
+        ours["trackers"] = named
+    if "name" in ours:
+        ours["name"] = re.sub(r"[^\w.-]", "-", Path(str(ours["name"])).name)
+    if isinstance(betas := ours.get("optimizer.beta1"), list) and len(betas) == 2:
+        ours["optimizer.beta1"], ours["optimizer.beta2"] = betas
+    for key in ("rollout.top_k", "evaluation.top_k", "evaluation.every", "training.steps", "rollout.dynamic.rounds"):
+        if key in ours and _product(ours[key] or -1) < 0:
+            del ours[key]
+            refused |= {key} - {"rollout.top_k", "evaluation.top_k"}
+    if False in given["checkpoint.every"] or _product(ours.get("checkpoint.every")) < 0:
+        ours["checkpoint.every"] = None

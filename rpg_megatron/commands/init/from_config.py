@@ -1,89 +1,103 @@
-"""``rpg-megatron init --from``: the settings of a verl, NeMo-RL or TRL config, by the tables of the docs."""
+"""``rpg-megatron init --from``: our settings for a config of verl, NeMo-RL or TRL."""
 
 from __future__ import annotations
 
-import math
+import functools
 import re
-import shlex
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
-from rpg_megatron.commands.init.converters import DEFAULTS, convert
-from rpg_megatron.config.coming_from import STACKS, find_row, rows
+from rpg_megatron.commands.init.converters import STACKS, convert
+from rpg_megatron.commands.init.foreign_files import is_known, read_leaves
+from rpg_megatron.config.coming_from import find_row, rows
 from rpg_megatron.config.errors import UserError, shorten
-from rpg_megatron.config.files import read_text
-from rpg_megatron.config.merging import apply_override, read_merged
-from rpg_megatron.config.parsing import MAX_YAML, parse_yaml
 from rpg_megatron.config.settings import Settings, make_settings
 
-_ASSIGNMENT = re.compile(r"(?:\+\+?|export )?([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{([\w.]+)(?::?-([^${}]*))?\}|\$(\w+)")
-_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_PLACEHOLDERS = {"model.path": "model", "data.path": "train.jsonl"}
+_OFF = (False, "", [], {})
+_BACKENDS = ("policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler"), ("policy.megatron_cfg.",)
+"""Keys of NeMo-RL that have no effect with Megatron, and without."""
 
 
-class Converted(NamedTuple):
-    """A config of ours."""
+def convert_config(file: Path) -> tuple[str, list[str]]:
+    """The text of a config of ours, and for the terminal counts and what was not taken.
 
-    text: str
-    """run.yaml: what was not taken as comments, then the settings."""
-    notes: list[str]
-    """The same list for the terminal: counts first."""
-
-
-def convert_config(file: Path) -> Converted:
-    """Our settings for a config of theirs. Raises UserError of one line."""
-    leaves = {key.removeprefix("actor_rollout_ref."): value for key, value in _read(file).items()}
-    ours_on_top = Settings.model_fields.keys() - {"sft"}
-    tops = {s: {r.name.partition(".")[0] for r in rows() if r.stack == s} - ours_on_top for s in STACKS}
-    hits = {s: sum(key.partition(".")[0] in tops[s] for key in leaves) for s in STACKS}
-    stack = max(hits, key=lambda s: hits[s])
-    if not hits[stack]:
-        keys = shorten(", ".join(dict.fromkeys(key.partition(".")[0] for key in leaves)) or "none")
-        raise UserError(f"{file}: neither verl's, NeMo-RL's nor TRL's: its keys are {keys}; give a GRPO config")
-    values = {key: _resolve(value, leaves) for key, value in leaves.items()}
-    usable = {k: v for k, v in values.items() if v is not None and "$" not in str(v)}
-    given: dict[str, list[Any]] = defaultdict(list)  # our key -> values of their keys, in the page's order
+    Raises UserError of one line.
+    """
+    leaves = read_leaves(file)
+    stack = _stack(file, leaves)
+    defaults, always = STACKS["defaults"][stack], STACKS["always"][stack]
+    idle = _BACKENDS[leaves.get("policy.megatron_cfg.enabled") is not True]
+    usable = {k: v for k, v in leaves.items() if is_known(v) and not k.startswith(idle)}
+    given: dict[str, list[Any]] = defaultdict(list)
     theirs: dict[str, list[str]] = defaultdict(list)
-    for row in rows():
-        if row.stack == stack and row.same:
-            given[row.here].append((DEFAULTS[stack] | usable).get(row.name))
-            theirs[row.here].append(row.name)
+    for row in (row for row in rows() if row.stack == stack and row.same):
+        keys = [key for key in usable if row.fits(key, "")]
+        given[row.here].append(usable[keys[-1]] if keys else defaults.get(row.name))
+        theirs[row.here] += keys
     ours, refused = convert(stack, given)
-    listed = {name: "" for key in refused for name in theirs[key] if name in leaves}
-    ours, problems = _valid(_PLACEHOLDERS | ours, str(file))
-    for key, problem in problems.items():
-        listed |= {name: problem for name in [n for n in theirs[key] if n in leaves] or [f"here {key}"]}
-    counts = {"taken": 0, "off or null": 0, "not taken": 0}
-    lines = []
+    ours, problems = _load(ours, str(file))
+    listed = {k: why for key, why in (dict.fromkeys(refused, "") | problems).items() for k in theirs[key]}
+    lines, taken = [], 0
     for key, value in leaves.items():
         row = find_row(stack, key)
-        if "$" in str(values[key]):
-            reason = "refers to what is not in the file"
-        elif values[key] is None or (row and not row.same and value in (False, "", [], {})):
-            counts["off or null"] += 1
-            continue
-        elif row is None:
-            reason = "unknown"
-        elif row.same and row.name == key and key not in listed:
-            counts["taken"] += 1
-            continue
-        else:
-            reason = listed.get(key) or f"{f'see {row.here}; ' if row.here else ''}{row.remark}" or "not here"
-        lines.append(f"{key}: {shorten(str(value))}  {reason}")
-    lines += [f"{key}: {reason}" for key, reason in listed.items() if key not in leaves]
-    lines += [f"here {key}: not in the file; set it" for key, v in _PLACEHOLDERS.items() if ours.get(key) == v]
+        same = row is not None and row.same and row.fits(key, "")
+        off = value is None or key.startswith(idle) or value in always.get(key, _OFF if row and not same else ())
+        if same and not off and is_known(value) and key not in listed:
+            taken += 1
+        elif not is_known(value) or not off or key in listed:
+            reason = f"{f'see {row.here}; ' if row.here else ''}{row.remark}" if row else "unknown"
+            reason = listed.get(key) or reason if is_known(value) else "refers to what is not in the file"
+            lines.append(f"{key}: {shorten(str(value))}  # {reason}")
+    left = len(leaves) - len(lines) - taken
+    counts = f"{taken} taken, {left} not set, off or always so here, {len(lines)} not taken"
+    lines += [f"here {key}: {why}" for key, why in problems.items() if not theirs[key]]
+    if missing := [n for n in ("model.path", "data.path") if not theirs[n] + theirs[n.replace("path", "hub")]]:
+        lines.append(f"here {' and '.join(missing)}: not in the file; set it")
     lines = ["".join(c if c.isprintable() else " " for c in shorten(line, 400)) for line in lines]
-    counts["not taken"] = len(lines)
-    notes = [f"{stack}: {', '.join(f'{count} {what}' for what, count in counts.items())}", *lines]
-    defaults = ", ".join(f"{k}={v}" for k, v in DEFAULTS[stack].items() if k not in leaves)
-    comments = [f"From {file.name}, by docs/coming-from.md. {notes[0]}", f"Defaults there: {defaults}", *lines]
+    rest = ", ".join(f"{key}={value}" for key, value in defaults.items() if key not in usable)
+    head = [f"From {stack}, by docs/coming-from.md: {counts}.", *lines, f"Defaults there, also taken: {rest}"]
+    settings = yaml.safe_dump(_nested(ours), sort_keys=False, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in head) + settings, [f"{stack}: {counts}", *lines]
+
+
+def _stack(file: Path, leaves: dict[str, Any]) -> str:
+    """The stack that has most of the sections that we do not have."""
+    hits = dict.fromkeys(STACKS["defaults"], 0)
+    tops = [key.split(".")[0] for key in leaves]
+    for stack in hits:
+        names = {row.name.split(".")[0] for row in rows() if row.stack == stack} - set(Settings.model_fields)
+        hits[stack] = sum(top in names for top in tops)
+    if not any(hits.values()):
+        keys = shorten(", ".join(dict.fromkeys(tops)) or "none")
+        raise UserError(f"{file}: neither verl's, NeMo-RL's nor TRL's: its keys are {keys}; give another file")
+    return max(hits, key=lambda stack: hits[stack])
+
+
+def _nested(ours: dict[str, Any]) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for key, value in ours.items():
-        apply_override(raw, f"{key}={yaml.safe_dump(value, default_flow_style=True, width=math.inf)}")
-    head = "".join(f"# {line}\n" for line in comments)
-    return Converted(head + yaml.safe_dump(raw, sort_keys=False, allow_unicode=True), notes)
+        *parents, last = key.split(".")
+        functools.reduce(lambda section, name: section.setdefault(name, {}), parents, raw)[last] = value
+    return raw
+
+
+def _load(ours: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings that load together, and the messages about the others by key."""
+    problems: dict[str, str] = {}
+    while True:
+        try:
+            make_settings(_nested(ours), None, where)
+            return ours, problems
+        except UserError as e:
+            line = str(e).splitlines()[0].removeprefix(f"{where}: ")
+            section = re.split("[: ]", line)[0] + "."
+            names = {key: rf"(?<![\w.])({re.escape(key)}|{re.escape(key.removeprefix(section))})(?!\w)" for key in ours}
+            found = [(match.start(), key) for key, name in names.items() if (match := re.search(name, line))]
+            found = found or [(0, key) for key in ours if key.startswith(section)]
+            if not found:
+                raise
+            problems[key := min(found)[1]] = line
+            ours = {name: value for name, value in ours.items() if name != key}

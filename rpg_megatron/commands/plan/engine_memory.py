@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rpg_megatron.commands.plan.activations import Device
-from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus
+from rpg_megatron.commands.plan.layout import Gpus
 from rpg_megatron.commands.plan.trainer_memory import (
     MERGED,
     NCCL,
@@ -174,7 +174,9 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
         raise UserError(f"engine.arguments: {name} needs a number, has {value!r}") from None
 
 
-def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> tuple[MemoryPart, ...]:
+def share_gpu(
+    settings: Settings, rank: RankMemory, engine: EngineMemory, gpus: Gpus
+) -> tuple[MemoryPart, ...]:
     """The memory of a GPU of the largest trainer rank and of an engine worker. Not measured.
 
     While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
@@ -185,7 +187,7 @@ def share_gpu(settings: Settings, rank: RankMemory, engine: EngineMemory) -> tup
     nccl = sum(part.nbytes for part in rank.parts if part.name == NCCL)
     # Over CUDA IPC, a worker reads all ranks of the replica that its own GPU belongs to, on the same node.
     replica = settings.parallel.tensor * settings.parallel.pipeline
-    workers = min(settings.engine.replicas * settings.engine.tensor, replica, GPUS_PER_NODE)
+    workers = min(settings.engine.replicas * settings.engine.tensor, replica, gpus.per_node)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
     asleep = GRAPHS + communicator_bytes(*[settings.engine.tensor] * 2)
     parts = [

@@ -14,7 +14,7 @@ from statistics import median
 from typing import get_args
 
 from rpg_megatron.checkpoints.hf_hub import with_local_model
-from rpg_megatron.commands.plan.gpus import Assumptions
+from rpg_megatron.commands.plan.gpus import Assumptions, percentile
 from rpg_megatron.commands.plan.plan import Plan, plan_for, told
 from rpg_megatron.commands.plan.step_time import Name, estimate_step
 from rpg_megatron.commands.report.run_files import read_run
@@ -40,9 +40,9 @@ class MeasuredRun:
     """Medians over the newest steps of a run, without the first one.
 
     steps: that were read; warm: the first one was left out, since there are others; prompt, response: mean
-    tokens, those of a prompt with all else that was not sampled; kept: fraction of groups that
-    ``rollout.dynamic`` kept; seconds: of the phases of ``plan`` that happened (rollout with its tail,
-    log-probs, update, sync, handover, other).
+    tokens, those of a prompt with all else that was not sampled; long: 90th percentile of responses, by the
+    95th and the mean; kept: fraction of groups that ``rollout.dynamic`` kept; seconds: of the phases
+    of ``plan`` that happened (rollout with its tail, log-probs, update, sync, handover, other).
     """
 
     folder: Path
@@ -52,6 +52,7 @@ class MeasuredRun:
     running: bool
     prompt: float
     response: float
+    long: float | None
     kept: float | None
     seconds: dict[str, float]
     step: float
@@ -107,10 +108,13 @@ def take_from(folder: Path, plan: Plan, assumed: Assumptions) -> FromRun:
 
 def _lengths(run: MeasuredRun, settings: Settings) -> dict[str, float]:
     """Lengths and kept groups of the run, as fractions of the limits of ``settings``."""
+    limit = settings.rollout.max_response_tokens
     values = {
         "prompt_mean": run.prompt / settings.data.max_prompt_tokens,
-        "response_mean": min(1.0, run.response / settings.rollout.max_response_tokens),
+        "response_mean": min(1.0, run.response / limit),
     }
+    if run.long is not None:
+        values["response_p90"] = min(1.0, run.long / limit)
     return values if run.kept is None else {**values, "kept_groups": run.kept}
 
 
@@ -177,6 +181,7 @@ def measure_run(folder: Path) -> MeasuredRun:
         raise UserError(f"--from {folder}: {METRICS} has {steps} with times and lengths{hint}")
     response = median(row["response/length_mean"] for row in rows)
     tokens = median(row["step/tokens"] for row in rows)
+    long = [row["response/length_p95"] for row in rows if "response/length_p95" in row]
     prompts = settings.rollout.prompts_per_step
     drawn = [prompts / row["sampling/generated"] for row in rows if row.get("sampling/generated")]
     phases = [_phases(row, settings) for row in rows]
@@ -189,6 +194,7 @@ def measure_run(folder: Path) -> MeasuredRun:
         running=run.running,
         prompt=max(1.0, tokens / settings.sequences - response),
         response=response,
+        long=percentile(response, median(long)) if len(long) == len(rows) else None,
         kept=min(1.0, median(drawn)) if drawn and settings.rollout.dynamic is not None else None,
         seconds={name: value for name, value in seconds.items() if value > 0 or name == "other"},
         step=median(row["time/step"] for row in rows),

@@ -80,7 +80,22 @@ def machine_bytes() -> int:
     return min(limits)
 
 
-Source = Literal["data sheet", "assumed", "as set", "run"]
+_Z90, _Z95 = 1.2816, 1.6449
+"""A normal variable is below these with a probability of 0.9 and 0.95."""
+
+
+def _sigma(mean: float, quantile: float, z: float) -> float:
+    """Standard deviation of the logarithm of a log-normal variable; the largest if none has the quantile."""
+    return z - math.sqrt(max(0.0, z**2 - 2 * math.log(max(1.0, quantile / mean))))
+
+
+def percentile(mean: float, p95: float) -> float:
+    """The 90th percentile of the log-normal distribution with this mean and 95th percentile."""
+    sigma = _sigma(mean, p95, _Z95)
+    return mean * math.exp(_Z90 * sigma - sigma**2 / 2)
+
+
+Source = Literal["data sheet", "assumed", "as set", "run", "solved"]
 
 
 def _number(why: str, default: float = math.nan, *, most: float = math.inf) -> Any:
@@ -126,8 +141,7 @@ class Assumptions:
         That of the log-normal distribution with this mean and percentile (above 2.27 means, of the widest
         one), and at most that of responses which are empty or of full length.
         """
-        z = 1.2816  # a normal variable is below it with a probability of 0.9
-        sigma = z - math.sqrt(max(0.0, z**2 - 2 * math.log(self.long_responses / self.response_mean)))
+        sigma = _sigma(self.response_mean, self.long_responses, _Z90)
         return min(math.exp(sigma**2), 1 / self.response_mean)
 
     @property
@@ -136,6 +150,11 @@ class Assumptions:
         return [
             (name, getattr(self, name), self.sources[name], about["why"]) for name, about in _ABOUT.items()
         ]
+
+    def range_of(self, name: str) -> tuple[float, float]:
+        """Smallest and largest value of an assumption that are tried."""
+        most = _ABOUT[name]["most"]
+        return (1e-4, most) if most < math.inf else tuple(getattr(self, name) * x for x in (1e-4, 1e4))
 
     def replaced(self, values: Mapping[str, float], source: Source = "run") -> Assumptions:
         """These with other values; those that the user has set stay."""
@@ -162,13 +181,7 @@ def assume(name: str, options: Sequence[str] = ()) -> Assumptions:
 def _read_option(option: str) -> tuple[str, float]:
     """Name and value of ``name=value``. Raises UserError if the name is unknown or the value impossible."""
     name, _, text = option.partition("=")
-    name = name.strip().replace("-", "_")
-    if (gone := explain_renamed(f"--assume {name}")) is not None:
-        raise UserError(gone)
-    if name not in _ABOUT:
-        near = difflib.get_close_matches(name, _ABOUT, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_ABOUT)}"
-        raise UserError(f"--assume: {name!r} is not an assumption; {hint}")
+    name = check_name("--assume", name)
     try:
         value = float(text)
     except ValueError:
@@ -179,3 +192,15 @@ def _read_option(option: str) -> tuple[str, float]:
         range_ = f"of at most {most:g}" if most < math.inf else "such as 0.5 or 3e12"
         raise UserError(f"--assume {name}: needs a positive number {range_}, has {text!r}")
     return name, value
+
+
+def check_name(option: str, name: str) -> str:
+    """The name of an assumption. Raises UserError if there is none of this name."""
+    name = name.strip().replace("-", "_")
+    if (gone := explain_renamed(f"--assume {name}")) is not None:
+        raise UserError(gone)
+    if name not in _ABOUT:
+        near = difflib.get_close_matches(name, _ABOUT, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_ABOUT)}"
+        raise UserError(f"{option}: {name!r} is not an assumption; {hint}")
+    return name

@@ -16,8 +16,6 @@ from rpg_megatron.models.lora import AdapterMapping, projection_shape
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.models.registry import mapping_for
 
-GPUS_PER_NODE = 8
-
 _FP8_MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 """The parameters of a layer that FP8 recipes quantise."""
 
@@ -193,9 +191,11 @@ class Gpus:
     engines: int
     colocated: bool
     nodes: tuple[tuple[int, int], ...]
-    """Trainer ranks and engine workers per node, on the fewest nodes of 8 GPUs; empty: see ``why``."""
+    """Trainer ranks and engine workers per node, on the fewest nodes; empty: see ``why``."""
     why: str
-    """Why they cannot be placed on nodes of 8 GPUs; empty if they can."""
+    """Why they cannot be placed on such nodes; empty if they can."""
+    per_node: int
+    """GPUs of a node."""
 
     @property
     def total(self) -> int:
@@ -203,12 +203,12 @@ class Gpus:
         return self.trainer if self.colocated else self.trainer + self.engines
 
 
-def count_gpus(settings: Settings) -> Gpus:
-    """The GPUs that these settings need, and the fewest nodes that provide them."""
+def count_gpus(settings: Settings, per_node: int = 8) -> Gpus:
+    """The GPUs that these settings need, and the fewest nodes of ``per_node`` GPUs that provide them."""
     engine = settings.engine
     trainer, workers = settings.parallel.world, engine.replicas * engine.tensor
     total = trainer if engine.colocated else trainer + workers
-    fewest = -(-total // GPUS_PER_NODE)
+    fewest = -(-total // per_node)
     why = ""
     for count in range(fewest, 2 * fewest + 1):
         try:
@@ -218,7 +218,7 @@ def count_gpus(settings: Settings) -> Gpus:
             continue
         nodes = tuple((len(share.ranks), len(share.engines) * engine.tensor) for share in shares)
         used = max(max(held) if engine.colocated else sum(held) for held in nodes)
-        if used <= GPUS_PER_NODE:
-            return Gpus(trainer, workers, engine.colocated, nodes, "")
+        if used <= per_node:
+            return Gpus(trainer, workers, engine.colocated, nodes, "", per_node)
         why = why or f"on {count} nodes, one would have {used}"
-    return Gpus(trainer, workers, engine.colocated, (), why)
+    return Gpus(trainer, workers, engine.colocated, (), why, per_node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +18,6 @@ from rpg_megatron.commands.plan.engine_memory import (
 )
 from rpg_megatron.commands.plan.gpus import DEFAULT, find_gpu, gpu_bytes, machine_bytes
 from rpg_megatron.commands.plan.layout import (
-    GPUS_PER_NODE,
     BatchPlan,
     Gpus,
     count_gpus,
@@ -52,6 +53,8 @@ class Target:
     device: Device
     name: str
     nbytes: int
+    per_node: int = 8
+    """GPUs of a node."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Plan:
         more = "engine.tensor" if engine.utilisation else "engine.kv_cache_gib"
         return told(
             {
-                f"ranks and engines cannot be placed on nodes of {GPUS_PER_NODE} GPUs: {self.gpus.why}": (
+                f"ranks and engines cannot be placed on nodes of {target.per_node} GPUs: {self.gpus.why}": (
                     self.on_gpu and self.gpus.why
                 ),
                 "precision.fp8 needs compute capability 9.0 (Hopper) or later, which "
@@ -244,18 +247,21 @@ def make_plan(settings: Settings, gpu: str | None = None) -> Plan:
 
 
 def find_target(settings: Settings, gpu: str | None) -> Target:
-    """The GPU of that name, or the settings' device."""
+    """The GPU of that name (``h100-80``, or ``4xh100-80`` in nodes of 4), or the settings' device."""
     if gpu is None and settings.device == "cpu":
         return Target("cpu", "this machine", machine_bytes())
-    name = gpu or DEFAULT
-    return Target("cuda", name, gpu_bytes(name))
+    name = (gpu or DEFAULT).strip()
+    nodes = re.fullmatch(r"([1-9]\d?)x(.+)", name)
+    name, per_node = (nodes[2], int(nodes[1])) if nodes else (name, 8)
+    return Target("cuda", name, gpu_bytes(name), per_node)
 
 
 def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     """The plan of one layout. Raises UserError if it fails a check (``launcher/checks.py``)."""
     run_checks(CheckedRun(settings, LAYOUT, known=shape))
     parallel, device, shared = settings.parallel, target.device, settings.engine.colocated
-    batch, gpus, on_gpu = plan_batch(settings, shape.max_positions), count_gpus(settings), device == "cuda"
+    batch, gpus = plan_batch(settings, shape.max_positions), count_gpus(settings, target.per_node)
+    on_gpu = device == "cuda"
     ranks = tuple(
         rank_memory(StageActivations(settings, shape, stage, batch, device), gpus, publishes=publishes)
         for stage in range(parallel.pipeline)
@@ -267,7 +273,7 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
     )
     asleep = engine.asleep if shared else 0
     host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
-    gpu = share_gpu(settings, largest, engine) if shared and on_gpu else ()
+    gpu = share_gpu(settings, largest, engine, gpus) if shared and on_gpu else ()
     return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
 
 
@@ -279,18 +285,29 @@ def told(table: Mapping[str, object]) -> tuple[str, ...]:
 # -- other layouts of the same run ---------------------------------------------------------------------------
 
 
-def _changed(plan: Plan, section: str, **changes: object) -> Plan | None:
-    """The plan with changes in one section of the settings; None: it fails a check."""
+def _changed(plan: Plan, section: str, refused: Counter[str] | None = None, **changes: object) -> Plan | None:
+    """The plan with changes in one section of the settings; None: it fails a check.
+
+    refused: counts the reasons.
+    """
     new = getattr(plan.settings, section).model_copy(update=changes)
     try:
         return plan_for(plan.settings.model_copy(update={section: new}), plan.shape, plan.target)
-    except UserError:
+    except UserError as e:
+        if refused is not None:
+            refused[kind_of(str(e))] += 1
         return None
 
 
-def sweep(plan: Plan, world: int) -> list[Plan]:
+def kind_of(problem: str) -> str:
+    """A problem without its numbers and its fix, the same for all layouts that have it."""
+    return re.sub(r"(?<![\w.-])\d[\d.,]*(?!\w)", "N", problem.partition(";")[0])
+
+
+def sweep(plan: Plan, world: int, refused: Counter[str] | None = None) -> list[Plan]:
     """All valid layouts of ``world`` trainer ranks for the model and the batch, best first.
 
+    refused: counts why others are not valid.
     Without virtual stages; with sequence parallelism if there is tensor parallelism; expert_tensor is 1.
     Best: it fits, and is not tight; then the fewest model-parallel ranks, since they communicate; the least
     pipeline idle time; the fewest expert-parallel ranks; the most memory left. A rule of thumb: nothing was
@@ -303,8 +320,8 @@ def sweep(plan: Plan, world: int) -> list[Plan]:
         idle = round(plan.batch.pipeline_idle, 2)
         return not plan.fits, plan.tight, cuts, idle, parallel.expert, plan.rank_total
 
-    cuts = _cuts(world, plan.shape.experts.count if plan.shape.experts else 1)
-    plans = (_changed(plan, "parallel", **cut, virtual=1, expert_tensor=1) for cut in cuts)
+    cuts = _cuts(world, plan.target.per_node, plan.shape.experts.count if plan.shape.experts else 1)
+    plans = (_changed(plan, "parallel", refused, **cut, virtual=1, expert_tensor=1) for cut in cuts)
     return sorted((plan for plan in plans if plan is not None), key=order)
 
 
@@ -328,7 +345,7 @@ def smallest(plan: Plan) -> Plan | None:
     """
     world, engine = 1, plan.settings.engine
     least = engine.replicas * engine.tensor if engine.colocated else 1
-    while world <= (GPUS_PER_NODE if is_bound_to_a_node(plan.settings) else MOST_RANKS):
+    while world <= (plan.target.per_node if is_bound_to_a_node(plan.settings) else MOST_RANKS):
         for layout in sweep(plan, world) if world >= least else ():
             if layout.left >= 0 and not layout.gpus.why:
                 return layout
@@ -347,9 +364,9 @@ def smallest_engine(plan: Plan) -> int | None:
     return None
 
 
-def _cuts(world: int, experts: int) -> Iterator[dict[str, int | bool]]:
+def _cuts(world: int, per_node: int, experts: int) -> Iterator[dict[str, int | bool]]:
     # Tensor- and context-parallel ranks stay within a node, since links between nodes are slow.
-    near = range(1, min(world, GPUS_PER_NODE) + 1)
+    near = range(1, min(world, per_node) + 1)
     for tensor, context, pipeline in product(near, near, range(1, world + 1)):
         data, rest = divmod(world, tensor * pipeline * context)
         for expert in range(1, min(experts, world // pipeline) + 1) if data and not rest else ():

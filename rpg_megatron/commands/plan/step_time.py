@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rpg_megatron.commands.plan.gpus import Assumptions
-from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, in_fp8, rank_parameters
+from rpg_megatron.commands.plan.layout import in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, readers, recomputation, state_bytes
 from rpg_megatron.config import Settings, read_model_shape
@@ -129,7 +129,7 @@ class _Case:
 
     def link(self, ranks: float) -> float:
         """Bytes/s of a GPU in a group of so many neighbouring ranks."""
-        within = ranks <= GPUS_PER_NODE
+        within = ranks <= self.plan.gpus.per_node
         return LINK_EFFICIENCY * (self.assumed.gpu.nvlink if within else self.assumed.network)
 
     def replica_work(self, sequences: float) -> tuple[float, float]:
@@ -227,7 +227,7 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
     in_layers, in_head = shape.matmul_parameters
     fp8 = engine.quantization == "fp8"
     flops = case.peak * (case.fp8_gain if fp8 else 1) * assumed.score_mfu * engine.tensor
-    reduced = ALLREDUCE if engine.tensor <= GPUS_PER_NODE else ALLREDUCE_BETWEEN_NODES
+    reduced = ALLREDUCE if engine.tensor <= case.plan.gpus.per_node else ALLREDUCE_BETWEEN_NODES
     fixed = assumed.decode_overhead + (2 * shape.num_layers * reduced if engine.tensor > 1 else 0)
 
     def token(batch: float, context: float, efficiency: float) -> tuple[float, float]:
@@ -305,7 +305,7 @@ def _exchange_seconds(case: _Case, tokens: float) -> float:
     seconds = EXPERT_OVERHEAD
     if parallel.expert > 1:
         away = 1 - 1 / parallel.expert  # the fraction of rows that go to other ranks
-        far = max(0.0, 1 - GPUS_PER_NODE / (parallel.expert * parallel.expert_tensor)) / away
+        far = max(0.0, 1 - case.plan.gpus.per_node / (parallel.expert * parallel.expert_tensor)) / away
         sent = 2 * e.per_token * row * away
         seconds = max(seconds, sent * far / case.link(math.inf), sent * (1 - far) / case.link(1))
     return of_stream + tokens * len(e.layers) * parallel.data / parallel.world * seconds

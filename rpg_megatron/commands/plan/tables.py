@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,8 +15,8 @@ from rich.table import Table
 from rpg_megatron.commands.plan.engine_memory import SERVER
 from rpg_megatron.commands.plan.from_run import FromRun
 from rpg_megatron.commands.plan.gpus import Assumptions
-from rpg_megatron.commands.plan.layout import GPUS_PER_NODE, Gpus, expert_replicas
-from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node
+from rpg_megatron.commands.plan.layout import Gpus, expert_replicas
+from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node, kind_of
 from rpg_megatron.commands.plan.run_cost import Job, cost_lines, cost_of
 from rpg_megatron.commands.plan.step_time import StepTime
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart, recomputation
@@ -42,6 +43,8 @@ class Answer:
     layout: Plan | None
     engine: int | None
     swept: Sequence[Plan] | None
+    refused: Counter[str]
+    """Why other layouts of ``swept`` are not valid, and how many."""
 
     @property
     def job(self) -> Job:
@@ -50,8 +53,13 @@ class Answer:
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """Print the plan, the time of a step, whether it fits and what else would, and other layouts."""
+    """Print whether it fits or what would, the plan, the time of a step, notes, and other layouts."""
     plan, step = answer.plan, answer.step
+    for line in _verdict(answer):
+        console.print(line, highlight=False)
+    for line in _suggestions(answer):  # in one line each, to be copied
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
     facts = Table.grid(padding=(0, 2))
     for name, text in _facts(plan):
         facts.add_row(name, text)
@@ -61,12 +69,10 @@ def print_answer(answer: Answer, console: Console) -> None:
     if step is not None:
         _print_times(answer, step, console)
     costs = cost_lines(plan, step, answer.job) if step is not None and plan.on_gpu else ()
-    for line in [*costs, *_verdict(answer)]:
+    for line in [*costs, *_notes(answer)]:
         console.print(line, highlight=False)
-    for line in _suggestions(answer):  # in one line each, to be copied
-        console.print(line, highlight=False, soft_wrap=True)
     if answer.swept is not None:
-        _print_sweep(answer.swept, console)
+        _print_sweep(answer.swept, answer.refused, console)
 
 
 def _print_table(console: Console, title: str, columns: Sequence[str], *sections: Iterable[Row]) -> None:
@@ -146,7 +152,7 @@ def _gpus(gpus: Gpus) -> str:
     if gpus.colocated:
         total = f"{gpus.total}, shared by {gpus.trainer} trainer ranks and {gpus.engines} engine workers"
     if gpus.why:
-        return f"{total}; not on nodes of {GPUS_PER_NODE}, see below"
+        return f"{total}; not on nodes of {gpus.per_node}, see above"
     kinds = []
     for node in dict.fromkeys(gpus.nodes):
         held = [f"{n} {word}{'s' * (n > 1)}" for n, word in zip(node, ("rank", "worker"), strict=True) if n]
@@ -229,14 +235,20 @@ def _from_run_lines(taken: FromRun) -> Iterator[str]:
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
-    """Notes, problems, and whether it fits."""
+    """Whether it fits, or its problems."""
+    plan, step = answer.plan, answer.step
+    yield from (f"[bold red]does not fit[/] {problem}" for problem in plan.problems)
+    if plan.fits:
+        seconds = f", a step of {_seconds(step.step)} s" if step is not None else ""
+        yield f"[bold green]fits[/], {gib(plan.need)} of {gib(plan.target.nbytes)}{seconds}"
+
+
+def _notes(answer: Answer) -> Iterator[str]:
+    """What to know although it may fit."""
     yield from (f"[yellow]note[/] {note}" for note in answer.warnings)
     if (less := answer.lighter) is not None:
         setting = f"memory.recompute={recomputation(less.settings)}"
         yield f"[yellow]note[/] {setting} also fits and leaves {gib(less.left)}: less recomputation"
-    yield from (f"[bold red]does not fit[/] {problem}" for problem in answer.plan.problems)
-    if answer.plan.fits:
-        yield "[bold green]fits[/]"
 
 
 def _suggestions(answer: Answer) -> Iterator[str]:
@@ -255,8 +267,8 @@ def _suggestions(answer: Answer) -> Iterator[str]:
         yield f"smallest engine that fits: {f'engine.tensor={engine}' if engine else none}"
 
 
-def _print_sweep(layouts: Sequence[Plan], console: Console, most: int = 20) -> None:
-    """Print the layouts, best first."""
+def _print_sweep(layouts: Sequence[Plan], refused: Counter[str], console: Console, most: int = 20) -> None:
+    """Print the layouts, best first, and why others are not possible."""
     sizes = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data", "SP": "sequence"}
     if any(plan.shape.experts for plan in layouts):
         sizes["EP"] = "expert"
@@ -272,6 +284,10 @@ def _print_sweep(layouts: Sequence[Plan], console: Console, most: int = 20) -> N
     _print_table(console, "layouts, best first", columns, rows)
     if len(layouts) > most:
         console.print(f"and {len(layouts) - most} more; --json lists all", highlight=False)
+    unfit = Counter(kind_of(problem) for plan in layouts for problem in plan.problems[:1])
+    for what, kinds in (("do not fit", unfit), ("are not possible", refused)):
+        for kind, number in kinds.most_common(5):
+            console.print(f"{number} {what}: {kind}", highlight=False)
     if any(plan.fits and plan.tight for plan in layouts):
         console.print(
             f"tight: less than {gib(ROOM)} of a GPU left, within the error of these estimates; "

@@ -12,7 +12,6 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.activations import Recompute, StageActivations
 from rpg_megatron.commands.plan.layout import (
-    GPUS_PER_NODE,
     BatchPlan,
     Gpus,
     RankParameters,
@@ -133,7 +132,7 @@ def nccl_bytes(activations: StageActivations, gpus: Gpus) -> int:
     settings, parallel = activations.settings, activations.settings.parallel
     tensor, context, stages, expert = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
     of_stage, of_experts = parallel.world // stages, expert * parallel.expert_tensor
-    here = gpus.nodes[0][0] if gpus.nodes else GPUS_PER_NODE
+    here = gpus.nodes[0][0] if gpus.nodes else gpus.per_node
     of_all = [  # ranks, stride, peers
         *[(parallel.world, 1, 0)] * 2,  # the second one is for the norm of the gradients
         (parallel.data * context, tensor, 0),
@@ -294,7 +293,7 @@ def host_memory(
     parallel, e = settings.parallel, shape.experts
     here, workers, kept = parallel.world, 0, 0
     if on_gpu:
-        fewest = min(GPUS_PER_NODE, parallel.world), min(GPUS_PER_NODE, gpus.engines)
+        fewest = min(gpus.per_node, parallel.world), min(gpus.per_node, gpus.engines)
         here, workers = gpus.nodes[0] if gpus.nodes else fewest
         kinds = {(rank.stage, rank.publishes): rank.host for rank in ranks}
         for number in range(here):  # Megatron numbers ranks tensor, context, data, pipeline
