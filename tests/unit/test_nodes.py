@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import threading
@@ -349,3 +350,14 @@ def test_the_norm_of_a_network_is_the_setting_or_the_cards(
 ) -> None:
     expected = norm and f"{norm} (cluster.min_bandwidth)"
     assert Bandwidth(rate, "NCCL", card).shortfall(setting) == expected
+
+
+def test_both_numbers_of_nodes_are_named(config_file: Path) -> None:
+    """What the message says is accepted, and nodes hold about as many processes each."""
+    fewer = ["bridge.transport=process_group", "parallel={tensor: 1, data: 12}", "engine.replicas=2"]
+    told = r"set both cluster\.trainer_nodes=3 and cluster\.engine_nodes=1$"
+    with pytest.raises(UserError, match=told) as e:
+        assign_node(load_settings(config_file, fewer), 0, 4)
+    both = re.findall(r"cluster\.\w+=\d", str(e.value))
+    shares = [assign_node(load_settings(config_file, [*fewer, *both]), node, 4) for node in range(4)]
+    assert [(len(share.ranks), len(share.engines)) for share in shares] == [(4, 0)] * 3 + [(0, 2)]
