@@ -80,7 +80,7 @@ def _sft_problems(s: Sections) -> Iterator[str]:
     defaults = TrainingSettings()
     for key, instead in {
         "minibatches": "each step is one update on sft.batch_size conversations",
-        "epochs": "use sft.epochs",
+        "ppo_epochs": "use sft.epochs",
         "mask_truncated": "use sft.data.too_long",
         "old": "its loss has no old policy",
         "router_replay": "no engine has routed the tokens",

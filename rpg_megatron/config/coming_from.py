@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rpg_megatron.config.files import read_text
 
 STACKS = ("verl", "NeMo-RL", "TRL")
 """The sections of the page whose tables are read."""
-_OURS = re.compile(r"(see )?`([^`:]+)[^`]*`|–")
+_OURS = re.compile(r"(see )?`([^`:]+)[^`]*`|\u2013")
 
 
 class Row(NamedTuple):
@@ -55,12 +55,18 @@ def rows() -> tuple[Row, ...]:
 
 def find_row(stack: str, key: str) -> Row | None:
     """The row of a key of theirs, the most specific one; None: the page does not have it."""
-    return max((r for r in rows() if r.stack == stack and r.fits(key)), key=lambda r: len(r.name), default=None)
+    return max(
+        (r for r in rows() if r.stack == stack and r.fits(key)), key=lambda r: len(r.name), default=None
+    )
 
 
-def recognize(key: str) -> Row | None:
-    """The row whose name a key, unknown here, has in full, or at its end; else one that ends with it."""
-    parts = key.removeprefix("actor_rollout_ref.").split(".")
-    ends = [".".join(parts[i:]) for i in range(len(parts))]
-    named = [r for end in ends for r in rows() if r.name == end]
-    return next(iter([*named, *(r for r in rows() if r.name.endswith(f".{parts[-1]}"))]), None)
+def recognize(key: str, value: Any) -> Row | None:
+    """The row of a key, or of the first key in its value: the whole key, else its end, else its last part."""
+    tail = f".{key.rpartition('.')[2]}"
+    while isinstance(value, dict) and value:
+        inner, value, tail = *next(iter(value.items())), ""
+        key = f"{key}.{inner}"
+    ends = [key[m.end() :] for m in re.finditer(r"\.", key)]
+    found = sorted((row for row in rows() if row.fits(key)), key=lambda row: -len(row.name))
+    found += [row for end in ends for row in rows() if row.name == end]
+    return next(iter(found + [row for row in rows() if tail and row.name.endswith(tail)]), None)

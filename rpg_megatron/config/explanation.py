@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from rpg_megatron.config.base import BUILT_IN, IMPORTED, sections_in
+from rpg_megatron.config.coming_from import recognize
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.renamed import explain_renamed
 
@@ -140,7 +141,7 @@ def _explain(settings: type[BaseModel], error: Any, parts: list[str], siblings: 
     """The problem, and the value in parentheses. parts, siblings: see ``_locate``."""
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        return _explain_unknown(settings, parts, siblings), ""
+        return _explain_unknown(settings, parts, siblings, error["input"]), ""
     if error["type"] == "missing":
         return f"the key {key!r} is missing; add it, or give {key}=... on the command line", ""
     if error["type"] == "union_tag_invalid":
@@ -156,7 +157,7 @@ def _explain(settings: type[BaseModel], error: Any, parts: list[str], siblings: 
     return f"{key}: {message.replace('Input should be', 'must be')}", got
 
 
-def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str]) -> str:
+def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list[str], value: Any) -> str:
     keys = list(valid_keys(settings))
     key, parent, last = ".".join(parts), ".".join(parts[:-1]), parts[-1]
     if (gone := explain_renamed(key)) is not None:
@@ -172,11 +173,15 @@ def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list
             f"the key {key!r} does not exist for the chosen {kind}; remove it, or replace the section{block}"
         )
 
+    same = _namesakes(last, keys)
+    if not same and (row := recognize(key, value)) is not None:
+        return f"unknown key {key!r}; {row}"
+
     def similar(cutoff: float) -> list[str]:
         close = difflib.get_close_matches(last, siblings, n=1, cutoff=cutoff)
         return [f"{parent}.{name}".lstrip(".") for name in close]
 
-    near = similar(0.7) or _namesakes(last, keys) or similar(0.65)
+    near = similar(0.7) or same or similar(0.65)
     near = near or ([] if parent else difflib.get_close_matches(key, keys, n=1))
     if near:
         return f"unknown key {key!r}; did you mean {near[0]!r}?"

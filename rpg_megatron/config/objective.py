@@ -102,9 +102,9 @@ class TrainingSettings(Section, affects="training"):
     minibatches: int = Field(16, ge=1)
     """Mini-batches of a step, one optimizer update each; the prompts are split evenly over them. Gradients of
     the micro-batches of a mini-batch are accumulated."""
-    epochs: int = Field(1, ge=1)
-    """Passes over the batch of a step, each through all mini-batches in the same order: epochs x minibatches
-    updates. The old policy in the ratio is always the one before the first update."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over the batch of a step, each through all mini-batches in the same order: ppo_epochs x
+    minibatches updates. The old policy in the ratio is always the one before the first update."""
     tokens_per_microbatch: Annotated[int, Affects("sums")] = Field(8192, ge=1)
     """Token budget of one packed micro-batch of a data-parallel replica, shared by its context-parallel
     ranks. A longer sequence gets a micro-batch of its own."""

@@ -46,6 +46,10 @@ RENAMED: dict[str, tuple[Any, ...]] = {
     "rollout.min_p": ("use rollout.top_p or rollout.top_k", 0),
     "teacher.concurrency": ("remove it: it is 64", 64),
     "teacher.timeout": ("remove it: it is 600 s", 600),
+    "training.epochs": (
+        "use training.ppo_epochs for passes over a step's batch; a run has training.steps, or sft.epochs",
+        1,
+    ),
     "trackers.entity": ("set the environment variable WANDB_ENTITY", None),
     "trackers.group": ("set the environment variable WANDB_RUN_GROUP", None),
     "trackers.offline": ("set the environment variable WANDB_MODE=offline", False),

@@ -173,7 +173,7 @@ class Sections(Section):
     def reasons_for_pass(self) -> Iterator[str]:
         """Why auto computes the old policy's log-probs by a pass before the updates."""
         yield from self.excludes_old_from_update()
-        for key in ("minibatches", "epochs"):
+        for key in ("minibatches", "ppo_epochs"):
             if (count := getattr(self.training, key)) > 1:
                 yield f"training.{key} {count}: a step has several updates"
 

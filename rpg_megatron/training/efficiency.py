@@ -73,7 +73,7 @@ class Efficiency:
         self._shape, self._device = shape, device
         self._world = settings.parallel.world
         self._passes = settings.scoring_passes  # a teacher's own passes do not count
-        self._epochs = settings.training.epochs
+        self._epochs = settings.training.ppo_epochs
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         # The table has peaks of bfloat16 only.
         self._peak = peak if settings.precision.dtype == "bfloat16" else None

@@ -315,7 +315,7 @@ class RankRun:
 
     def start_update(self, batch: Batch) -> None:
         """Compute the gradients of the first update, unless ``training.old`` is pass; no weight changes."""
-        self.events.phase("update", 0, self.settings.training.minibatches * self.settings.training.epochs)
+        self.events.phase("update", 0, self.settings.training.minibatches * self.settings.training.ppo_epochs)
         self._trainer.start_update(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:

@@ -244,7 +244,7 @@ class Trainer:
         self.scorer.take_update(batch, micro_batches, batch.started.scores)
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
-        """One update for each mini-batch, ``training.epochs`` times, then a refresh of the anchor if due.
+        """One update for each mini-batch, ``training.ppo_epochs`` times, then a refresh of the anchor if due.
 
         Adds the updates' metrics to the batch's. on_update: called with (done, total) before each update.
         Raises TooManySkippedUpdates after ``SKIPPED_UPDATES`` consecutive skipped updates.
@@ -254,7 +254,7 @@ class Trainer:
         lr = self._learning_rate(step)
         updates: list[UpdateStats] = []
         with self.policy.updating():
-            passes = batch.minibatches * self.settings.training.epochs
+            passes = batch.minibatches * self.settings.training.ppo_epochs
             for i, minibatch in enumerate(passes):
                 on_update(i, len(passes))
                 if i == 0 and batch.started is not None:

@@ -36,7 +36,7 @@ Layouts = dict[str, tuple[dict[str, Any], int, dict[str, Any]]]
 DENSE: Layouts = {
     "PP2 x VPP2, full recompute, fixed anchor": ({"pipeline": 2, "virtual": 2}, 1, FULL | FIXED),
     "DP2, correction of sequences": ({"data": 2}, 1, CORRECTED),
-    "CP2, two epochs of two updates": ({"context": 2}, 2, {"epochs": 2}),
+    "CP2, two epochs of two updates": ({"context": 2}, 2, {"ppo_epochs": 2}),
 }
 MORE_DENSE: Layouts = {
     "TP2+SP, old anchor": (SP, 1, {}),
@@ -80,7 +80,7 @@ def test_the_same_step_from_every_source(
     for name, (parallel, minibatches, more) in layouts.items():
         more = dict(more)
         training = {"minibatches": minibatches, "tokens_per_microbatch": 100, "logprob_chunk": 17}
-        training["epochs"] = more.pop("epochs", 1)
+        training["ppo_epochs"] = more.pop("ppo_epochs", 1)
         if mixture:
             training["router_replay"] = "rollout"
         rollout = {"prompts_per_step": 4, "samples_per_prompt": 3, "temperature": 0.7} | more.pop(
@@ -103,7 +103,7 @@ def test_the_same_step_from_every_source(
             assert rank["old"] <= (0 if one else 1e-5), name
             assert rank["anchor"] <= (0 if one else 1e-5), name
             assert (rank["anchor_differs"] > 1e-3) == ("anchor" in more), name
-            assert len(rank["gradients"]) == minibatches * more.get("epochs", 1), name
+            assert len(rank["gradients"]) == minibatches * more.get("ppo_epochs", 1), name
             assert max(rank["gradients"]) <= 1e-6, name
             if "engine_gradients" in rank:
                 assert max(rank["engine_gradients"]) <= 1e-6, name

@@ -30,7 +30,7 @@ def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
             "reward": {"kl": {"coefficient": 0.5}},
             "training": {
                 "minibatches": 2,
-                "epochs": 2,
+                "ppo_epochs": 2,
                 "tokens_per_microbatch": 100,
                 "logprob_chunk": 17,
             },

@@ -22,7 +22,7 @@ from tests.support.batches import prepare
 
 
 def make(case: dict, mesh: Mesh, device: torch.device, epochs: int) -> Trainer:
-    sections = case["settings"] | {"training": case["settings"]["training"] | {"epochs": epochs}}
+    sections = case["settings"] | {"training": case["settings"]["training"] | {"ppo_epochs": epochs}}
     return Trainer(Settings.model_validate(sections), mesh, device)
 
 

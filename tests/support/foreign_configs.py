@@ -108,7 +108,8 @@ python3 -m verl.trainer.main_ppo \
     trainer.default_local_dir="${CKPTS_DIR}"
 """
 _RLOO = """
-data: {train_files: [/data/math.parquet], train_batch_size: 1000, max_response_length: "${oc.env:LENGTH}", shuffle: false, seed: 3}
+data: {train_files: [/data/math.parquet], train_batch_size: 1000, max_response_length: "${oc.env:LENGTH}",
+  shuffle: false, seed: 3}
 actor_rollout_ref:
   model: {path: Qwen/Qwen2.5-3B, lora_rank: 32, lora_alpha: 64, target_modules: all-linear}
   actor:
@@ -189,8 +190,10 @@ VERL: dict[str, Config] = {
             "engine.replicas": 4,
             "data.path": None,
         },
-        ["--config-path", "--config-name", "ref.megatron.tensor_model_parallel_size"]
-        + ["rollout.log_prob_micro_batch_size_per_gpu", "trainer.test_freq"],
+        [
+            *("--config-path", "--config-name", "ref.megatron.tensor_model_parallel_size"),
+            *("rollout.log_prob_micro_batch_size_per_gpu", "trainer.test_freq"),
+        ],
     ),
     "dapo.sh": (
         _DAPO,
@@ -231,17 +234,24 @@ VERL: dict[str, Config] = {
             "lora.alpha": 64,
             "lora.targets": "all-linear",
             "optimizer.lr": 3e-6,
-            "optimizer.beta2": 0.95,
-            "training.epochs": 2,
+            "training.ppo_epochs": 2,
             "rollout.samples_per_prompt": 4,
             "rollout.max_response_tokens": 512,
             "rollout.top_p": 1.0,
             "data.shuffle": False,
             "seed": 3,
-            "checkpoint.every": None,
             "parallel.data": 4,
         },
-        ["actor.ppo_mini_batch_size", "actor.kl_loss_type", "data.max_response_length", "n", "rollout.top_p"],
+        [
+            *(
+                "actor.ppo_mini_batch_size",
+                "actor.kl_loss_type",
+                "data.max_response_length",
+                "n",
+                "rollout.top_p",
+            ),
+            *("actor.optim.betas", "trainer.save_freq"),
+        ],
     ),
     "ppo.yaml": (
         _PPO,
@@ -253,8 +263,10 @@ VERL: dict[str, Config] = {
             "engine.replicas": 1,
             "parallel.data": 8,
         },
-        ["defaults", "critic.model.path", "critic.optim.lr", "algorithm.gamma", "algorithm.lam"]
-        + ["algorithm.adv_estimator"],
+        [
+            *("defaults", "critic.model.path", "critic.optim.lr", "algorithm.gamma", "algorithm.lam"),
+            *("algorithm.adv_estimator",),
+        ],
     ),
 }
 
@@ -328,7 +340,13 @@ _LEFT = [
     *("grpo.max_num_epochs", "policy.tokenizer.name", "policy.train_micro_batch_size"),
     *("policy.sequence_packing.train_mb_tokens", "policy.optimizer.name", "policy.scheduler"),
     *("policy.generation.vllm_cfg.gpu_memory_utilization", "data.default.prompt_file"),
-    *("grpo.val_period", "checkpointing.keep_top_k", "checkpointing.metric_name", "logger.log_dir"),
+    *(
+        "grpo.max_val_samples",
+        "grpo.val_period",
+        "checkpointing.keep_top_k",
+        "checkpointing.metric_name",
+        "logger.log_dir",
+    ),
     *("grpo.async_grpo.max_trajectory_age_steps", "grpo.val_at_start", "policy.dtensor_cfg.enabled"),
 ]
 _MEGATRON_LEFT = [key for key in _LEFT if not key.startswith(("policy.opt", "policy.sch", "policy.dt"))]
@@ -392,10 +410,14 @@ cluster: {gpus_per_node: 8, num_nodes: 2}
             "optimizer.weight_decay": 0.1,
             "optimizer.warmup_steps": 2,
             "evaluation.every": 10,
-            "evaluation.data.limit": 256,
+            "evaluation.sets.0.limit": 256,
             "checkpoint.keep_best.k": 3,
         },
-        [k for k in _MEGATRON_LEFT if k not in ("grpo.val_period", "checkpointing.keep_top_k")],
+        [
+            k
+            for k in _MEGATRON_LEFT
+            if k not in ("grpo.val_period", "grpo.max_val_samples", "checkpointing.keep_top_k")
+        ],
     ),
     "async-gspo.yaml": (
         """
@@ -535,8 +557,10 @@ warmup_ratio: 0.1
             "checkpoint.keep": 1,
             "seed": 42,
         },
-        ["attn_implementation", "vllm_gpu_memory_utilization", "gradient_checkpointing", "hub_model_id"]
-        + ["max_steps", "num_train_epochs", "save_strategy", "warmup_ratio"],
+        [
+            *("attn_implementation", "vllm_gpu_memory_utilization", "gradient_checkpointing", "hub_model_id"),
+            *("num_train_epochs", "save_strategy", "warmup_ratio"),
+        ],
     ),
     "updates.yaml": (
         """
@@ -560,11 +584,11 @@ loss_type: grpo
         {
             "rollout.prompts_per_step": 32,
             "training.minibatches": 4,
-            "training.epochs": 2,
+            "training.ppo_epochs": 2,
             "training.steps": 100,
             "checkpoint.every": 10,
             "evaluation.every": 5,
-            "evaluation.data.split": "test",
+            "evaluation.sets.0.split": "test",
             "optimizer.warmup_steps": 2,
             "aggregation.type": "sequence_mean",
             "reward.type": "auto",
@@ -663,7 +687,9 @@ eval_strategy: steps
             "lora": None,
             "reward.type": "auto",
         },
-        ["reward_funcs", "reward_weights", "ref_model_mixup_alpha", "loss_type", "sapo_temperature_neg"]
-        + ["scale_rewards"],
+        [
+            *("reward_funcs", "reward_weights", "ref_model_mixup_alpha", "loss_type", "sapo_temperature_neg"),
+            *("scale_rewards",),
+        ],
     ),
 }

@@ -28,7 +28,7 @@ from rpg_megatron.commands.doctor.command import PROBES
 from rpg_megatron.commands.doctor.machine import probe_memory
 from rpg_megatron.commands.doctor.probe import Subject
 from rpg_megatron.commands.plan import command as plan_command
-from rpg_megatron.commands.plan.plan import make_plan, smallest, sweep
+from rpg_megatron.commands.plan.plan import find_target, make_plan, smallest, sweep
 from rpg_megatron.commands.train import dry_run, train
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape, renamed
 from rpg_megatron.config.explanation import valid_keys
@@ -168,7 +168,9 @@ def refusals(settings: Settings) -> dict[str, str]:
         if row.verdict == "failed"
     ]
     return {
-        "plan": message_of(lambda: plan_command.run_plan(settings, None, sweep=False, as_json=True)),
+        "plan": message_of(
+            lambda: plan_command.run_plan(settings, find_target(settings, None), sweep=False, as_json=True)
+        ),
         "doctor": f"{failed[0].found}; {failed[0].fix}" if failed else "",
         "train": message_of(lambda: dry_run(settings, Nodes())),
     }
@@ -332,7 +334,7 @@ def test_what_only_train_refused(
     settings = start(EXAMPLES / f"{example}.yaml", changes)
     if "aime24" in changes[0]:  # train would ask the hub first
         with pytest.raises(UserError, match=r"^data\.mixture\[1\]\.path: /nowhere"):
-            plan_command.run_plan(settings, None, sweep=False, as_json=True)
+            plan_command.run_plan(settings, find_target(settings, None), sweep=False, as_json=True)
         return
     assert message in check_agreement(settings)
 

@@ -7,6 +7,7 @@ covered: the settings of verl, NeMo-RL and TRL, which were read in their release
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -14,10 +15,28 @@ import pytest
 import typer
 
 from rpg_megatron.cli import app
-from rpg_megatron.config import Settings, load_settings
+from rpg_megatron.config import Settings, UserError, coming_from, load_settings
 from rpg_megatron.config.explanation import valid_keys
 
 ROOT = Path(__file__).parents[2]
+FOREIGN = {
+    "rollout.n=5": "verl's rollout.n is rollout.samples_per_prompt here",
+    "actor_rollout_ref.actor.optim.lr=1e-6": "verl's actor.optim.lr is optimizer.lr here",
+    "data.train_batch_size=512": "verl's data.train_batch_size is rollout.prompts_per_step here",
+    "algorithm.adv_estimator=grpo": "verl's algorithm.adv_estimator is advantage.type here",
+    "rollout.gpu_memory_utilization=1": "verl's rollout.gpu_memory_utilization is not here; see engine.kv_",
+    "engine.gpu_memory_utilization=1": "verl's rollout.gpu_memory_utilization is not here; see engine.kv_",
+    "critic.model.path=x": "verl's critic is not here",
+    "grpo.num_prompts_per_step=32": "NeMo-RL's grpo.num_prompts_per_step is rollout.prompts_per_step here",
+    "loss_fn.ratio_clip_min=0.2": "NeMo-RL's loss_fn.ratio_clip_min is objective.clip.low here",
+    "policy.train_global_batch_size=8": "NeMo-RL's policy.train_global_batch_size is training.minibatches",
+    "learning_rate=1e-5": "TRL's learning_rate is optimizer.lr here",
+    "optimizer.learning_rate=1e-5": "TRL's learning_rate is optimizer.lr here",
+    "num_generations=8": "TRL's num_generations is rollout.samples_per_prompt here",
+    "report_to=wandb": "TRL's report_to is trackers here",
+    "top_entropy_quantile=0.2": "TRL's top_entropy_quantile is not here",
+}
+"""A key of another stack -> what is said about it."""
 COMING_FROM = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -78,6 +97,36 @@ def test_every_setting_of_ours_beside_theirs_exists() -> None:
     assert len(settings_tables()) > 40
     named = {key_of(text) for _, ours, _ in settings_tables() for text in quoted(ours)}
     assert named - KEYS == set()
+
+
+def test_the_package_has_the_page() -> None:
+    assert Path(coming_from.__file__).with_name("coming-from.md").read_text(encoding="utf-8") == COMING_FROM
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert data["rpg_megatron.config"] == ["*.md"]
+
+
+@pytest.mark.parametrize("override", FOREIGN)
+def test_an_unknown_key_with_a_name_of_another_stack_says_what_it_is_here(override: str) -> None:
+    with pytest.raises(UserError) as e:
+        load_settings(ROOT / "examples/quickstart.yaml", [override])
+    (line,) = str(e.value).splitlines()
+    assert f"; {FOREIGN[override]}" in line
+    assert "has the keys" not in line
+    assert "have the keys" not in line
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimiser.lr=1", "did you mean 'optimizer'?"),
+        ("training.lr=1", "did you mean 'optimizer.lr'?"),
+        ("rollout.temprature=1", "did you mean 'rollout.temperature'?"),
+        ("training.foo=1", "training has the keys steps"),
+    ],
+)
+def test_other_unknown_keys_are_explained_as_before(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_settings(ROOT / "examples/quickstart.yaml", [override])
 
 
 def test_dotted_names_elsewhere_on_the_page_are_ours_or_theirs() -> None:

@@ -335,7 +335,7 @@ def test_a_run_without_evaluation_has_no_engines() -> None:
         ({"data": {"path": "x"}}, "data has no effect with sft"),
         ({"objective": {"beta": 0.1}}, "objective has no effect with sft"),
         ({"anchor": {"type": "fixed"}}, "anchor has no effect with sft"),
-        ({"training": {"epochs": 2}}, "training.epochs has no effect with sft: use sft.epochs"),
+        ({"training": {"ppo_epochs": 2}}, "training.ppo_epochs has no effect with sft: use sft.epochs"),
         ({"training": {"minibatches": 4}}, "training.minibatches has no effect with sft"),
         (
             {"sft": {"data": {"path": "x", "answer_boxed": True}}},

@@ -56,7 +56,7 @@ def make(
     raw |= {
         "parallel": {"tensor": 2},
         "anchor": {"type": "fixed"},
-        "training": {"epochs": epochs, "old": old},
+        "training": {"ppo_epochs": epochs, "old": old},
     }
     return Efficiency(Settings.model_validate(raw), TINY, device)
 

@@ -36,6 +36,31 @@ def test_what_is_written_loads(tmp_path: Path, task: str) -> None:
         assert len(problems) >= 200
 
 
+@pytest.mark.parametrize("model", [None, "Qwen/Qwen3-4B #1"])
+def test_fine_tuning_loads_and_its_rows_can_be_trained(tmp_path: Path, model: str | None) -> None:
+    names = write_files(tmp_path, "sft", model)
+    assert names == ["run.yaml", "solutions.jsonl", "heldout.jsonl", *(["model"] if model is None else [])]
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    text = (tmp_path / "run.yaml").read_text()
+    assert text.startswith("# A run that works as it is")
+    assert "quickstart" not in text
+    settings = load_settings(tmp_path / "run.yaml")
+    assert settings.sft is not None
+    assert (settings.sft.data.path, settings.device) == (tmp_path / "solutions.jsonl", "cpu")
+    assert settings.model.path == (tmp_path / "model" if model is None else Path(model).absolute())
+    assert settings.evaluation is not None
+    assert settings.evaluation.heldout[0].data.path == tmp_path / "heldout.jsonl"
+
+
+def test_fine_tuning_passes_all_checks_of_a_run(tmp_path: Path) -> None:
+    write_files(tmp_path, "sft", None)
+    for name in ("sft", "train"):
+        line = [sys.executable, "-m", "rpg_megatron.cli", name, "run.yaml", "--dry-run"]
+        process = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert process.returncode == 0, process.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_reward_is_the_one_of_the_config(tmp_path: Path) -> None:
     write_files(tmp_path, "custom", None)
     spec = importlib.util.spec_from_file_location("my_reward", tmp_path / "my_reward.py")
@@ -90,4 +115,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert process.stdout.splitlines()[1] == "next: cd 'task one' && rpg-megatron train run.yaml"
     refused = init("--task", "vision")
     assert refused.returncode == 2
-    assert refused.stderr == "error: --task vision: must be one of math, custom, tools\n"
+    assert refused.stderr == "error: --task vision: must be one of math, custom, tools, sft\n"

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from rpg_megatron.commands.convert.command import open_hf
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.commands.plan.command import run_plan
+from rpg_megatron.commands.plan.plan import find_target
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.data.prompts import fit_prompts, load_prompts
@@ -60,7 +61,7 @@ def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: s
     assert len(failed) == 1
     assert message in f"{failed[0].found}; {failed[0].fix}"
     with pytest.raises(UserError) as planned:
-        run_plan(settings, None, sweep=False, as_json=True)
+        run_plan(settings, find_target(settings, None), sweep=False, as_json=True)
     assert str(planned.value) == str(error.value)
 
 
@@ -275,7 +276,7 @@ def test_a_checkpoint_is_one_model_for_trainer_and_engine(
     (model / "config.json").write_text(json.dumps(config))
     requests = [
         lambda: check_start(CheckedRun(settings)),
-        lambda: run_plan(settings, None, sweep=False, as_json=True),
+        lambda: run_plan(settings, find_target(settings, None), sweep=False, as_json=True),
         lambda: open_hf(model),
         lambda: run_checks(CheckedRun(settings, frozenset({"weights", "engines"}))),  # as eval does
     ]

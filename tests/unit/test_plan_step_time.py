@@ -219,7 +219,7 @@ def test_layers_in_fp8_are_as_much_faster_as_assumed(monkeypatch: pytest.MonkeyP
 
 
 def test_every_pass_over_the_batch_takes_its_time() -> None:
-    assert seconds("update", overrides=("training.epochs=3",)) == pytest.approx(3 * seconds("update"))
+    assert seconds("update", overrides=("training.ppo_epochs=3",)) == pytest.approx(3 * seconds("update"))
 
 
 def test_a_sync_takes_as_long_as_the_busiest_end() -> None:

@@ -38,7 +38,7 @@ def write(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_every_combination_once_seeds_outermost(write) -> None:
     file = write(
         "arms: {grpo: {objective: {type: grpo}, advantage.type: grpo, anchor.type: fixed}, rpg: {}}\n"
-        "grid: {optimizer.lr: [1e-6, 3.0e-6], training.epochs: [1, 2]}\nseeds: [0, 7]\nat_once: 3\n"
+        "grid: {optimizer.lr: [1e-6, 3.0e-6], training.ppo_epochs: [1, 2]}\nseeds: [0, 7]\nat_once: 3\n"
     )
     study = load_study(file)
     assert [run.number for run in study.runs] == list(range(1, 17))
@@ -48,7 +48,7 @@ def test_every_combination_once_seeds_outermost(write) -> None:
             run.settings.seed,
             run.settings.objective.type,
             run.settings.optimizer.lr,
-            run.settings.training.epochs,
+            run.settings.training.ppo_epochs,
         )
         for run in study.runs
     ]
@@ -56,8 +56,8 @@ def test_every_combination_once_seeds_outermost(write) -> None:
     assert study.at_once == 3
     names = [run.settings.name for run in study.runs]
     assert len(set(names)) == 16
-    assert names[0] == "rates-grpo-lr1e-6-epochs1-s0"
-    assert names[-1] == "rates-rpg-lr3e-06-epochs2-s7"
+    assert names[0] == "rates-grpo-lr1e-6-ppo_epochs1-s0"
+    assert names[-1] == "rates-rpg-lr3e-06-ppo_epochs2-s7"
 
 
 def test_names_are_of_what_differs(write) -> None:
@@ -66,9 +66,10 @@ def test_names_are_of_what_differs(write) -> None:
     assert names == ["beta0.1", "beta0.2"]
     only = load_study(write("seeds: [4, 5]\n", "my study!.yaml"))
     assert [run.settings.name for run in only.runs] == ["my-study-s4", "my-study-s5"]
-    assert [run.settings.name for run in load_study(write("arms:\n- {}\n- {training.epochs: 2}\n")).runs] == [
+    listed = load_study(write("arms:\n- {}\n- {training.ppo_epochs: 2}\n"))
+    assert [run.settings.name for run in listed.runs] == [
         "rates-base",
-        "rates-epochs2",
+        "rates-ppo_epochs2",
     ]
 
 
@@ -77,7 +78,7 @@ def test_names_are_of_what_differs(write) -> None:
     [
         ("seeds: [1, 1]\n", "seeds has 1 twice"),
         ("seeds: [0, 0]\n", "seeds has 0 twice"),
-        ("arms:\n- {training.epochs: 2}\n- {training.epochs: 2}\n", "arms has base twice"),
+        ("arms:\n- {training.ppo_epochs: 2}\n- {training.ppo_epochs: 2}\n", "arms has base twice"),
         ("arms:\n- {optimizer.lr: 1.0}\n- {optimizer.lrr: 1.0}\n", "optimizer.lrr"),
         ("grid: {optimizer.lr: []}\n", "grid.optimizer.lr"),
         (
@@ -103,14 +104,14 @@ def test_what_is_compared_cannot_be_overridden(write, override: str) -> None:
     file = write("grid: {optimizer.lr: [1e-6, 3e-6]}\nseeds: [1]\n")
     with pytest.raises(UserError, match="the study sets"):
         load_study(file, [override])
-    assert len(load_study(file, ["training.epochs=2"]).runs) == 2
+    assert len(load_study(file, ["training.ppo_epochs=2"]).runs) == 2
 
 
 def test_odd_values_have_names(write) -> None:
     names = [run.arm for run in load_study(write("grid: {data.limit: [null, 5]}\n")).runs]
     assert names == ["limitNone", "limit5"]
-    dates = write("arms:\n- {training.epochs: 1}\n- {training.epochs: 2024-01-01}\n")
-    with pytest.raises(UserError, match=r"training\.epochs"):
+    dates = write("arms:\n- {training.ppo_epochs: 1}\n- {training.ppo_epochs: 2024-01-01}\n")
+    with pytest.raises(UserError, match=r"training\.ppo_epochs"):
         load_study(dates)
 
 
@@ -162,12 +163,12 @@ def test_finished_runs_are_not_done_again(write, tmp_path: Path, monkeypatch: py
     for program in (fake, queue):
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{fake.parent}{os.pathsep}{os.environ['PATH']}")
-    result = CliRunner().invoke(app, ["study", str(file), "-o", "--partition=gpu", "training.epochs=1"])
+    result = CliRunner().invoke(app, ["study", str(file), "-o", "--partition=gpu", "training.ppo_epochs=1"])
     assert result.exit_code == 0, result.output
     said = (tmp_path / "said").read_text().splitlines()
     assert said[:2] == ["--array=1,3-4", "--job-name=rates"]
     assert said[3] == "--partition=gpu"
-    assert said[5:] == [str(file), "training.epochs=1"]
+    assert said[5:] == [str(file), "training.ppo_epochs=1"]
     assert "Submitted batch job 7" in result.output
     # What waits or runs is not submitted twice.
     queue.write_text("#!/bin/bash\necho 3; echo 1\n")
@@ -233,7 +234,7 @@ def test_a_section_is_merged_as_by_extends(write, config_file: Path) -> None:
         "evaluation: {data: {path: train.jsonl}}\n"
     )
     file = write(
-        "arms:\n  plain: {}\n  merged: {optimizer: {lr: 1.0e-5}, training: {epochs: 2}}\n"
+        "arms:\n  plain: {}\n  merged: {optimizer: {lr: 1.0e-5}, training: {ppo_epochs: 2}}\n"
         "  other: {optimizer: {schedule: {type: linear}}, evaluation: null}\n"
         "grid: {optimizer: [{warmup_steps: 3}, {warmup_steps: 4}]}\n"
     )
@@ -242,7 +243,7 @@ def test_a_section_is_merged_as_by_extends(write, config_file: Path) -> None:
     plain, merged, other = study.runs[0].settings, study.runs[2].settings, study.runs[4].settings
     assert [run.settings.optimizer.warmup_steps for run in study.runs] == [3, 4] * 3
     assert {run.settings.optimizer.beta1 for run in study.runs} == {0.8}
-    assert (plain.optimizer.lr, merged.optimizer.lr, merged.training.epochs) == (1e-6, 1e-5, 2)
+    assert (plain.optimizer.lr, merged.optimizer.lr, merged.training.ppo_epochs) == (1e-6, 1e-5, 2)
     assert merged.optimizer.schedule.type == "cosine"
     assert merged.training.steps == plain.training.steps
     assert (other.optimizer.schedule.type, other.evaluation) == ("linear", None)
@@ -271,7 +272,7 @@ def test_settings_of_all_runs_are_merged_with_those_of_an_arm(write) -> None:
             "arms a and b have the same settings; change or remove",
         ),
         (
-            "arms: {a: {training: {epochs: 2}}, b: {training.epochs: 2}}\n",
+            "arms: {a: {training: {ppo_epochs: 2}}, b: {training.ppo_epochs: 2}}\n",
             "arms a and b have the same settings",
         ),
         ("grid: {optimizer.lr: [1.0e-6, 0.000001]}\n", "arms has .* twice|have the same settings"),

@@ -44,7 +44,7 @@ _SFT = """\
 #
 #   rpg-megatron sft run.yaml        starts a run, or resumes the newest one of this name
 #
-# A row of your data is {"prompt": ..., "response": ...}, or {"messages": [...]} with chat: true below max_tokens.
+# A row of your data has prompt and response, or messages: then add chat: true beside max_tokens.
 # Every setting with its default: rpg-megatron config run.yaml --explain; docs/warm-start.md
 """
 _EPISODE = """\

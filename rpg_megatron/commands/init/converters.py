@@ -12,8 +12,6 @@ from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.config.policy import is_hub_id
 
 STACKS: dict[str, Any] = read_yaml(Path(__file__).with_name("stacks.yaml"))
-_SWITCHES = ("rollout.dynamic", "reward.overlong", "reward.kl", "lora")
-"""Sections that exist if their key of this name, or their first one, is set."""
 
 
 def convert(stack: str, given: dict[str, list[Any]]) -> tuple[dict[str, Any], set[str]]:
@@ -23,7 +21,8 @@ def convert(stack: str, given: dict[str, list[Any]]) -> tuple[dict[str, Any], se
     """
     ours: dict[str, Any] = {}
     refused: set[str] = set()
-    given["aggregation.type"] = given["aggregation.type"] or given["objective.type"][:1]  # TRL's loss_type is both
+    if stack == "TRL":
+        given["aggregation.type"] = given["objective.type"][:1]  # loss_type is both
     for key, values in given.items():
         found = [value for value in values if value is not None]
         if found and key in STACKS["words"]:
@@ -35,12 +34,11 @@ def convert(stack: str, given: dict[str, list[Any]]) -> tuple[dict[str, Any], se
     _convert_sizes(stack, given, ours, refused)
     _convert_loss(stack, given, ours, refused)
     _convert_data(stack, ours)
-    _convert_rest(stack, given, ours, refused)
-    for section in _SWITCHES:
-        below = [key for key in ours if key.startswith(f"{section}.")]
+    _convert_names(stack, given, ours, refused)
+    for section in ("rollout.dynamic", "reward.overlong", "reward.kl", "lora"):
         if not ours.pop(section, section not in given and ours.get(f"{section}.rank")):
-            ours = {key: value for key, value in ours.items() if key not in below}
-        elif not below:
+            ours = {key: value for key, value in ours.items() if not key.startswith(f"{section}.")}
+        elif not any(key.startswith(f"{section}.") for key in ours):
             ours[section] = {}
     return ours, refused
 
@@ -51,33 +49,32 @@ def _product(*values: Any) -> Any:
 
 def _convert_sizes(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
     """GPUs, batches, and numbers of updates there that are steps here."""
-    gpus, workers = _product(*given["parallel.data"]), _product(ours.get("engine.tensor"))
-    if ours.get("engine.colocated", True):
-        ours["engine.replicas"] = gpus // workers
-    elif stack == "NeMo-RL":
-        each, nodes = given["engine.replicas"]
+    gpus, tensor = _product(*given["parallel.data"]), _product(ours.get("engine.tensor"))
+    engines = gpus
+    if not ours.get("engine.colocated", True):
+        each, nodes = given["engine.replicas"] or (tensor, None)
         engines = _product(each or given["parallel.data"][0], nodes)
-        gpus, ours["engine.replicas"] = gpus - engines, engines // workers
+        gpus -= engines if stack == "NeMo-RL" else 0
+    ours["engine.replicas"] = engines // tensor
     split = _product(*(ours.get(f"parallel.{name}") for name in ("tensor", "pipeline", "context")))
     ours["parallel.data"] = max(gpus // split, 1)
     samples, update = ours.get("rollout.samples_per_prompt"), ours.get("training.minibatches")
+    batch = _product(ours.get("rollout.prompts_per_step"), samples if stack == "NeMo-RL" else 1)
     if stack == "TRL":
-        each, times, batch = given["rollout.prompts_per_step"]
-        batch = _product(batch) if batch else _product(each, gpus, times or update)
+        each, times, total = given["rollout.prompts_per_step"]
+        batch = _product(total) if total else _product(each, gpus, times or update)
         update = _product(each, gpus, update)
         ours["rollout.prompts_per_step"] = max(batch // _product(samples), 1)
-    else:
-        batch = _product(ours.get("rollout.prompts_per_step"), samples if stack == "NeMo-RL" else 1)
     parts = ours["training.minibatches"] = max(batch // _product(update), 1)
     if parts * _product(update) != batch:
         ours["training.minibatches"] = parts = 1
         refused.add("training.minibatches")
-    counted = ("training.steps", "checkpoint.every", "evaluation.every", "optimizer.warmup_steps")
     if stack == "verl" and "rollout.dynamic.oversample" in ours:  # theirs: prompts
         ours["rollout.dynamic.oversample"] = _product(ours["rollout.dynamic.oversample"]) / batch
-    for key in {"TRL": counted, "NeMo-RL": counted[3:]}.get(stack, ()):
+    counted = ("optimizer.warmup_steps", "training.steps", "checkpoint.every", "evaluation.every")
+    for key in {"TRL": counted, "NeMo-RL": counted[:1]}.get(stack, ()):
         if _product(ours.get(key, 0)) > 1:
-            ours[key] = max(round(ours[key] / parts / _product(ours.get("training.epochs"))), 1)
+            ours[key] = max(round(ours[key] / parts / _product(ours.get("training.ppo_epochs"))), 1)
 
 
 def _convert_loss(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
@@ -94,14 +91,14 @@ def _convert_loss(stack: str, given: dict[str, list[Any]], ours: dict[str, Any],
     high = low if high is None else high
     if kind == "grpo":
         ours |= {"objective.clip.low": low, "objective.clip.high": high, "objective.clip.c": bound or 1e9}
+    elif stack == "TRL" and kind == "cispo" and isinstance(high, float):
+        ours |= {"objective.low": 1.0, "objective.high": high - 1}
     else:
         ours |= {"objective.low": low, "objective.high": high}
-        if stack == "TRL" and kind == "cispo" and isinstance(high, float):
-            ours |= {"objective.low": 1.0, "objective.high": high - 1}
     if kind == "gspo":
         ours["aggregation.type"] = "sequence_mean"
-    anchor, beta = ours.pop("anchor.type", None), ours.pop("objective.beta", 0)
-    beta = 0 if anchor == "old" and stack == "verl" else beta
+    beta, switch = ours.pop("objective.beta", 0), (stack, ours.pop("anchor.type", None))
+    beta = 0 if switch == ("verl", "old") else beta
     if ours["objective.type"] == "grpo":
         ours["objective.beta"] = beta
     elif beta:
@@ -109,18 +106,7 @@ def _convert_loss(stack: str, given: dict[str, list[Any]], ours: dict[str, Any],
     if not ours.get("objective.corrected"):
         ours.pop("objective.corrected", None)
     if ours.get("reward.kl") or ours.get("objective.beta"):
-        ours["anchor.type"] = "every" if stack == "TRL" and anchor == "fixed" else "fixed"
-
-
-def _sources(value: Any) -> list[dict[str, Any]]:
-    """Files, names on the hub, and names that the stack knows; a path there is relative to the working directory."""
-    names = [str(name) for name in (value if isinstance(value, list) else [value])]
-    known: dict[str, dict[str, Any]] = STACKS["data_sets"]
-    return [known.get(name) or {"hub" if _on_hub(name) else "path": place(name)} for name in names]
-
-
-def _on_hub(name: str) -> bool:
-    return is_hub_id(name) and not os.path.exists(name)
+        ours["anchor.type"] = "every" if switch == ("TRL", "fixed") else "fixed"
 
 
 def place(name: str) -> str:
@@ -128,49 +114,55 @@ def place(name: str) -> str:
     return name if _on_hub(name) else os.path.abspath(os.path.expanduser(name))
 
 
+def _on_hub(name: str) -> bool:
+    return is_hub_id(name) and not os.path.exists(name)
+
+
+def _sources(value: Any) -> list[dict[str, Any]]:
+    """Files, names on the hub, and names that the stack knows."""
+    names = [str(name) for name in (value if isinstance(value, list) and value else [value or "train.jsonl"])]
+    known: dict[str, dict[str, Any]] = STACKS["data_sets"]
+    return [known.get(name) or {"hub" if _on_hub(name) else "path": place(name)} for name in names]
+
+
 def _convert_data(stack: str, ours: dict[str, Any]) -> None:
-    ours["model.path"] = place(str(ours.get("model.path", "model")))
+    ours |= {"model.path": place(str(ours.get("model.path", "model"))), "data.chat": True}
     fields = {k: ours.pop(f"data.{k}") for k in ("prompt_key", "answer_key") if f"data.{k}" in ours}
     if answer := {"verl": "reward_model.ground_truth", "TRL": "solution"}.get(stack):
         fields = {"answer_key": answer} | fields
     hub = ours.pop("data.hub", None)
-    sources = [fields | source for source in _sources(ours.pop("data.path", hub) or "train.jsonl")]
-    ours |= {f"data.{k}": v for k, v in sources[0].items()} if len(sources) == 1 else {"data.mixture": sources}
-    ours["data.chat"] = True
-    heldout = ours.pop("evaluation.data", None)
-    parts = [sources[0] | {"split": heldout}] if stack == "TRL" else [fields | part for part in _sources(heldout)]
-    shared = {"chat": True, "max_prompt_tokens": ours.get("data.max_prompt_tokens", 2048)}
-    if limit := ours.pop("evaluation.data.limit", None):
-        shared["limit"] = limit
-    parts = [part | shared for part in parts]
-    if heldout:
+    sources = [fields | source for source in _sources(ours.pop("data.path", hub))]
+    ours |= (
+        {f"data.{k}": v for k, v in sources[0].items()} if len(sources) == 1 else {"data.mixture": sources}
+    )
+    if heldout := ours.pop("evaluation.data", None):
+        shared = {"chat": True, "max_prompt_tokens": ours.get("data.max_prompt_tokens", 2048)}
+        shared["limit"] = ours.pop("evaluation.data.limit", None)
+        parts = (
+            [sources[0] | {"split": heldout}]
+            if stack == "TRL"
+            else [fields | part for part in _sources(heldout)]
+        )
+        ours["evaluation.sets"] = [
+            {"name": f"heldout{i or ''}"} | part | shared for i, part in enumerate(parts)
+        ]
         if stack == "verl":
             ours.setdefault("evaluation.temperature", 0)
-        ours |= {"evaluation.data": parts[0]} if len(parts) == 1 else {
-            "evaluation.sets": [{"name": f"set{i}"} | part for i, part in enumerate(parts)]
-        }
 
 
-def _convert_rest(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
-    functions = ours.pop("reward.type", None)
-    if stack == "verl" and functions:
-        path, name = given["reward.type"]
-        ours["reward.type"] = f"{Path(str(path)).stem}:{name or 'compute_score'}"
-    elif isinstance(functions, list) and len(functions) == 1 and "." in str(functions[0]):
-        ours["reward.type"] = ":".join(functions[0].rsplit(".", 1))
+def _convert_names(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
+    path, *names = given["reward.type"] or [None]
+    if stack == "verl" and path:
+        ours["reward.type"] = f"{Path(str(path)).stem}:{names[0] or 'compute_score'}"
+    elif isinstance(path, list) and len(path) == 1 and "." in str(path[0]):
+        ours["reward.type"] = ":".join(path[0].rsplit(".", 1))
     else:
         ours |= {"reward.type": "auto", "reward.correct": 1.0, "reward.wrong": 0.0}
-        refused |= {"reward.type"} if functions and functions != ["accuracy_reward"] else set()
-    if "trackers" in ours:
-        named = [n for n in ("tensorboard", "wandb", "mlflow") if re.search(rf"\b({n}|all)\b", str(ours["trackers"]))]
-        ours["trackers"] = named
+        refused |= {"reward.type"} if path and path != ["accuracy_reward"] else set()
     if "name" in ours:
-        ours["name"] = re.sub(r"[^\w.-]", "-", Path(str(ours["name"])).name)
-    if isinstance(betas := ours.get("optimizer.beta1"), list) and len(betas) == 2:
-        ours["optimizer.beta1"], ours["optimizer.beta2"] = betas
-    for key in ("rollout.top_k", "evaluation.top_k", "evaluation.every", "training.steps", "rollout.dynamic.rounds"):
-        if key in ours and _product(ours[key] or -1) < 0:
-            del ours[key]
-            refused |= {key} - {"rollout.top_k", "evaluation.top_k"}
-    if False in given["checkpoint.every"] or _product(ours.get("checkpoint.every")) < 0:
+        ours["name"] = Path(str(ours["name"])).name
+    if "trackers" in ours:
+        kinds = ("tensorboard", "wandb", "mlflow")
+        ours["trackers"] = [k for k in kinds if re.search(rf"\b({k}|all)\b", str(ours["trackers"]))]
+    if False in given["checkpoint.every"]:
         ours["checkpoint.every"] = None

@@ -56,15 +56,17 @@ def _resolve(value: Any, known: dict[str, Any]) -> Any:
     for _ in range(100):
         if not isinstance(value, str):
             return value
-        found = _SUM.search(value)
-        new: Any = found and sum(math.prod(map(int, part.split("*"))) for part in found[1].split("+"))
-        for found in _REFERENCE.finditer(value) if found is None else ():
-            if (new := known.get(found[1], found[2])) is not None:
-                break
-        if new is None or found is None:
+        total = _SUM.search(value)
+        names = (m for m in _REFERENCE.finditer(value) if known.get(m[1], m[2]) is not None)
+        if (found := total or next(names, None)) is None:
             break
+        new: Any = known.get(found[1], found[2]) if total is None else _total(total[1])
         value = new if found[0] == value else value[: found.start()] + str(new) + value[found.end() :]
     return float(value) if _EXPONENT.fullmatch(value) else value
+
+
+def _total(text: str) -> int:
+    return sum(math.prod(map(int, part.split("*"))) for part in text.split("+"))
 
 
 def _read_script(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -75,7 +77,9 @@ def _read_script(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     try:
         text = read_text(file, limit=MAX_YAML).replace("\\\n", " ")
-        text = re.sub(r"\$\(\([^()]*\)\)", lambda m: re.sub(r"\s|(?<![${\w])([A-Za-z_]\w*)", braced, m[0]), text)
+        text = re.sub(
+            r"\$\(\([^()]*\)\)", lambda m: re.sub(r"\s|(?<![${\w])([A-Za-z_]\w*)", braced, m[0]), text
+        )
         words = shlex.split(re.sub(r"\$(\w+)", braced, text), comments=True)
     except (OSError, UnicodeDecodeError, ValueError) as e:
         why = getattr(e, "strerror", None) or e

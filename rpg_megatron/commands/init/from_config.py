@@ -16,7 +16,7 @@ from rpg_megatron.config.coming_from import find_row, rows
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.settings import Settings, make_settings
 
-_OFF = (False, "", [], {})
+_OFF: tuple[Any, ...] = (False, "", [], {})
 _BACKENDS = ("policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler"), ("policy.megatron_cfg.",)
 """Keys of NeMo-RL that have no effect with Megatron, and without."""
 
@@ -33,10 +33,10 @@ def convert_config(file: Path) -> tuple[str, list[str]]:
     usable = {k: v for k, v in leaves.items() if is_known(v) and not k.startswith(idle)}
     given: dict[str, list[Any]] = defaultdict(list)
     theirs: dict[str, list[str]] = defaultdict(list)
-    for row in (row for row in rows() if row.stack == stack and row.same):
-        keys = [key for key in usable if row.fits(key, "")]
-        given[row.here].append(usable[keys[-1]] if keys else defaults.get(row.name))
-        theirs[row.here] += keys
+    for entry in (row for row in rows() if row.stack == stack and row.same):
+        keys = [k for k, v in usable.items() if entry.fits(k, "") and v not in always.get(k, ())]
+        given[entry.here].append(usable[keys[-1]] if keys else defaults.get(entry.name))
+        theirs[entry.here] += keys
     ours, refused = convert(stack, given)
     ours, problems = _load(ours, str(file))
     listed = {k: why for key, why in (dict.fromkeys(refused, "") | problems).items() for k in theirs[key]}
@@ -44,18 +44,23 @@ def convert_config(file: Path) -> tuple[str, list[str]]:
     for key, value in leaves.items():
         row = find_row(stack, key)
         same = row is not None and row.same and row.fits(key, "")
-        off = value is None or key.startswith(idle) or value in always.get(key, _OFF if row and not same else ())
-        if same and not off and is_known(value) and key not in listed:
-            taken += 1
-        elif not is_known(value) or not off or key in listed:
-            reason = f"{f'see {row.here}; ' if row.here else ''}{row.remark}" if row else "unknown"
-            reason = listed.get(key) or reason if is_known(value) else "refers to what is not in the file"
-            lines.append(f"{key}: {shorten(str(value))}  # {reason}")
+        off = (
+            value is None
+            or value in always.get(key, _OFF if row and not same else ())
+            or key.startswith(idle)
+        )
+        if key not in listed and is_known(value) and (same or off):
+            taken += not off
+            continue
+        reason = f"{'' if same or not row.here else f'see {row.here}; '}{row.remark}" if row else "unknown"
+        reason = listed.get(key) or reason if is_known(value) else "refers to what is not in the file"
+        lines.append(f"{key}: {shorten(str(value))}  # {reason}")
     left = len(leaves) - len(lines) - taken
     counts = f"{taken} taken, {left} not set, off or always so here, {len(lines)} not taken"
     lines += [f"here {key}: {why}" for key, why in problems.items() if not theirs[key]]
-    if missing := [n for n in ("model.path", "data.path") if not theirs[n] + theirs[n.replace("path", "hub")]]:
-        lines.append(f"here {' and '.join(missing)}: not in the file; set it")
+    sources = {"model.path": theirs["model.path"], "data.path": theirs["data.path"] + theirs["data.hub"]}
+    sources["reward.type"] = theirs["reward.type"]
+    lines += [f"here {key}: not in the file; check it" for key, keys in sources.items() if not keys]
     lines = ["".join(c if c.isprintable() else " " for c in shorten(line, 400)) for line in lines]
     rest = ", ".join(f"{key}={value}" for key, value in defaults.items() if key not in usable)
     head = [f"From {stack}, by docs/coming-from.md: {counts}.", *lines, f"Defaults there, also taken: {rest}"]
@@ -65,15 +70,14 @@ def convert_config(file: Path) -> tuple[str, list[str]]:
 
 def _stack(file: Path, leaves: dict[str, Any]) -> str:
     """The stack that has most of the sections that we do not have."""
-    hits = dict.fromkeys(STACKS["defaults"], 0)
-    tops = [key.split(".")[0] for key in leaves]
-    for stack in hits:
+    tops, hits = [key.split(".")[0] for key in leaves], {}
+    for stack in STACKS["defaults"]:
         names = {row.name.split(".")[0] for row in rows() if row.stack == stack} - set(Settings.model_fields)
-        hits[stack] = sum(top in names for top in tops)
-    if not any(hits.values()):
+        hits[sum(top in names for top in tops)] = str(stack)
+    if not max(hits):
         keys = shorten(", ".join(dict.fromkeys(tops)) or "none")
-        raise UserError(f"{file}: neither verl's, NeMo-RL's nor TRL's: its keys are {keys}; give another file")
-    return max(hits, key=lambda stack: hits[stack])
+        raise UserError(f"{file}: neither verl's, NeMo-RL's nor TRL's: its keys are {keys}; give another")
+    return hits[max(hits)]
 
 
 def _nested(ours: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +98,9 @@ def _load(ours: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, s
         except UserError as e:
             line = str(e).splitlines()[0].removeprefix(f"{where}: ")
             section = re.split("[: ]", line)[0] + "."
-            names = {key: rf"(?<![\w.])({re.escape(key)}|{re.escape(key.removeprefix(section))})(?!\w)" for key in ours}
-            found = [(match.start(), key) for key, name in names.items() if (match := re.search(name, line))]
+            named = {key: f"({re.escape(key)}|{re.escape(key.removeprefix(section))})" for key in ours}
+            at = {key: re.search(rf"(?<![\w.]){name}(?!\w)", line) for key, name in named.items()}
+            found = [(match.start(), key) for key, match in at.items() if match]
             found = found or [(0, key) for key in ours if key.startswith(section)]
             if not found:
                 raise

@@ -136,7 +136,7 @@ def _count(
 class BatchPlan:
     """The sizes of a step. Tokens are upper bounds: all responses have the maximum length.
 
-    sequences: responses per step; updates: mini-batches x epochs; sequences_per_rank: of one mini-batch on
+    sequences: responses per step; updates: minibatches x ppo_epochs; sequences_per_rank: of one mini-batch on
     the replica with the most; longest: tokens of prompt and response; context: also of evaluations;
     tokens_per_microbatch: of a replica's largest one, the budget or one longest sequence that is larger;
     microbatches: per update and replica; pipeline_idle: share of an update that a pipeline rank waits.
@@ -172,7 +172,7 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
     return BatchPlan(
         prompts=sequences if settings.sft is not None else settings.rollout.prompts_per_step,
         sequences=sequences,
-        updates=settings.minibatches * training.epochs,
+        updates=settings.minibatches * training.ppo_epochs,
         sequences_per_update=update,
         sequences_per_rank=per_rank,
         longest=longest,

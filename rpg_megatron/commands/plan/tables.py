@@ -99,7 +99,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     shape, settings, parallel, batch = plan.shape, plan.settings, plan.settings.parallel, plan.batch
     layers = shape.stage_layers(parallel.pipeline * parallel.virtual)
     of_layers = str(layers[0]) if len(set(layers)) == 1 else "/".join(map(str, layers))
-    sft, several, passes = settings.sft is not None, batch.microbatches > 1, settings.training.epochs
+    sft, several, passes = settings.sft is not None, batch.microbatches > 1, settings.training.ppo_epochs
     yield (
         "model",
         f"{shape.family}, {count(plan.parameters)} parameters: {shape.num_layers} layers, hidden "
