@@ -131,7 +131,7 @@ def _tool_problems(s: Sections) -> Iterator[str]:
     if s.rollout.episode is None or s.rollout.episode.type != USE_TOOLS:
         return
     if s.rollout.tool_call_parser is None:
-        yield "rollout.episode use_tools needs rollout.tool_call_parser, which finds calls in the text"
+        yield "rollout.episode use_tools needs rollout.tool_call_parser, such as hermes, to find calls"
     if s.data.chat:
         yield (
             "data.chat: use_tools sends the prompt as a message, which gets the chat template then; set "

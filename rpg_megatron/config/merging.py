@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,9 @@ def _read(file: Path, settings: type[BaseModel], above: tuple[Path, ...], sizes:
         sizes.append(file.stat().st_size)
     except FileNotFoundError:
         by = f" ({above[-1]} extends it)" if above else ""
-        raise UserError(f"{file}: no such config file{by}") from None
+        near = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*.y*ml")], n=1)
+        fix = f"did you mean {near[0]}?" if near else "give the path of a YAML file, before any KEY=VALUE"
+        raise UserError(f"{file}: no such config file{by}; {fix}") from None
     except IsADirectoryError:
         raise UserError(f"{file}: is a directory; give a YAML file") from None
     except (OSError, UnicodeDecodeError) as e:
@@ -131,7 +135,11 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:
-        raise UserError(f"{shown}: the value is not valid YAML") from None
+        raise UserError(
+            f"{shown}: the value is not valid YAML; put the argument in quotes: '{key}=...'"
+        ) from None
+    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in ("'", '"', "[", "{"):
+        raise UserError(f"{shown}: YAML takes # for a comment; quote the value too: '{key}=\"...\"'")
     *parents, last = key.split(".")
     if len(parents) > _MAX_DEPTH:
         raise UserError(f"{shown}: a key has at most {_MAX_DEPTH} dots")

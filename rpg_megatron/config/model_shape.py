@@ -161,7 +161,10 @@ def read_model_shape(path: Path) -> ModelShape:
     try:
         raw: dict[str, Any] = read_json(file, *places_of(file.parent))
     except FileNotFoundError:
-        raise UserError(f"model.path: {file} is missing; a Hugging Face checkpoint holds one") from None
+        fix = "a Hugging Face checkpoint holds one"
+        if (path / "adapter_config.json").is_file():
+            fix = "this is an adapter: set model.path to its base model, model.adapter to it, and lora"
+        raise UserError(f"model.path: {file} is missing; {fix}") from None
     except OSError as e:
         raise UserError(f"{file}: cannot be read ({e.strerror or e}); copy the checkpoint again") from None
     except ValueError as e:

@@ -167,6 +167,8 @@ class RewardSettings(Section, affects="training", evaluated=True):
                 if getattr(self, key) != RewardSettings.model_fields[key].default:
                     yield f"{key} has no effect with terms; move it into one of them"
         first = next(iter(self.all_terms.values()))
+        if first.correct < first.wrong:
+            yield f"correct ({first.correct:g}) is below wrong ({first.wrong:g}); swap them"
         if self.format and first.is_custom:
             yield f"format has no effect with {first.type}: your function scores the format; remove it"
 

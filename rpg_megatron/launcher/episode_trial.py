@@ -58,6 +58,7 @@ def try_episode(settings: Settings, *, offline: bool = False) -> list[str]:
             last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
             return [f"{name} could not be called: {last.removeprefix('error: ')}"]
     advice = "correct it, or set guards.reward_failures=warn to start anyway"
+    advice = "await generate and score, or " * any("'coroutine' object" in f[1] for f in failures) + advice
     wrong = [
         f"{text}; {advice}" for kind, detail, text in failures if kind != "error" or re.match(_WRONG, detail)
     ]

@@ -38,6 +38,9 @@ def check_conversations(settings: Settings, *, offline: bool = False) -> list[st
             counts = ", ".join(f"{count:,} {why}" for why, count in left_out.counts.items())
             first = f" ({left_out.first})" if left_out.first else ""
             warnings.append(f"{key}: conversations left out or cut: {counts}{first}; {total:,} rows are used")
+        given, steps = settings.training, with_steps(settings).training.steps
+        if key == "sft.data" and "steps" in given.model_fields_set and given.steps != steps:
+            warnings.append(f"training.steps: sft.epochs takes {steps}, not {given.steps}; set it to null")
         if key == "sft.data" and total < settings.sft.batch_size:
             warnings.append(
                 f"{key}: {total} conversations, fewer than sft.batch_size ({settings.sft.batch_size})"

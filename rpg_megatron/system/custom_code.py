@@ -192,7 +192,9 @@ def _validate(model: type[BaseModel], code: CustomCode) -> BaseModel:
 def _explain(error: Any, code: CustomCode, reported: Any) -> Iterator[str]:
     key = ".".join((code.where, *map(str, error["loc"])))
     if error["type"] == "missing":
-        yield f"{key}: {code.path} needs this setting; add it"
+        fix = "add it" + " (a class is called with its settings alone)" * code.instantiate
+        fix += ", or read a column of the data from the argument row" * key.startswith("reward.")
+        yield f"{key}: {code.path} needs this setting; {fix}"
     elif not (error["loc"] and error["loc"][0] in reported):
         message = error["msg"].removeprefix("Value error, ")
         yield f"{key}: {message} (got {shorten(repr(error['input']))}); {code.path} declares it so"

@@ -16,9 +16,12 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as e:
-        raise ValueError(
-            f"{name}: there is no module {e.name!r}; add its folder to PYTHONPATH, or start in that folder"
-        ) from None
+        fix = "add its folder to PYTHONPATH, or start in that folder"
+        if module.endswith(".py"):
+            fix = f"leave out .py: {module[:-3]}:{attribute}"
+        elif not f"{module}.".startswith(f"{e.name}."):
+            fix = f"{module} imports it: install it here, or add its folder to PYTHONPATH"
+        raise ValueError(f"{name}: there is no module {e.name!r}; {fix}") from None
     except AttributeError:
         raise ValueError(f"{name}: the module {module} has no {attribute!r}; check the name") from None
     except Exception as e:

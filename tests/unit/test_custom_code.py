@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from rpg_megatron.commands.plan.command import run_plan
+from rpg_megatron.commands.plan.plan import find_target
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
@@ -184,7 +185,7 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path) -> None:
     failed = doctor_rows(bad, "own code")[0]
     assert message in f"{failed.found}; {failed.fix}"
     with pytest.raises(UserError, match="did you mean 'beta'"):
-        run_plan(bad, None, sweep=False, as_json=True)
+        run_plan(bad, find_target(bad, None), sweep=False, as_json=True)
 
 
 def test_the_settings_of_a_run_have_the_defaults_of_own_code(config_file: Path) -> None:

@@ -28,6 +28,7 @@ from rpg_megatron.checkpoints.hf_files import list_checkpoint, list_copied, read
 from rpg_megatron.commands.convert.command import open_megatron
 from rpg_megatron.commands.convert.staging import Staging
 from rpg_megatron.commands.plan.command import run_plan
+from rpg_megatron.commands.plan.plan import find_target
 from rpg_megatron.config import UserError, load_settings, merging, read_model_shape
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.parsing import read_yaml
@@ -119,7 +120,8 @@ def test_numbers_that_a_plan_would_never_end_with(config_file: Path, override: s
 )
 def test_other_large_numbers_are_planned_or_refused_at_once(config_file: Path, key: str) -> None:
     with suppress(UserError):
-        run_plan(load_settings(config_file, [f"{key}=1{'0' * 18}"]), None, sweep=True, as_json=True)
+        settings = load_settings(config_file, [f"{key}=1{'0' * 18}"])
+        run_plan(settings, find_target(settings, None), sweep=True, as_json=True)
 
 
 def test_a_schedule_of_ones_own_is_tried_for_a_few_of_the_steps(config_file: Path) -> None:

@@ -42,8 +42,7 @@ def probe_memory(subject: Subject) -> Iterator[Check]:
     elif plan.target.device == "cpu":
         yield ok("memory", f"{gib(plan.need)} planned of {gib(plan.target.nbytes)}")
     else:
-        unit = "rank" if not plan.shared_gpu else "GPU"
-        yield ok("memory", f"{gib(plan.need)} per {unit} planned, for {plan.target.name}")
+        yield ok("memory", f"{gib(plan.need)} planned on a GPU, {plan.target.name}")
 
 
 def probe_foreign_input(_subject: Subject) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.machine import runs_folder
@@ -62,9 +62,8 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
     if "model" in check.needs and subject.shape is None:
         yield not_applicable(check.name, "the model cannot be read")
         return
-    imports = not {"code", "data"}.isdisjoint(check.needs)
     try:
-        with told_if_slow(check, run.settings) if imports else nullcontext():
+        with told_if_slow(check, run.settings):
             warnings = check.run(run) or ()
     except UserError as e:  # a row for each problem
         yield from (of_error(check.name, UserError(line)) for line in str(e).splitlines())
