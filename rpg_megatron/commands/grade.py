@@ -286,9 +286,7 @@ def _read(where: str, number: int, row: dict[str, Any]) -> Line | UserError:
     for key in ("response", "answer"):
         if key not in row:
             keys = ", ".join(map(repr, row)) or "none"
-            return UserError(
-                f"{where}: the key {key!r} is missing (keys of this line: {keys}); add it, or give --reward"
-            )
+            return UserError(f"{where}: the key {key!r} is missing (it has {keys}); add it, or give --reward")
     response, answer = row["response"], row["answer"]
     if not isinstance(response, str):
         return UserError(f"{where}: 'response' is not text; put it in quotes")

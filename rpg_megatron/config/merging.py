@@ -47,8 +47,13 @@ def _read(file: Path, settings: type[BaseModel], above: tuple[Path, ...], sizes:
         sizes.append(file.stat().st_size)
     except FileNotFoundError:
         by = f" ({above[-1]} extends it)" if above else ""
-        near = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*.y*ml")], n=1)
-        fix = f"did you mean {near[0]}?" if near else "give the path of a YAML file, before any KEY=VALUE"
+        nearby = {each.stem: each.name for each in file.parent.glob("*.y*ml")}
+        near = difflib.get_close_matches(file.stem, nearby, n=1)
+        fix = (
+            f"did you mean {nearby[near[0]]}?"
+            if near
+            else "give the path of a YAML file, before any KEY=VALUE"
+        )
         raise UserError(f"{file}: no such config file{by}; {fix}") from None
     except IsADirectoryError:
         raise UserError(f"{file}: is a directory; give a YAML file") from None
@@ -58,6 +63,7 @@ def _read(file: Path, settings: type[BaseModel], above: tuple[Path, ...], sizes:
         mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None)
         line = f":{mark.line + 1}" if mark else ""
         description = shorten(problem or " ".join(str(e).split()), 500)
+        description += "; indent with spaces" * (r"'\t'" in description)
         raise UserError(f"{file}{line}: not valid YAML: {description}") from None
     if len(sizes) > _MAX_FILES or sum(sizes) > MAX_YAML:
         raise UserError(
@@ -135,11 +141,9 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:
-        raise UserError(
-            f"{shown}: the value is not valid YAML; put the argument in quotes: '{key}=...'"
-        ) from None
+        raise UserError(f"{shown}: the value is not valid YAML; put 'KEY=VALUE' in quotes") from None
     if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in ("'", '"', "[", "{"):
-        raise UserError(f"{shown}: YAML takes # for a comment; quote the value too: '{key}=\"...\"'")
+        raise UserError(f"{shown}: YAML takes # for a comment; quote the value, too: 'KEY=\"...\"'")
     *parents, last = key.split(".")
     if len(parents) > _MAX_DEPTH:
         raise UserError(f"{shown}: a key has at most {_MAX_DEPTH} dots")

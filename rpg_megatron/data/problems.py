@@ -267,7 +267,8 @@ class Fields(NamedTuple):
         """Problem, answer, and the messages of a response that is a chat. Raises UserError if one is missing,
         empty or of the wrong type.
         """
-        prompt = _prompt(_field(row, self.prompt, f"{self.key}.prompt_key", where), self.prompt, where)
+        setting = f"{self.key}.prompt_key" + " and answer_key" * self.recorded
+        prompt = _prompt(_field(row, self.prompt, setting, where), self.prompt, where)
         _check_text(prompt, "", where)
         if self.recorded and (
             other := next(

@@ -251,7 +251,7 @@ def told_if_slow(check: RunCheck, settings: Settings) -> Iterator[None]:
     }
     names = ", ".join(dict.fromkeys(code.get(check.name, ())))
     text = "reading the data" if check.name == "data" else f"waiting for the check: {check.name}"
-    text += f" ({names})" if names else ""
+    text += f" ({names}{'; an endless source needs data.limit' * (check.name == 'data')})" if names else ""
     slow = threading.Timer(_SILENT_SECONDS, print, [text], {"file": sys.stderr, "flush": True})
     slow.daemon = True
     slow.start()

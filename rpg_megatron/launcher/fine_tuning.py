@@ -38,10 +38,13 @@ def check_conversations(settings: Settings, *, offline: bool = False) -> list[st
             counts = ", ".join(f"{count:,} {why}" for why, count in left_out.counts.items())
             first = f" ({left_out.first})" if left_out.first else ""
             warnings.append(f"{key}: conversations left out or cut: {counts}{first}; {total:,} rows are used")
+        if key != "sft.data":
+            continue
         given, steps = settings.training, with_steps(settings).training.steps
-        if key == "sft.data" and "steps" in given.model_fields_set and given.steps != steps:
-            warnings.append(f"training.steps: sft.epochs takes {steps}, not {given.steps}; set it to null")
-        if key == "sft.data" and total < settings.sft.batch_size:
+        if "steps" in given.model_fields_set and given.steps != steps:
+            no = f"training.steps ({given.steps}) has no effect: sft.epochs ({settings.sft.epochs:g})"
+            warnings.append(f"{no} takes {steps} steps; set sft.epochs to null, or remove training.steps")
+        if total < settings.sft.batch_size:
             warnings.append(
                 f"{key}: {total} conversations, fewer than sft.batch_size ({settings.sft.batch_size})"
             )

@@ -64,14 +64,14 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
                 f"{where}.chat: {model} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
+        if training and key != "data" and settings.sft is None and data.sources == settings.data.sources:
+            warnings.append(f"{key}: its problems are those of data, which are trained on; hold some out")
         for at, part in _local_sources(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
             problems, *_ = read_problems_with_counts(part, at, rows=settings.needs_rows, first=1)
             if "####" in problems[0].answer and not settings.reward.has_custom:
-                raise UserError(
-                    f"{problems[0].where}: the answer contains '####', so no response is right; set {at}.answer_after "
-                    "to '####' (in quotes: YAML takes # for a comment)"
-                )
+                fix = f"set {at}.answer_after to '####' (quoted: # begins a comment), or {at}.preset to gsm8k"
+                raise UserError(f"{problems[0].where}: the answer contains ####, so none is right; {fix}")
             if tokenized:
                 warnings += check_prompts(problems, part, model, at, settings.rollout.stop_token_ids)
             per_step = settings.rollout.prompts_per_step
@@ -137,15 +137,7 @@ def check_prompts(
 
 def warn_of_settings(settings: Settings) -> list[str]:
     """Warnings of settings that have no effect together."""
-    warnings = _group_warnings(settings)
-    first, *others = settings.prompt_sets
-    for key, data, *_ in others if settings.sft is None else ():
-        if first.data.sources == data.sources:
-            warnings.append(f"{key}: its problems are those of data, which are trained on; hold some out")
-    warmup, steps = settings.optimizer.warmup_steps, settings.training.steps
-    if warmup > steps and settings.sft is None:
-        warnings.append(f"optimizer.warmup_steps ({warmup}) is more than training.steps ({steps}); lower it")
-    return warnings
+    return _group_warnings(settings)
 
 
 def _group_warnings(settings: Settings) -> list[str]:

@@ -312,7 +312,8 @@ class _CustomTerm:
             return TermResult(term.failed, Verdict(False, extracted, reason), failure)
         if isinstance(value, bool):
             return TermResult(term.correct if value else term.wrong, Verdict(value, extracted, term.type))
-        return TermResult(value, Verdict(value > 0, extracted, term.type))
+        decides = value if self.is_group else outcome.counts.get("acc", value)  # as in verl's evaluations
+        return TermResult(value, Verdict(decides > 0, extracted, term.type))
 
 
 async def _result[T](future: Future[T]) -> T:

@@ -124,7 +124,7 @@ def _plain(value: Any) -> bool | float | None:
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise NoReward(f"it returned {_type_of(value)}, not a bool or a number") from None
+        raise NoReward(f"it returned {_type_of(value)}, not a bool, a number or None") from None
     if number != number or number in (float("inf"), float("-inf")):
         raise NoReward(f"it returned {number}, not a finite number")
     return bool(value) if type(value).__name__ == "bool_" else number

@@ -168,7 +168,7 @@ class EpisodeResult(NamedTuple):
 def result_of(ended: Any) -> EpisodeResult:
     """The result of what an episode returned. Raises TypeError or ValueError if that is not valid."""
     if not isinstance(ended, Episode):
-        raise TypeError(f"it returned {type(ended).__name__}; return Episode(reward)")
+        raise TypeError(f"it returned {type(ended).__name__} instead of an Episode; return Episode(reward)")
     reward = ended.reward
     if reward is not None and not isinstance(reward, Score):
         reward = _finite(reward, "the reward")
@@ -189,7 +189,7 @@ def token_array(tokens: Any) -> Tokens:
     except ValueError:  # lists of different lengths
         given = np.zeros(1)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError("generate is called with no list of token ids; see task.prompt, task.encode")
+        raise ValueError("generate is called with something that is no list of token ids; use task.encode")
     return given
 
 

@@ -192,8 +192,9 @@ def _validate(model: type[BaseModel], code: CustomCode) -> BaseModel:
 def _explain(error: Any, code: CustomCode, reported: Any) -> Iterator[str]:
     key = ".".join((code.where, *map(str, error["loc"])))
     if error["type"] == "missing":
-        fix = "add it" + " (a class is called with its settings alone)" * code.instantiate
-        fix += ", or read a column of the data from the argument row" * key.startswith("reward.")
+        fix = "add it" + " (it is called with its settings alone, as a class)" * code.instantiate
+        row = ", or read it from the argument row if it is a column of the data"
+        fix += row * (code.where.startswith("reward") and not code.instantiate)
         yield f"{key}: {code.path} needs this setting; {fix}"
     elif not (error["loc"] and error["loc"][0] in reported):
         message = error["msg"].removeprefix("Value error, ")

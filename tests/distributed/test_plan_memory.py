@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.commands.plan.activations import StageActivations
-from rpg_megatron.commands.plan.layout import BatchPlan, plan_batch
+from rpg_megatron.commands.plan.layout import BatchPlan, count_gpus, plan_batch
 from rpg_megatron.commands.plan.trainer_memory import IMPORTS, SAVE, rank_memory, recomputation
 from rpg_megatron.config import Settings, read_model_shape
 from tests.support.ranks import run_ranks
@@ -143,7 +143,8 @@ def check(settings: Settings, folder: Path, bridge: Path, within: float = 0.15) 
     for rank in ranks:
         batch = batch_of(settings, microbatches)
         publishes = rank["replica"] == 0
-        plan = rank_memory(settings, shape, batch, "cpu", stage=rank["stage"], publishes=publishes)
+        activations = StageActivations(settings, shape, rank["stage"], batch, "cpu")
+        plan = rank_memory(activations, count_gpus(settings), publishes=publishes)
         save = sum(part.nbytes for part in plan.parts if part.name == SAVE)
         # Half of an adapter is on all tensor ranks, and the first of them saves it.
         if settings.lora is None or rank is ranks[0]:

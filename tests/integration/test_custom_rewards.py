@@ -74,6 +74,7 @@ def verl(data_source, solution_str, ground_truth, extra_info=None, *, scale: flo
     if scale != 1: return len(repr(seen))
     return {"score": solution_str == ground_truth, "acc": 1.5, "pred": repr(seen)}
 async def verl_async(data_source, solution_str, ground_truth): return solution_str == ground_truth
+def verl_part(solution_str, ground_truth): return {"score": 0.3, "acc": solution_str == ground_truth}
 def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
     assert list(map(len, (data_sources, ground_truths, extra_infos))) == [len(solution_strs)] * 3
     return [{"score": float(s == t)} for s, t in zip(solution_strs, ground_truths)]
@@ -176,10 +177,12 @@ def test_a_function_of_verls_form(scores: Callable[..., Any], monkeypatch: pytes
     row = {"data_source": "math", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
     with_context(monkeypatch, row=row)
     results, counts = scores(reward_of("verl"), ["7", "5"])
-    assert [(s.reward, s.correct) for s in results] == [(1.0, True), (0.0, False)]
+    assert [(s.reward, s.correct) for s in results] == [(1.0, True), (0.0, True)]
     assert counts["reward/correctness/acc"] == 3.0
     (scaled,), _ = scores(reward_of("verl", scale=2), ["7"])
     assert scaled.reward == len(repr(["math", "7", "7", {"index": 3}, 2.0]))
+    results, _ = scores(reward_of("verl_part"), ["7", "5"])
+    assert [(s.reward, s.correct) for s in results] == [(0.3, True), (0.3, False)], "acc decides"
     for name in ("verl_async", "verl_batch"):
         results, _ = scores(reward_of(name), ["7", "5"])
         assert [s.reward for s in results] == [1.0, 0.0]

@@ -227,6 +227,7 @@ VERL: dict[str, Config] = {
         {
             "advantage.type": "leave_one_out",
             "reward.type": "my_rewards:score",
+            "checkpoint.every": None,
             "reward.kl.coefficient": 0.002,
             "reward.kl.estimator": "k3",
             "anchor.type": "fixed",
@@ -250,7 +251,7 @@ VERL: dict[str, Config] = {
                 "n",
                 "rollout.top_p",
             ),
-            *("actor.optim.betas", "trainer.save_freq"),
+            "actor.optim.betas",
         ],
     ),
     "ppo.yaml": (

@@ -111,6 +111,31 @@ def test_cispo_counts_from_one(tmp_path: Path) -> None:
     check(settings, {"objective.type": "cispo", "objective.low": 1.0, "objective.high": 4.0})
 
 
+def test_files_of_a_script_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also ``$(pwd)`` is known; and a reward's name without its file is not lost."""
+    monkeypatch.chdir(tmp_path)
+    reward = "algorithm.adv_estimator=grpo custom_reward_function.name=score custom_reward_function.path="
+    settings, reasons, _ = convert(
+        tmp_path, "a.sh", f'D="$(pwd)"\nmain {reward}$D/mine.py data.train_files=$(pwd)/a'
+    )
+    check(settings, {"reward.type": "mine:score", "data.path": str(tmp_path / "a")})
+    assert "custom_reward_function.name" not in reasons
+    settings, reasons, _ = convert(tmp_path, "b.sh", f"main {reward}$(dirname $0)/mine.py")
+    check(settings, {"reward.type": "auto"})
+    assert {"custom_reward_function.name", "custom_reward_function.path"} <= set(reasons)
+
+
+def test_functions_of_trl_become_terms(tmp_path: Path) -> None:
+    functions = "num_generations: 4, reward_funcs: [accuracy_reward, my.rewards.short]"
+    text = f"{{{functions}, reward_weights: [1.0, 0.2]}}"
+    settings, reasons, _ = convert(tmp_path, "a.yaml", text)
+    found = {name: (term.type, term.weight, term.wrong) for name, term in settings.reward.terms.items()}
+    assert found == {"accuracy_reward": ("auto", 1.0, 0.0), "short": ("my.rewards:short", 0.2, 0.0)}
+    assert not {"reward_funcs", "reward_weights"} & set(reasons)
+    _, reasons, _ = convert(tmp_path, "b.yaml", functions.join(("{", ", reward_weights: [1.0]}")))
+    assert "reward_weights" in reasons
+
+
 def test_words_of_the_tables_exist_on_both_sides() -> None:
     """Every key of ours in tables, converters and stacks.yaml exists, and theirs is in the tables."""
     assert {row.here for row in rows()} - KEYS == {""}
@@ -148,6 +173,12 @@ def test_a_row_that_takes_values_has_a_plain_key(row: Any) -> None:
             "{model: {path: x}, data: {path: y}}",
             "neither verl's, NeMo-RL's nor TRL's: its keys are model",
         ),
+        (
+            "a.yaml",
+            "{max_length: 9, packing: true, learning_rate: 1}",
+            "max_length is a setting of fine-tuning",
+        ),
+        ("a.yaml", "{sft: {max_num_epochs: 1}, policy: {model_name: m}}", "sft is a setting of fine-tuning"),
         ("a.sh", "echo hello", "neither verl's"),
         ("a.sh", "python -m x 'a.b=1", "cannot be read (No closing quotation)"),
         (None, "", "no such config file"),

@@ -71,7 +71,10 @@ def test_train_doctor_and_plan_tell_of_bad_inputs(config_file: Path, override: s
     [
         ("reward.type=my_slow:reward", "waiting for the check: reward (my_slow:reward)\n"),
         ("advantage={type: 'my_slow:advantages'}", "waiting for the check: own code (my_slow:advantages)\n"),
-        ("data={source: {type: 'my_slow:rows'}, max_prompt_tokens: 64}", "reading the data (my_slow:rows)\n"),
+        (
+            "data={source: {type: 'my_slow:rows'}, max_prompt_tokens: 64}",
+            "reading the data (my_slow:rows; an endless source needs data.limit)\n",
+        ),
     ],
 )
 def test_a_module_that_is_waited_for_is_named(

@@ -150,19 +150,32 @@ def _convert_data(stack: str, ours: dict[str, Any]) -> None:
             ours.setdefault("evaluation.temperature", 0)
 
 
+def _function(name: Any) -> str:
+    """Our name of a reward function of TRL's; empty: not here."""
+    return "auto" if name == "accuracy_reward" else ":".join(str(name).rsplit(".", 1)) * ("." in str(name))
+
+
 def _convert_names(stack: str, given: dict[str, list[Any]], ours: dict[str, Any], refused: set[str]) -> None:
     path, *names = given["reward.type"] or [None]
+    functions = {str(f).rpartition(".")[2]: _function(f) for f in path} if isinstance(path, list) else {}
+    weights = ours.pop("reward.terms", None)
+    fits = isinstance(weights, list) and len(weights) == len(functions) > 1
+    refused |= {"reward.terms"} if weights is not None and not fits else set()
     if stack == "verl" and path:
         ours["reward.type"] = f"{Path(str(path)).stem}:{names[0] or 'compute_score'}"
-    elif isinstance(path, list) and len(path) == 1 and "." in str(path[0]):
-        ours["reward.type"] = ":".join(path[0].rsplit(".", 1))
+    elif len(functions) == 1 and "." in str(path[0]):
+        (ours["reward.type"],) = functions.values()
+    elif all(functions.values()) and len(functions) == len(path or ()) > 1:
+        each = zip(functions.items(), weights if fits else [1.0] * len(functions), strict=True)
+        ours["reward.terms"] = {n: {"type": f, "wrong": 0.0, "weight": weight} for (n, f), weight in each}
+        del ours["reward.type"]
     else:
         ours |= {"reward.type": "auto", "reward.correct": 1.0, "reward.wrong": 0.0}
-        refused |= {"reward.type"} if path and path != ["accuracy_reward"] else set()
+        refused |= {"reward.type"} if (path or any(names)) and path != ["accuracy_reward"] else set()
     if "name" in ours:
         ours["name"] = Path(str(ours["name"])).name
     if "trackers" in ours:
         kinds = ("tensorboard", "wandb", "mlflow")
         ours["trackers"] = [k for k in kinds if re.search(rf"\b({k}|all)\b", str(ours["trackers"]))]
-    if False in given["checkpoint.every"]:
+    if False in given["checkpoint.every"] or -1 in given["checkpoint.every"]:
         ours["checkpoint.every"] = None

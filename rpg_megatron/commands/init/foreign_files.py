@@ -76,7 +76,7 @@ def _read_script(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return f"${{{name[1]}}}" if name[1] else ""
 
     try:
-        text = read_text(file, limit=MAX_YAML).replace("\\\n", " ")
+        text = read_text(file, limit=MAX_YAML).replace("\\\n", " ").replace("$(pwd)", "${PWD}")
         text = re.sub(
             r"\$\(\([^()]*\)\)", lambda m: re.sub(r"\s|(?<![${\w])([A-Za-z_]\w*)", braced, m[0]), text
         )
@@ -85,7 +85,7 @@ def _read_script(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         why = getattr(e, "strerror", None) or e
         raise UserError(f"{file}: cannot be read ({why}); give a YAML file or a shell script") from None
     leaves: dict[str, Any] = {}
-    known: dict[str, Any] = {"HOME": str(Path.home())}
+    known: dict[str, Any] = {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
     for key, text in (match.groups() for word in words if (match := _WORD.fullmatch(word))):
         value = _resolve(text, known)
         if "." not in key and key[0] != "-":

@@ -20,6 +20,9 @@ _OFF: tuple[Any, ...] = (False, "", [], {})
 _BACKENDS = ("policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler"), ("policy.megatron_cfg.",)
 """Keys of NeMo-RL that have no effect with Megatron, and without."""
 
+_TUNING = {"sft", "assistant_only_loss", "completion_only_loss", "packing", "max_length"}
+_RL = {"grpo", "loss_fn", "reward_funcs", "num_generations", "max_completion_length"}
+
 
 def convert_config(file: Path) -> tuple[str, list[str]]:
     """The text of a config of ours, and for the terminal counts and what was not taken.
@@ -28,6 +31,12 @@ def convert_config(file: Path) -> tuple[str, list[str]]:
     """
     leaves = read_leaves(file)
     stack = _stack(file, leaves)
+    tops = {key.split(".")[0] for key in leaves}
+    if (tuning := tops & _TUNING) and not tops & _RL:
+        raise UserError(
+            f"{file}: {min(tuning)} is a setting of fine-tuning, which --from does not convert; use --task "
+            "sft; docs/coming-from.md has the names there and here (Warm start and distillation)"
+        )
     defaults, always = STACKS["defaults"][stack], STACKS["always"][stack]
     idle = _BACKENDS[leaves.get("policy.megatron_cfg.enabled") is not True]
     usable = {k: v for k, v in leaves.items() if is_known(v) and not k.startswith(idle)}

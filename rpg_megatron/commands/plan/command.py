@@ -81,7 +81,7 @@ def solved(plan: Plan, assumed: Assumptions, text: str) -> Assumptions:
     """
     name, _, known = text.partition("=")
     phase, _, number = known.rpartition(":")
-    name, phases = check_name("--solve", name), ("step", "rollout", "log-probs", "update", "sync")
+    phases = ("step", "rollout", "log-probs", "update", "sync")
     try:
         wanted = float(number)
     except ValueError:
@@ -91,6 +91,7 @@ def solved(plan: Plan, assumed: Assumptions, text: str) -> Assumptions:
         raise UserError(
             f"--solve {text}: must be NAME=PHASE:SECONDS, such as response_mean=rollout:240; phases: {listed}"
         )
+    name = check_name("--solve", name)
     if not plan.on_gpu or plan.settings.sft is not None or assumed.sources[name] == "as set":
         raise UserError(
             f"--solve {name}: needs a plan of RL on GPUs, without --assume {name}; remove one of them"

@@ -28,6 +28,7 @@ from rpg_megatron.commands.plan.layout import (
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
+    SHARED,
     MemoryPart,
     RankMemory,
     host_memory,
@@ -206,10 +207,10 @@ class Plan:
         if self.on_gpu:
             return self.rank_total
         engine, parallel = self.settings.engine, self.settings.parallel
-        total = sum(part.nbytes for part in self.host)
+        total = SHARED + sum(part.nbytes for part in self.host)
         for rank in self.ranks:
             alike = 1 if rank.publishes else parallel.data * parallel.context - 1
-            total += alike * parallel.tensor * (rank.peak + IMPORTS)
+            total += alike * parallel.tensor * (rank.peak + IMPORTS - SHARED)
         return total + engine.replicas * (SERVER + engine.tensor * self.engine.total)
 
     @property
