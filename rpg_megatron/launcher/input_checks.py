@@ -111,8 +111,6 @@ def check_prompts(
     tokenizer = open_tokenizer(model, chat=data.chat)
     if tokenizer is None:
         return []
-    if data.thinking is not None and "enable_thinking" not in str(tokenizer.chat_template):
-        raise UserError(f"{where}.thinking: the chat template does not read enable_thinking; remove it")
     measured = problems[:: math.ceil(len(problems) / _MAX_MEASURED)]
     try:
         vocab = read_model_shape(model).vocab_size
@@ -121,6 +119,8 @@ def check_prompts(
     refused = LeftOut()
     _, too_long = fit_prompts(measured, data, tokenizer, where, vocab=vocab, refused=refused)
     warnings = [f"{where}: prompts that are left out: {refused.first}"] if refused.first else []
+    if data.thinking is not None and "enable_thinking" not in str(tokenizer.chat_template):
+        warnings.append(f"{where}.thinking: the chat template does not read enable_thinking; remove it")
     if vocab is not None:
         if tokenizer.eos_token_id is not None:  # else it may stand in a file that only transformers reads
             check_stops(stop_tokens(model, tokenizer, stops), vocab)

@@ -47,7 +47,7 @@ def check_packages(settings: Settings) -> None:
     setup = (
         "run make quickstart or make .venv, and use .venv/bin/rpg-megatron"
         if device == "cpu"
-        else "install requirements/gpu.txt in its own environment (README.md, On a cluster), or set device=cpu"
+        else "install requirements/gpu.txt in its own environment (README, On a cluster), or set device=cpu"
     )
     missing = [
         name for name in ("torch", "megatron", "transformers") if importlib.util.find_spec(name) is None

@@ -119,8 +119,9 @@ def _sample_prompt(run: Path) -> str:
             return _literal("1 + 1 =")
         problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}), first=1)
         prompt = problems[0].prompt
-        if data is not sft or isinstance(prompt, str):
-            return _literal(data.template.replace("{prompt}", problems[0].text))
+        if isinstance(prompt, str):
+            text = _literal(data.template.replace("{prompt}", prompt))
+            return f"[{{'role': 'user', 'content': {text}}}]" if data.chat and data is not sft else text
         asked = takewhile(lambda message: message.role != "assistant", prompt)
         turns = [f"{{'role': {_literal(m.role)}, 'content': {_literal(m.text)}}}" for m in asked]
         return f"[{', '.join(turns)}]" if turns else _literal("1 + 1 =")

@@ -434,19 +434,20 @@ def test_a_finished_run_prints_its_summary(launch, tmp_path: Path):
 @pytest.mark.parametrize(
     ("prompt", "shown"),
     [
+        ([{"role": "user", "content": "1+1"}], "([{'role': 'user', 'content': '1+1'}])"),
         ("Compute 1+1\n", r"('Compute 1+1\n')"),
         ('End with "Answer: " and so on', r"('End with \x22Answer: \x22 and so on')"),
         ("it's $\\frac{1}{2}$ of `id` ü! \\\\ \r\n\ttab", r"of \x60id\x60 ü\x21"),
     ],
 )
 def test_the_command_at_the_end_of_a_run_asks_what_it_says(
-    tmp_path: Path, config_file: Path, prompt: str, shown: str
+    tmp_path: Path, config_file: Path, prompt: str | list[dict[str, str]], shown: str
 ):
     """In a shell, with a stand-in for transformers that prints its arguments."""
     run = tmp_path / 'it\'s a "run" $HOME'
     run.mkdir()
     settings = yaml.safe_load(config_file.read_text())
-    settings["data"]["path"] = str(run / "data.jsonl")
+    settings["data"] |= {"path": str(run / "data.jsonl"), "chat": isinstance(prompt, list)}
     (run / "data.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}))
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
     (run / "summary.json").write_text(json.dumps({"export": str(run / "hf")}))

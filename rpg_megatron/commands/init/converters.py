@@ -159,19 +159,19 @@ def _convert_names(stack: str, given: dict[str, list[Any]], ours: dict[str, Any]
     path, *names = given["reward.type"] or [None]
     functions = {str(f).rpartition(".")[2]: _function(f) for f in path} if isinstance(path, list) else {}
     weights = ours.pop("reward.terms", None)
-    fits = isinstance(weights, list) and len(weights) == len(functions) > 1
-    refused |= {"reward.terms"} if weights is not None and not fits else set()
+    each = weights if isinstance(weights, list) else [1.0] * len(functions)
     if stack == "verl" and path:
         ours["reward.type"] = f"{Path(str(path)).stem}:{names[0] or 'compute_score'}"
     elif len(functions) == 1 and "." in str(path[0]):
         (ours["reward.type"],) = functions.values()
-    elif all(functions.values()) and len(functions) == len(path or ()) > 1:
-        each = zip(functions.items(), weights if fits else [1.0] * len(functions), strict=True)
-        ours["reward.terms"] = {n: {"type": f, "wrong": 0.0, "weight": weight} for (n, f), weight in each}
+    elif all(functions.values()) and len(functions) == len(path or ()) == len(each) > 1:
+        terms = zip(functions.items(), each, strict=True)
+        ours["reward.terms"] = {n: {"type": f, "wrong": 0.0, "weight": weight} for (n, f), weight in terms}
         del ours["reward.type"]
     else:
         ours |= {"reward.type": "auto", "reward.correct": 1.0, "reward.wrong": 0.0}
         refused |= {"reward.type"} if (path or any(names)) and path != ["accuracy_reward"] else set()
+    refused |= {"reward.terms"} if weights is not None and "reward.terms" not in ours else set()
     if "name" in ours:
         ours["name"] = Path(str(ours["name"])).name
     if "trackers" in ours:

@@ -81,13 +81,12 @@ def solved(plan: Plan, assumed: Assumptions, text: str) -> Assumptions:
     """
     name, _, known = text.partition("=")
     phase, _, number = known.rpartition(":")
-    phases = ("step", "rollout", "log-probs", "update", "sync")
+    listed = "step, rollout, log-probs, update, sync"
     try:
         wanted = float(number)
     except ValueError:
         wanted = 0.0
-    if phase not in phases or not 0 < wanted < math.inf:
-        listed = ", ".join(phases)
+    if phase not in listed.split(", ") or not 0 < wanted < math.inf:
         raise UserError(
             f"--solve {text}: must be NAME=PHASE:SECONDS, such as response_mean=rollout:240; phases: {listed}"
         )
