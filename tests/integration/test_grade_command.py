@@ -97,7 +97,7 @@ def test_out_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
         (b"{broken", "not valid JSON"),
         (b'{"response": "\xff", "answer": "2"}', "not UTF-8 (byte 15 of the line)"),
         (b"[1]", "not an object"),
-        (b'{"answer": "2"}', "the key 'response' is missing (keys of this line: 'answer')"),
+        (b'{"answer": "2"}', "the key 'response' is missing (it has 'answer'); add it"),
         (b'{"response": "2"}', "the key 'answer' is missing"),
         (b'{"response": null, "answer": "2"}', "'response' is not text"),
         (b'{"response": "2", "answer": [2]}', "'answer' is neither text nor a number"),

@@ -51,7 +51,7 @@ def settings_with(lora: dict[str, Any] | None, **more: Any) -> Settings:
         ({"targets": []}, {}, "the list is empty"),
         ({"targets": ["q_proj", "q_proj"]}, {}, "names q_proj twice"),
         ({"targets": ["query"]}, {}, "lora.targets"),
-        ({"target_modules": ["q_proj"]}, {}, "did you mean"),
+        ({"target_modules": ["q_proj"]}, {}, "target_modules is lora.targets here"),
         ({"publish": "merged"}, {"precision": {"dtype": "bfloat16"}}, "needs precision.dtype float32"),
         (
             {"publish": "merged"},
