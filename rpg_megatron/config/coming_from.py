@@ -14,7 +14,7 @@ STACKS = ("verl", "NeMo-RL", "TRL")
 _OURS = re.compile(r"(see )?`([^`:]+)[^`]*`|\u2013")
 
 
-class Row(NamedTuple):
+class ForeignSetting(NamedTuple):
     """One of their settings."""
 
     stack: str
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[ForeignSetting, ...]:
     """All rows; a row of the page with several names gives one for each."""
     found, stack = [], ""
     for line in read_text(Path(__file__).with_name("coming-from.md")).splitlines():
@@ -49,18 +49,18 @@ def rows() -> tuple[Row, ...]:
         ours = list(_OURS.finditer(cells[1]))
         remark = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cells[2]).replace("`", "").strip()
         for name, our in zip(names, ours * len(names) if len(ours) == 1 else ours, strict=True):
-            found.append(Row(stack, name, our[2] or "", bool(our[2]) and not our[1], remark))
+            found.append(ForeignSetting(stack, name, our[2] or "", bool(our[2]) and not our[1], remark))
     return tuple(found)
 
 
-def find_row(stack: str, key: str) -> Row | None:
+def find_row(stack: str, key: str) -> ForeignSetting | None:
     """The row of a key of theirs, the most specific one; None: the page does not have it."""
     return max(
         (r for r in rows() if r.stack == stack and r.fits(key)), key=lambda r: len(r.name), default=None
     )
 
 
-def recognize(key: str, value: Any) -> Row | None:
+def recognize(key: str, value: Any) -> ForeignSetting | None:
     """The row of a key, or of the first key in its value: the whole key, else its end, else its last part."""
     tail = f".{key.rpartition('.')[2]}"
     while isinstance(value, dict) and value:

@@ -24,7 +24,7 @@ from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
-from rpg_megatron.config.losses import ImportedLossSettings
+from rpg_megatron.config.losses import DistilSettings, ImportedLossSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.presets import find_preset
@@ -69,7 +69,9 @@ def check_data(settings: Settings, *, training: bool = True, offline: bool = Fal
         for at, part in _local_sources(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
             problems, *_ = read_problems_with_counts(part, at, rows=settings.needs_rows, first=1)
-            if "####" in problems[0].answer and not settings.reward.has_custom:
+            loss = settings.objective
+            scored = key != "data" or not isinstance(loss, DistilSettings) or loss.reward > 0
+            if "####" in problems[0].answer and scored and not settings.reward.has_custom:
                 fix = f"set {at}.answer_after to '####' (quoted: # begins a comment), or {at}.preset to gsm8k"
                 raise UserError(f"{problems[0].where}: the answer contains ####, so none is right; {fix}")
             if tokenized:

@@ -183,7 +183,7 @@ def _other_nodes(settings: Settings, count: int) -> str:
         for n in range(1, count)
         if not world % n and not engine.replicas % (count - n)
     ]
-    if engine.colocated or not splits:
+    if engine.colocated or not engine.replicas or not splits:
         return "change their number, or the number of nodes"
     _, nodes = min(splits)
     return f"set both cluster.trainer_nodes={nodes} and cluster.engine_nodes={count - nodes}"

@@ -25,10 +25,7 @@ from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from rpg_megatron.config.files import remove
-from rpg_megatron.data.prompts import (
-    codec_of,
-    load_prompts,
-)
+from rpg_megatron.data.prompts import codec_of, load_prompts
 from rpg_megatron.data.stored_prompts import open_prompts
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups

@@ -361,3 +361,7 @@ def test_both_numbers_of_nodes_are_named(config_file: Path) -> None:
     both = re.findall(r"cluster\.\w+=\d", str(e.value))
     shares = [assign_node(load_settings(config_file, [*fewer, *both]), node, 4) for node in range(4)]
     assert [(len(share.ranks), len(share.engines)) for share in shares] == [(4, 0)] * 3 + [(0, 2)]
+    without = load_settings(config_file, [*fewer, "parallel.data=3"])
+    engine = without.engine.model_copy(update={"replicas": 0})
+    with pytest.raises(UserError, match=r"nodes; change their number, or the number of nodes$"):
+        assign_node(without.model_copy(update={"engine": engine}), 0, 4)

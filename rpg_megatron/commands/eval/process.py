@@ -23,11 +23,7 @@ from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.problems import read_problems_with_counts
-from rpg_megatron.data.prompts import (
-    Prompt,
-    codec_of,
-    fit_prompts,
-)
+from rpg_megatron.data.prompts import Prompt, codec_of, fit_prompts
 from rpg_megatron.engine.client import EngineError
 from rpg_megatron.engine.restarts import note_answer
 from rpg_megatron.evaluation.metrics import describe_set, write_results
