@@ -58,9 +58,11 @@ def state(trainer: Trainer) -> dict[str, torch.Tensor | int]:
     return tensors
 
 
-def differing(a: dict, b: dict) -> list[str]:
+def differing(a: dict, b: dict) -> dict[str, float]:
+    """Key -> largest difference, of those that are not the same bits."""
     assert a.keys() == b.keys()
-    return [key for key in a if not torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key]))]
+    pairs = {key: (torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a}
+    return {key: float((x - y).abs().max()) for key, (x, y) in pairs.items() if not torch.equal(x, y)}
 
 
 def measure(case: dict, folder: Path, device: torch.device) -> dict:

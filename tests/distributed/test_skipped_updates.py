@@ -7,7 +7,7 @@ norm's, of which the gradient norm counts the first rank's copy only, or one tha
 weights, master weights, both moments and step counts of every rank are the same bits after a step of two such
 updates, both are counted, and the next step is the one of a trainer that never saw them; three in a row end
 the run with a message, on every rank, that names step, parameter and rank. For TP2, PP2 and DP2, plain and
-distributed, and Schedule-Free (its weights, but not its state, to rounding).
+distributed, and Schedule-Free (its weights after the step and the next step to rounding, the rest exactly).
 Log-probs scored in rows that join the mini-batches are those of each sequence alone. Not covered: GPUs,
 bfloat16.
 """
@@ -65,15 +65,18 @@ def test_one_bad_rank_and_nothing_changes_on_any(tmp_path: Path, names: tuple[st
         for rank in result["ranks"]:
             assert rank["metrics"]["policy/skipped_updates"] == 2, name
             assert "policy/grad_norm" not in rank["metrics"], name
-            moved = rank["changed"]
-            if (
-                "schedule-free" in name
-            ):  # going to the point that takes the gradients, and back, rounds weights
+            moved, apart, equal = rank["changed"], rank["apart"], rank["after"][0]
+            if "schedule-free" in name:
+                # Going to the point that takes the gradients, and back, rounds weights, so the next step is
+                # the other trainer's to rounding; one update moves weights by up to 1e-3.
                 moved = [key for key in moved if not key.startswith(("weight ", "master "))]
-            assert moved == [], name
-            assert rank["apart"] == [], name
+                apart = {key: gap for key, gap in apart.items() if not gap < 1e-6}
+                equal = pytest.approx(rank["after"][0], rel=1e-5)
+            assert not moved, name
+            assert not apart, name
             assert rank["scored"] < 1e-5, name
-            assert rank["after"][0] == rank["after"][1] > 0, name
+            assert rank["after"][1] == equal, name
+            assert rank["after"][1] > 0, name
             assert "step 5, update 1 of 2: the gradient is not finite (norm " in rank["said"], name
             assert f"{culprit} on rank 1" in rank["said"], (name, rank["said"])
             assert "like 2 before it in a row. Lower" in rank["said"], (
