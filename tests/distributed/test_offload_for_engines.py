@@ -53,4 +53,4 @@ def test_offloaded_state_returns_with_the_same_bits(tmp_path: Path) -> None:
             assert rank["released"], name
             assert rank["scores"], name
             assert rank["kept"], name
-            assert rank["returned"] == rank["apart"] == [], name
+            assert rank["returned"] == rank["apart"] == {}, name

@@ -25,7 +25,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps({"one GPU": case}))
     worker = "tests.distributed.offload_for_engines_worker"
     (rank,) = run_ranks(worker, 1, tmp_path, "cuda", fresh=True)["one GPU"]["ranks"]
-    assert rank["returned"] == rank["apart"] == []
+    assert rank["returned"] == rank["apart"] == {}
     assert rank["released"]
     loaded, away = rank["memory"]
     assert len(set(loaded)) == len(set(away)) == 1
