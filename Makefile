@@ -73,6 +73,14 @@ format: $(VENV)  ## let ruff rewrite what it can
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
 	@touch $@
 
+# One wheel, unpacked and without its dependencies, for tests/unit/test_mappings_against_megatron_bridge.py.
+.megatron-bridge/.complete: requirements/megatron-bridge.txt | $(VENV)
+	@rm -rf .megatron-bridge
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target .megatron-bridge -r requirements/megatron-bridge.txt
+	@touch $@
+
+.megatron-bridge: .megatron-bridge/.complete
+
 docs: .venv-docs/.complete  ## build the documentation site into site/
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 

@@ -34,7 +34,7 @@ from benchmarks.setup import QUICKSTART, Report, benchmark, main
 from rpg_megatron.config import ModelShape, Settings, read_model_shape
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.models.dense import FUSED
+from rpg_megatron.models.layer import FUSED
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.training.loss import build_aggregator, build_loss

@@ -29,7 +29,7 @@ from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.checkpoints.hf_files import INDEX
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config import Settings
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.model_shape import ModelShape, Rope
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.models.registry import mapping_for
@@ -52,7 +52,7 @@ QWEN3 = ModelShape(
     tied_embeddings=True,
     qk_norm=True,
     qkv_bias=False,
-    rope_theta=1e6,
+    rope=Rope(1e6),
     norm_eps=1e-6,
     max_positions=40960,
     dtype="bfloat16",

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,19 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rpg_megatron.checkpoints.hf_files import CONFIG, INDEX, SINGLE, open_copied
+from rpg_megatron.checkpoints.hf_files import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    has_old_names,
+    list_untrained,
+    old_name,
+    open_copied,
+    stored_bytes,
+)
+from rpg_megatron.checkpoints.hf_import import read_whole
 from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import copy_file, open_own, parse_json, remove, rename
 from rpg_megatron.models.lora import AdapterMapping
@@ -41,6 +52,14 @@ class _Plan:
     shards: list[list[str]]
     owners: dict[str, list[SliceOwner]]
     shapes: dict[str, tuple[int, ...]]
+    untrained: dict[str, StoredTensor] = field(default_factory=dict)
+    """Tensors that are copied from the model's own files, as they are."""
+    old_names: bool = False
+    """Whether those files have the older names, see ``decoder_name``."""
+
+    def file_name(self, name: str) -> str:
+        """The name of a tensor in the files."""
+        return old_name(name) if self.old_names and name not in self.untrained else name
 
 
 @torch.no_grad()
@@ -60,11 +79,11 @@ def export_hf(
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
     params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
-    (float32, bfloat16 or float16). Configuration and tokenizer are copied from ``source_dir``. Without an
-    initialised process group, the caller must hold the whole model. The folder gets its final name when it is
-    complete; a killed export leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace
-    an existing ``out_dir``. ``root``: see ``open_copied``. ``ends``: called on rank 0; tokens that
-    generation_config.json is to name as ends of a response, besides its own.
+    (float32, bfloat16 or float16). Configuration, tokenizer and tensors that are not trained are copied from
+    ``source_dir``. Without an initialised process group, the caller must hold the whole model. The folder
+    gets its final name when it is complete; a killed export leaves ``.NAME.incomplete``, which the next
+    export removes. ``replace``: replace an existing ``out_dir``. ``root``: see ``open_copied``. ``ends``:
+    called on rank 0; tokens that generation_config.json is to name as ends of a response, besides its own.
     Raises UserError or OSError on every rank if ``out_dir`` exists or cannot be written, MappingError if
     tensors are incomplete.
     """
@@ -76,7 +95,10 @@ def export_hf(
     gathered = gather_objects(shards, RankShards)
     shapes = mapping.hf_tensors()
     sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
-    plan = _Plan(group_shards(sizes, max_shard_bytes), assign_owners(mapping, gathered), shapes)
+    untrained = list_untrained(source_dir, mapping.shape)
+    sizes |= {n: stored_bytes(t) for n, t in untrained.items()}
+    owners, shards_of_files = assign_owners(mapping, gathered), group_shards(sizes, max_shard_bytes)
+    plan = _Plan(shards_of_files, owners, shapes, untrained, has_old_names(source_dir, mapping.shape))
     names = _file_names(len(plan.shards))
 
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
@@ -87,7 +109,7 @@ def export_hf(
 
             def write(shard: int = shard, tensors: dict[str, torch.Tensor] = tensors) -> None:
                 if shard < len(plan.shards):
-                    _save(tensors, part / names[shard])
+                    _save({plan.file_name(n): t for n, t in tensors.items()}, part / names[shard])
 
             run_together(write)
             del tensors, write  # free this round's file before the next one is assembled
@@ -172,6 +194,10 @@ def _assemble_round(
             if i >= len(shard):
                 continue
             name = shard[i]
+            if name in plan.untrained:
+                if assembler == rank:
+                    out[name] = read_whole(plan.untrained[name])
+                continue
             if assembler == rank:
                 out[name] = torch.empty(plan.shapes[name], dtype=dtype)
             for tag, owner in enumerate(plan.owners[name]):
@@ -223,7 +249,7 @@ def _finish(
     if len(names) > 1:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {n: names[s] for s, shard in enumerate(plan.shards) for n in shard},
+            "weight_map": {plan.file_name(n): names[s] for s, shard in enumerate(plan.shards) for n in shard},
         }
         with open_own(part / INDEX, "x", encoding="utf-8") as f:
             f.write(json.dumps(index, indent=2) + "\n")
@@ -258,9 +284,11 @@ def _publish(part: Path, out_dir: Path, names: Sequence[str]) -> None:
 def _with_dtype(text: bytes, dtype: torch.dtype) -> bytes:
     """A config.json with this dtype."""
     config = parse_json(text)
-    # transformers renamed the key; set the one that exists.
-    for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
-        config[key] = dtype_name(dtype)
+    decoder = config.get("text_config")
+    for part in (config, decoder if isinstance(decoder, dict) else {}):
+        # transformers renamed the key; set the one that exists.
+        for key in [k for k in ("dtype", "torch_dtype") if k in part] or ["dtype"] * (part is config):
+            part[key] = dtype_name(dtype)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

@@ -23,6 +23,7 @@ from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 from rpg_megatron.system.terminal import one_line
 
 if TYPE_CHECKING:
+    from rpg_megatron.config.model_shape import ModelShape
     from rpg_megatron.models.mapping import ModelMapping
 
 SINGLE = "model.safetensors"
@@ -31,7 +32,10 @@ CONFIG = "config.json"
 CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files besides the weights: configuration, tokenizer, chat template."""
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+UNTRAINED = "untrained.safetensors"
+"""In a folder of configuration without weights: the tensors that are not trained."""
+
+HEAD = "lm_head.weight"
 _COMPUTED = (
     ".rotary_emb.inv_freq",
     ".rotary_pos_emb.inv_freq",
@@ -70,7 +74,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         tensors, end = {}, 0
         for name, entry in sorted(raw.items(), key=lambda item: item[1]["data_offsets"]):
             shape = _shape(file, name, entry["shape"])
-            tensors[name] = tensor = StoredTensor(file, str(entry["dtype"]), shape, 8 + length + end)
+            tensors[name] = tensor = StoredTensor(file, str(entry["dtype"]), shape, 8 + length + end, name)
             start, end = end, _offset(file, name, entry["data_offsets"], end)
             dtype = SAFETENSORS.get(tensor.dtype)
             if dtype and end - start != ITEM_BYTES[dtype] * math.prod(tensor.shape):
@@ -167,6 +171,46 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+_OLD_NAMES = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
+"""How the names of a decoder in a vision model begin in older files -> in transformers' models."""
+
+
+def decoder_name(name: str) -> str:
+    """The name of a tensor as transformers' models have it; files of a vision model may have an older one."""
+    start = next((old for old in _OLD_NAMES if name.startswith(old)), "")
+    return _OLD_NAMES.get(start, "") + name.removeprefix(start)
+
+
+def old_name(name: str) -> str:
+    """Inverse of ``decoder_name`` for a decoder's tensor in a file with older names."""
+    old, new = next((old, new) for old, new in _OLD_NAMES.items() if name.startswith(new))
+    return old + name.removeprefix(new)
+
+
+def has_old_names(model_dir: Path, shape: ModelShape) -> bool:
+    """Whether the files of a vision model have older names."""
+    old = ("language_model.", "vision_tower.", "multi_modal_projector.")
+    return shape.is_part and any(name.startswith(old) for name in _list_all(model_dir))
+
+
+def stored_bytes(tensor: StoredTensor) -> int:
+    """Size of a tensor."""
+    return ITEM_BYTES.get(SAFETENSORS.get(tensor.dtype, ""), 1) * math.prod(tensor.shape)
+
+
+def list_untrained(model_dir: Path, shape: ModelShape) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint that are not the decoder's. Raises UserError if its files are not there."""
+    if not shape.untrained:
+        return {}
+    return {n: tensor for n, tensor in _list_all(model_dir).items() if n.startswith(shape.untrained)}
+
+
+def _list_all(model_dir: Path) -> dict[str, StoredTensor]:
+    """As ``list_checkpoint``; beside Megatron's weights, the tensors that these do not have."""
+    untrained = model_dir / UNTRAINED
+    return read_header(untrained) if untrained.exists() else list_checkpoint(model_dir)
+
+
 def list_computed(stored: Iterable[str]) -> list[str]:
     """The names of buffers that follow from config.json, and are not read."""
     return [name for name in stored if f".{name}".endswith(_COMPUTED)]
@@ -213,20 +257,23 @@ def verify_hf_checkpoint(
 ) -> dict[str, StoredTensor]:
     """Check that a checkpoint has exactly the tensors of the mapping; returns them by name.
 
-    Left out are buffers that follow from config.json, and with tied embeddings a ``lm_head.weight`` that
-    equals the embedding, for which both are read. ``one_dtype``: all tensors must have the same dtype.
+    Left out are what is not trained (``list_untrained``), buffers that follow from config.json, and with tied
+    embeddings a ``lm_head.weight`` that equals the embedding, for which both are read. ``one_dtype``: all
+    tensors must have the same dtype.
     Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files;
     also for a head that is not the embedding: transformers and vLLM use it in spite of config.json.
     """
-    stored = list_checkpoint(model_dir)
-    for name in list_computed(stored):
-        del stored[name]
+    stored = {decoder_name(name): tensor for name, tensor in list_checkpoint(model_dir).items()}
+    untrained = [name for name in stored if name.startswith(mapping.shape.untrained)]
+    for name in [*list_computed(stored), *untrained]:
+        stored.pop(name, None)
     head = stored.pop(HEAD, None) if mapping.shape.tied_embeddings else None
     described = f"config.json ({mapping.shape.family}, {mapping.shape.num_layers} layers)"
     check_stored(model_dir, stored, mapping, described, one_dtype=one_dtype)
-    if head is not None and not _equal(head, stored[EMBEDDING]):
+    embedding = f"{mapping.shape.prefix}embed_tokens.weight"
+    if head is not None and not _equal(head, stored[embedding]):
         raise UserError(
-            f"{head.file}: {HEAD} differs from {EMBEDDING}, and config.json says that they are one "
+            f"{head.file}: {HEAD} differs from {embedding}, and config.json says that they are one "
             "(tie_word_embeddings is true); set tie_word_embeddings to false there, or remove the tensor if "
             "the embedding is the output layer"
         )

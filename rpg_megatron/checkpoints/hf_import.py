@@ -14,7 +14,7 @@ from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.models.boxes import MappingError, Piece, check_cover
+from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
@@ -89,6 +89,13 @@ def load_hf_weights(
     return bytes_read
 
 
+def read_whole(stored: StoredTensor) -> torch.Tensor:
+    """A tensor of a file, in the file's dtype. Raises UserError."""
+    whole = Box.whole(stored.shape)
+    with _open(stored.file) as handle:
+        return _read(handle, Piece(stored.name, whole, whole), stored)
+
+
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -99,9 +106,7 @@ def _open(file: Path) -> Any:
 def _read(handle: Any, piece: Piece, in_file: StoredTensor) -> torch.Tensor:
     """One slice of an HF tensor, in the file's dtype."""
     try:
-        values: torch.Tensor = handle.get_slice(piece.hf_name)[piece.hf.slices()]
+        values: torch.Tensor = handle.get_slice(in_file.name)[piece.hf.slices()]
     except (SafetensorError, OSError) as e:
-        raise UserError(
-            f"{in_file.file}: {piece.hf_name} cannot be read ({e}); copy the file again"
-        ) from None
+        raise UserError(f"{in_file.file}: {in_file.name} cannot be read ({e}); copy the file again") from None
     return values

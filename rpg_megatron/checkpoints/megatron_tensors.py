@@ -17,9 +17,10 @@ from rpg_megatron.checkpoints.index import INDEX, read_index
 from rpg_megatron.checkpoints.megatron_folder import check_tensors, find_short_files, weights_of
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
+from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
-from rpg_megatron.models.dense import FUSED
+from rpg_megatron.models.layer import FUSED
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.partition import Shape
 from rpg_megatron.models.registry import mapping_for

@@ -8,9 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...), shape, first byte."""
+    """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...), shape, first byte, and
+    its name there, which may be an older form of that in a mapping.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
+    name: str = ""

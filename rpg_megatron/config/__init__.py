@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rpg_megatron.config.errors import UserError
-    from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+    from rpg_megatron.config.model_config import read_model_shape
+    from rpg_megatron.config.model_shape import ModelShape
     from rpg_megatron.config.settings import Settings, load_settings
 
 __all__ = ["ModelShape", "Settings", "UserError", "load_settings", "read_model_shape"]
@@ -17,7 +18,7 @@ __all__ = ["ModelShape", "Settings", "UserError", "load_settings", "read_model_s
 _MODULES = {
     "UserError": "errors",
     "ModelShape": "model_shape",
-    "read_model_shape": "model_shape",
+    "read_model_shape": "model_config",
     "Settings": "settings",
     "load_settings": "settings",
 }

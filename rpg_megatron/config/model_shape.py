@@ -1,22 +1,13 @@
-"""Model architecture from a Hugging Face ``config.json``, read without torch or transformers."""
+"""Sizes and kinds of a model's layers: what mappings, Megatron's modules, memory and cost follow from.
+
+Nothing here knows a family: what those have in common is in ``families.py``, how a config.json is read in
+``model_config.py``.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from rpg_megatron.config.errors import UserError, shorten
-from rpg_megatron.config.files import places_of, read_json
-
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-"""HF architecture name -> family; each family is one file in ``models``."""
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -33,6 +24,59 @@ class Llama3Rope:
     high_freq_factor: float
     original_positions: int
     """Maximum sequence length before the scaling (original_max_position_embeddings)."""
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN's scaling of the rotary frequencies (Peng et al. 2023, arXiv 2309.00071, section 3).
+
+    Pairs that turn more than ``fast`` times within ``original_positions`` are unchanged. Those that turn
+    less than ``slow`` times become ``factor`` times as slow. Pairs in between are interpolated by index.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    original_positions: int
+    magnitude: float
+    """Factor of the rotated queries and keys (attention_factor)."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of a layer."""
+
+    theta: float
+    """The base of the frequencies."""
+    fraction: float = 1.0
+    """Share of a head's dimensions that are rotated, the first ones (partial_rotary_factor)."""
+    scaling: Llama3Rope | YarnRope | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers whose tokens attend to the latest tokens only."""
+
+    tokens: int
+    """How many tokens a token attends to, itself included (sliding_window)."""
+    layers: tuple[int, ...]
+    """Indices of these layers, ascending."""
+    rope: Rope
+    """The rotary embedding in these layers."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Constant factors of a model's values."""
+
+    embedding: float = 1.0
+    """Of the embedding's output."""
+    residual: float = 1.0
+    """Of what attention and the MLP add to the residual stream."""
+    attention: float | None = None
+    """Of the attention scores; None: 1 / sqrt(head_dim)."""
+    logits: float = 1.0
+    """Of the logits."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +97,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, from which layouts, memory and the Megatron configuration follow."""
+    """Sizes of a model and kinds of its layers."""
 
     family: str
     num_layers: int
@@ -65,15 +109,32 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool
     qk_norm: bool
+    """Whether queries and keys are normalised, each head by itself or, with ``wide_qk_norm``, together."""
     qkv_bias: bool
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     max_positions: int
     dtype: str
     """dtype of the weights in the checkpoint: float32, bfloat16 or float16."""
-    rope_scaling: Llama3Rope | None = None
     experts: ExpertShape | None = None
     """None: all layers are dense. Otherwise ``ffn_hidden_size`` is that of the dense layers, if any."""
+    windows: Windows | None = None
+    """None: every token attends to all earlier ones in all layers."""
+    wide_qk_norm: bool = False
+    post_norm: bool = False
+    """Whether the norms are behind attention and MLP, before the residual stream, instead of in front."""
+    fused_rows: bool = False
+    """Whether the checkpoint has one tensor for query, key and value, and one for gate and up."""
+    scales: Scales = field(default_factory=Scales)
+    prefix: str = "model."
+    """What the names of the tensors begin with, but for the output layer."""
+    untrained: tuple[str, ...] = ()
+    """How the names of tensors begin that are not the decoder's, but a vision tower's, say."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the checkpoint has other parts, of which the decoder is ``model.language_model``."""
+        return self.prefix != "model."
 
     @property
     def has_dense_layers(self) -> bool:
@@ -83,6 +144,14 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         """Whether layer ``layer``, counted from 0, has experts instead of a dense feed-forward block."""
         return self.experts is not None and layer in self.experts.layers
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens that a token attends to in a layer; None: all."""
+        return self.windows.tokens if self.windows and layer in self.windows.layers else None
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotary embedding of a layer."""
+        return self.windows.rope if self.windows and layer in self.windows.layers else self.rope
 
     def padded_vocab(self, tensor: int, multiple: int = 1) -> int:
         """Vocabulary rows, padded so that each of ``tensor`` ranks holds a multiple of ``multiple``."""
@@ -101,8 +170,17 @@ class ModelShape:
     def attention_length(self) -> float:
         """Sequence length at which causal attention takes as many FLOPs as everything else, in tokens.
 
-        The cost of a sequence of n tokens is proportional to n + n^2 / attention_length.
+        The cost of a sequence of n tokens is proportional to n + n^2 / attention_length. Layers with windows
+        count as everything else; infinite if all have them.
         """
+        if self.windows is None:
+            return self._attention_length
+        full = self.num_layers - len(self.windows.layers)
+        return self._attention_length * self.num_layers / full if full else math.inf
+
+    @property
+    def _attention_length(self) -> float:
+        """The same, if no layer had a window."""
         in_layers, in_head = self.matmul_parameters
         layers = self.num_layers
         return (in_layers // layers + in_head / layers) / (self.num_heads * self.head_dim)
@@ -110,12 +188,27 @@ class ModelShape:
     def forward_flops(self, tokens: float, squares: float) -> float:
         """FLOPs of a forward pass; a backward pass takes twice as many.
 
-        tokens, squares: sums of n and n^2 over the sequences of n tokens.
+        tokens, squares: sums of n and ``squares(n)`` over the sequences of n tokens.
         2 P n for products with the P parameters of matrices (Kaplan et al. 2020, arXiv 2001.08361, 2.1), and
         2 n^2 heads head_dim layers for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv
         2104.04473, appendix).
         """
-        return 2 * sum(self.matmul_parameters) * (tokens + squares / self.attention_length)
+        return 2 * sum(self.matmul_parameters) * (tokens + squares / self._attention_length)
+
+    def squares(self, n: float) -> float:
+        """Twice the number of pairs that causal attention covers in n tokens, on average over the layers.
+
+        n^2 without windows; n tokens with a window of w < n have w (2 n - w).
+        """
+        if self.windows is None or n <= (w := self.windows.tokens):
+            return n * n
+        return n * n - len(self.windows.layers) / self.num_layers * (n - w) ** 2
+
+    def attended(self, n: float) -> float:
+        """Keys that the last of n tokens reads, on average over the layers."""
+        if self.windows is None or n <= (w := self.windows.tokens):
+            return n
+        return n - len(self.windows.layers) / self.num_layers * (n - w)
 
     @property
     def active_ffn_columns(self) -> float:
@@ -144,226 +237,3 @@ class ModelShape:
         few, more = divmod(self.num_layers, stages)
         larger = [*range(1, stages - 1), 0][:more]
         return [few + (stage in larger) for stage in range(stages)]
-
-
-def read_model_shape(path: Path) -> ModelShape:
-    """Read ``path/config.json``.
-
-    Raises UserError if the directory or the file is missing, is not JSON, or describes an unsupported model
-    family or variant.
-    """
-    file = path / "config.json"
-    if not path.is_dir():
-        raise UserError(
-            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, from "
-            "hf download NAME --local-dir FOLDER (plan needs only its config.json)"
-        )
-    try:
-        raw: dict[str, Any] = read_json(file, *places_of(file.parent))
-    except FileNotFoundError:
-        fix = "a Hugging Face checkpoint holds one"
-        if (path / "adapter_config.json").is_file():
-            fix = "this is an adapter: set model.path to its base model, model.adapter to it, and lora"
-        raise UserError(f"model.path: {file} is missing; {fix}") from None
-    except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror or e}); copy the checkpoint again") from None
-    except ValueError as e:
-        raise UserError(f"{file}: not valid JSON ({e}); copy the checkpoint again") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{file}: holds a {type(raw).__name__}, not an object; copy the checkpoint again")
-    names = raw.get("architectures") or ["(none)"]
-    name = str(names[0])[:80] if isinstance(names, list) else "(not a list)"
-    name = name if name.isprintable() else ascii(name)
-    family = FAMILIES.get(name)
-    if family is None:
-        raise UserError(
-            f"{file}: architecture {name} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    try:
-        sizes = {key: _size(key, raw[key]) for key in _SIZES if raw.get(key) is not None}
-        _refuse_variants(file, raw, family)
-        rope = _rope(raw)
-        heads = sizes["num_attention_heads"]
-        kv_heads = sizes.get("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ValueError(
-                f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads ({heads})"
-            )
-        # transformers' default head size where the file has none.
-        head_dim = 128 if family == "qwen3" else max(sizes["hidden_size"] // heads, 1)
-        return ModelShape(
-            family=family,
-            num_layers=sizes["num_hidden_layers"],
-            hidden_size=sizes["hidden_size"],
-            ffn_hidden_size=sizes["intermediate_size"],
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=sizes.get("head_dim", head_dim),
-            vocab_size=sizes["vocab_size"],
-            tied_embeddings=_flag(raw, "tie_word_embeddings"),
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            qkv_bias=family == "qwen2",
-            rope_theta=_positive("rope_theta", rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
-            max_positions=sizes["max_position_embeddings"],
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-            rope_scaling=_llama3_rope(raw),
-            experts=_experts(raw, sizes["num_hidden_layers"]) if family == "qwen3_moe" else None,
-        )
-    except KeyError as e:
-        raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
-    except (TypeError, ValueError, OverflowError) as e:
-        raise UserError(f"{file}: {str(e)[:300]}; copy the checkpoint again") from None
-
-
-_LARGEST = {
-    "num_hidden_layers": 10_000,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "vocab_size": 2**31 - 1,  # token ids are int32
-    "max_position_embeddings": 2**31 - 1,
-    "num_experts": 2**16,
-    "num_local_experts": 2**16,
-    "num_experts_per_tok": 2**16,
-    "moe_intermediate_size": 2**22,
-    "decoder_sparse_step": 10_000,
-}
-"""Key -> maximum value, far above that of any model."""
-
-
-_QUANTISATION = "hf_quant_config.json"
-_QUANTISED = (
-    "the trainer does not read quantised weights; give the model in bfloat16, or remove this if its weights "
-    "are not quantised (engine.quantization quantises those of the engines)"
-)
-_MOST_EXPERTS = 2**17
-"""In all layers: each has tensors with names of their own."""
-_SIZES = list(_LARGEST)[:8]
-"""Keys of all families; the other keys belong to experts."""
-
-
-def _size(key: str, value: Any) -> int:
-    """A size in ``config.json``. Raises ValueError if it is not an integer from 1 to the key's maximum."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[key]:
-        raise ValueError(f"{key} is {repr(value)[:80]}; it must be an integer of 1 to {_LARGEST[key]:,}")
-    return value
-
-
-def _flag(raw: dict[str, Any], key: str) -> bool:
-    """A key that is true or false, false where it is absent, as in transformers' classes of all families."""
-    if not isinstance(value := raw.get(key), bool | None):
-        raise ValueError(f"{key} is {repr(value)[:80]}; it must be true or false")
-    return bool(value)
-
-
-def _positive(key: str, value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {str(value)[:80]}; it must be a number greater than 0")
-    return float(value)
-
-
-def _refuse_variants(file: Path, raw: dict[str, Any], family: str) -> None:
-    """Raise one UserError that lists every unsupported setting of ``config.json``.
-
-    Ignoring them would give plausible but wrong log-probs.
-    """
-    problems = []
-    for key in ("quantization_config", "compression_config"):
-        if (how := raw.get(key)) is not None:
-            method = str(how.get("quant_method") or how.get("quant_algo")) if isinstance(how, dict) else how
-            problems.append(f"{key} ({shorten(ascii(method), 80)}): {_QUANTISED}")
-    if (file.parent / _QUANTISATION).exists():
-        problems.append(f"{_QUANTISATION} beside it: {_QUANTISED}")
-    # Qwen2 has biases in any case, and transformers ignores the key there.
-    if _flag(raw, "attention_bias") and family != "qwen2":
-        problems.append(f"attention_bias=true is not supported for {family}: released models have none")
-    if _flag(raw, "mlp_bias"):
-        problems.append("mlp_bias=true is not supported: released models have none")
-    if raw.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
-    layers = int(raw["num_hidden_layers"])
-    kinds = raw.get("layer_types") or ["full_attention"] * layers
-    if (
-        raw.get("layer_types") is None
-        and _flag(raw, "use_sliding_window")
-        and raw.get("sliding_window", 4096)
-    ):
-        # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
-        full = min(max(0, int(raw.get("max_window_layers", 28))), layers)
-        kinds = [*kinds[:full], *["sliding_attention"] * (layers - full)]
-    if others := sorted(set(kinds) - {"full_attention"}):
-        count = sum(kind != "full_attention" for kind in kinds)
-        problems.append(
-            f"{count} of {layers} layers have {', '.join(others)}; only full attention is supported"
-        )
-    rope = _rope(raw)
-    kind = rope["rope_type"]
-    if kind not in (types := ["default", "llama3"] if family == "llama" else ["default"]):
-        problems.append(f"rope type {kind!r} is not supported for {family}; known: {', '.join(types)}")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1) != 1:
-        problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
-    if problems:
-        raise UserError(f"{file}: " + "; ".join(problems))
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding, from the new or the old key; ``rope_type`` is always present."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    return {**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"}
-
-
-def _llama3_rope(raw: dict[str, Any]) -> Llama3Rope | None:
-    rope = _rope(raw)
-    if rope["rope_type"] != "llama3":
-        return None
-    key = "original_max_position_embeddings"
-    scaling = Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        # The same order of keys as in transformers.
-        original_positions=_size(
-            "max_position_embeddings", raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
-        ),
-    )
-    if not 1 <= scaling.factor < math.inf or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
-        raise ValueError(
-            "rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, has "
-            f"{scaling.factor:g}, {scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}"
-        )
-    return scaling
-
-
-def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
-    """The experts of a Qwen3-MoE model, with transformers' defaults for keys that the file lacks."""
-    # transformers writes num_local_experts; published files have num_experts.
-    counts = {key: _size(key, raw[key]) for key in ("num_experts", "num_local_experts") if key in raw}
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"num_experts is {raw['num_experts']}, but num_local_experts {raw['num_local_experts']}"
-        )
-    count = next(iter(counts.values()), 128)
-    if layers * count > _MOST_EXPERTS:
-        raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
-    per_token = _size("num_experts_per_tok", raw.get("num_experts_per_tok", 8))
-    normalised = _flag(raw, "norm_topk_prob")
-    if per_token > count:
-        raise ValueError(f"num_experts_per_tok is {per_token}, more than num_experts ({count})")
-    if per_token == 1 and normalised:
-        raise ValueError(
-            "num_experts_per_tok is 1 with norm_topk_prob true: the router would have no gradient, and "
-            "Megatron does not support it"
-        )
-    step = _size("decoder_sparse_step", raw.get("decoder_sparse_step", 1))
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
-        raise ValueError(f"mlp_only_layers is {repr(dense)[:80]}; it must be a list of layer indices")
-    sparse = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
-    if not sparse:
-        raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
-    return ExpertShape(
-        count, per_token, _size("moe_intermediate_size", raw["moe_intermediate_size"]), normalised, sparse
-    )

@@ -81,14 +81,16 @@ def engine_command(
     weights: "dummy" starts with random weights, which the first sync replaces, so only the trainers read the
     checkpoint; "checkpoint" lets vLLM load it, for an evaluation without trainers.
     """
-    engine = settings.engine
+    engine, shape = settings.engine, read_model_shape(settings.model.path)
     command = [sys.executable, "-m", "rpg_megatron.engine.server"]
     command += ["--model", str(settings.model.path), "--served-model-name", SERVED_NAME]
     command += ["--host", listen[0], "--port", str(listen[1])] if listen else ["--uds", str(socket)]
     command += ["--dtype", settings.precision.dtype]
     command += ["--load-format", "dummy" if weights == "dummy" else "safetensors"]
     command += ["--tensor-parallel-size", str(engine.tensor)]
-    command += ["--max-model-len", str(context_length(settings))]
+    command += ["--max-model-len", str(context_length(settings, shape))]
+    if shape.is_part:  # without the vision tower, whose inputs would be processed besides
+        command += ["--language-model-only"]
     command += ["--max-num-seqs", str(engine.max_sequences)]
     # numpy accepts no larger seed; requests have their own seeds.
     command += ["--seed", str((settings.seed + index) % 2**32)]
@@ -117,7 +119,7 @@ def engine_command(
         command += ["--no-enable-chunked-prefill"]
         command += [
             "--max-num-batched-tokens",
-            str(max(context_length(settings), engine.max_sequences, 8192)),
+            str(max(context_length(settings, shape), engine.max_sequences, 8192)),
         ]
     elif engine.colocated:
         # By default vLLM takes a share of the whole GPU, most of which the trainer needs, so the KV cache is

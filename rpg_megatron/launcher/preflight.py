@@ -36,7 +36,7 @@ CPU_EXPERT_COLUMNS = 32
 """On a CPU, vLLM's experts must have a multiple of this many columns. Others fail at the first request."""
 ADAPTED_VOCABULARY = 258_048
 """The largest vocabulary with which vLLM adapts the output layer."""
-ADAPTED_OUTPUT_LAYERS = ("llama", "qwen3", "qwen3_moe")
+ADAPTED_OUTPUT_LAYERS = ("llama", "mistral", "qwen3", "qwen3_moe")
 """Families whose classes in vLLM say that their output layer takes adapters (embedding_modules)."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 
@@ -168,6 +168,24 @@ def check_routers(settings: Settings, shape: ModelShape) -> None:
             raise UserError(
                 f"training.{name} {value}: the model at {settings.model.path} has no experts; set it to {off}"
             )
+
+
+def check_layers(settings: Settings, shape: ModelShape) -> None:
+    """Check that what the run does is supported with the model's kinds of layers."""
+    windows, family = shape.windows is not None, shape.family
+    problems = {
+        f"training.share_prompts: {family} models have sliding windows, which would begin inside the shared "
+        "prompts; set it to false": windows and settings.training.shared_from is not None,
+        "parallel.context: Transformer Engine's attention with context parallelism has no sliding windows, "
+        f"and {family} models have; set it to 1": windows
+        and settings.parallel.context > 1
+        and settings.device == "cuda",
+        f"lora: {family} models have one tensor for several projections, or norms between projections and "
+        "residual stream, for which adapters are not supported; remove lora": settings.lora is not None
+        and (shape.fused_rows or shape.post_norm),
+    }
+    if found := [text for text, holds in problems.items() if holds]:
+        raise UserError("; ".join(found))
 
 
 def check_head_dim(settings: Settings, shape: ModelShape) -> None:

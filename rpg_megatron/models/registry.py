@@ -1,4 +1,4 @@
-"""Registry of the supported model families, and the check that a model fits the parallel sizes.
+"""The mapping of a model, and the check that a model fits the parallel sizes.
 
 Nothing here imports torch: preflight runs it on a login node.
 """
@@ -6,33 +6,17 @@ Nothing here imports torch: preflight runs it on a login node.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.policy import ParallelSettings
-from rpg_megatron.models.llama import llama_mapping
+from rpg_megatron.models.decoder import DecoderMapping
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.qwen2 import qwen2_mapping
-from rpg_megatron.models.qwen3 import qwen3_mapping
-from rpg_megatron.models.qwen3_moe import qwen3_moe_mapping
-
-MAPPINGS: dict[str, Callable[[ModelShape], ModelMapping]] = {
-    "llama": llama_mapping,
-    "qwen2": qwen2_mapping,
-    "qwen3": qwen3_mapping,
-    "qwen3_moe": qwen3_moe_mapping,
-}
-"""Model family, as ``read_model_shape`` returns it -> its mapping."""
 
 
 def mapping_for(shape: ModelShape) -> ModelMapping:
-    """The mapping for a model. Raises UserError if its family is not supported."""
-    if shape.family not in MAPPINGS:
-        raise UserError(
-            f"model family {shape.family!r} is not supported; supported: {', '.join(sorted(MAPPINGS))}"
-        )
-    return MAPPINGS[shape.family](shape)
+    """The mapping for a model."""
+    return DecoderMapping(shape)
 
 
 def check_layout(
@@ -70,6 +54,11 @@ def check_layout(
         problems.append(
             f"tensor={tensor} neither divides the model's {groups} key/value heads nor is a multiple of them"
         )
+    if shape.wide_qk_norm and groups % tensor:
+        problems.append(
+            f"tensor={tensor} does not divide the model's {groups} key/value heads, whose norm is over all "
+            "of them"
+        )
     rows = (heads + 2 * groups) * shape.head_dim
     if rows % tensor:
         problems.append(f"tensor={tensor} does not divide the model's {rows} query, key and value rows")
@@ -83,7 +72,7 @@ def check_layout(
         fits = [
             n
             for n in range(1, most + 1)
-            if most % n == rows % n == 0 and (groups % n == 0 or n % groups == 0)
+            if most % n == rows % n == 0 and (groups % n == 0 or (n % groups == 0 and not shape.wide_qk_norm))
         ]
         sizes = ", ".join(map(str, fits))
         raise UserError("; ".join(problems) + f" (tensor parallel sizes that fit this model: {sizes})")

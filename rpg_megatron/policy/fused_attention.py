@@ -1,4 +1,4 @@
-"""Transformer Engine's attention for runs that share prompts. Needs that package."""
+"""Transformer Engine's attention with our rotary embedding. Needs that package."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import Tensor
 
-from rpg_megatron.policy.layers import Rotary
+from rpg_megatron.config.model_shape import Rope
 from rpg_megatron.policy.microbatch import PackedSequences
+from rpg_megatron.policy.rotary import Rotary
 from rpg_megatron.policy.shared_prompts import attend_with_prompts
 
 
-class SharingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
+class RotatingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
     """Rotary embedding and attention: Transformer Engine's, or ours in rows with shared prompts.
 
-    Megatron would rotate by the position in the piece of the row, here it is that in the whole sequence.
+    Megatron would rotate all layers alike, whole heads, and by the position in the piece of the row; here it
+    is that in the whole sequence.
     """
 
-    def __init__(self, *arguments: Any, frequencies: Tensor, **more: Any) -> None:
-        """frequencies: see ``Rotary``. The rest as Megatron passes it."""
+    def __init__(self, *arguments: Any, rope: Rope, **more: Any) -> None:
+        """rope: of the layer. The rest as Megatron passes it."""
         super().__init__(*arguments, **more)
-        self.rotary = Rotary(frequencies)
+        self.rotary = Rotary(rope, self.config.kv_channels)
 
     def forward(
         self,
@@ -36,6 +38,6 @@ class SharingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
         row = packed_seq_params
         query, key = self.rotary(query, key, row)
         if row.prompts is not None:
-            return attend_with_prompts(query, key, value, row).flatten(1)
+            return attend_with_prompts(query, key, value, row, self.config.softmax_scale).flatten(1)
         out: Tensor = super().forward(query, key, value, attention_mask, packed_seq_params=row, **more)
         return out

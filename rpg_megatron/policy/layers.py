@@ -1,35 +1,39 @@
-"""Layers that Megatron's local spec lacks: RMSNorm with sequence parallelism, packed attention."""
+"""Layers that Megatron's specs lack: norms, additions to the residual stream, packed attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rpg_megatron.config.model_shape import Rope
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.microbatch import PackedSequences
+from rpg_megatron.policy.rotary import Rotary
 from rpg_megatron.policy.shared_prompts import attend_with_prompts
 
 
 class _Normalise(torch.autograd.Function):
     """Root-mean-square norm times a weight. Autograd's own backward needs three times as many passes over
-    memory, and keeps the normalised input.
+    memory, and keeps the normalised input. group: its ranks have equal parts of the last dimension.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
+        wide, ctx.group = x.float(), group
+        inverse = torch.rsqrt(_mean(wide.square(), group) + eps)
         ctx.save_for_backward(x, weight, inverse)
         return weight * (wide * inverse).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         normalised = x.float() * inverse
         d_x = d_weight = None
@@ -37,9 +41,17 @@ class _Normalise(torch.autograd.Function):
             d_weight = (gradient * normalised.to(x.dtype)).flatten(0, -2).sum(0)
         if ctx.needs_input_grad[0]:
             wide = (gradient * weight).float()
-            along = (wide * normalised).mean(-1, keepdim=True)
+            along = _mean(wide * normalised, ctx.group)
             d_x = wide.addcmul_(normalised, along, value=-1).mul_(inverse).to(x.dtype)
-        return d_x, d_weight, None
+        return d_x, d_weight, None, None
+
+
+def _mean(x: Tensor, group: Any) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(mean, group=group)
+        mean /= group.size()
+    return mean
 
 
 class RMSNorm(torch.nn.Module):
@@ -57,8 +69,56 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; shape and dtype do not change."""
-        out: Tensor = _Normalise.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        out: Tensor = _Normalise.apply(x, self.weight, self.eps, None)  # type: ignore[no-untyped-call]
         return out
+
+
+class WideNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of the queries, or of the keys, of which each rank has a part.
+
+    Every tensor-parallel rank has the whole weight and uses its own part, because Megatron sums the gradients
+    of ``q_layernorm`` and ``k_layernorm`` over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int) -> None:
+        """hidden_size: of a head. heads: on all ranks together."""
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the heads of a rank [..., heads, d] by all ranks' mean square."""
+        group = mpu.get_tensor_model_parallel_group()
+        weight = self.weight.chunk(group.size())[group.rank()]
+        among = group if group.size() > 1 else None
+        out: Tensor = _Normalise.apply(x.flatten(-2), weight, self.eps, among)  # type: ignore[no-untyped-call]
+        return out.view_as(x)
+
+
+class ResidualAdd(torch.nn.Module):
+    """Adds what attention or the MLP computes to the residual stream: normalised, scaled, or as it is.
+
+    In place of Megatron's ``self_attn_bda`` and ``mlp_bda``. Without bias and dropout.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: type | None, scale: float) -> None:
+        """norm: in front of the sum. scale: factor."""
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon) if norm else None
+        self.scale = scale
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function that adds, as Megatron calls it."""
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        x, _ = output_and_bias
+        # Megatron enables gradients here even under no_grad: the norm's weight would keep the graph of every
+        # layer in a pass that only scores.
+        with torch.set_grad_enabled(x.requires_grad or residual.requires_grad):
+            x = x if self.norm is None else self.norm(x)
+            return residual + (x if self.scale == 1 else x * self.scale)
 
 
 class _Gate(torch.autograd.Function):
@@ -92,57 +152,14 @@ class SwiGLU(torch.nn.Module):
         return out
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotates the pairs (i, i + d / 2) of the last dimension; the gradient is rotated back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.angles = cos, sin
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.angles
-        return _rotated(gradient, cos, -sin), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    (a, b), (c, d) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(a, cos, out=c).sub_(b * sin)
-    torch.mul(b, cos, out=d).add_(a * sin)
-    return out
-
-
-class Rotary(torch.nn.Module):
-    """Rotary position embedding of packed rows, bit-identical to Megatron's.
-
-    Megatron's unfused embedding loops over the sequences and computes cosines and sines for each. This one
-    computes them once for all sequences and layers.
-    """
-
-    def __init__(self, frequencies: Tensor) -> None:
-        """frequencies: radians per token, float32 [d / 2]."""
-        super().__init__()
-        self.frequencies: Tensor
-        self.register_buffer("frequencies", frequencies, persistent=False)
-
-    def forward(self, query: Tensor, key: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
-        """Rotate query [c, heads, d] and key [c, kv_heads, d] by position; shapes and dtypes are kept."""
-        if packed.rotary is None:
-            angles = torch.outer(packed.positions.float(), self.frequencies)[:, None]
-            packed.rotary = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-        cos, sin = packed.rotary
-        return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)  # type: ignore[no-untyped-call]
-
-
 class PackedAttention(torch.nn.Module):
     """Rotary embedding and causal attention of each packed sequence, by torch's scaled_dot_product_attention.
 
     Megatron's local attention does not support packed sequences. Sequences of similar length share a call.
     Each is padded at its end, where no real token attends, so no mask over all tokens is needed. Dropout is
     not supported. With context parallelism a rank has two chunks of the queries of each sequence, and gathers
-    all keys and values.
+    all keys and values. With a window, the queries of a sequence that is longer are computed in blocks of the
+    window's size, each with the keys that it sees.
     """
 
     def __init__(
@@ -153,15 +170,17 @@ class PackedAttention(torch.nn.Module):
         attention_type: str,
         softmax_scale: float | None = None,
         *,
-        frequencies: Tensor,
+        rope: Rope,
+        window: int | None = None,
         **_: Any,
     ) -> None:
-        """frequencies: see ``Rotary``. The rest as Megatron passes it."""
+        """rope, window: of the layer, see ``ModelShape``. The rest as Megatron passes it."""
         super().__init__()
         if config.attention_dropout:
             raise ValueError("attention dropout is not supported with packed sequences; set it to 0")
-        self.rotary = Rotary(frequencies)
-        self.scale = softmax_scale
+        assert config.kv_channels is not None
+        self.rotary = Rotary(rope, config.kv_channels)
+        self.scale, self.window = softmax_scale, window
         self.context = config.context_parallel_size
 
     def forward(
@@ -190,10 +209,21 @@ class PackedAttention(torch.nn.Module):
         # size.
         sizes = [n * longest for n, longest in groups.shapes]
         parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), groups.shapes, strict=True)
-        out = torch.cat([self._attend(*(x.unflatten(0, g) for x in qkv)).flatten(0, 1) for *qkv, g in parts])
+        out = torch.cat([self._attend_group(*(x.unflatten(0, g) for x in qkv)) for *qkv, g in parts])
         if groups.restored is not None:
             out = out.index_select(0, groups.restored)
         return out.flatten(1)
+
+    def _attend_group(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Sequences of one length: [sequences, length, heads, d] -> [sequences x length, heads, d]."""
+        length, size = query.size(1), self.window
+        if size is None or length <= size:
+            return self._attend(query, key, value).flatten(0, 1)
+        blocks = [
+            self._attend_recomputed(first, query[:, first : first + size], key, value)
+            for first in range(0, length, size)
+        ]
+        return torch.cat(blocks, 1).flatten(0, 1)
 
     def _attend_in_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], places: Tensor
@@ -206,25 +236,26 @@ class PackedAttention(torch.nn.Module):
         out = []
         for n, k, v in zip(chunks, keys, values, strict=True):
             for chunk in (rank, 2 * self.context - 1 - rank):
-                end = (chunk + 1) * n
-                # Recomputed in backward: the masks of all layers would need more memory than everything else.
-                out.append(
-                    checkpoint(
-                        self._attend_from,
-                        chunk * n,
-                        next(queries),
-                        k[:end],
-                        v[:end],
-                        use_reentrant=False,
-                        preserve_rng_state=False,
-                    )
-                )
+                out.append(self._attend_recomputed(chunk * n, next(queries)[None], k[None], v[None])[0])
         return torch.cat(out).flatten(1)
 
+    def _attend_recomputed(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of queries that start at position ``first`` of their sequence to all that they see.
+
+        Recomputed in backward: the masks of all layers would need more memory than everything else.
+        """
+        end = first + q.size(1)
+        start = 0 if self.window is None else max(0, first + 1 - self.window)
+        keys, values = k[:, start:end], v[:, start:end]
+        out: Tensor = checkpoint(
+            self._attend_from, first - start, q, keys, values, use_reentrant=False, preserve_rng_state=False
+        )
+        return out
+
     def _attend_from(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of queries that start at position ``first`` of their sequence."""
-        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(first)
-        return self._attend(q[None], k[None], v[None], mask).squeeze(0)
+        """Attention of queries that start at ``first`` of the keys: [sequences, length, heads, d]."""
+        mask = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril(first)
+        return self._attend(q, k, v, mask if self.window is None else mask.triu(first + 1 - self.window))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of sequences of one length: [sequences, length, heads, d]."""

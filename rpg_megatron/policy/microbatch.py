@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.config.model_shape import ExpertShape, Rope
 from rpg_megatron.data.packing import padded_length, sequence_multiple
 from rpg_megatron.data.row_layout import RowPiece, lay_out
 from rpg_megatron.data.trajectory import Trajectory, route_dtype
@@ -48,8 +48,8 @@ class PackedSequences(PackedSeqParams):
     """int64 [t / context]: position in its sequence of each of this context rank's tokens."""
     places: Tensor = field(kw_only=True)
     """int64 [context, t / context]: positions in the row that each context rank holds."""
-    rotary: tuple[Tensor, Tensor] | None = field(default=None, kw_only=True)
-    """Cosines and sines of the positions; ``layers.Rotary`` of the first layer sets them for all layers."""
+    rotary: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict, kw_only=True)
+    """Cosines and sines of the positions; the first layer with a ``Rope`` sets them for all that have it."""
     routes: MicroBatchRoutes | None = field(default=None, kw_only=True)
     """The experts of each token; None: the routers choose them."""
     prompts: list[tuple[int, int]] | None = field(default=None, kw_only=True)
@@ -147,7 +147,7 @@ class MicroBatch:
 
     def for_other_model(self) -> MicroBatch:
         """The same tokens for a model of another shape: ``packed.rotary`` has the first model's angles."""
-        return replace(self, packed=replace(self.packed, routes=None, rotary=None))
+        return replace(self, packed=replace(self.packed, routes=None, rotary={}))
 
     @property
     def tokens_computed(self) -> int:

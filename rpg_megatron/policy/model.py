@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,17 +21,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rpg_megatron.config.model_shape import Llama3Rope, ModelShape
+from rpg_megatron.config.model_shape import ModelShape, YarnRope
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.policy.layers import PackedAttention, RMSNorm, SwiGLU
+from rpg_megatron.policy.layers import PackedAttention, ResidualAdd, RMSNorm, SwiGLU, WideNorm
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
+from rpg_megatron.policy.rotary import rotary_frequencies
 from rpg_megatron.policy.router_aux_loss import Router
 from rpg_megatron.system.dtypes import torch_dtype
 
@@ -191,6 +192,10 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.scales.attention,
+        # Transformer Engine's; local layers get their window from the spec.
+        window_size=(shape.windows.tokens - 1, 0) if shape.windows else None,
+        window_attn_skip_freq=[int(shape.window(n) is not None) for n in range(shape.num_layers)],
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -274,30 +279,6 @@ def _uneven_stages(shape: ModelShape, stages: int) -> list[list[str]] | None:
     return parts
 
 
-def rotary_frequencies(shape: ModelShape) -> torch.Tensor:
-    """Radians per token of each pair of a head's dimensions: [head_dim / 2], float32."""
-    if shape.rope_scaling is not None:
-        return llama3_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
-    return _plain_frequencies(shape.head_dim, shape.rope_theta)
-
-
-def _plain_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-
-
-def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Rope) -> torch.Tensor:
-    """Rotary frequencies of Llama 3.1 and later, in radians per token: [head_dim / 2], float32.
-
-    Same operations in the same order as transformers, for bitwise equal results: an angle is frequency times
-    position, so a rounding error would grow with the position.
-    """
-    plain = _plain_frequencies(head_dim, theta)
-    cycles = scaling.original_positions / (2 * math.pi / plain)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((cycles - low) / (high - low)).clamp(0, 1)
-    return (1 - keep) * plain / scaling.factor + keep * plain
-
-
 def build_model(
     shape: ModelShape,
     config: TransformerConfig,
@@ -318,11 +299,17 @@ def build_model(
     fused = config.transformer_impl == "transformer_engine"
     fused_layer = partial(_fused_layer, separate_norms=separate_norms, share_prompts=share_prompts)
     make_layer = fused_layer if fused else _local_layer
-    megatron_rotates = fused and not share_prompts  # elsewhere attention rotates by itself
-    kinds = {shape.has_experts(layer) for layer in range(shape.num_layers)}
-    layers = {experts: make_layer(shape, experts) for experts in kinds}
-    if mixture := layers.get(True):
-        mixture.submodules.mlp.keywords["submodules"].router = Router
+    # Elsewhere attention rotates by itself.
+    megatron_rotates = fused and not share_prompts and _megatron_rotates(shape)
+    layers: dict[Any, ModuleSpec] = {}
+    specs: list[ModuleSpec] = []
+    for n in range(shape.num_layers):
+        if (kind := (shape.has_experts(n), shape.window(n), shape.rope_of(n))) not in layers:
+            layers[kind] = make_layer(shape, n)
+            _set_norms(shape, layers[kind], config)
+            if kind[0]:
+                layers[kind].submodules.mlp.keywords["submodules"].router = Router
+        specs.append(layers[kind])
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for number in range(virtual or 1):
@@ -330,7 +317,7 @@ def build_model(
         first = get_transformer_layer_offset(config, vp_stage=stage)
         own_layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
         block = TransformerBlockSubmodules(
-            layer_specs=[layers[shape.has_experts(layer)] for layer in own_layers], layer_norm=_norm(fused)
+            layer_specs=[specs[layer] for layer in own_layers], layer_norm=_norm(fused)
         )
         gpt = GPTModel(
             config=config,
@@ -340,16 +327,16 @@ def build_model(
             pre_process=mesh.first_stage and number == 0,
             post_process=mesh.last_stage and number == (virtual or 1) - 1,
             position_embedding_type="rope" if megatron_rotates else "none",
-            rotary_base=shape.rope_theta,
+            rotary_base=shape.rope.theta,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             parallel_output=True,
             vp_stage=stage,
         )
-        if megatron_rotates and shape.rope_scaling is not None:
+        if megatron_rotates and shape.rope.scaling is not None:
             # GPTModel(rope_scaling=True) accepts the factor only: Megatron 0.19.2 fixes the other values to
             # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
             # use.
-            gpt.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
+            gpt.rotary_pos_emb.inv_freq = rotary_frequencies(shape.rope, shape.head_dim)
         for name, parameter in gpt.named_parameters():
             if ".experts." in name:
                 # Reduced over the ranks that hold the same experts. Megatron sets this only with expert
@@ -360,8 +347,15 @@ def build_model(
     return chunks
 
 
-def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
-    """Spec of Megatron's local layer, with experts or a dense block, and our norm, attention, activation."""
+def _megatron_rotates(shape: ModelShape) -> bool:
+    """Whether Megatron's rotary embedding can do it: whole heads, all layers alike, without a factor."""
+    ropes = {shape.rope_of(n) for n in range(shape.num_layers)}
+    return ropes == {shape.rope} and shape.rope.fraction == 1 and not isinstance(shape.rope.scaling, YarnRope)
+
+
+def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
+    """Spec of Megatron's local layer ``n``, with our norms, attention and activation."""
+    experts = shape.has_experts(n)
     layer = get_gpt_layer_local_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         qk_layernorm=shape.qk_norm,
@@ -372,31 +366,36 @@ def _local_layer(shape: ModelShape, experts: bool) -> ModuleSpec:
     mlp = parts.mlp.keywords["submodules"]
     (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
     attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(PackedAttention, params={"frequencies": rotary_frequencies(shape)})
+    attention.core_attention = ModuleSpec(
+        PackedAttention, params={"rope": shape.rope_of(n), "window": shape.window(n)}
+    )
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
 
 def _fused_layer(
-    shape: ModelShape, experts: bool, *, separate_norms: bool = False, share_prompts: bool = False
+    shape: ModelShape, n: int, *, separate_norms: bool = False, share_prompts: bool = False
 ) -> ModuleSpec:
-    """Spec of Megatron's Transformer Engine layer, which supports packed sequences; experts are grouped."""
+    """Spec of Megatron's Transformer Engine layer ``n``, which supports packed sequences; experts are
+    grouped.
+    """
+    experts = shape.has_experts(n)
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts.count if experts and shape.experts else None,
         moe_grouped_gemm=experts,
         qk_layernorm=shape.qk_norm,
     )
-    if share_prompts:
-        from rpg_megatron.policy.fused_attention import SharingAttention
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
-            SharingAttention, params={"frequencies": rotary_frequencies(shape)}
+    parts = layer.submodules
+    if share_prompts or not _megatron_rotates(shape):
+        from rpg_megatron.policy.fused_attention import RotatingAttention
+
+        parts.self_attention.submodules.core_attention = ModuleSpec(
+            RotatingAttention, params={"rope": shape.rope_of(n)}
         )
-    if separate_norms:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-
-        parts = layer.submodules
+    if separate_norms or shape.post_norm:
         parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
         parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not experts:
@@ -404,8 +403,23 @@ def _fused_layer(
     return layer
 
 
+def _set_norms(shape: ModelShape, layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Set the norms and sums that Megatron's layers do not have."""
+    parts = layer.submodules
+    if shape.wide_qk_norm:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = partial(WideNorm, heads=shape.num_heads)
+        attention.k_layernorm = partial(WideNorm, heads=shape.num_kv_heads)
+    if shape.post_norm:
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    if shape.post_norm or shape.scales.residual != 1:
+        norm = _norm(config.transformer_impl == "transformer_engine") if shape.post_norm else None
+        params = {"config": config, "norm": norm, "scale": shape.scales.residual}
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(ResidualAdd, params=params)
+
+
 def _norm(fused: bool) -> type:
-    """The norm after the last layer."""
+    """The norm after the last layer, and behind blocks."""
     if not fused:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm

@@ -85,7 +85,7 @@ class Efficiency:
         shared: prompt tokens that an update does not compute again, and their squares; FLOPs exclude them.
         """
         lengths = (index.prompt_length + index.response_length).astype(np.float64)
-        tokens, squares = lengths.sum(), np.square(lengths).sum()
+        tokens, squares = lengths.sum(), sum(map(self._shape.squares, lengths))
         flops = self._shape.forward_flops(tokens - shared[0], squares - shared[1])
         row = {"step/tokens": float(tokens), "step/forward_flops": float(flops)}
         return row | ({"step/shared_tokens": float(shared[0])} if shared[0] else {})

@@ -27,9 +27,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.model_shape import Llama3Rope
+from rpg_megatron.config.model_shape import Llama3Rope, Rope
 from rpg_megatron.config.policy import ParallelSettings, PrecisionSettings
-from rpg_megatron.policy.model import llama3_frequencies, transformer_config
+from rpg_megatron.policy.model import transformer_config
+from rpg_megatron.policy.rotary import rotary_frequencies
 from tests.support.layouts import (
     OBJECTIVES,
     check,
@@ -62,12 +63,40 @@ VIRTUAL: dict[str, tuple[int, dict[str, Any], int]] = {
     "PP4xVPP2, layers 1 and 1, 2 and 1, 1 and 1, 1 and 1": (4, {"pipeline": 4, "virtual": 2}, 5),
 }
 """Rings of more than two stages."""
+KINDS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "TP1": (1, {}, 2),
+    "TP2+SP": (2, {"tensor": 2, "sequence": True}, 2),
+    "CP2": (2, {"context": 2}, 2),
+    "PP2": (2, {"pipeline": 2}, 3),
+    "PP2xVPP2": (2, {"pipeline": 2, "virtual": 2}, 3),
+    "DP2": (2, {"data": 2}, 2),
+    "TP2+SPxDP2": (4, {"tensor": 2, "sequence": True, "data": 2}, 2),
+    "TP2+SPxCP2": (4, {"tensor": 2, "sequence": True, "context": 2}, 2),
+}
+"""For families with a kind of layer of their own."""
+
+OLMO3_ROPE = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "attention_factor": 1.2,
+        "original_max_position_embeddings": 32,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+PHI3_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, LAYOUTS),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, LAYOUTS),
     "qwen2, wide": ("qwen2", {**WIDE, "num_hidden_layers": 2}, CUT_GROUPS),
     "qwen3, wide": ("qwen3", {**WIDE, "num_hidden_layers": 2, "head_dim": 8}, CUT_GROUPS),
+    "mistral": ("mistral", {"sliding_window": 16}, KINDS),
+    "phi3": ("phi3", {"rope_parameters": PHI3_ROPE, "sliding_window": 40}, KINDS),
+    "olmo3": ("olmo3", {"rope_parameters": OLMO3_ROPE, "sliding_window": 16}, KINDS),
     "qwen2, deep": ("qwen2", {"num_hidden_layers": 9, "tie_word_embeddings": True}, VIRTUAL),
 }
 """Name -> (family, what its config has besides AWKWARD, layouts)."""
@@ -96,7 +125,8 @@ def test_scaled_frequencies_are_those_of_transformers_bit_by_bit(
             "original_max_position_embeddings": scaling.original_positions,
         },
     )
-    assert torch.equal(llama3_frequencies(head_dim, theta, scaling), LlamaRotaryEmbedding(config).inv_freq)
+    found = rotary_frequencies(Rope(theta, scaling=scaling), head_dim)
+    assert torch.equal(found, LlamaRotaryEmbedding(config).inv_freq)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 5, 11, 26])

@@ -21,7 +21,7 @@ import pytest
 from rpg_megatron.bridge.controller import sync_engine
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings
-from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient

@@ -48,6 +48,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 8}),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "qwen3-moe": ("qwen3_moe", {"head_dim": 8, "mlp_only_layers": [1]}),
+    "mistral": ("mistral", {}),
+    "phi3": ("phi3", {"sliding_window": 40}),
+    "olmo3": ("olmo3", {}),
 }
 
 
@@ -125,11 +128,25 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         ("llama", torch.float32, {}, "megatron_to_hf"),
         ("qwen3", torch.bfloat16, {"tie_word_embeddings": True}, "hf_to_megatron"),
         ("qwen3-moe", torch.float32, {}, ""),
+        ("phi3", torch.bfloat16, {}, ""),
+        ("olmo3", torch.float32, {}, "megatron_to_hf"),
         # Each verification is a start of Megatron; what these add is in ``test_every_dtype`` too.
         pytest.param("qwen2-tied", torch.float32, {}, "hf_to_megatron", marks=pytest.mark.long),
         pytest.param("qwen3-moe", torch.bfloat16, {}, "both", marks=pytest.mark.long),
+        pytest.param("mistral", torch.float32, {}, "both", marks=pytest.mark.long),
+        pytest.param("phi3", torch.float32, {}, "both", marks=pytest.mark.long),
     ],
-    ids=["llama", "qwen3-tied-bf16", "qwen3-moe", "qwen2-tied", "qwen3-moe-bf16"],
+    ids=[
+        "llama",
+        "qwen3-bf16",
+        "qwen3-moe",
+        "phi3-bf16",
+        "olmo3",
+        "qwen2-tied",
+        "qwen3-moe-bf16",
+        "mistral",
+        "phi3",
+    ],
 )
 def test_there_and_back_is_bit_exact(
     tmp_path: Path, family: str, dtype: torch.dtype, changes: dict[str, Any], verify: str

@@ -173,6 +173,7 @@ def test_any_reward_runs_on_responses_data_and_rollouts(
             cli.main(["grade", str(file), "--reward", f"graded_rewards_of_test:{function}", *overrides])
         out, err = capsys.readouterr()
         assert end.value.code == 0, err
+        assert err.startswith(f"importing graded_rewards_of_test:{function}\n"), "which may hang"
         return [json.loads(line) for line in out.splitlines()], err
 
     rows = [{"response": text, "answer": "5", "prompt": "P", "level": 1} for text in ("ab", "bad", "abcd")]

@@ -26,7 +26,7 @@ from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_adapter
 from rpg_megatron.config import Settings
 from rpg_megatron.config.lora import TARGETS, LoraSettings
-from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, with_adapters
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import (

@@ -12,11 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -81,6 +92,59 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama 3, tied": lambda: LlamaForCausalLM(
         LlamaConfig(**COMMON, tie_word_embeddings=True, rope_parameters=LLAMA3)
     ),
+    "mistral": lambda: MistralForCausalLM(
+        MistralConfig(**COMMON, head_dim=32, sliding_window=16, tie_word_embeddings=False)
+    ),
+    "phi3": lambda: Phi3ForCausalLM(
+        Phi3Config(
+            **COMMON,
+            pad_token_id=None,
+            sliding_window=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+            tie_word_embeddings=False,
+        )
+    ),
+    "olmo3": lambda: Olmo3ForCausalLM(
+        Olmo3Config(
+            **COMMON,
+            pad_token_id=None,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            tie_word_embeddings=False,
+        )
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **COMMON | {"intermediate_size": 128},
+            head_dim=32,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            tie_word_embeddings=False,
+        )
+    ),
+    "glm-4.5": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **COMMON,
+            head_dim=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+            use_qk_norm=True,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        )
+    ),
 }
 
 
@@ -120,9 +184,10 @@ def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
 
 
 def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
+    config = AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
+    # By the names in files, which differ from those in memory for some experts.
+    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     return logits[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]

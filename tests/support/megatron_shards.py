@@ -42,7 +42,12 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
     _, _, index, rest = name.split(".", 3)
     p = f"model.layers.{index}."
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
-        parts = [sd[f"{p}self_attn.{x}_proj.{rest.rpartition('.')[2]}"] for x in "qkv"]
+        what = rest.rpartition(".")[2]
+        if shape.fused_rows:
+            counts = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+            parts = sd[f"{p}self_attn.qkv_proj.{what}"].split(counts)
+        else:
+            parts = [sd[f"{p}self_attn.{x}_proj.{what}"] for x in "qkv"]
         groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
         return rows(groups.flatten(0, 1))
     if rest == "mlp.router.weight":
@@ -57,6 +62,8 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
             sd[f"{p}{x}_proj.weight"].chunk(experts.tensor)[experts.tensor_rank] for x in ("gate", "up")
         ]
         return torch.cat(halves)
+    if rest == "mlp.linear_fc1.weight" and shape.fused_rows:
+        return torch.cat([rows(half) for half in sd[p + "mlp.gate_up_proj.weight"].chunk(2)])
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
     rest = {fused: plain for plain, fused in FUSED_NORMS.items()}.get(rest, rest)
@@ -66,6 +73,8 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
         "self_attention.k_layernorm.weight": lambda: sd[p + "self_attn.k_norm.weight"],
         "self_attention.linear_proj.weight": lambda: columns(sd[p + "self_attn.o_proj.weight"]),
         "pre_mlp_layernorm.weight": lambda: sd[p + "post_attention_layernorm.weight"],
+        "self_attn_bda.norm.weight": lambda: sd[p + "post_attention_layernorm.weight"],
+        "mlp_bda.norm.weight": lambda: sd[p + "post_feedforward_layernorm.weight"],
         "mlp.linear_fc2.weight": lambda: columns(sd[p + "mlp.down_proj.weight"]),
     }[rest]()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rpg_megatron.config import ModelShape, Settings, load_settings
+from rpg_megatron.config.model_shape import Rope
 from rpg_megatron.config.policy import ParallelSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,7 +40,7 @@ SMALL = ModelShape(
     tied_embeddings=False,
     qk_norm=True,
     qkv_bias=False,
-    rope_theta=1e6,
+    rope=Rope(1e6),
     norm_eps=1e-6,
     max_positions=100,
     dtype="bfloat16",

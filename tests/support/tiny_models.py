@@ -14,7 +14,7 @@ from safetensors.numpy import save_file as save_arrays
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, ModelShape
+from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, ModelShape, Rope, Windows, YarnRope
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 
@@ -61,6 +61,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         **_COMMON,
     },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        **_COMMON,
+        "sliding_window": 16,
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        **_COMMON,
+    },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        **_COMMON,
+        "sliding_window": 16,
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -103,7 +120,7 @@ TINY = ModelShape(
     tied_embeddings=False,
     qk_norm=True,
     qkv_bias=False,
-    rope_theta=1e6,
+    rope=Rope(1e6),
     norm_eps=1e-6,
     max_positions=512,
     dtype="float32",
@@ -111,7 +128,20 @@ TINY = ModelShape(
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True},
-    "llama": {"family": "llama", "qk_norm": False, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 64)},
+    "llama": {
+        "family": "llama",
+        "qk_norm": False,
+        "rope": Rope(1e6, scaling=Llama3Rope(8.0, 1.0, 4.0, 64)),
+    },
+    "mistral": {"family": "mistral", "qk_norm": False, "windows": Windows(8, (0, 1, 2, 3), Rope(1e6))},
+    "phi3": {"family": "phi3", "qk_norm": False, "fused_rows": True, "rope": Rope(1e6, 2 / 3)},
+    "olmo3": {
+        "family": "olmo3",
+        "wide_qk_norm": True,
+        "post_norm": True,
+        "windows": Windows(8, (0, 1, 2), Rope(1e5)),
+        "rope": Rope(1e6, scaling=YarnRope(8.0, 32.0, 1.0, 64, 1.2)),
+    },
 }
 """What differs from TINY in each family."""
 TINY_MOE = replace(TINY, family="qwen3_moe", experts=ExpertShape(8, 2, 24, True, (1, 2, 3)))
@@ -122,9 +152,25 @@ def tiny_shape(family: str = "qwen3", **changes: Any) -> ModelShape:
     return replace(TINY, **{**FAMILIES[family], **changes})
 
 
+def rope_settings(rope: Rope) -> dict[str, Any]:
+    """``rope_parameters`` of a config.json."""
+    out: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
+    if rope.fraction != 1:
+        out["partial_rotary_factor"] = rope.fraction
+    if isinstance(scaling := rope.scaling, Llama3Rope):
+        out |= {"rope_type": "llama3", "low_freq_factor": scaling.low_freq_factor}
+        out |= {"high_freq_factor": scaling.high_freq_factor}
+    if isinstance(scaling, YarnRope):
+        out |= {"rope_type": "yarn", "beta_fast": scaling.fast, "beta_slow": scaling.slow}
+        out |= {"attention_factor": scaling.magnitude}
+    if scaling is not None:
+        out |= {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_positions}
+    return out
+
+
 def config_of(shape: ModelShape) -> dict[str, Any]:
     """The config.json of a shape."""
-    config = {k: v for k, v in CONFIGS[shape.family].items() if k != "dtype"} | {
+    config = {k: v for k, v in CONFIGS[shape.family].items() if k not in ("dtype", "rope_theta")} | {
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
@@ -133,7 +179,7 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tied_embeddings,
-        "rope_theta": shape.rope_theta,
+        "rope_parameters": rope_settings(shape.rope),
         "rms_norm_eps": shape.norm_eps,
         "max_position_embeddings": shape.max_positions,
         "torch_dtype": shape.dtype,
@@ -148,14 +194,13 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "norm_topk_prob": experts.normalised,
             "mlp_only_layers": [layer for layer in range(shape.num_layers) if layer not in experts.layers],
         }
-    if (scaling := shape.rope_scaling) is not None:
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
+    if (windows := shape.windows) is not None:
+        config["sliding_window"] = windows.tokens
+        if shape.family == "olmo3":
+            kinds = {True: "sliding_attention", False: "full_attention"}
+            config["layer_types"] = [kinds[n in windows.layers] for n in range(shape.num_layers)]
+            ropes = {True: windows.rope, False: shape.rope}
+            config["rope_parameters"] = {kinds[of]: rope_settings(rope) for of, rope in ropes.items()}
     return config
 
 
@@ -190,22 +235,24 @@ def write_checkpoint(
             part = {n: weights[n] for n in list(weights)[i::files]}
             save(part, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(part, file)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")
     return folder
 
 
-def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
-    """A random Qwen3 with a byte-level tokenizer that works; ``changes`` go into its config.json."""
+def write_byte_model(folder: Path, seed: int = 0, family: str = "qwen3", **changes: object) -> Path:
+    """A random model with a byte-level tokenizer that works; ``changes`` go into its config.json."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS["qwen3"] | changes))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family] | changes))
     rng = np.random.default_rng(seed)
     weights = {
         name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, 0.08, shape).astype(np.float32)
         for name, shape in mapping_for(read_model_shape(folder)).hf_tensors().items()
     }
-    write_checkpoint(folder, CONFIGS["qwen3"] | changes, weights)
+    write_checkpoint(folder, CONFIGS[family] | changes, weights)
     (folder / "merges.txt").unlink()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -216,6 +263,36 @@ def write_byte_model(folder: Path, seed: int = 0, **changes: object) -> Path:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
+
+
+def write_vision_model(folder: Path) -> dict[str, Any]:
+    """A random Mistral Small 3 in its released form: older names, a vision tower, a tensor of a head that
+    predicts several tokens, in several files; beside them a working tokenizer. Returns all tensors.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    write_byte_model(folder, family="mistral", num_attention_heads=2)
+    text = json.loads((folder / "config.json").read_text())
+    decoder = load_file(folder / "model.safetensors")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16, **sizes}
+    outside = {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False}
+    config = Mistral3Config(vision_config=vision, text_config=text, image_token_index=10, **outside)
+    torch.manual_seed(0)
+    Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert len(decoder) == sum(name.startswith("language_model.") for name in tensors)
+    tensors |= {f"language_model.{name}": weight for name, weight in decoder.items()}
+    tensors["mtp.fc.weight"] = torch.randn(4, 4).bfloat16()
+    (folder / "model.safetensors").unlink()
+    described, tokenizer = (folder / "config.json").read_bytes(), (folder / "tokenizer.json").read_bytes()
+    write_checkpoint(folder, {}, tensors, files=3)
+    (folder / "merges.txt").unlink()
+    (folder / "config.json").write_bytes(described)
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    return tensors
 
 
 @contextmanager

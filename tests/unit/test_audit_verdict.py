@@ -24,8 +24,11 @@ from rpg_megatron.models.activation_sites import LOGITS, Trace, split_site
 from tests.support.audit_sides import LENGTHS, make_side, only, verdict_of, weights_of
 from tests.support.tiny_models import FAMILIES, TINY, TINY_MOE, tiny_shape, write_checkpoint
 
+TRACED = [name for name in FAMILIES if name != "olmo3"]
+"""Families that an audit takes."""
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", TRACED)
 def test_the_chain_is_what_transformers_computes(family: str, tmp_path: Path):
     shape = tiny_shape(family)
     weights = weights_of(shape)
@@ -38,7 +41,7 @@ def test_the_chain_is_what_transformers_computes(family: str, tmp_path: Path):
     torch.testing.assert_close(side.trace[LOGITS], logits[side.predicts], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRACED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_alone_is_clean(family: str, dtype: str):
     shape = tiny_shape(family)
@@ -171,7 +174,7 @@ def test_another_rotation(family: str):
     weights = weights_of(shape)
 
     def base(site: str, checker: ModuleChecker, values: torch.Tensor) -> torch.Tensor:
-        altered = replace(checker, shape=replace(shape, rope_theta=5e5))
+        altered = replace(checker, shape=replace(shape, rope=replace(shape.rope, theta=5e5)))
         return altered.expected(site) if site.endswith("_rope") else values
 
     verdict = verdict_of(shape, weights, make_side(shape, weights, spoil=base))

@@ -78,8 +78,14 @@ def test_replay_equals_the_loader(load, sources, targets):
         lambda s, p: p["w"].data.view(-1)[:8].copy_(s["w"].view(-1)[:8]),
         lambda s, p: p["w"].data.copy_(s["w"][:1]),
         lambda s, p: torch.empty(4, 4, device="meta").copy_(s["w"]),
+        lambda s, p: torch.empty(4, 4).copy_(s["w"]),
+        lambda s, p: p["w"].data.copy_(s["w"].mul_(2)),
+        lambda s, p: [p["w"].data.copy_(s["w"]), p["w"].data.fill_(0)],
     ],
-    ids=["transpose", "arithmetic", "cast", "in-place", "flattened", "broadcast", "elsewhere"],
+    ids=[
+        *("transpose", "arithmetic", "cast", "in-place", "flattened", "broadcast", "elsewhere"),
+        *("no meta tensor", "changed source", "twice"),
+    ],
 )
 def test_what_is_no_copy_of_a_box_is_refused(load):
     t = {"w": torch.zeros(4, 4)}

@@ -7,12 +7,16 @@ and nothing downstream can tell. Not covered: that the families are computed rig
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from rpg_megatron.config import UserError, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope
+from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, Rope, Windows, YarnRope
+from tests.support.tiny_models import tiny_shape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,6 +52,12 @@ QWEN3_MOE = {
 }
 
 
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+OLMO3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+
+
 def read(folder: Path, raw: dict[str, object]):
     (folder / "config.json").write_text(json.dumps(raw))
     return read_model_shape(folder)
@@ -55,7 +65,7 @@ def read(folder: Path, raw: dict[str, object]):
 
 def test_what_differs_between_families(tmp_path: Path) -> None:
     fields = [
-        (s.family, s.qkv_bias, s.qk_norm, s.head_dim, s.rope_scaling)
+        (s.family, s.qkv_bias, s.qk_norm, s.head_dim, s.rope.scaling)
         for s in (read(tmp_path, raw) for raw in (LLAMA, QWEN2, QWEN3, {**QWEN3, "head_dim": 16}))
     ]
     assert fields == [
@@ -64,6 +74,67 @@ def test_what_differs_between_families(tmp_path: Path) -> None:
         ("qwen3", False, True, 128, None),
         ("qwen3", False, True, 16, None),
     ]
+
+
+EVERY, SOME = (0, 1, 2, 3), (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "rope", "windows"),
+    [
+        (MISTRAL, Rope(5e5), Windows(4096, EVERY, Rope(5e5))),
+        (MISTRAL | {"sliding_window": 16}, Rope(5e5), Windows(16, EVERY, Rope(5e5))),
+        (MISTRAL | {"sliding_window": None}, Rope(5e5), None),
+        (PHI3, Rope(5e5), None),
+        (PHI3 | {"partial_rotary_factor": 0.75}, Rope(5e5, 0.75), None),
+        (PHI3 | {"sliding_window": 2047}, Rope(5e5), Windows(2047, EVERY, Rope(5e5))),
+        (OLMO3, Rope(5e5), Windows(4096, SOME, Rope(5e5))),
+        (
+            OLMO3 | {"rope_theta": 2e5, "rope_scaling": YARN},  # only layers with full attention
+            Rope(2e5, scaling=YarnRope(8.0, 32, 1, 512, 0.1 * math.log(8) + 1)),
+            Windows(4096, SOME, Rope(5e5)),
+        ),
+        (
+            OLMO3
+            | {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            Rope(1e4),
+            Windows(4096, (1, 3), Rope(1e3)),
+        ),
+    ],
+)
+def test_windows_and_rotary_embeddings_are_read_as_transformers_does(
+    tmp_path: Path, raw: dict[str, Any], rope: Rope, windows: Windows | None
+) -> None:
+    shape = read(tmp_path, raw)
+    assert (shape.rope, shape.windows) == (rope, windows)
+    kind = {"MistralForCausalLM": "mistral", "Phi3ForCausalLM": "phi3", "Olmo3ForCausalLM": "olmo3"}
+    config = AutoConfig.for_model(kind[raw["architectures"][0]], **{**raw, "pad_token_id": None})
+    kinds = getattr(config, "layer_types", None)
+    for layer in range(4):
+        window = config.sliding_window if not kinds or kinds[layer] == "sliding_attention" else None
+        parameters = config.rope_parameters[kinds[layer]] if kinds else config.rope_parameters
+        assert shape.window(layer) == window
+        assert shape.rope_of(layer).theta == parameters["rope_theta"]
+        assert shape.rope_of(layer).fraction == parameters.get("partial_rotary_factor", 1)
+        assert isinstance(shape.rope_of(layer).scaling, YarnRope) == (parameters["rope_type"] == "yarn")
+
+
+@pytest.mark.parametrize("cut", [None, 8])
+def test_cost_of_windows(cut: int | None) -> None:
+    shape = tiny_shape("olmo3" if cut else "qwen3")
+    for n in (1, 8, 9, 100):
+        seen = [[min(i + 1, shape.window(layer) or n) for i in range(n)] for layer in range(4)]
+        assert shape.attended(n) == sum(layer[-1] for layer in seen) / 4
+        pairs = sum(map(sum, seen)) / 4
+        # n^2 stands for the n (n + 1) / 2 pairs of n tokens, and likewise in a window.
+        diagonal = sum(min(n, shape.window(layer) or n) for layer in range(4)) / 4
+        assert shape.squares(n) == pytest.approx(2 * pairs - diagonal)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +198,8 @@ def test_mixtures_of_experts_that_are_not_supported(
 )
 def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[str, object]) -> None:
     shape = read(tmp_path, LLAMA | spelling)
-    assert shape.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 512)
-    assert shape.rope_theta == 5e5
+    assert shape.rope.scaling == Llama3Rope(32.0, 1.0, 4.0, 512)
+    assert shape.rope.theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -177,9 +248,17 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             "2 of 4 layers have sliding_attention",
         ),
         (
-            LLAMA | {"architectures": ["MistralForCausalLM"]},
-            "MistralForCausalLM is not supported; supported: LlamaForCausalLM, Qwen2ForCausalLM",
+            LLAMA | {"architectures": ["Glm4MoeForCausalLM"]},
+            r"GLM-4.5 \(architecture Glm4MoeForCausalLM\) is not supported; use one of: Llama 2, 3 to 3.3; .*"
+            "Mistral.*; CONTRIBUTING.md",
         ),
+        (LLAMA | {"architectures": ["Foo"]}, "architecture Foo is not supported; use one of: Llama"),
+        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported for phi3"),
+        (OLMO3 | {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        (OLMO3 | {"layer_types": ["linear_attention"] * 4}, "4 of 4 layers have linear_attention; this kind"),
+        (OLMO3 | {"rope_scaling": YARN | {"mscale": 1.0}}, r"type yarn with \['mscale'\] is not supported"),
+        (OLMO3 | {"rope_scaling": YARN | {"factor": 0}}, "factor is 0; it must be a number greater than 0"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of 1 to"),
     ],
 )
 def test_variants_that_are_not_covered_are_refused(

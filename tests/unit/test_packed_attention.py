@@ -17,19 +17,22 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from rpg_megatron.config.model_shape import Rope
 from rpg_megatron.policy import layers
-from rpg_megatron.policy.layers import PackedAttention, Rotary
+from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.microbatch import pack_lengths
+from rpg_megatron.policy.rotary import Rotary
 from tests.support.allocations import AllocationWatch
 
 CPU = torch.device("cpu")
 
 
-def attention(context: int) -> PackedAttention:
-    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=context)
-    no_rotation = torch.zeros(16)  # rotation has its own test below
-    return PackedAttention(config, 1, None, "self", frequencies=no_rotation)  # type: ignore[arg-type]
+def attention(context: int, window: int | None = None) -> PackedAttention:
+    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=context, kv_channels=32)
+    module = PackedAttention(config, 1, None, "self", rope=Rope(1e4), window=window)  # type: ignore[arg-type]
+    module.rotary.frequencies.zero_()  # rotation has its own test below
+    return module
 
 
 def heads(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -72,6 +75,38 @@ def test_chunks_of_context_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
     assert live <= 8 * q[positions].numel() * q.element_size()
 
 
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("window", [1, 8, 40, 1000])
+def test_windows(monkeypatch: pytest.MonkeyPatch, window: int, context: int) -> None:
+    """A token attends to itself and to those before it in its window; no mask outlives the forward pass."""
+    lengths = [4, 40, 360, 8, 44]
+    q, k, v = heads(sum(lengths))
+    weight, expected = torch.randn(sum(lengths), 128), []
+    for query, key, value in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        places = torch.arange(len(query))
+        seen = (places[:, None] >= places) & (places[:, None] < places + window)
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) / 32**0.5
+        probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected.append(torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(2, 1)).flatten(1))
+    wanted = torch.autograd.grad((torch.cat(expected) * weight).sum(), (q, k, v), retain_graph=True)
+    total = [torch.zeros_like(x) for x in (q, k, v)]
+    for rank in range(context):
+        monkeypatch.setattr(layers.mpu, "get_context_parallel_rank", lambda rank=rank: rank)
+        packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
+        own = packed.places[rank]
+        gathered = iter((k, v))
+        monkeypatch.setattr(layers, "gather_places", lambda x, _, *, summed, of=gathered: next(of))
+        with AllocationWatch() as watch:
+            out = attention(context, window)(q[own], k[own], v[own], None, packed)
+            live = watch.live
+        torch.testing.assert_close(out, torch.cat(expected)[own])
+        assert live <= 10 * q.numel() * q.element_size()
+        for sum_, part in zip(total, torch.autograd.grad((out * weight[own]).sum(), (q, k, v)), strict=True):
+            sum_ += part
+    for a, b in zip(total, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_groups_hold_every_token_once(lengths: list[int]) -> None:
@@ -110,7 +145,7 @@ def test_rotation_is_megatrons(dtype: torch.dtype, context: int) -> None:
         packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
         group = SimpleNamespace(size=lambda: context, rank=lambda rank=rank: rank)
         expected = [_apply_rotary_pos_emb_thd(x, packed.cu_seqlens_q, angles, cp_group=group) for x in (q, k)]
-        actual = Rotary(megatron.inv_freq)(q, k, packed)
+        actual = Rotary(Rope(10_000.0), head_dim)(q, k, packed)
         for a, b, x in zip(actual, expected, (q, k), strict=True):
             assert torch.equal(a, b)
             weight = torch.randn_like(a)

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.config.model_shape import ExpertShape, Rope
 from rpg_megatron.data.packing import count_shared, pack_rows, plan_batches
 from rpg_megatron.data.row_layout import lay_out, shareable
 from rpg_megatron.data.trajectory import Trajectory
@@ -143,6 +143,7 @@ def test_transformer_engines_module(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stand:
         def __init__(self, *_: Any, **more: Any) -> None:
             assert more == {"layer_number": 1}
+            self.config = SimpleNamespace(kv_channels=32, softmax_scale=None)
 
         def forward(self, query: Any, key: Any, value: Any, mask: None, **more: Any) -> Any:
             assert set(more) == {"packed_seq_params", "attn_mask_type"}
@@ -152,11 +153,11 @@ def test_transformer_engines_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "rpg_megatron.policy.fused_attention", raising=False)
     module = importlib.import_module("rpg_megatron.policy.fused_attention")
     monkeypatch.delitem(sys.modules, "rpg_megatron.policy.fused_attention")
-    frequencies = torch.rand(16)
-    attention = module.SharingAttention(layer_number=1, frequencies=frequencies)
+    rope = Rope(100.0, 0.5)
+    attention = module.RotatingAttention(layer_number=1, rope=rope)
     q, k, v = heads(sum(LENGTHS))
-    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=1)
-    local = PackedAttention(config, 1, None, "self", frequencies=frequencies)  # type: ignore[arg-type]
+    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=1, kv_channels=32)
+    local = PackedAttention(config, 1, None, "self", rope=rope)  # type: ignore[arg-type]
 
     def row(shared: bool) -> PackedSequences:
         return pack_lengths(LENGTHS, CPU, prompts=prompts() if shared else None)

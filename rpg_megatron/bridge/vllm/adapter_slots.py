@@ -80,7 +80,6 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
             f"the engine's LoRA slots hold {manager.lora_index_to_id}, expected [{ADAPTER_ID}]: it does not "
             "serve the adapter"
         )
-    assert plan.layers is not None
     cuts = {
         layer.layer: sorted(
             (copy for name, copy in layer.copies if name == "weight"), key=lambda copy: copy.target.offset

@@ -17,10 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rpg_megatron.models.boxes import Box
 
 
-class NotRecordable(Exception):
-    """A loader does more than copy boxes and fill with constants."""
-
-
 @dataclass(frozen=True)
 class Strided:
     """Shape, strides and offset of a view, in elements."""
@@ -64,8 +60,8 @@ class Fill:
 class LoadRecorder[Key: Hashable](TorchDispatchMode):
     """Dispatch mode for running loaders; afterwards ``copies`` and ``fills`` hold what they did.
 
-    sources: full tensors by name. targets: parameters by any key. All are on the meta device, each with a
-    storage of its own. Operations that are neither are described in ``refused``.
+    sources: full tensors by name. targets: parameters by any key, which may share a tensor. All are on the
+    meta device, each with a storage of its own. Operations that are neither are described in ``refused``.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], targets: Mapping[Key, torch.Tensor]) -> None:
@@ -75,25 +71,47 @@ class LoadRecorder[Key: Hashable](TorchDispatchMode):
         self.copies: list[tuple[Key, SliceCopy]] = []
         self.fills: list[tuple[Key, Fill]] = []
         self.refused: list[str] = []
+        self.written: dict[Key, set[Strided]] = {}
+        """What ``copies``, ``fills`` and refused copies wrote to."""
+
+    def count(self, target: torch.Tensor) -> int:
+        """Number of elements of a parameter that were written."""
+        key = self._targets.get(_storage(target))
+        return 0 if key is None else sum(view.numel for view in self.written.get(key, ()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation (free on meta tensors) and record writes to parameters."""
-        result = func(*args, **(kwargs or {}))
+        is_copy = func is torch.ops.aten.copy_.default
+        # A tensor that is no parameter is not on the meta device, and sources have no values to copy.
+        skip = is_copy and args[1].is_meta and not args[0].is_meta
+        result = args[0] if skip else func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name.endswith("_") and args and isinstance(args[0], torch.Tensor):
-            key = self._targets.get(_storage(args[0]))
-            if func is torch.ops.aten.copy_.default:
-                self._note_copy(key, args[0], args[1])
-            elif key is not None and args[0].numel():
-                if func is torch.ops.aten.zero_.default:
-                    self.fills.append((key, Fill(Strided.of(args[0]), 0.0)))
-                elif func is torch.ops.aten.fill_.Scalar:
-                    self.fills.append((key, Fill(Strided.of(args[0]), float(args[1]))))
-                else:
-                    self.refused.append(f"{name} on {key}")
+        if name.endswith("_") and args and isinstance(args[0], torch.Tensor) and args[0].numel():
+            self._note(func, name, args)
         return result
+
+    def _note(self, func: Any, name: str, args: Sequence[Any]) -> None:
+        view, storage = Strided.of(args[0]), _storage(args[0])
+        key = self._targets.get(storage)
+        if func is torch.ops.aten.copy_.default:
+            self._note_copy(key, args[0], args[1])
+        elif key is None:
+            if storage in self._sources:  # what is copied from it later is no longer what was published
+                self.refused.append(f"{name} on {self._sources[storage][0]}")
+        elif func is torch.ops.aten.zero_.default:
+            self.fills.append((key, Fill(view, 0.0)))
+        elif func is torch.ops.aten.fill_.Scalar:
+            self.fills.append((key, Fill(view, float(args[1]))))
+        else:
+            self.refused.append(f"{name} on {key}")
+            return
+        if key is not None:
+            views = self.written.setdefault(key, set())
+            if view in views:
+                self.refused.append(f"{key} is written twice")
+            views.add(view)
 
     def _note_copy(self, key: Key | None, target: torch.Tensor, source: torch.Tensor) -> None:
         origin = self._sources.get(_storage(source))

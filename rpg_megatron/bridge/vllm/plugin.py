@@ -19,12 +19,10 @@ Two rules:
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import hmac
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -54,6 +52,7 @@ from rpg_megatron.bridge.vllm.adapter_slots import (
     split_names,
     without_wrappers,
 )
+from rpg_megatron.bridge.vllm.cpu_engine import adapt_to_cpu
 from rpg_megatron.bridge.vllm.liveness import CORE_HEALTH, ProgressMark, wait_for_progress
 from rpg_megatron.bridge.vllm.route_capture import accept_routes_on_cpu, return_routes_on_cpu
 from rpg_megatron.bridge.vllm.trace import WorkerTrace, trace_file
@@ -187,11 +186,10 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             self.version = update_info.version
         else:
             raise ValueError(f"phase {update_info.phase!r} is neither 'check' nor 'apply'")
-        ack["mode"] = "whole" if plan.layers is None else "slices"
+        ack["mode"] = "whole" if plan.reason else "slices"
         ack["reason"] = plan.reason
-        if plan.layers is not None:
-            ack["layers_in_place"] = sum(p.in_place for p in plan.layers)
-            ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
+        ack["layers_in_place"] = sum(p.in_place for p in plan.layers)
+        ack["layers_processed"] = sum(not p.in_place for p in plan.layers)
 
     def ranks_read(self) -> dict[str, list[int]]:
         """HF tensor name -> the trainer ranks that the last phase read it from. Never raises."""
@@ -287,7 +285,7 @@ class PullEngine(WeightTransferEngine[PullInit, PullUpdate]):
             self._plan.rotate_layers(_GOLDEN_RATIO * self._engine % 1)
             if self._plan.reason:
                 logger.warning("Loading whole tensors: %s", self._plan.reason)
-        if of_adapters and self._plan.layers is None:
+        if of_adapters and self._plan.reason:
             raise ShardError(f"the slots of adapters cannot be checked: {self._plan.reason}")
         return self._plan
 
@@ -420,48 +418,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, PullEngine)
     if BRIDGE_VARIABLE in os.environ:
         accept_routes_on_cpu()
-        _fork_core_on_cpu()
+        adapt_to_cpu()
         _use_file_rendezvous()
         share_gloo_devices()
-
-
-def _fork_core_on_cpu() -> None:
-    """Let a server on a CPU fork its core, if that starts no workers.
-
-    vLLM spawns it, so that it is pinned to cores, and it imports everything again. Ours are not pinned.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    platform = type(current_platform)
-    check = platform.check_and_update_config
-
-    def check_and_fork(_: type[Any], config: Any) -> None:
-        check(config)
-        if config.parallel_config.world_size == 1:
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    platform.check_and_update_config = classmethod(check_and_fork)  # type: ignore[assignment, method-assign]
-    os.register_at_fork(after_in_child=_close_server_socket)
-
-
-def _close_server_socket() -> None:
-    """In a forked core: close the server's socket, which else accepted connections after the server's end."""
-    for held in gc.get_objects():
-        if type(held) is socket.socket and held.fileno() >= 0 and _is_bound(held):
-            held.close()
-
-
-def _is_bound(held: socket.socket) -> bool:
-    """Whether a stream socket has an address of its own and no peer."""
-    if held.type != socket.SOCK_STREAM or not held.getsockname():
-        return False
-    try:
-        held.getpeername()
-    except OSError:
-        return held.family == socket.AF_UNIX or held.getsockname()[1] != 0
-    return False
 
 
 def _use_file_rendezvous() -> None:

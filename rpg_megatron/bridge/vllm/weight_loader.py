@@ -7,12 +7,13 @@ There are three ways; the first two are chosen module by module:
 - *processed*: vLLM re-packs the module after loading (CPU kernels, quantised layers), so slices go into new
   tensors, the module's own processing runs, and its result is copied into the old tensors.
 - *whole*: a loader of the model does more than copy slices, so full tensors are assembled and passed to
-  ``load_weights``.
+  ``load_weights``. Modules that are re-packed get their new tensors all at once, since a loader may write
+  to any of them. (vLLM's reload sees what goes through a ``weight_loader`` only; gpt-oss writes directly.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,21 +27,23 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _copy_and_restore_kernel_tensors,
     _get_original_loader,
     _place_kernel_tensors,
-    finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import (
-    SKIP_LOAD_TENSORS,
     SKIP_TENSORS,
     materialize_layer,
     restore_layer_on_meta,
     to_meta_tensor,
 )
-from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
+from vllm.model_executor.model_loader.reload.utils import (
+    get_layer_params_buffers,
+    get_layer_tensors,
+    get_tensor_load_numel,
+)
 
 from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError
-from rpg_megatron.bridge.vllm.load_recorder import Fill, LoadRecorder, NotRecordable, SliceCopy
+from rpg_megatron.bridge.vllm.load_recorder import Fill, LoadRecorder, SliceCopy
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import ITEM_BYTES, torch_dtype
 
@@ -51,15 +54,13 @@ UNPROCESSED_ON_CUDA = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Methods that process weights after loading on a CPU only. Exact types: subclasses may reorder weights."""
 
 
-KEPT_TENSORS = SKIP_TENSORS - SKIP_LOAD_TENSORS
-"""Names of parameters (biases) that vLLM's reload loads into the live tensors."""
-
-
 @dataclass
 class LayerPlan:
     """What one module receives: (parameter name, copy or fill)."""
 
     layer: torch.nn.Module
+    names: set[str] = field(default_factory=set)
+    """Parameters that loaders write, also those of which copies and fills are not known."""
     copies: list[tuple[str, SliceCopy]] = field(default_factory=list)
     fills: list[tuple[str, Fill]] = field(default_factory=list)
     in_place: bool = False
@@ -67,19 +68,17 @@ class LayerPlan:
 
 @dataclass
 class ModelPlan:
-    """What this worker reads in every sync. ``layers`` is None if it loads whole tensors, because of
-    ``reason``.
-    """
+    """What this worker reads in every sync: slices, or whole tensors if there is a ``reason``."""
 
     signature: Signature
-    layers: list[LayerPlan] | None
+    layers: list[LayerPlan]
     shared: list[torch.nn.Module] = field(default_factory=list)
     """Modules without a loader that share a parameter with a module in ``layers`` (tied embeddings)."""
     reason: str = ""
 
     def boxes(self) -> list[tuple[str, Box]]:
         """Every read of a sync: (HF tensor name, box)."""
-        if self.layers is None:
+        if self.reason:
             return [(name, Box.whole(shape)) for name, _, shape in self.signature]
         return [(copy.hf_name, copy.box) for plan in self.layers for _, copy in plan.copies]
 
@@ -88,9 +87,8 @@ class ModelPlan:
 
         fraction: position of the first layer, 0 to 1.
         """
-        if self.layers is not None:
-            first = int(fraction * len(self.layers))
-            self.layers = self.layers[first:] + self.layers[:first]
+        first = int(fraction * len(self.layers))
+        self.layers = self.layers[first:] + self.layers[:first]
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +101,7 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
     """Record the model's own ``load_weights`` on meta tensors; the model is unchanged on return.
 
     model: a vLLM model (an nn.Module with ``load_weights``).
-    Raises ShardError if a published tensor does not fit the model, or a module would get no weights.
+    Raises ShardError if a published tensor does not fit the model, or a parameter would keep its values.
     """
     sources = {
         name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, dtype, shape in signature
@@ -113,16 +111,17 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
         (module, name, tensor)
         for module, tensors in live.items()
         for name, tensor in tensors.items()
-        if name in KEPT_TENSORS
+        if name in SKIP_TENSORS  # vLLM's reload loads these (biases) into the live tensors
     ]
     try:
         with torch.device(device):
             initialize_layerwise_reload(model)  # moves every other parameter to the meta device
+        metas = {id(tensor): to_meta_tensor(tensor) for *_, tensor in live_tensors}  # modules share some
         for module, name, tensor in live_tensors:
-            module._parameters[name] = to_meta_tensor(tensor)
+            module._parameters[name] = metas[id(tensor)]
         targets = {
-            (module, name): tensor
-            for module in model.modules()
+            f"{path}.{name}".lstrip("."): tensor
+            for path, module in model.named_modules()
             for name, tensor in get_layer_tensors(module).items()
             if tensor.is_meta
         }
@@ -137,15 +136,13 @@ def record_plan(model: Any, device: torch.device, signature: Signature) -> Model
             shape = list(sources[current[0]].shape) if current[0] in sources else []
             raise ShardError(
                 f"{current[0]} {shape}: the engine's model cannot load it ({type(e).__name__}: {e}); "
-                "engine and trainer run different models"
+                "engine and trainer run different models, or its loader does more than copy tensors"
             ) from e
-        plans = _plans_by_layer(recorder)
-        shared = _check_complete(model, plans, live)
+        plans = _plans_by_layer(model, recorder)
+        shared = _check_complete(model, plans, live, recorder)
         for plan in plans.values():
             plan.in_place = _loads_in_place(plan, live[plan.layer], device)
-        return ModelPlan(signature, list(plans.values()), shared)
-    except NotRecordable as e:
-        return ModelPlan(signature, None, reason=str(e))
+        return ModelPlan(signature, list(plans.values()), shared, "; ".join(recorder.refused[:3]))
     finally:
         for module, name, tensor in live_tensors:
             module._parameters[name] = tensor
@@ -159,11 +156,10 @@ def load_published(
 ) -> None:
     """Load the reader's open version into the model. A failure leaves the model with mixed weights."""
     with torch.device(device):
-        if plan.layers is None:
-            _load_whole(model, model_config, reader)
-            _refresh(_sharing_modules(model))
-            return
-        _load_slices(plan.layers, reader, overlap=device.type == "cpu")
+        if plan.reason:
+            _load_whole(model, plan.layers, reader)
+        else:
+            _load_slices(plan.layers, reader, overlap=device.type == "cpu")
         _refresh(plan.shared)
         for module in model.modules():
             # These modules derive tensors from other modules' weights; vLLM processes them last as well.
@@ -190,50 +186,56 @@ def _track_names(sources: dict[str, torch.Tensor], current: list[str]) -> Iterat
         yield name, tensor
 
 
-def _plans_by_layer(recorder: LoadRecorder[tuple[torch.nn.Module, str]]) -> dict[torch.nn.Module, LayerPlan]:
-    if recorder.refused:
-        raise NotRecordable("; ".join(recorder.refused[:3]))
+def _plans_by_layer(model: torch.nn.Module, recorder: LoadRecorder[str]) -> dict[torch.nn.Module, LayerPlan]:
     plans: dict[torch.nn.Module, LayerPlan] = {}
-    for (module, name), copy in recorder.copies:
-        plans.setdefault(module, LayerPlan(module)).copies.append((name, copy))
-    for (module, name), fill in recorder.fills:
-        plans.setdefault(module, LayerPlan(module)).fills.append((name, fill))
+    by_key: dict[str, tuple[LayerPlan, str]] = {}
+    for key in recorder.written:
+        path, _, name = key.rpartition(".")
+        layer = model.get_submodule(path)
+        plan, _ = by_key[key] = plans.setdefault(layer, LayerPlan(layer)), name
+        plan.names.add(name)
+    for key, copy in recorder.copies:
+        plan, name = by_key[key]
+        plan.copies.append((name, copy))
+    for key, fill in recorder.fills:
+        plan, name = by_key[key]
+        plan.fills.append((name, fill))
     return plans
 
 
 def _check_complete(
     model: torch.nn.Module,
-    plans: dict[torch.nn.Module, LayerPlan],
-    live: dict[torch.nn.Module, dict[str, torch.Tensor]],
+    plans: Mapping[torch.nn.Module, LayerPlan],
+    live: Mapping[torch.nn.Module, dict[str, torch.Tensor]],
+    recorder: LoadRecorder[str],
 ) -> list[torch.nn.Module]:
-    """Refuse plans that leave part of a parameter unwritten; returns the modules for ``ModelPlan.shared``.
+    """Refuse a load that leaves part of a parameter unwritten; returns the modules for ``ModelPlan.shared``.
 
-    live: parameters outside of the recording, where tied ones are the same object.
+    live: parameters outside of the recording, where tied ones are the same object. Declared padding need not
+    be written, but it is no copy of slices.
     """
-    names = {module: name for name, module in model.named_modules()}
     fed = {id(p) for module in plans for p in live[module].values()}
-    shared = []
-    for module, params in live.items():
+    shared, unwritten = [], []
+    for path, module in model.named_modules():
         expected = _unprocessed_parameters(module)
         if module not in plans:
-            if expected and not is_deferred_attention_layer(module):
-                if not all(id(p) in fed for p in params.values()):
-                    raise ShardError(
-                        f"{names[module]} ({', '.join(expected)}): no published tensor provides its weights; "
-                        "engine and trainer run different models"
-                    )
+            if not expected or is_deferred_attention_layer(module):
+                continue
+            if all(id(p) in fed for p in live[module].values()):
                 shared.append(module)
-            continue
-        written = dict.fromkeys(expected, 0)
-        for name, copy in plans[module].copies:
-            written[name] = written.get(name, 0) + copy.target.numel
-        for name, fill in plans[module].fills:
-            written[name] = written.get(name, 0) + fill.target.numel
+                continue
         for name, parameter in expected.items():
-            if written[name] != parameter.numel():
-                raise NotRecordable(
-                    f"{names[module]}.{name}: {written[name]} of {parameter.numel()} elements are written"
-                )
+            written, size = recorder.count(parameter), parameter.numel()
+            if written < get_tensor_load_numel(parameter):
+                unwritten.append(f"{path}.{name} ({written} of {size} elements written)")
+            elif written != size:
+                recorder.refused.append(f"{path}.{name}: {written} of {size} elements are written")
+    if unwritten:
+        more = f" and {len(unwritten) - 5} more" if len(unwritten) > 5 else ""
+        raise ShardError(
+            f"the engine's {type(model).__name__} would keep old values in {', '.join(unwritten[:5])}{more}; "
+            "engine and trainer run different models, or its loader does more than copy tensors"
+        )
     return shared
 
 
@@ -249,7 +251,7 @@ def _loads_in_place(plan: LayerPlan, live: dict[str, torch.Tensor], device: torc
         and live[name].stride() == expected[name].stride()
         and live[name].dtype == expected[name].dtype
         and live[name].device.type == device.type
-        for name in {n for n, _ in plan.copies} | {n for n, _ in plan.fills}
+        for name in plan.names
     )
 
 
@@ -269,12 +271,8 @@ def _is_processed(layer: torch.nn.Module, device: torch.device) -> bool:
 
 
 def _unprocessed_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters as loaders expect them: meta tensors that vLLM kept from before processing, and
-    the biases.
-    """
-    params, _ = get_layerwise_info(module).restore_metadata
-    live = {name: tensor for name, tensor in module._parameters.items() if name in KEPT_TENSORS}
-    return {name: t for name, t in (params | live).items() if t is not None and name not in SKIP_LOAD_TENSORS}
+    """A module's parameters as loaders expect them, while they are on the meta device."""
+    return {name: tensor for name, tensor in get_layer_params_buffers(module)[0].items() if tensor.is_meta}
 
 
 def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
@@ -335,12 +333,15 @@ def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
             target[position.slices()].copy_(part, non_blocking=True)
 
 
-def _load_whole(model: Any, model_config: Any, reader: Reader) -> None:
-    """Pass full tensors to the model's loaders: copies, since padded layers read theirs only in finalize."""
+def _load_whole(model: Any, plans: list[LayerPlan], reader: Reader) -> None:
+    """Pass full tensors to the model's loaders; what is re-packed needs its memory twice meanwhile."""
     assert reader.manifest is not None
-    initialize_layerwise_reload(model)
+    processed = [plan.layer for plan in plans if not plan.in_place]
+    for layer in processed:
+        _begin_reload(layer)
     model.load_weights((name, reader.whole(name)) for name in reader.manifest.tensors)
-    finalize_layerwise_reload(model, model_config)
+    for layer in processed:
+        _finish_reload(layer)
 
 
 def _refresh(shared: list[torch.nn.Module]) -> None:
@@ -348,18 +349,6 @@ def _refresh(shared: list[torch.nn.Module]) -> None:
     for module in shared:
         if hasattr(module, "cpu_linear"):
             _process(module)
-
-
-def _sharing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that share a parameter with an earlier module."""
-    seen: set[int] = set()
-    out = []
-    for module in model.modules():
-        params = [p for p in module._parameters.values() if p is not None and p.numel()]
-        if any(id(p) in seen for p in params):
-            out.append(module)
-        seen.update(id(p) for p in params)
-    return out
 
 
 def _process(layer: Any) -> None:

@@ -56,6 +56,12 @@ def audit(
     settings, request = plan_audit(target, overrides)
     if copy is not None and not copy.absolute().parent.is_dir():
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
+    shape = read_model_shape(settings.model.path)
+    if shape.post_norm or shape.prefix != "model.":
+        raise UserError(
+            f"audit: it does not know the modules of {shape.family} models in vLLM; compare log-probs by the "
+            "run's mismatch metrics (guards)"
+        )
     check_start(CheckedRun(settings))
     engines, arguments = settings, (*settings.engine.arguments, *_EAGER)
     if engine_model is not None:

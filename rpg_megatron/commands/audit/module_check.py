@@ -25,7 +25,7 @@ from torch import Tensor
 from rpg_megatron.checkpoints.hf_files import list_checkpoint
 from rpg_megatron.checkpoints.megatron_tensors import open_tensors
 from rpg_megatron.config import ModelShape
-from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.config.model_shape import ExpertShape, YarnRope
 from rpg_megatron.models.activation_sites import (
     EXPERT_MATRICES,
     FINAL_INPUT,
@@ -41,7 +41,8 @@ from rpg_megatron.models.activation_sites import (
     split_site,
 )
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.policy.model import llama3_frequencies
+from rpg_megatron.models.layer import stored_rows
+from rpg_megatron.policy.rotary import rotary_frequencies
 from rpg_megatron.system.dtypes import torch_dtype
 
 TOLERANCE = {"float32": 5e-5, "bfloat16": 2e-2, "float16": 2.5e-3}
@@ -145,7 +146,7 @@ class ModuleChecker:
             return self.found(layer_site(layer, name) if layer is not None else name)
 
         name = parameter_of(site, self.shape.tied_embeddings)
-        weight = None if name is None else self._local(self.weights(name))
+        weight = None if name is None else self._weight(name)
         if part == "input" and weight is not None:
             return weight[self.side.tokens.to(self.device)]
         if part in ("input", FINAL_INPUT):
@@ -153,9 +154,11 @@ class ModuleChecker:
             return self.found(layer_site(last, "middle")) + self.found(block_output(self.shape, last))
         if part in ("query_rope", "key_rope"):
             plain = part.removesuffix("_rope")
-            return self._rotate(before(f"{plain}_norm") if self.shape.qk_norm else before(plain))
+            assert layer is not None
+            return self._rotate(before(f"{plain}_norm" if self.shape.qk_norm else plain), layer)
         if part == "attention":
-            return self._attend(before("query_rope"), before("key_rope"), before("value"))
+            assert layer is not None
+            return self._attend(before("query_rope"), before("key_rope"), before("value"), layer)
         if part == "middle":
             return before("input") + before("attention_output")
         if part == "experts":
@@ -171,7 +174,7 @@ class ModuleChecker:
             x = x[self.side.predicts.to(self.device)]
         out = x @ weight.t()
         if self.shape.qkv_bias and part in ("query", "key", "value") and name is not None:
-            out = out + self._local(self.weights(name.replace(".weight", ".bias")))
+            out = out + self._weight(name.replace(".weight", ".bias"))
         return out
 
     def _run_experts(self, layer: int) -> Tensor:
@@ -190,18 +193,22 @@ class ModuleChecker:
                 out[tokens] += weights[tokens, e, None] * (hidden @ down.t())
         return out
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, layer: int) -> Tensor:
         """Rotary embedding of heads [t, heads * d], in Hugging Face's half-rotation convention."""
-        shape, d = self.shape, self.shape.head_dim
-        if shape.rope_scaling is not None:
-            frequencies = llama3_frequencies(d, shape.rope_theta, shape.rope_scaling)
+        rope, d = self.shape.rope_of(layer), self.shape.head_dim
+        size, magnitude = int(d * rope.fraction), 1.0
+        if rope.scaling is None:
+            frequencies = rope.theta ** (-torch.arange(0, size, 2, dtype=self.dtype) / size)
         else:
-            frequencies = shape.rope_theta ** (-torch.arange(0, d, 2, dtype=self.dtype) / d)
+            frequencies = rotary_frequencies(rope, d)
+        if isinstance(rope.scaling, YarnRope):
+            magnitude = rope.scaling.magnitude
         positions = torch.cat([torch.arange(n) for n in self.side.lengths])
         angles = positions.to(self.device)[:, None, None] * self._local(frequencies)
-        a, b = x.unflatten(1, (-1, d)).chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).flatten(1)
+        heads = x.unflatten(1, (-1, d))
+        a, b = heads[..., :size].chunk(2, dim=-1)
+        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, heads[..., size:]], -1).flatten(1)
 
     def logprobs(self, temperature: float | None = None) -> Tensor:
         """Log-probs of the sampled tokens [n] from the side's own logits, or from its last norm."""
@@ -300,6 +307,10 @@ class ModuleChecker:
         f, e = self.found(site).reshape(-1, width), expected.reshape(-1, width)
         return (f * e).sum(0) / e.square().sum(0).clamp(min=1e-30)
 
+    def _weight(self, name: str) -> Tensor:
+        stored, rows = stored_rows(self.shape, name)
+        return self._local(self.weights(stored)[rows])
+
     def _local(self, values: Tensor) -> Tensor:
         return values.to(self.device, self.dtype)
 
@@ -308,13 +319,13 @@ class ModuleChecker:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.norm_eps)
         return (x * scale * weight).flatten(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         heads = [x.unflatten(1, (-1, self.shape.head_dim)).transpose(0, 1) for x in (q, k, v)]
         queries, keys, values = (x.split(self.side.lengths, dim=1) for x in heads)
-        out = [
-            F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-            for qkv in zip(queries, keys, values, strict=True)
-        ]
+        window, out = self.shape.window(layer) or max(self.side.lengths), []
+        for q, k, v in zip(queries, keys, values, strict=True):
+            seen = torch.ones(q.size(1), q.size(1), dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            out.append(F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True))
         return torch.cat(out, 1).transpose(0, 1).flatten(1)
 
 

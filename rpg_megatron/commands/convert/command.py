@@ -25,7 +25,8 @@ from rpg_megatron.commands.convert.staging import Source, Staging
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
-from rpg_megatron.config.model_shape import ModelShape, read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
+from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
@@ -111,7 +112,7 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
     Returns what was done, as text. Raises UserError for user errors; RunFailed if, with ``verify``, logits
     differ or its process died; Interrupted after a signal. In these cases, no files are left.
     """
-    from rpg_megatron.commands.convert.convert import write_megatron  # torch
+    from rpg_megatron.commands.convert.convert import write_megatron, write_untrained  # torch
 
     with Staging(out, source.size, signals) as staging:
         folder = staging.result / megatron_files.RELEASE
@@ -120,6 +121,7 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
         write_megatron(source, folder, staging.count)
         for name, file in hf_files.open_copied(source.config, source.root):
             copy_file(file, folder / HF, name)
+        write_untrained(source, folder / HF)
         staging.begin("checksums", folder_size(folder))
         metadata = CheckpointMetadata(version("megatron-core"), source.dtype, 1, 1)
         megatron_files.write_manifest(folder, metadata, staging.count)

@@ -17,7 +17,7 @@ from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
 from rpg_megatron.checkpoints.index import read_index
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import places_of, real_path
-from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.lora import is_adapter
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS

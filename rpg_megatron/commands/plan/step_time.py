@@ -145,7 +145,9 @@ class _Case:
             shared = 0.0
         repeated = shared * (1 - 1 / settings.rollout.samples_per_prompt)
         tokens, squares = mean - repeated, mean**2 - repeated * shared + (self.spread - 1) * self.response**2
-        return max(each * tokens, self.longest), max(each * squares, self.longest**2)
+        if self.plan.shape.windows is not None:
+            squares = self.plan.shape.squares(math.sqrt(squares))
+        return max(each * tokens, self.longest), max(each * squares, self.plan.shape.squares(self.longest))
 
     def microbatches(self, tokens: float) -> int:
         """Micro-batches of a replica with this number of tokens."""
@@ -240,7 +242,7 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
             chosen = e.count * (1 - (1 - e.per_token / e.count) ** batch)
             idle = 3 * shape.hidden_size * len(e.layers) * (chosen - e.per_token) * e.ffn_hidden_size
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
-        read = weights + memory.adapters + batch * context * memory.kv_bytes_per_token
+        read = weights + memory.adapters + batch * shape.attended(context) * memory.kv_bytes_per_token
         return read / assumed.memory_bandwidth / efficiency, 2 * (in_layers + in_head) * batch / flops
 
     # Keys and values of a response at a random moment of its decoding, which long ones have more of.
@@ -249,7 +251,7 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
     read, computed = token(batch, context, assumed.decode_efficiency)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response
-    prefill = prompts / engine.replicas * shape.forward_flops(case.prompt, case.prompt**2) / flops
+    prefill = prompts / engine.replicas * shape.forward_flops(case.prompt, shape.squares(case.prompt)) / flops
     bounds = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = "prefill" if prefill > seconds else f"{max(bounds, key=bounds.__getitem__)}, {batch:.0f} at once"
     tail, last = 0.0, case.response

@@ -1,0 +1,87 @@
+"""What vLLM's CPU build lacks, or does in a way that is not for us; nothing of it is changed on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import socket
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def adapt_to_cpu() -> None:
+    """Adapt this vLLM process, if it is one for a CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    if importlib.util.find_spec("torchvision") is None:
+        _stand_in_for_torchvision()
+    _fork_core(current_platform)
+
+
+class _Absent(ModuleType):
+    """A module of which every attribute is an empty class with the names of interpolations."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        modes = ("NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")
+        made = type(name, (), dict.fromkeys(modes, name))
+        setattr(self, name, made)
+        return made
+
+
+def _stand_in_for_torchvision() -> None:
+    """Let the modules of models with vision towers be imported: without images they call none of it.
+
+    Its builds for CUDA break the import of vLLM's CPU build, so it is not installed.
+    """
+    from transformers.utils.import_utils import is_torchvision_available
+
+    is_torchvision_available()  # keeps its answer, which is no
+    names = ("", ".io", ".ops", ".transforms", ".transforms.v2", ".transforms.functional")
+    for name in (f"torchvision{rest}" for rest in (*names, ".transforms.v2.functional")):
+        module = sys.modules[name] = _Absent(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+
+def _fork_core(current_platform: Any) -> None:
+    """Let a server fork its core, if that starts no workers.
+
+    vLLM spawns it, so that it is pinned to cores, and it imports everything again. Ours are not pinned.
+    """
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def check_and_fork(_: type[Any], config: Any) -> None:
+        check(config)
+        if config.parallel_config.world_size == 1:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    platform.check_and_update_config = classmethod(check_and_fork)
+    os.register_at_fork(after_in_child=_close_server_socket)
+
+
+def _close_server_socket() -> None:
+    """In a forked core: close the server's socket, which else accepted connections after the server's end."""
+    for held in gc.get_objects():
+        if type(held) is socket.socket and held.fileno() >= 0 and _is_bound(held):
+            held.close()
+
+
+def _is_bound(held: socket.socket) -> bool:
+    """Whether a stream socket has an address of its own and no peer."""
+    if held.type != socket.SOCK_STREAM or not held.getsockname():
+        return False
+    try:
+        held.getpeername()
+    except OSError:
+        return held.family == socket.AF_UNIX or held.getsockname()[1] != 0
+    return False

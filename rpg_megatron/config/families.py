@@ -1,0 +1,100 @@
+"""Model families: what all models of a Hugging Face architecture have in common.
+
+A family is a row of ``FAMILIES``. Sizes are in config.json; ``model_config.py`` reads both into a
+``ModelShape``, from which mappings, Megatron's modules, plan and audit follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """What config.json does not say, because the architecture implies it."""
+
+    name: str
+    models: str
+    """Released models, as a user names them."""
+    qkv_bias: bool = False
+    """Query, key and value projections have biases."""
+    qk_norm: Literal["no", "heads", "wide"] = "no"
+    """Queries and keys are normalised: each head by itself, or all heads together."""
+    post_norm: bool = False
+    """See ``ModelShape``; so has ``fused_rows``."""
+    fused_rows: bool = False
+    experts: bool = False
+    scales: bool = False
+    """config.json has multipliers: of embedding, residual stream, attention scores and logits."""
+    windows: Literal["no", "all", "some"] = "no"
+    """Which layers have a sliding window if config.json has ``sliding_window``: all, or those that
+    ``layer_types`` lists.
+    """
+    inside: str = ""
+    """Of a released form with other parts, such as a vision tower: the model_type of its ``text_config``."""
+    untrained: tuple[str, ...] = ()
+    """How the names of tensors begin that are not trained; exports have them from ``model.path``."""
+    ropes: tuple[str, ...] = ("default",)
+    """Types of rotary embedding."""
+    partial_rope: bool = False
+    """``partial_rotary_factor`` counts."""
+    defaults: dict[str, float] = field(default_factory=dict)
+    """Values of keys that config.json may lack, where transformers' differ between families."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", "Llama 2, 3 to 3.3", ropes=("default", "llama3")),
+    "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", qkv_bias=True),
+    "Qwen3ForCausalLM": Family("qwen3", "Qwen3", qk_norm="heads", defaults={"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3-MoE", qk_norm="heads", experts=True),
+    "MistralForCausalLM": Family(
+        "mistral", "Mistral, Ministral 8B", windows="all", defaults={"sliding_window": 4096}
+    ),
+    "Phi3ForCausalLM": Family("phi3", "Phi-3 (4k), Phi-4", fused_rows=True, windows="all", partial_rope=True),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        "OLMo 3",
+        qk_norm="wide",
+        post_norm=True,
+        windows="some",
+        ropes=("default", "yarn"),
+        defaults={"sliding_window": 4096, "rope_theta": 500000.0},
+    ),
+}
+"""Hugging Face's name of an architecture -> the family."""
+
+FAMILIES["Mistral3ForConditionalGeneration"] = replace(
+    FAMILIES["MistralForCausalLM"],
+    models="Mistral Small 3.1 and 3.2 (text)",
+    inside="mistral",
+    untrained=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+        "mtp.",
+    ),
+)
+
+NOT_SUPPORTED = {
+    "Qwen3_5": "Qwen3.5",
+    "Qwen3Next": "Qwen3-Next",
+    "Qwen2Moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "Glm4Moe": "GLM-4.5",
+    "DeepseekV": "DeepSeek",
+    "KimiK": "Kimi",
+    "GptOss": "gpt-oss",
+    "Gemma": "Gemma",
+    "Granite": "Granite",
+    "Mixtral": "Mixtral",
+    "Ministral3": "Ministral 3",
+    "Llama4": "Llama 4",
+    "Olmo2": "OLMo 2",
+}
+"""How an architecture's name begins -> the models, as a user names them."""
+
+
+def describe_supported() -> str:
+    """The models that run, for messages."""
+    return "; ".join(family.models for family in FAMILIES.values())

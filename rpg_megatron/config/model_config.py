@@ -1,0 +1,314 @@
+"""Reads a model's ``config.json`` into its ``ModelShape``, without torch or transformers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config.errors import UserError, shorten
+from rpg_megatron.config.families import FAMILIES, NOT_SUPPORTED, Family, describe_supported
+from rpg_megatron.config.files import places_of, read_json
+from rpg_megatron.config.model_shape import (
+    ExpertShape,
+    Llama3Rope,
+    ModelShape,
+    Rope,
+    Windows,
+    YarnRope,
+)
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_model_shape(path: Path) -> ModelShape:
+    """Read ``path/config.json``.
+
+    Raises UserError if the directory or the file is missing, is not JSON, or describes an unsupported model
+    family or variant.
+    """
+    file = path / "config.json"
+    if not path.is_dir():
+        raise UserError(
+            f"model.path: {path} is not a directory; give the folder of a Hugging Face checkpoint, from "
+            "hf download NAME --local-dir FOLDER (plan needs only its config.json)"
+        )
+    try:
+        raw: dict[str, Any] = read_json(file, *places_of(file.parent))
+    except FileNotFoundError:
+        fix = "a Hugging Face checkpoint holds one"
+        if (path / "adapter_config.json").is_file():
+            fix = "this is an adapter: set model.path to its base model, model.adapter to it, and lora"
+        raise UserError(f"model.path: {file} is missing; {fix}") from None
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read ({e.strerror or e}); copy the checkpoint again") from None
+    except ValueError as e:
+        raise UserError(f"{file}: not valid JSON ({e}); copy the checkpoint again") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: holds a {type(raw).__name__}, not an object; copy the checkpoint again")
+    names = raw.get("architectures") or ["(none)"]
+    name = str(names[0])[:80] if isinstance(names, list) else "(not a list)"
+    name = name if name.isprintable() else ascii(name)
+    if (family := FAMILIES.get(name)) is None:
+        known = next((models for start, models in NOT_SUPPORTED.items() if name.startswith(start)), None)
+        what = f"{known} (architecture {name})" if known else f"architecture {name}"
+        raise UserError(
+            f"{file}: {what} is not supported; use one of: {describe_supported()}; CONTRIBUTING.md says how "
+            "to add a family"
+        )
+    try:
+        if family.inside:
+            raw = _text_config(raw, family)
+        sizes = {key: _size(key, raw[key]) for key in _SIZES if raw.get(key) is not None}
+        _refuse_variants(file, raw, family)
+        layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+        kv_heads = sizes.get("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads ({heads})"
+            )
+        # transformers' default head size where the file has none.
+        head_dim = int(family.defaults.get("head_dim", max(sizes["hidden_size"] // heads, 1)))
+        return ModelShape(
+            family=family.name,
+            num_layers=layers,
+            hidden_size=sizes["hidden_size"],
+            ffn_hidden_size=sizes["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=sizes.get("head_dim", head_dim),
+            vocab_size=sizes["vocab_size"],
+            tied_embeddings=_flag(raw, "tie_word_embeddings"),
+            qk_norm=family.qk_norm != "no",
+            qkv_bias=family.qkv_bias,
+            rope=_rope(raw, family),
+            norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
+            max_positions=sizes["max_position_embeddings"],
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            experts=_experts(raw, layers) if family.experts else None,
+            windows=_windows(raw, family, layers),
+            wide_qk_norm=family.qk_norm == "wide",
+            post_norm=family.post_norm,
+            fused_rows=family.fused_rows,
+            prefix="model.language_model." if family.inside else "model.",
+            untrained=family.untrained,
+        )
+    except KeyError as e:
+        raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
+    except (TypeError, ValueError, OverflowError) as e:
+        raise UserError(f"{file}: {str(e)[:300]}; copy the checkpoint again") from None
+
+
+def _text_config(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The decoder's part of a config.json, with the keys that stand outside of it."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type", family.inside) != family.inside:
+        raise ValueError(f"text_config is not that of a {family.inside} model")
+    outside = ("dtype", "torch_dtype", "quantization_config", "compression_config", "tie_word_embeddings")
+    return {key: raw[key] for key in outside if key in raw} | text
+
+
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**31 - 1,  # token ids are int32
+    "max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "num_experts_per_tok": 2**16,
+    "moe_intermediate_size": 2**22,
+    "decoder_sparse_step": 10_000,
+}
+"""Key -> maximum value, far above that of any model."""
+
+
+_QUANTISATION = "hf_quant_config.json"
+_QUANTISED = (
+    "the trainer does not read quantised weights; give the model in bfloat16, or remove this if its weights "
+    "are not quantised (engine.quantization quantises those of the engines)"
+)
+_MOST_EXPERTS = 2**17
+"""In all layers: each has tensors with names of their own."""
+_SIZES = list(_LARGEST)[:8]
+"""Keys of all families; the other keys belong to experts."""
+
+
+def _size(key: str, value: Any) -> int:
+    """A size in ``config.json``. Raises ValueError if it is not an integer from 1 to the key's maximum."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[key]:
+        raise ValueError(f"{key} is {repr(value)[:80]}; it must be an integer of 1 to {_LARGEST[key]:,}")
+    return value
+
+
+def _flag(raw: dict[str, Any], key: str) -> bool:
+    """A key that is true or false, false where it is absent, as in transformers' classes of all families."""
+    if not isinstance(value := raw.get(key), bool | None):
+        raise ValueError(f"{key} is {repr(value)[:80]}; it must be true or false")
+    return bool(value)
+
+
+def _positive(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} is {str(value)[:80]}; it must be a number greater than 0")
+    return float(value)
+
+
+def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
+    """Raise one UserError that lists every unsupported setting of ``config.json``.
+
+    Ignoring them would give plausible but wrong log-probs.
+    """
+    problems = []
+    for key in ("quantization_config", "compression_config"):
+        if (how := raw.get(key)) is not None:
+            method = str(how.get("quant_method") or how.get("quant_algo")) if isinstance(how, dict) else how
+            problems.append(f"{key} ({shorten(ascii(method), 80)}): {_QUANTISED}")
+    if (file.parent / _QUANTISATION).exists():
+        problems.append(f"{_QUANTISATION} beside it: {_QUANTISED}")
+    # Qwen2 has biases in any case, and transformers ignores the key there.
+    if _flag(raw, "attention_bias") and not family.qkv_bias:
+        problems.append(f"attention_bias=true is not supported for {family.name}: released models have none")
+    if _flag(raw, "mlp_bias"):
+        problems.append("mlp_bias=true is not supported: released models have none")
+    if raw.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
+    kinds = _layer_kinds(raw, family, int(raw["num_hidden_layers"]))
+    known = {_FULL} if family.windows == "no" else {_FULL, _SLIDING}
+    if others := sorted(set(kinds) - known):
+        count = sum(kind not in known for kind in kinds)
+        only = "only full attention is supported" if family.windows == "no" else "this kind is not supported"
+        problems.append(f"{count} of {len(kinds)} layers have {', '.join(others)}; {only}")
+    for kind in {_FULL: 0, **dict.fromkeys(kinds, 0)}:
+        rope = _rope_settings(raw, family, kind)
+        if rope["rope_type"] not in family.ropes:
+            problems.append(
+                f"rope type {rope['rope_type']!r} is not supported for {family.name}; known: "
+                f"{', '.join(family.ropes)}"
+            )
+        if rope["partial_rotary_factor"] != 1 and not family.partial_rope:
+            problems.append("partial_rotary_factor is not 1; only rotation of the whole head is supported")
+    if problems:
+        raise UserError(f"{file}: " + "; ".join(dict.fromkeys(problems)))
+
+
+def _layer_kinds(raw: dict[str, Any], family: Family, layers: int) -> list[str]:
+    """The attention of each layer, with transformers' defaults for keys that the file lacks."""
+    window = raw.get("sliding_window", family.defaults.get("sliding_window"))
+    if family.windows == "all":
+        return [_SLIDING if window is not None else _FULL] * layers
+    if (kinds := raw.get("layer_types")) is not None:
+        if len(kinds) != layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+        return list(kinds)
+    if family.windows == "some":
+        return [_SLIDING if (i + 1) % 4 else _FULL for i in range(layers)]
+    if not _flag(raw, "use_sliding_window") or not raw.get("sliding_window", 4096):
+        return [_FULL] * layers
+    # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
+    full = min(max(0, int(raw.get("max_window_layers", 28))), layers)
+    return [_FULL] * full + [_SLIDING] * (layers - full)
+
+
+def _windows(raw: dict[str, Any], family: Family, layers: int) -> Windows | None:
+    kinds = _layer_kinds(raw, family, layers)
+    if not (found := tuple(i for i, kind in enumerate(kinds) if kind == _SLIDING)):
+        return None
+    tokens = _size("sliding_window", raw.get("sliding_window", family.defaults.get("sliding_window")))
+    return Windows(tokens, found, _rope(raw, family, _SLIDING))
+
+
+def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, Any]:
+    """Settings of the rotary embedding of a kind of layer, from the new or the old key, all present.
+
+    They are the same for all layers or a block for each kind. In families with some windows a file without
+    blocks scales the layers with full attention only, and gives the others the default base.
+    """
+    default = family.defaults.get("rope_theta", 10000.0)
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = raw.get("rope_theta")
+    if any(isinstance(value, dict) for value in rope.values()):
+        rope = dict(rope.get(kind) or {})
+    elif kind == _SLIDING and family.windows == "some":
+        rope, theta = {}, None
+    return {
+        **rope,
+        "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+        "rope_theta": rope.get("rope_theta") or theta or default,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1),
+    }
+
+
+def _rope(raw: dict[str, Any], family: Family, kind: str = _FULL) -> Rope:
+    rope = _rope_settings(raw, family, kind)
+    scaling: Llama3Rope | YarnRope | None = None
+    if rope["rope_type"] != "default":
+        # The same order of keys as in transformers.
+        key = "original_max_position_embeddings"
+        original = raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
+        scaled = _llama3 if rope["rope_type"] == "llama3" else _yarn
+        scaling = scaled(rope, _size("max_position_embeddings", original))
+    fraction = _positive("partial_rotary_factor", rope["partial_rotary_factor"])
+    return Rope(_positive("rope_theta", rope["rope_theta"]), fraction, scaling)
+
+
+def _llama3(rope: dict[str, Any], original: int) -> Llama3Rope:
+    scaling = Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_positions=original,
+    )
+    if not 1 <= scaling.factor < math.inf or not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        raise ValueError(
+            "rope scaling needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, has "
+            f"{scaling.factor:g}, {scaling.low_freq_factor:g} and {scaling.high_freq_factor:g}"
+        )
+    return scaling
+
+
+def _yarn(rope: dict[str, Any], original: int) -> YarnRope:
+    if unknown := sorted({"mscale", "mscale_all_dim"} & rope.keys()) or rope.get("truncate") is False:
+        raise ValueError(f"rope scaling of type yarn with {unknown or 'truncate false'} is not supported")
+    factor = _positive("factor", rope["factor"])
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    fast, slow = (_positive(k, rope.get(k) or v) for k, v in (("beta_fast", 32), ("beta_slow", 1)))
+    return YarnRope(factor, fast, slow, original, _positive("attention_factor", magnitude))
+
+
+def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
+    """The experts of a Qwen3-MoE model, with transformers' defaults for keys that the file lacks."""
+    # transformers writes num_local_experts; published files have num_experts.
+    counts = {key: _size(key, raw[key]) for key in ("num_experts", "num_local_experts") if key in raw}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"num_experts is {raw['num_experts']}, but num_local_experts {raw['num_local_experts']}"
+        )
+    count = next(iter(counts.values()), 128)
+    if layers * count > _MOST_EXPERTS:
+        raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
+    per_token = _size("num_experts_per_tok", raw.get("num_experts_per_tok", 8))
+    normalised = _flag(raw, "norm_topk_prob")
+    if per_token > count:
+        raise ValueError(f"num_experts_per_tok is {per_token}, more than num_experts ({count})")
+    if per_token == 1 and normalised:
+        raise ValueError(
+            "num_experts_per_tok is 1 with norm_topk_prob true: the router would have no gradient, and "
+            "Megatron does not support it"
+        )
+    step = _size("decoder_sparse_step", raw.get("decoder_sparse_step", 1))
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise ValueError(f"mlp_only_layers is {repr(dense)[:80]}; it must be a list of layer indices")
+    sparse = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
+    if not sparse:
+        raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
+    return ExpertShape(
+        count, per_token, _size("moe_intermediate_size", raw["moe_intermediate_size"]), normalised, sparse
+    )

@@ -1,0 +1,119 @@
+"""The parameters of a layer, by their names in Megatron's local spec. No torch here.
+
+Where Megatron-Core and Hugging Face differ:
+
+- Megatron stores Q, K and V in one matrix, interleaved by query group: the rows of group g are its query
+  heads, then its key head, then its value head. Tensor parallelism splits this into equal blocks of rows:
+  between groups, or inside groups if there are more ranks than groups (Megatron then gathers the projections,
+  and each rank selects its query heads and their group). The bias is split equally.
+- Gate and up projection are one matrix; *each rank's* shard is its gate rows, then its up rows.
+- The output projections are split by columns; norms and routers are replicated.
+- Expert-parallel ranks hold equal numbers of consecutive experts. Each expert has its own parameters, which
+  expert tensor parallelism splits like those of a feed-forward block.
+- Transformer Engine fuses the norms before QKV and fc1 into those layers, under other names.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.models.partition import Parameter, Segment
+
+FUSED = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's name -> the local spec's."""
+EXPERT = "mlp.experts.local_experts."
+"""What the names of an expert's parameters begin with, before its number."""
+
+
+def layer_parameters(s: ModelShape, layer: int) -> dict[str, Parameter]:
+    """Megatron's name within a layer -> the parameter; experts are numbered through the whole layer."""
+    return _parameters(s, s.has_experts(layer))
+
+
+@lru_cache(maxsize=32)
+def _parameters(s: ModelShape, experts: bool) -> dict[str, Parameter]:
+    first, second = "input_layernorm.weight", "post_attention_layernorm.weight"
+    norms = {"input_layernorm.weight": first, "pre_mlp_layernorm.weight": second}
+    if s.post_norm:
+        norms = {
+            "self_attn_bda.norm.weight": second,
+            "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
+        }
+    (one, its), (other, others) = ((name, vector(hf, s.hidden_size)) for name, hf in norms.items())
+    heads = s.num_heads * s.head_dim
+    out = {
+        one: its,
+        "self_attention.linear_qkv.weight": qkv(s, "weight"),
+        "self_attention.linear_proj.weight": by_columns("self_attn.o_proj.weight", s.hidden_size, heads),
+        other: others,
+    }
+    if experts and s.experts is not None:
+        out["mlp.router.weight"] = Parameter((Segment("mlp.gate.weight", s.experts.count),), s.hidden_size)
+        for e in range(s.experts.count):
+            out |= _feed_forward(s, f"{EXPERT}{e}.", f"mlp.experts.{e}.", s.experts.ffn_hidden_size)
+    else:
+        out |= _feed_forward(s, "mlp.", "mlp.", s.ffn_hidden_size)
+    if s.qkv_bias:
+        out["self_attention.linear_qkv.bias"] = qkv(s, "bias")
+    if s.qk_norm:
+        for name, count in (("q", s.num_heads), ("k", s.num_kv_heads)):
+            width = s.head_dim * (count if s.wide_qk_norm else 1)
+            out[f"self_attention.{name}_layernorm.weight"] = vector(f"self_attn.{name}_norm.weight", width)
+    return out
+
+
+def qkv(s: ModelShape, what: str) -> Parameter:
+    """Query, key and value projections, interleaved by query group: their ``weight`` or their ``bias``."""
+    queries = s.num_heads // s.num_kv_heads * s.head_dim
+    rows = {"q": queries, "k": s.head_dim, "v": s.head_dim}
+    names = {name: f"self_attn.{'qkv' if s.fused_rows else name}_proj.{what}" for name in rows}
+    starts = dict.fromkeys(rows, 0)
+    if s.fused_rows:  # all query rows, then all key rows, then all value rows
+        starts |= {"k": s.num_kv_heads * queries, "v": s.num_kv_heads * (queries + s.head_dim)}
+    segments = (
+        Segment(names[n], rows[n], starts[n] + group * rows[n])
+        for group in range(s.num_kv_heads)
+        for n in rows
+    )
+    return Parameter(tuple(segments), s.hidden_size if what == "weight" else None, "rows")
+
+
+def stored_rows(s: ModelShape, name: str) -> tuple[str, slice]:
+    """The HF tensor, and its rows, that hold a projection or its bias. name: as if it had its own tensor."""
+    keys = s.num_kv_heads * s.head_dim
+    fused = {
+        "qkv_proj": {"q_proj": s.num_heads * s.head_dim, "k_proj": keys, "v_proj": keys},
+        "gate_up_proj": {"gate_proj": s.ffn_hidden_size, "up_proj": s.ffn_hidden_size},
+    }
+    for whole, parts in fused.items() if s.fused_rows else ():
+        first = 0
+        for part, rows in parts.items():
+            if f".{part}." in name:
+                return name.replace(part, whole), slice(first, first + rows)
+            first += rows
+    return name, slice(None)
+
+
+def _feed_forward(s: ModelShape, block: str, hf: str, columns: int) -> dict[str, Parameter]:
+    """A gated feed-forward block, or one expert. block, hf: what its names begin with."""
+    gate, up = Segment(f"{hf}gate_proj.weight", columns), Segment(f"{hf}up_proj.weight", columns)
+    if s.fused_rows:
+        gate, up = (Segment(f"{hf}gate_up_proj.weight", columns, first) for first in (0, columns))
+    return {
+        f"{block}linear_fc1.weight": Parameter((gate, up), s.hidden_size, "segments"),
+        f"{block}linear_fc2.weight": by_columns(f"{hf}down_proj.weight", s.hidden_size, columns),
+    }
+
+
+def by_columns(name: str, rows: int, columns: int) -> Parameter:
+    """An output projection, split by columns."""
+    return Parameter((Segment(name, rows),), columns, "columns")
+
+
+def vector(name: str, size: int) -> Parameter:
+    """A replicated vector."""
+    return Parameter((Segment(name, size),))
