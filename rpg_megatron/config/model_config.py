@@ -14,6 +14,7 @@ from rpg_megatron.config.model_shape import (
     Llama3Rope,
     ModelShape,
     Rope,
+    Scales,
     Windows,
     YarnRope,
 )
@@ -90,6 +91,7 @@ def read_model_shape(path: Path) -> ModelShape:
             wide_qk_norm=family.qk_norm == "wide",
             post_norm=family.post_norm,
             fused_rows=family.fused_rows,
+            scales=_scales(raw) if family.scales else Scales(),
             prefix="model.language_model." if family.inside else "model.",
             untrained=family.untrained,
         )
@@ -97,6 +99,12 @@ def read_model_shape(path: Path) -> ModelShape:
         raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
     except (TypeError, ValueError, OverflowError) as e:
         raise UserError(f"{file}: {str(e)[:300]}; copy the checkpoint again") from None
+
+
+def _scales(raw: dict[str, Any]) -> Scales:
+    keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    embedding, residual, attention, divisor = (_positive(key, raw.get(key, 1.0)) for key in keys)
+    return Scales(embedding, residual, attention, 1 / divisor)
 
 
 def _text_config(raw: dict[str, Any], family: Family) -> dict[str, Any]:

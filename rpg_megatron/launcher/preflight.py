@@ -180,9 +180,9 @@ def check_layers(settings: Settings, shape: ModelShape) -> None:
         f"and {family} models have; set it to 1": windows
         and settings.parallel.context > 1
         and settings.device == "cuda",
-        f"lora: {family} models have one tensor for several projections, or norms between projections and "
-        "residual stream, for which adapters are not supported; remove lora": settings.lora is not None
-        and (shape.fused_rows or shape.post_norm),
+        f"lora: {family} models in this form (one tensor for several projections, norms behind blocks, or a "
+        "vision tower beside the decoder) have no adapters here; remove lora": settings.lora is not None
+        and (shape.fused_rows or shape.post_norm or shape.is_part),
     }
     if found := [text for text, holds in problems.items() if holds]:
         raise UserError("; ".join(found))

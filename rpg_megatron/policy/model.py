@@ -337,6 +337,11 @@ def build_model(
             # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
             # use.
             gpt.rotary_pos_emb.inv_freq = rotary_frequencies(shape.rope, shape.head_dim)
+        if gpt.pre_process and shape.scales.embedding != 1:
+            gpt.embedding.register_forward_hook(lambda _, __, out: out * shape.scales.embedding)
+        if gpt.post_process and shape.scales.logits != 1:
+            # Of what the output layer reads, so that no user of its weight has to know.
+            gpt.decoder.final_layernorm.register_forward_hook(lambda _, __, out: out * shape.scales.logits)
         for name, parameter in gpt.named_parameters():
             if ".experts." in name:
                 # Reduced over the ranks that hold the same experts. Megatron sets this only with expert

@@ -54,9 +54,8 @@ def test_a_run_and_an_evaluation(config_file: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     source = bits(write_vision_model(tmp_path / "model"))
     model = f"model.path={tmp_path / 'model'}"
-    (tmp_path / "by_bytes.py").write_text(
-        "def reward(text, answer, **_):\n    return len(text.encode()) % 7 / 7\n"
-    )
+    by_bytes = "def reward(text, answer, **_):\n    return len(text.encode()) % 7 / 7\n"
+    (tmp_path / "by_bytes.py").write_text(by_bytes)
     settings = ["parallel={tensor: 2, sequence: true}", "training.steps=2", "reward.type=by_bytes:reward"]
     code, err = Command(tmp_path, "plan", str(config_file), model).finish(timeout=120)
     assert code == 0, err

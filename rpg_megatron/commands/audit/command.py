@@ -12,6 +12,7 @@ from rpg_megatron.checkpoints.megatron_folder import is_megatron
 from rpg_megatron.checkpoints.run_folder import ADAPTERS
 from rpg_megatron.commands.rank_job import report_file, run_ranks
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
+from rpg_megatron.config.model_shape import Scales
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.checks import CheckedRun, check_start
@@ -57,7 +58,7 @@ def audit(
     if copy is not None and not copy.absolute().parent.is_dir():
         raise UserError(f"--out: {copy.absolute().parent} is not a folder; create it, or choose another")
     shape = read_model_shape(settings.model.path)
-    if shape.post_norm or shape.prefix != "model.":
+    if shape.post_norm or shape.is_part or shape.scales != Scales():
         raise UserError(
             f"audit: it does not know the modules of {shape.family} models in vLLM; compare log-probs by the "
             "run's mismatch metrics (guards)"
