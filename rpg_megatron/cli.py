@@ -19,8 +19,8 @@ with exit_on_interrupt():
     from rpg_megatron.commands.eval.options import evaluate
     from rpg_megatron.commands.exit_codes import exit_codes
     from rpg_megatron.commands.plan.options import plan
+    from rpg_megatron.commands.usage import improve
     from rpg_megatron.config.errors import UserError, shorten
-    from rpg_megatron.config.renamed import explain_renamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,10 +44,7 @@ class _Commands(typer.core.TyperGroup):
             try:
                 return super().invoke(ctx)
             except Exception as e:
-                name = getattr(e, "option_name", None) or ""  # of Click's error, whose class Typer hides
-                explanation = f"No such option: {name}; write {name.lstrip('-')}=..." if "." in name else None
-                if (explanation := explain_renamed(name) or explanation) is not None:
-                    setattr(e, "message", explanation)  # noqa: B010
+                improve(e)
                 raise
 
 

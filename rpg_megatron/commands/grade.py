@@ -148,6 +148,8 @@ def grade_file(
     if out is not None and out.exists() and out.samefile(file):
         raise UserError(f"--out: {out} is the input file; choose another file")
     reward = RewardSettings(type=style) if custom is None else custom.reward
+    if custom is not None:
+        print(f"importing {reward.type}", file=sys.stderr, flush=True)  # which may take minutes
     scorer = Scorer(reward.model_copy(update={"workers": workers, "deadline": deadline}), 1)
     try:
         lines = _source(file, scorer, custom)

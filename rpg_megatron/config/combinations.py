@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rpg_megatron.config.base import ImportedSettings
+from rpg_megatron.config.base import ImportedSettings, own_tag
 from rpg_megatron.config.losses import DistilSettings, GRPOSettings
 from rpg_megatron.config.objective import TrainingSettings
 from rpg_megatron.config.rollout import KeepBestSettings
@@ -87,8 +87,10 @@ def _sft_problems(s: Sections) -> Iterator[str]:
     }.items():
         if getattr(s.training, key) not in (getattr(defaults, key), 1):
             yield f"training.{key} has no effect with sft: {instead}; remove it"
-    if s.rollout.ahead:
-        yield "rollout.ahead has no effect with sft; remove it"
+    for key, field in type(s.rollout).model_fields.items():
+        evaluated = key == "episode" or getattr(own_tag(field), "evaluated", False)
+        if not evaluated and getattr(s.rollout, key) != field.default:
+            yield f"rollout.{key} has no effect with sft; remove it"
 
 
 def _teacher_problems(s: Sections) -> Iterator[str]:

@@ -29,6 +29,8 @@ _PLAIN = {
     "list_type": "must be a list, such as [a, b]",
     "too_short": "must not be empty",
     "string_type": "must be text; put it in quotes",
+    "path_type": "must be one path; for several files of data give their folder, or data.mixture",
+    "union_tag_not_found": "must be a section of keys and values",
     "invalid_key": "keys must be text",
     # Only fields that are names have patterns.
     "string_pattern_mismatch": "must be 1 to 128 letters, digits, dots, dashes and underscores; "
@@ -147,13 +149,16 @@ def _explain(settings: type[BaseModel], error: Any, parts: list[str], siblings: 
     if error["type"] == "union_tag_invalid":
         known = ", ".join(t.strip("' ") for t in error["ctx"]["expected_tags"].split(","))
         return f"{key}.type: {_show(error['ctx']['tag'])} is unknown; use one of {known}", ""
-    if error["type"] == "union_tag_not_found":
-        return f"{key}: must be a section such as {{type: rpg}}", f" (got {_show(error['input'])})"
     message: str = _PLAIN.get(error["type"], error["msg"].removeprefix("Value error, "))
     if not key:
         return message, ""
     # A message about a whole section names its keys.
     got = "" if isinstance(error["input"], dict) else f" (got {_show(error['input'])})"
+    own = dict.fromkeys(k.rpartition(".")[2] for k in valid_keys(settings) if k.rpartition(".")[0] == key)
+    if message == _PLAIN["model_type"] and "type" in own and isinstance(error["input"], str):
+        message = f"must be a section such as {{type: {error['input']}}}"
+    elif message == _PLAIN["model_type"] and own:
+        got += f"; it has the keys {', '.join(own)}"
     return f"{key}: {message.replace('Input should be', 'must be')}", got
 
 
@@ -173,7 +178,7 @@ def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list
             f"the key {key!r} does not exist for the chosen {kind}; remove it, or replace the section{block}"
         )
 
-    same = _namesakes(last, keys)
+    same = namesakes(last, keys)
     if not same and (row := recognize(key, value)) is not None:
         return f"unknown key {key!r}; {row}"
 
@@ -189,7 +194,7 @@ def _explain_unknown(settings: type[BaseModel], parts: list[str], siblings: list
     return f"unknown key {key!r}; {where} the keys {', '.join(siblings)}"
 
 
-def _namesakes(name: str, keys: list[str]) -> list[str]:
+def namesakes(name: str, keys: list[str]) -> list[str]:
     """The key of this name in another section; none if many sections have one, such as ``type``."""
     namesakes = [key for key in dict.fromkeys(keys) if key.rpartition(".")[2] == name]
     levels = min((key.count(".") for key in namesakes), default=0)

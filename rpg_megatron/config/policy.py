@@ -77,7 +77,8 @@ class ParallelSettings(Section, affects="sums"):
         if ranks % (self.expert * self.expert_tensor):
             yield (
                 f"expert={self.expert} x expert_tensor={self.expert_tensor} must divide the {ranks} ranks of "
-                "a stage (tensor x context x data), over which the experts are split; lower it, or raise data"
+                "a stage (tensor x context x data), over which the experts are split; lower it (to 1 for a "
+                "model without experts), or raise data"
             )
 
 
@@ -159,7 +160,7 @@ class OptimizerSettings(Section, affects="training"):
 
     type: Literal["adamw", "schedule_free_adamw"] = "adamw"
     """schedule_free_adamw (arXiv 2405.15682): rollouts, log-probs and exports use the averaged weights."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=1)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(10, ge=0)
     """Steps of linear warm-up, with every schedule. Step 1 uses lr / warmup_steps, not 0."""
@@ -181,6 +182,11 @@ class OptimizerSettings(Section, affects="training"):
     overlap: Annotated[bool, Affects("sums")] = True
     """With several data or context ranks: overlap the gradient reduction with the backward pass and, if
     distributed, the weight all-gather with the next forward pass. Results do not change."""
+
+    def warnings(self, steps: int) -> Iterator[str]:
+        """Of a run of ``steps`` steps: a warm-up that was set and ends after it."""
+        if "warmup_steps" in self.model_fields_set and self.warmup_steps > steps:
+            yield f"optimizer.warmup_steps ({self.warmup_steps}) exceeds the run's {steps} steps; lower it"
 
     def _problems(self) -> Iterator[str]:
         if self.type == "schedule_free_adamw" and self.distributed:

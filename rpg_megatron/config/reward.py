@@ -169,6 +169,8 @@ class RewardSettings(Section, affects="training", evaluated=True):
         first = next(iter(self.all_terms.values()))
         if first.correct < first.wrong:
             yield f"correct ({first.correct:g}) is below wrong ({first.wrong:g}); swap them"
+        if first.correct == first.wrong and not (self.terms or self.overlong or self.format):
+            yield f"correct and wrong are both {first.wrong:g}: all responses get one reward; lower wrong"
         if self.format and first.is_custom:
             yield f"format has no effect with {first.type}: your function scores the format; remove it"
 

@@ -98,10 +98,10 @@ def load_study(file: Path, overrides: Sequence[str] = ()) -> Study:
     except yaml.YAMLError as e:
         raise UserError(f"{file}: not valid YAML: {shorten(' '.join(str(e).split()), 300)}") from None
     if isinstance(raw, dict) and "config" not in raw:
-        raise UserError(
-            f"{file}: is no study: it has no key config; write a file with config: {file.name}, and seeds or "
-            "arms (docs/studies.md)"
-        )
+        fix = f"write a file with config: {file.name}, and seeds or arms"
+        if not raw.keys().isdisjoint(("seeds", "arms", "grid")):
+            fix = "add config: FILE, the config of all runs"
+        raise UserError(f"{file}: is no study: it has no key config; {fix} (docs/studies.md)")
     try:
         study = StudySettings.model_validate(raw)
     except ValidationError as e:

@@ -151,6 +151,8 @@ def _parse_json(raw: bytes, where: str, first: bool) -> dict[str, Any] | UserErr
     except UnicodeDecodeError as e:
         return UserError(f"{where}: not UTF-8 (byte {e.start + 1} of the line); save the file as UTF-8")
     except ValueError as e:
+        if first and where.endswith((".csv:1", ".tsv:1")):
+            return UserError(f"{where}: a table; convert it to JSON lines (pandas: to_json) or Parquet")
         return UserError(f"{where}: not valid JSON ({e}); give one JSON object a line")
     if not isinstance(row, dict):
         return UserError(f"{where}: holds a {type_name(row)}, not an object; give one JSON object a line")

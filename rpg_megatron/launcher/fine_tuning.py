@@ -44,6 +44,7 @@ def check_conversations(settings: Settings, *, offline: bool = False) -> list[st
         if "steps" in given.model_fields_set and given.steps != steps:
             no = f"training.steps ({given.steps}) has no effect: sft.epochs ({settings.sft.epochs:g})"
             warnings.append(f"{no} takes {steps} steps; set sft.epochs to null, or remove training.steps")
+        warnings += settings.optimizer.warnings(steps)
         if total < settings.sft.batch_size:
             warnings.append(
                 f"{key}: {total} conversations, fewer than sft.batch_size ({settings.sft.batch_size})"

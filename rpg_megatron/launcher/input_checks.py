@@ -138,22 +138,26 @@ def check_prompts(
 
 
 def warn_of_settings(settings: Settings) -> list[str]:
-    """Warnings of settings that have no effect together."""
-    return _group_warnings(settings)
+    """Warnings of settings that have no effect together, or hardly the wanted one."""
+    return [] if settings.sft is not None else list(_odd_settings(settings))
 
 
-def _group_warnings(settings: Settings) -> list[str]:
-    advantage = settings.advantage
-    if settings.sft is not None:
-        return []
-    if isinstance(advantage, ImportedSettings) or advantage.across_groups:
-        return []
-    if settings.rollout.samples_per_prompt > 1:
-        return []
-    return [
-        f"rollout.samples_per_prompt is 1, so advantage.type {advantage.type} has no group to compare with: "
-        "the advantage is the reward itself; raise it, or set advantage.type to batch_mean"
-    ]
+def _odd_settings(s: Settings) -> Iterator[str]:
+    loss, advantage, held = s.objective, s.advantage, "teacher" if s.teacher else "anchor"
+    across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
+    if not across_groups and s.rollout.samples_per_prompt == 1:
+        yield (
+            f"rollout.samples_per_prompt is 1, so advantage.type {advantage.type} has no group to compare "
+            "with: the advantage is the reward itself; raise it, or set advantage.type to batch_mean"
+        )
+    idle = not isinstance(loss, ImportedSettings) and getattr(loss, "beta", 1) == 0 and s.reward.kl is None
+    if idle and (s.teacher or s.anchor.type != "old"):
+        yield f"objective.beta is 0, so {held} trains nothing: kl/anchor costs a pass; set beta, or remove it"
+    if (high := getattr(getattr(loss, "clip", None), "high", 0)) >= 1:
+        yield f"objective.clip.high {high:g} bounds ratios by {1 + high:g}; for {high:g} write {high - 1:.3g}"
+    if s.teacher and s.teacher.path == s.model.path and s.model.adapter is None:
+        yield "teacher.path is model.path: the policy starts as its teacher; give another model"
+    yield from s.optimizer.warnings(s.training.steps)
 
 
 def check_custom_code(settings: Settings) -> None:
@@ -187,8 +191,10 @@ def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
         yield CustomCode(
             "objective", objective.type, objective.keywords, 0, instantiate=True, reserved=reserved
         )
-    if isinstance(settings.advantage, ImportedSettings):
-        yield CustomCode("advantage", settings.advantage.type, settings.advantage.keywords, 3)
+    if isinstance(advantage := settings.advantage, ImportedSettings):
+        size, count = settings.rollout.samples_per_prompt, range(settings.sequences)
+        trial = [1.0 - i % 2 for i in count], [i // size for i in count], [i % 8 + 1 for i in count]
+        yield CustomCode("advantage", advantage.type, advantage.keywords, 3, trial_calls=(trial,))
     schedule, steps = settings.optimizer.schedule, settings.training.steps
     if isinstance(schedule, ImportedSettings):
         trial_calls = tuple((step, steps) for step in range(1, steps + 1, -(-steps // 10_000)))

@@ -137,20 +137,20 @@ class Scorer:
     async def try_once(
         self, response: Response, answer: str, context: str, *, samples: int, first_only: bool, offline: bool
     ) -> tuple[list[RewardFailure], dict[str, float]]:
-        """Call each function once; returns the failures, and by key the values of those that get the answer.
+        """Call each function once; returns failures, and by key the value of the first if it gets the answer.
 
         samples: size of a group, which has copies of the response. first_only: as in ``score``. offline: call
         no async function. Judges are not called.
         """
         failures: list[RewardFailure] = []
         values: dict[str, float] = {}
-        for term in list(self._terms.values())[: 1 if first_only else None]:
+        for place, term in enumerate(list(self._terms.values())[: 1 if first_only else None]):
             if not isinstance(term, _CustomTerm) or term.is_judge or (offline and term.is_async):
                 continue
             group = [response] * (samples if term.is_group else 1)
             results = await term.collect(term.submit(group, answer, context))
             failures += [result.failure for result in results if result.failure]
-            if term.reads_answer and results[0].failure is None:
+            if place == 0 and term.reads_answer and results[0].failure is None:
                 values[term.key] = results[0].value
         return failures, values
 

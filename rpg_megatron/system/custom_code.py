@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import math
 import os
 import sys
 import traceback
@@ -44,7 +43,7 @@ class CustomCode(NamedTuple):
     instantiate: bool = False
     """Call it once with the settings alone, as a class; the result is then used."""
     trial_calls: tuple[tuple[Any, ...], ...] = ()
-    """Arguments of calls whose result must be a finite number of at least 0."""
+    """Arguments of calls, lists as arrays [N]. The result must be a number of at least 0, or finite [N]."""
     keywords: tuple[str, ...] = ()
     """Keyword arguments of each call that are not settings."""
     reserved: tuple[str, ...] = ()
@@ -208,13 +207,19 @@ def find_problem(code: CustomCode) -> str | None:
     except UserError as e:
         return str(e)
     for arguments in code.trial_calls:
-        call = f"{code.path}({', '.join(map(str, arguments))})"
+        import numpy as np  # only here, since a login node may lack it
+
+        wanted = np.shape(arguments[0])
+        call = f"{code.path}({'...' if wanted else ', '.join(map(str, arguments))})"
         try:
-            value = float(function(*arguments))
+            values = np.asarray(function(*(map(np.array, arguments) if wanted else arguments)), float)
         except Exception as e:
             return f"{code.where}.type: {call} {describe_error(e, code.path)}"
-        if not math.isfinite(value) or value < 0:
-            return f"{code.where}.type: {call} is {value}; it must be a finite number of at least 0"
+        fits = values.shape in (wanted, wanted or (1,))
+        if not fits or not np.isfinite(values).all() or (not wanted and values < 0):
+            wrong = shorten(str(values.tolist())) if fits else f"of shape {values.shape}"
+            must = f"for each of {wanted[0]} responses" if wanted else "of at least 0"
+            return f"{code.where}.type: {call} is {wrong}; it must be a finite number {must}"
     return None
 
 

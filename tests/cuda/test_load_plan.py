@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
 from tests.support.tiny_models import CONFIGS

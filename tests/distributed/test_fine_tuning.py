@@ -3,8 +3,8 @@
 Why: a mean of means weighs the tokens of short conversations more, a mask that is off by one trains the
 user's words, and packed conversations that see each other train on text that does not precede them; all of
 these train, only worse. Proved on real Megatron-Core in fp32 over gloo, with the policy and the loss of a
-run: log-probs at temperature 1 whatever ``rollout.temperature`` says, the mean of -log p over all trained
-tokens of all ranks and micro-batches, its norm and every gradient, with 3 to 7 uneven micro-batches;
+run: log-probs at temperature 1, the mean of -log p over all trained tokens of all ranks and micro-batches,
+its norm and every gradient, with 3 to 7 uneven micro-batches;
 conversations with one trained part and with several (turns), of a single token, and a mean over conversations
 instead of tokens; dense models, and a mixture of experts.
 Not covered here: bfloat16 and FP8 (test_fp8_layouts has the same passes), GPUs, data (tests/unit).
@@ -50,8 +50,8 @@ EXPERTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP2+SP, EP2": (2, {**SP, "expert": 2}, 3),
     "CP2, EP2": (2, {"context": 2, "expert": 2}, 3),
 }
-SFT = {"data": None, "sft": {"data": {"path": "unused"}}}
-"""In place of the prompts. The cases of ``run_layouts`` have a temperature other than 1."""
+SFT = {"data": None, "sft": {"data": {"path": "unused"}}, "rollout": {}}
+"""In place of the prompts and the temperature of ``run_layouts``."""
 
 
 def reference(model: PreTrainedModel, batch: list[Trajectory], *, by_conversation: bool) -> tuple[list, dict]:

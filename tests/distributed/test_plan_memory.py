@@ -173,6 +173,15 @@ def test_a_small_rank_holds_what_is_planned(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo3"])
+def test_a_rank_of_other_layers_holds_what_is_planned(
+    family: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    model = make_checkpoint(tmp_path / "model", family=family, **SMALL | {"sliding_window": 64})
+    check(settings_for(model), tmp_path, bridge)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # bfloat16 products of a CPU without AVX-512 take about 60 times as long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_what_is_planned(layout: str, tmp_path: Path, bridge: Path, large: Path) -> None:
@@ -223,6 +232,8 @@ def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
         "qwen3": make_checkpoint(folder / "qwen3", **shape),
         "llama": make_checkpoint(folder / "llama", **llama),
         "moe": make_checkpoint(folder / "moe", **shape, **EXPERTS, mlp_only_layers=[0]),
+        "mistral": make_checkpoint(folder / "mistral", family="mistral", **shape | {"sliding_window": 64}),
+        "olmo3": make_checkpoint(folder / "olmo3", family="olmo3", **shape | {"sliding_window": 64}),
     }
 
 
@@ -239,7 +250,8 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
             planned = StageActivations(settings, model, stage, batch_of(settings, 1), "cpu").saved(kind)
             # Besides what layers save there are tokens and rotary tables; with full recompute, little else.
             # Adapters leave out what no adapter reads, and the first layer's input.
-            within = 0.03 if settings.lora is None else 0.2
+            # Windows are recomputed block by block, and save no output.
+            within = 0.2 if settings.lora is not None else 0.12 if model.windows else 0.03
             print(name, rank, saved[name], planned, round(planned / saved[name], 3))
             assert saved[name] == pytest.approx(planned, rel=within, abs=100_000), (name, rank)
 
@@ -248,9 +260,10 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
     "models",
     [
         {"qwen3": "float32", "llama": "bfloat16"},
+        {"mistral": "float32", "olmo3": "float32"},
         pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
     ],
-    ids=["few", "others"],
+    ids=["few", "kinds", "others"],
 )
 def test_activations_are_those_that_autograd_saves(
     tmp_path: Path, tiny: dict[str, Path], models: dict[str, str]

@@ -242,11 +242,11 @@ def make(*overrides: str) -> Settings:
 )
 def test_learning_rates_of_the_schedules(schedule: str, factors: list[float]) -> None:
     settings = make(
-        f"optimizer.schedule={schedule}", "optimizer.warmup_steps=2", "optimizer.lr=2", "training.steps=6"
+        f"optimizer.schedule={schedule}", "optimizer.warmup_steps=2", "optimizer.lr=0.2", "training.steps=6"
     )
     check_custom_code(settings)
     rate = build_schedule(settings.optimizer, settings.training.steps)
-    assert [rate(step) / 2 for step in range(1, 7)] == pytest.approx(factors)
+    assert [rate(step) / 0.2 for step in range(1, 7)] == pytest.approx(factors)
 
 
 def test_the_default_schedule_is_warm_up_then_constant() -> None:
@@ -256,12 +256,22 @@ def test_the_default_schedule_is_warm_up_then_constant() -> None:
 
 def test_a_user_advantage_gets_its_settings_and_is_checked() -> None:
     rewards, group, lengths = np.array([1.0, 2.0]), np.array([0, 0]), np.array([3, 4])
-    advantage = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 3}").advantage)
+    small = ("rollout={prompts_per_step: 1, samples_per_prompt: 2}", "training.minibatches=1")
+    own = "advantage={type: 'own_module_of_test:advantage', scale: "
+    check_custom_code(make(own + "3}", *small))
+    for scale, wrong in (
+        ("0", r"of shape \(1,\)"),
+        ("-1", "fails: ValueError"),
+        (".nan", r"\[nan, nan\]; .* of 2"),
+    ):
+        with pytest.raises(UserError, match=wrong):
+            check_custom_code(make(f"{own}{scale}}}", *small))
+    advantage = build_advantages(make(own + "3}").advantage)
     assert advantage(rewards, group, lengths).tolist() == [3.0, 6.0]
-    wrong = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: 0}").advantage)
+    short = build_advantages(make(own + "0}").advantage)
     with pytest.raises(UserError, match=r"returns shape \(1,\); return one finite number per response"):
-        wrong(rewards, group, lengths)
-    none = build_advantages(make("advantage={type: 'own_module_of_test:advantage', scale: -1}").advantage)
+        short(rewards, group, lengths)
+    none = build_advantages(make(own + "-1}").advantage)
     with pytest.raises(UserError, match="returns a value that is not finite"):
         none(rewards, group, lengths)
 

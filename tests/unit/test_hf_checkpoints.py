@@ -16,7 +16,7 @@ from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.model_shape import read_model_shape
+from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import MappingError
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_shapes, stage_values

@@ -45,6 +45,7 @@ sft: {data: {path: solutions.jsonl, max_tokens: 64}, batch_size: 4, epochs: 1}
 STUDY = "study study.yaml --dry-run"
 REWARD = "train run.yaml --dry-run reward.type=my_reward:f"
 RIGHT = "def f(response, answer):\n    return 1.0\n"
+WRONG_LENGTH = "def f(rewards, group, lengths):\n    return rewards[:1]\n"
 GSM8K = {"question": "Tom has 9 and gets 9. How many?", "answer": "9+9 = <<9+9=18>>18\n#### 18"}
 CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
 NO_AWAIT = """\
@@ -95,6 +96,18 @@ MISTAKES = (
         "train run.yaml --optimizer.lr=1e-5",
         r"No such option.*; write optimizer\.lr=\.\.\.",
     ),
+    M("option of TRL", "train run.yaml --lr 1e-5", r"No such option: --lr; write optimizer\.lr=\.\.\.$"),
+    M(
+        "its other name",
+        "train run.yaml --learning_rate=1e-5",
+        r"--learning_rate; write optimizer\.lr=\.\.\.$",
+    ),
+    M("option without value", "train run.yaml --job", "Option '--job' requires an argument"),
+    M(
+        "no command",
+        "./run.yaml training.steps=3",
+        r"command './run.yaml'; write rpg-megatron train ./run.yaml",
+    ),
     M("space for =", "run optimizer.lr 1e-5", "'optimizer.lr': overrides have the form key=value"),
     M("no quotes", "run lora={rank: 16}", "'lora={rank:': the value is not valid YAML; put .* in quotes"),
     M("# in a value", "run data.answer_after=####", "YAML takes # for a comment; quote the value"),
@@ -124,6 +137,17 @@ MISTAKES = (
     M("gpu", "run device=gpu", "device: must be 'cpu' or 'cuda'"),
     M("bf16", "run precision.dtype=bf16", "must be 'float32' or 'bfloat16'"),
     M("no list", "run trackers=wandb", "trackers: must be a list"),
+    M("word for section", "run optimizer.schedule=cosine", r"a section such as \{type: cosine\}"),
+    M("true for section", "run lora=true", r"must be a section .* \(got true\); it has the keys rank, alpha"),
+    M("4 for section", "run parallel=4", "must be a section .*; it has the keys tensor, pipeline"),
+    M("0.2 for section", "run objective.clip=0.2", "must be a section .*; it has the keys kind, low, high"),
+    M("1e6 for 1e-6", "run optimizer.lr=1e6", "optimizer.lr: must be less than or equal to 1 "),
+    M(
+        "long warm-up",
+        "run optimizer.warmup_steps=100",
+        r"warmup_steps \(100\) exceeds the run's 2 steps; lower it",
+        warned=True,
+    ),
     M("temperature 0", "run rollout.temperature=0", "must be greater than or equal to 0.01"),
     M("minibatches", "run training.minibatches=3", r"prompts_per_step \(4\) must be a multiple of .*; try 3"),
     M(
@@ -144,6 +168,11 @@ MISTAKES = (
         "run reward.correct=-1 reward.wrong=1",
         r"correct \(-1\) is below wrong \(1\); swap",
     ),
+    M(
+        "rewards equal",
+        "run reward.correct=0 reward.wrong=0",
+        "correct and wrong are both 0: .*; lower wrong",
+    ),
     # Algorithms.
     M("grpo alone", "run objective.type=grpo", "set advantage.type to grpo and anchor.type to fixed"),
     M("dpo", "run objective.type=dpo", "'dpo' is unknown; use one of rpg, grpo"),
@@ -159,6 +188,28 @@ MISTAKES = (
         "distil needs a teacher; set teacher.path or teacher.url",
     ),
     M("two references", "run teacher.path=MODELS/plain anchor.type=fixed", "remove anchor.type"),
+    M("its own teacher", "run teacher.path=MODELS/plain", "is model.path: .*; give another", warned=True),
+    M(
+        "idle teacher",
+        "run teacher.path=MODELS/alike objective.beta=0",
+        "beta is 0, so teacher trains nothing: .*; set beta, or remove it",
+        warned=True,
+    ),
+    *(
+        M(
+            f"idle anchor {kind}",
+            f"run anchor.type={kind} objective.beta=0",
+            "beta is 0, so anchor trains nothing: .*; set beta, or remove it",
+            warned=True,
+        )
+        for kind in ("fixed", "every", "kl_trigger")
+    ),
+    M(
+        "bounds of the ratio",
+        "run objective.clip.low=0.8 objective.clip.high=1.2",
+        r"high 1\.2 bounds ratios by 2\.2; for 1\.2 write 0\.2",
+        warned=True,
+    ),
     M(
         "other tokens",
         "run teacher.path=MODELS/other 'objective={type: distil}'",
@@ -179,12 +230,13 @@ MISTAKES = (
         r"does not divide .*\(tensor parallel sizes that fit.*: 1, 2, 4\)",
     ),
     M("no experts", "run parallel.expert=2 parallel.data=2", "the model has no experts; set it to 1"),
+    M("no experts, no ranks", "run parallel.expert=2", r"lower it \(to 1 for a model without experts\)"),
     M(
         "no model",
         "run model.path=./modle",
         "modle is not a directory; give the folder of a Hugging Face checkpoint",
     ),
-    M("gemma", "run model.path=MODELS/gemma", "Gemma2ForCausalLM is not supported; supported: Llama"),
+    M("gemma", "run model.path=MODELS/gemma", r"Gemma2ForCausalLM\) is not supported; use one of: Llama"),
     M(
         "quantised",
         "run model.path=MODELS/awq",
@@ -211,9 +263,14 @@ MISTAKES = (
     # Data.
     M("no data", "run data.path=trian.jsonl", r"data\.path: trian\.jsonl does not exist; give"),
     M(
+        "two files",
+        "run 'data.path=[a, b]'",
+        "must be one path; for several files .* their folder, or data.mix",
+    ),
+    M(
         "CSV",
         "run data.path=a.csv",
-        "a.csv:1: not valid JSON .*; give one JSON object a line",
+        r"a.csv:1: a table; convert it to JSON lines .* or Parquet",
         {"a.csv": "prompt,answer\n"},
     ),
     M(
@@ -296,6 +353,12 @@ MISTAKES = (
         {"game.py": "def f(task, generate, score): ..."},
     ),
     M(
+        "advantages",
+        "run advantage.type=my_advantage:f",
+        r"f\(...\) is of shape \(1,\); it must be a finite number for each of 16 responses",
+        {"my_advantage.py": WRONG_LENGTH},
+    ),
+    M(
         "no await",
         "run rollout.episode=game:play",
         r"game\.py:6; await generate and score",
@@ -329,8 +392,24 @@ MISTAKES = (
         "sft sft.yaml objective.beta=0.1 --dry-run",
         "objective has no effect with sft.*; remove it",
     ),
+    M(
+        "sampling of sft",
+        "sft sft.yaml rollout.prompts_per_step=8 --dry-run",
+        "no effect with sft; remove it",
+    ),
+    M(
+        "warm-up of sft",
+        "sft sft.yaml optimizer.warmup_steps=100 --dry-run",
+        r"warmup_steps \(100\) exceeds the run's 2 steps; lower it",
+        warned=True,
+    ),
     # Other commands.
     M("eval of a file", "eval run.yaml", "run.yaml is a file; give the folder of a checkpoint or run"),
+    M(
+        "eval of no run",
+        "eval runs/run-001 --data heldout.jsonl",
+        "does not exist; give the folder of a checkp",
+    ),
     M(
         "eval of nothing",
         "eval MODELS/plain",
@@ -350,6 +429,12 @@ MISTAKES = (
     ),
     M("study of a config", "study run.yaml --dry-run", "is no study: .*; write a file with config: run.yaml"),
     M(
+        "study's base",
+        STUDY,
+        "no key config; add config: FILE",
+        {"study.yaml": "base: run.yaml\nseeds: [1, 2]\n"},
+    ),
+    M(
         "study's seeds",
         STUDY,
         "seeds: must be a list, such as",
@@ -364,13 +449,20 @@ MISTAKES = (
     M("init again", "init .", "already contains run.yaml.*; give another folder"),
     M("init's task", "init new --task rl", "--task rl: must be one of math, custom"),
     M(
+        "init's model",
+        "init new --model ./modle",
+        "--model: ./modle is not a directory; give a folder, or an id",
+    ),
+    M("init of a file", "init run.yaml", "give a folder, in which run.yaml is written"),
+    M("init of a new file", "init new.yaml", "give a folder, in which run.yaml is written"),
+    M(
         "convert twice",
         "convert megatron-to-hf --megatron MODELS/plain --out out",
         "is a Hugging Face checkpoint already",
     ),
     M("grade of data", "grade train.jsonl", "'response' is missing .*; add it, or give --reward"),
     M("grade's style", "grade graded.jsonl --style latex", "'latex' is not known; use one of auto"),
-    M("replay of nothing", "replay runs/run-001 --step 1", "give the folder of a run"),
+    M("replay of nothing", "replay runs/run-001 --step 1", "no such folder; give the folder of a run"),
     M("report of a file", "report run.yaml", "run.yaml: is a file; give the folder of a run"),
     M("sample of nothing", "sample run", "no such folder; give the folder of a run"),
 )
@@ -385,6 +477,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("no-template", "chat_template.jinja", {}),
         ("no-tokenizer", "tokenizer.json", {}),
         ("other", "", {}),
+        ("alike", "", {}),
         ("gemma", "", {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}),
         ("awq", "", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
     ):

@@ -250,6 +250,8 @@ def test_a_reference_answer_that_gets_no_reward_is_told_with_its_row(settings: A
     assert try_reward(settings("x", f"reward={{terms: {terms}}}")) == [], (
         "held-out sets use the first term only"
     )
+    Path("train.jsonl").write_text('{"prompt": "5?", "answer": "five", "meta": "ab"}\n')
+    assert try_reward(settings("x", f"reward={{terms: {terms}}}")) == [], "a second term may be a penalty"
     assert try_reward(settings("failing_rewards_of_test:short")) == [], "it does not look at the answer"
 
 

@@ -322,7 +322,7 @@ def test_runs_that_differ_by_seed_are_checked_once(
 
     monkeypatch.setattr(command, "_train_here", lambda _, numbers: started.extend(numbers))
     monkeypatch.setattr(command, "run_checks", check)
-    file = write("grid: {optimizer.lr: [1.0, 2.0]}\nseeds: [1, 2]\n")
+    file = write("grid: {optimizer.lr: [0.5, 1.0]}\nseeds: [1, 2]\n")
     result = CliRunner().invoke(app, ["study", str(file), "--local"])
-    assert (started, checked) == ([1, 2, 3, 4], [(1.0, True), (2.0, False)]), result.exception
+    assert (started, checked) == ([1, 2, 3, 4], [(0.5, True), (1.0, False)]), result.exception
     assert result.output.count("warning: the same of all") == 1

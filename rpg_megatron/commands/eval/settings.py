@@ -218,7 +218,7 @@ def find_model(path: Path) -> EvalModel:
     A run means its newest export or, without one, its newest checkpoint; a checkpoint of a run means the
     export of that step if there is one. Raises UserError.
     """
-    if is_hub_id(path) and not path.exists():
+    if is_hub_id(path) and not path.exists() and path.parent.name != "runs":
         return EvalModel(download(str(path), key="MODEL"), None)
     kind, whole = kind_of(path, "MODEL"), path.absolute()
     run, exports = None, []

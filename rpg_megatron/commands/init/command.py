@@ -15,6 +15,7 @@ from rpg_megatron.commands.init.converters import place
 from rpg_megatron.commands.init.from_config import convert_config
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import copy_file, open_own, open_regular
+from rpg_megatron.config.policy import is_hub_id
 
 CONFIG = "run.yaml"
 OWN = {"custom": "my_reward.py", "tools": "my_tools.py"}
@@ -61,6 +62,10 @@ def start(folder: Path, task: str, model: str | None, source: Path | None) -> li
     """Write the files of a task, or of a config of another stack; returns what to print. Raises UserError."""
     if source is not None and (task != "math" or model is not None):
         raise UserError("--from takes task and model from the file; leave out --task and --model")
+    if folder.suffix in (".yaml", ".yml"):
+        raise UserError(f"{folder}: give a folder, in which {CONFIG} is written (a config to read: --from)")
+    if model is not None and not is_hub_id(model) and not Path(model).expanduser().is_dir():
+        raise UserError(f"--model: {model} is not a directory; give a folder, or an id such as Qwen/Qwen3-4B")
     text, notes = convert_config(source) if source is not None else (None, [])
     written = ", ".join(str(folder / name) for name in write_files(folder, task, model, text))
     cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "

@@ -41,7 +41,8 @@ def replay(folder: Path, step: int, overrides: list[str] | None, signals: StopSi
 def plan_replay(folder: Path, step: int, overrides: list[str] | None) -> tuple[Settings, dict[str, Any]]:
     """Settings and request of a replay. Raises UserError if a file that it needs is missing."""
     if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder}: holds no {CONFIG}; give the folder of a run")
+        problem = f"holds no {CONFIG}" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {problem}; give the folder of a run")
     load_run_settings(folder / CONFIG).prompts("replay")
     _check_row(folder, step)
     checkpoint = _start(folder, step)

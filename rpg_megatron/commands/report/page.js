@@ -50,12 +50,13 @@ function checkList(run) {
 }
 
 const VERDICTS = { up: ["good", "yes"], down: ["bad", "it got worse"], flat: ["warn", "no clear change"],
-  unknown: ["warn", "not enough measurements"] };
+  unknown: ["warn", "not enough measurements"], unmeasured: ["warn", "not measured"] };
 
 function learnPanel(run) {
   const [main, ...rest] = run.changes, { changed, sizes } = run.samples;
   const problems = Object.values(sizes).reduce((sum, size) => sum + size, 0);
-  const [color, word] = VERDICTS[main ? main.verdict : "unknown"];
+  const unmeasured = run.config["sft.heldout"] === "null" && run.config.evaluation === "null";
+  const [color, word] = VERDICTS[main ? main.verdict : unmeasured ? "unmeasured" : "unknown"];
   const big = (i) => [formatValue([main.before, main.after][i], changeKind(main)),
     element("small", plusMinus(main.margins[i], changeKind(main)))];
   const rows = rest.map((one) => [changeName(one), beforeAfter(one), difference(one), bestText(one)]);
@@ -65,7 +66,7 @@ function learnPanel(run) {
     element("p.big", big(0), element("span.arrow", " → "), big(1)),
     element("p.under", `${changeName(main)}: ${difference(main)}`, main.best ? `; ${bestText(main)}` : ""),
     element("table.plain", rows.map((row) => element("tr", cells(row.slice(0, rest.some(bestText) ? 4 : 3))))),
-  ] : [element("p.under",
+  ] : [element("p.under", unmeasured ? "Nothing is held out: set sft.heldout, or add an evaluation." :
     `There is no ${run.step.length ? "metric with two values" : "step in metrics.jsonl"} yet.`)];
   return element("div.panel", element("h2", "Did it learn?", badge(color, word)), body);
 }
