@@ -25,6 +25,7 @@ from rpg_megatron.checkpoints.hf_files import (
     CONFIG,
     INDEX,
     SINGLE,
+    UNTRAINED,
     has_old_names,
     list_untrained,
     old_name,
@@ -36,6 +37,7 @@ from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import copy_file, open_own, parse_json, remove, rename
+from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
@@ -124,6 +126,13 @@ def export_hf(
         if rank == 0:  # the disk may be full
             remove(part, ignore_errors=True)
         raise
+
+
+def copy_untrained(source_dir: Path, folder: Path, shape: ModelShape) -> None:
+    """Write a file of the tensors that Megatron's format has no place for, if the family has any."""
+    if shape.untrained:
+        stored = list_untrained(source_dir, shape)
+        _save({name: read_whole(tensor) for name, tensor in stored.items()}, folder / UNTRAINED)
 
 
 @torch.no_grad()

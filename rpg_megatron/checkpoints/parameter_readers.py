@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
-from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
+from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, open_tensors, whole_parameters
 from rpg_megatron.config.lora import LoraSettings
@@ -50,5 +52,24 @@ def merged_reader(model: Path, layout: ModelMapping, adapters: MegatronTensors, 
                 rows = slice(piece.hf.start[0], piece.hf.end[0])
                 weight[piece.local.slices()].addmm_(b[rows], a, alpha=lora.scale)
         return weight
+
+    return read
+
+
+Weights = Callable[[str], torch.Tensor]
+"""HF name -> the full tensor, in the checkpoint's dtype."""
+
+
+def stored_weights(folder: Path) -> Weights:
+    """Reads tensors of a checkpoint, Hugging Face's or Megatron's; KeyError for unknown names."""
+    stored, megatron = list_checkpoint(folder), open_tensors(folder)
+
+    @lru_cache(maxsize=32)
+    def read(name: str) -> torch.Tensor:
+        if megatron is not None:
+            return megatron.read(name, Box.whole(stored[name].shape))
+        with safe_open(stored[name].file, framework="pt", device="cpu") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
     return read

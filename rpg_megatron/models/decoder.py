@@ -68,7 +68,8 @@ class DecoderMapping:
                 number = match[1] if (match := _LOCAL_EXPERT.fullmatch(name)) else 0
                 if int(number) < self._experts(experts):
                     names.append(f"decoder.layers.{i}.{name}")
-        names += [_NORM, _HEAD] * last
+        # A stage with both ends has one tied weight.
+        names += [_NORM] * last + [_HEAD] * (last and not (first and self.shape.tied_embeddings))
         cut = {"tensor": tensor, "vocab_multiple": vocab_multiple}
         return {name: self.local_shape(name, **cut, experts=experts) for name in names}
 

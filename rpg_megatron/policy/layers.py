@@ -114,7 +114,7 @@ class ResidualAdd(torch.nn.Module):
 
     def _add(self, output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
         x, _ = output_and_bias
-        # Megatron enables gradients here even under no_grad: in a pass that scores, or that is recomputed, the
+        # Megatron enables gradients here even under no_grad: in a pass that scores, or is recomputed, the
         # norm's weight would keep the graph of every layer. x is computed from the residual stream.
         with torch.set_grad_enabled(x.requires_grad):
             x = x if self.norm is None else self.norm(x)

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,25 +15,18 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rpg_megatron.config.model_shape import ModelShape, YarnRope
+from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.placement import RankCoordinates
-from rpg_megatron.policy.layers import PackedAttention, ResidualAdd, RMSNorm, SwiGLU, WideNorm
+from rpg_megatron.policy.layer_specs import layer_specs, megatron_rotates, norm_type
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
 from rpg_megatron.policy.rotary import rotary_frequencies
-from rpg_megatron.policy.router_aux_loss import Router
 from rpg_megatron.system.dtypes import torch_dtype
 
 CPU = torch.device("cpu")
@@ -296,20 +288,9 @@ def build_model(
     """
     # Megatron warns that GPTModel is deprecated; its successor does not support our layer specs yet.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+    specs = layer_specs(shape, config, separate_norms=separate_norms, share_prompts=share_prompts)
     fused = config.transformer_impl == "transformer_engine"
-    fused_layer = partial(_fused_layer, separate_norms=separate_norms, share_prompts=share_prompts)
-    make_layer = fused_layer if fused else _local_layer
-    # Elsewhere attention rotates by itself.
-    megatron_rotates = fused and not share_prompts and _megatron_rotates(shape)
-    layers: dict[Any, ModuleSpec] = {}
-    specs: list[ModuleSpec] = []
-    for n in range(shape.num_layers):
-        if (kind := (shape.has_experts(n), shape.window(n), shape.rope_of(n))) not in layers:
-            layers[kind] = make_layer(shape, n)
-            _set_norms(shape, layers[kind], config)
-            if kind[0]:
-                layers[kind].submodules.mlp.keywords["submodules"].router = Router
-        specs.append(layers[kind])
+    rotates = fused and not share_prompts and megatron_rotates(shape)  # elsewhere attention does it itself
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for number in range(virtual or 1):
@@ -317,7 +298,7 @@ def build_model(
         first = get_transformer_layer_offset(config, vp_stage=stage)
         own_layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
         block = TransformerBlockSubmodules(
-            layer_specs=[specs[layer] for layer in own_layers], layer_norm=_norm(fused)
+            layer_specs=[specs[layer] for layer in own_layers], layer_norm=norm_type(fused)
         )
         gpt = GPTModel(
             config=config,
@@ -326,13 +307,13 @@ def build_model(
             max_sequence_length=shape.max_positions,
             pre_process=mesh.first_stage and number == 0,
             post_process=mesh.last_stage and number == (virtual or 1) - 1,
-            position_embedding_type="rope" if megatron_rotates else "none",
+            position_embedding_type="rope" if rotates else "none",
             rotary_base=shape.rope.theta,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             parallel_output=True,
             vp_stage=stage,
         )
-        if megatron_rotates and shape.rope.scaling is not None:
+        if rotates and shape.rope.scaling is not None:
             # GPTModel(rope_scaling=True) accepts the factor only: Megatron 0.19.2 fixes the other values to
             # 1, 4 and 8192. This is a plain attribute, not a buffer; Megatron moves it to the device on first
             # use.
@@ -350,86 +331,6 @@ def build_model(
                 parameter.allreduce = False
         chunks.append(gpt)
     return chunks
-
-
-def _megatron_rotates(shape: ModelShape) -> bool:
-    """Whether Megatron's rotary embedding can do it: whole heads, all layers alike, without a factor."""
-    ropes = {shape.rope_of(n) for n in range(shape.num_layers)}
-    return ropes == {shape.rope} and shape.rope.fraction == 1 and not isinstance(shape.rope.scaling, YarnRope)
-
-
-def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
-    """Spec of Megatron's local layer ``n``, with our norms, attention and activation."""
-    experts = shape.has_experts(n)
-    layer = get_gpt_layer_local_spec(
-        num_experts=shape.experts.count if experts and shape.experts else None,
-        qk_layernorm=shape.qk_norm,
-        normalization="RMSNorm",
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    mlp = parts.mlp.keywords["submodules"]
-    (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
-    attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(
-        PackedAttention, params={"rope": shape.rope_of(n), "window": shape.window(n)}
-    )
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
-
-
-def _fused_layer(
-    shape: ModelShape, n: int, *, separate_norms: bool = False, share_prompts: bool = False
-) -> ModuleSpec:
-    """Spec of Megatron's Transformer Engine layer ``n``, which supports packed sequences; experts are
-    grouped.
-    """
-    experts = shape.has_experts(n)
-    layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=shape.experts.count if experts and shape.experts else None,
-        moe_grouped_gemm=experts,
-        qk_layernorm=shape.qk_norm,
-    )
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-
-    parts = layer.submodules
-    if share_prompts or not _megatron_rotates(shape):
-        from rpg_megatron.policy.fused_attention import RotatingAttention
-
-        parts.self_attention.submodules.core_attention = ModuleSpec(
-            RotatingAttention, params={"rope": shape.rope_of(n)}
-        )
-    if separate_norms or shape.post_norm:
-        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-        if not experts:
-            parts.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
-    return layer
-
-
-def _set_norms(shape: ModelShape, layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Set the norms and sums that Megatron's layers do not have."""
-    parts = layer.submodules
-    if shape.wide_qk_norm:
-        attention = parts.self_attention.submodules
-        attention.q_layernorm = partial(WideNorm, heads=shape.num_heads)
-        attention.k_layernorm = partial(WideNorm, heads=shape.num_kv_heads)
-    if shape.post_norm:
-        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-    if shape.post_norm or shape.scales.residual != 1:
-        norm = _norm(config.transformer_impl == "transformer_engine") if shape.post_norm else None
-        params = {"config": config, "norm": norm, "scale": shape.scales.residual}
-        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(ResidualAdd, params=params)
-
-
-def _norm(fused: bool) -> type:
-    """The norm after the last layer, and behind blocks."""
-    if not fused:
-        return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm  # type: ignore[no-any-return]
 
 
 def named_parameters(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

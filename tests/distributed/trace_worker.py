@@ -12,8 +12,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
+from rpg_megatron.checkpoints.parameter_readers import stored_weights
 from rpg_megatron.commands.audit.compare_engines import trainer_side
-from rpg_megatron.commands.audit.module_check import ModuleChecker, stored_weights
+from rpg_megatron.commands.audit.module_check import ModuleChecker
 from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.data.trajectory import Trajectory

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.parameter_readers import stored_weights
 from rpg_megatron.commands.audit import compare_engines as auditing
-from rpg_megatron.commands.audit.module_check import stored_weights
 from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.client import EngineClient

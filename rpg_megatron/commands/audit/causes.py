@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from rpg_megatron.commands.audit.module_check import ModuleChecker, Weights
+from rpg_megatron.checkpoints.parameter_readers import Weights
+from rpg_megatron.commands.audit.module_check import ModuleChecker
 from rpg_megatron.models.activation_sites import LOGITS, NORMS, parameter_of, parameters_of, split_site
 from rpg_megatron.system.terminal import ranges
 

@@ -12,8 +12,8 @@ from rpg_megatron.checkpoints.megatron_folder import is_megatron
 from rpg_megatron.checkpoints.run_folder import ADAPTERS
 from rpg_megatron.commands.rank_job import report_file, run_ranks
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
-from rpg_megatron.config.model_shape import Scales
 from rpg_megatron.config.files import atomic_write_text
+from rpg_megatron.config.model_shape import Scales
 from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings

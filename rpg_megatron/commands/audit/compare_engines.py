@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from rpg_megatron.bridge.vllm.trace import join_workers, read_workers
-from rpg_megatron.commands.audit.module_check import ActivationTrace, Weights, stored_weights
+from rpg_megatron.checkpoints.parameter_readers import Weights, stored_weights
+from rpg_megatron.commands.audit.module_check import ActivationTrace
 from rpg_megatron.commands.audit.trace_megatron import trace_policy
 from rpg_megatron.commands.audit.verdict import Expected, diagnose
 from rpg_megatron.commands.rank_job import WEIGHTS

@@ -12,18 +12,14 @@ A possible cause of an error is a copy of the checker with other weights or anot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
-from rpg_megatron.checkpoints.hf_files import list_checkpoint
-from rpg_megatron.checkpoints.megatron_tensors import open_tensors
+from rpg_megatron.checkpoints.parameter_readers import Weights
 from rpg_megatron.config import ModelShape
 from rpg_megatron.config.model_shape import ExpertShape, YarnRope
 from rpg_megatron.models.activation_sites import (
@@ -40,7 +36,6 @@ from rpg_megatron.models.activation_sites import (
     parameter_of,
     split_site,
 )
-from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.layer import stored_rows
 from rpg_megatron.policy.rotary import rotary_frequencies
 from rpg_megatron.system.dtypes import torch_dtype
@@ -72,23 +67,6 @@ _FROM = {
 _TEMPERATURES = (0.02, 50.0, 80)  # lowest, highest, points of the first grid
 _TEMPERATURE_TOLERANCE = 0.05
 """Relative error of a temperature fitted to rounded log-probs that may be due to chance."""
-Weights = Callable[[str], Tensor]
-"""HF name -> the full tensor, in the checkpoint's dtype."""
-
-
-def stored_weights(folder: Path) -> Weights:
-    """Reads tensors of a checkpoint, Hugging Face's or Megatron's; KeyError for unknown names."""
-    stored, megatron = list_checkpoint(folder), open_tensors(folder)
-
-    @lru_cache(maxsize=32)
-    def read(name: str) -> Tensor:
-        if megatron is not None:
-            return megatron.read(name, Box.whole(stored[name].shape))
-        with safe_open(stored[name].file, framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-    return read
 
 
 @dataclass

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import torch
 
+from rpg_megatron.checkpoints.parameter_readers import Weights
 from rpg_megatron.commands.audit.causes import LOGPROBS, Finding, explain
-from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, Weights, distance
+from rpg_megatron.commands.audit.module_check import ActivationTrace, ModuleChecker, distance
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import FINAL_NORM, all_sites, layer_site
 

@@ -22,11 +22,9 @@ from rpg_megatron.checkpoints.checkpoint_path import (
 )
 from rpg_megatron.checkpoints.megatron_folder import HF, CheckpointMetadata
 from rpg_megatron.commands.convert.staging import Source, Staging
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config import ModelShape, UserError, read_model_shape
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
-from rpg_megatron.config.model_config import read_model_shape
-from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
@@ -112,7 +110,8 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
     Returns what was done, as text. Raises UserError for user errors; RunFailed if, with ``verify``, logits
     differ or its process died; Interrupted after a signal. In these cases, no files are left.
     """
-    from rpg_megatron.commands.convert.convert import write_megatron, write_untrained  # torch
+    from rpg_megatron.checkpoints.hf_export import copy_untrained  # torch
+    from rpg_megatron.commands.convert.convert import write_megatron
 
     with Staging(out, source.size, signals) as staging:
         folder = staging.result / megatron_files.RELEASE
@@ -121,7 +120,7 @@ def convert_to_megatron(source: Source, out: Path, signals: StopSignals, *, veri
         write_megatron(source, folder, staging.count)
         for name, file in hf_files.open_copied(source.config, source.root):
             copy_file(file, folder / HF, name)
-        write_untrained(source, folder / HF)
+        copy_untrained(source.folder, folder / HF, source.shape)
         staging.begin("checksums", folder_size(folder))
         metadata = CheckpointMetadata(version("megatron-core"), source.dtype, 1, 1)
         megatron_files.write_manifest(folder, metadata, staging.count)

@@ -17,18 +17,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
-from rpg_megatron.checkpoints.hf_files import UNTRAINED, list_untrained
-from rpg_megatron.checkpoints.hf_import import read_whole
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, find_places, whole_parameters
 from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
 from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
 from rpg_megatron.commands.convert.staging import Source
-from rpg_megatron.config.model_config import read_model_shape
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config import ModelShape, read_model_shape
 from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
@@ -54,13 +50,6 @@ def write_megatron(source: Source, folder: Path, count: Count) -> None:
         writer.add(find_places(name, source.shape)[0], parameter, 2 if name.endswith("fc1.weight") else 1)
         count(parameter.nbytes)
     writer.finish()
-
-
-def write_untrained(source: Source, folder: Path) -> None:
-    """Write the tensors that Megatron's format has no place for, if the family has any."""
-    if source.shape.untrained:
-        stored = list_untrained(source.folder, source.shape)
-        save_file({name: read_whole(tensor) for name, tensor in stored.items()}, folder / UNTRAINED)
 
 
 def write_hf(source: Source, out: Path, count: Count, max_shard_bytes: int) -> None:

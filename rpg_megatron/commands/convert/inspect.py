@@ -15,9 +15,8 @@ from rpg_megatron.checkpoints import megatron_folder as megatron_files
 from rpg_megatron.checkpoints.checkpoint_path import find_model_files, kind_of, open_step
 from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.index import read_index
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.files import places_of, real_path
-from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.lora import is_adapter
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config import ModelShape, UserError
 from rpg_megatron.config.files import make_private, remove, rename, sync_folder
 from rpg_megatron.config.lora import LoraSettings
-from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.supervisor import StopSignals

@@ -137,7 +137,7 @@ class _Case:
 
         Of a shared prompt the first response of each group counts it, as if they were in one row.
         """
-        settings, mean = self.plan.settings, self.prompt + self.response
+        settings, shape, mean = self.plan.settings, self.plan.shape, self.prompt + self.response
         each = sequences / settings.parallel.data
         # Tokens of a mean prompt that responses share (``row_layout.shareable``).
         least, shared = settings.training.shared_from, max(0.0, self.prompt - 1)
@@ -145,9 +145,8 @@ class _Case:
             shared = 0.0
         repeated = shared * (1 - 1 / settings.rollout.samples_per_prompt)
         tokens, squares = mean - repeated, mean**2 - repeated * shared + (self.spread - 1) * self.response**2
-        if self.plan.shape.windows is not None:
-            squares = self.plan.shape.squares(math.sqrt(squares))
-        return max(each * tokens, self.longest), max(each * squares, self.plan.shape.squares(self.longest))
+        squares = shape.squares(squares**0.5) if shape.windows else squares
+        return max(each * tokens, self.longest), max(each * squares, shape.squares(self.longest))
 
     def microbatches(self, tokens: float) -> int:
         """Micro-batches of a replica with this number of tokens."""

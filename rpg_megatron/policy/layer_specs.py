@@ -1,0 +1,117 @@
+"""Megatron's specs of the layers of a model, by the kind of each layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rpg_megatron.config.model_shape import ModelShape, YarnRope
+from rpg_megatron.policy.layers import PackedAttention, ResidualAdd, RMSNorm, SwiGLU, WideNorm
+from rpg_megatron.policy.router_aux_loss import Router
+
+
+def layer_specs(
+    shape: ModelShape, config: TransformerConfig, *, separate_norms: bool = False, share_prompts: bool = False
+) -> list[ModuleSpec]:
+    """The spec of each layer. separate_norms, share_prompts: see ``build_model``."""
+    fused = config.transformer_impl == "transformer_engine"
+    fused_layer = partial(_fused_layer, separate_norms=separate_norms, share_prompts=share_prompts)
+    make_layer = fused_layer if fused else _local_layer
+    kinds: dict[Any, ModuleSpec] = {}
+    specs: list[ModuleSpec] = []
+    for n in range(shape.num_layers):
+        if (kind := (shape.has_experts(n), shape.window(n), shape.rope_of(n))) not in kinds:
+            kinds[kind] = make_layer(shape, n)
+            _set_norms(shape, kinds[kind], config)
+            if shape.has_experts(n):
+                kinds[kind].submodules.mlp.keywords["submodules"].router = Router
+        specs.append(kinds[kind])
+    return specs
+
+
+def megatron_rotates(shape: ModelShape) -> bool:
+    """Whether Megatron's rotary embedding can do it: whole heads, all layers alike, without a factor."""
+    ropes = {shape.rope_of(n) for n in range(shape.num_layers)}
+    return ropes == {shape.rope} and shape.rope.fraction == 1 and not isinstance(shape.rope.scaling, YarnRope)
+
+
+def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
+    """Spec of Megatron's local layer ``n``, with our norms, attention and activation."""
+    experts = shape.has_experts(n)
+    layer = get_gpt_layer_local_spec(
+        num_experts=shape.experts.count if experts and shape.experts else None,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    mlp = parts.mlp.keywords["submodules"]
+    (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
+    attention = parts.self_attention.submodules
+    attention.core_attention = ModuleSpec(
+        PackedAttention, params={"rope": shape.rope_of(n), "window": shape.window(n)}
+    )
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _fused_layer(
+    shape: ModelShape, n: int, *, separate_norms: bool = False, share_prompts: bool = False
+) -> ModuleSpec:
+    """Spec of Megatron's Transformer Engine layer ``n``, which supports packed sequences; experts are
+    grouped.
+    """
+    experts = shape.has_experts(n)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts.count if experts and shape.experts else None,
+        moe_grouped_gemm=experts,
+        qk_layernorm=shape.qk_norm,
+    )
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    parts = layer.submodules
+    if share_prompts or not megatron_rotates(shape):
+        from rpg_megatron.policy.fused_attention import RotatingAttention
+
+        parts.self_attention.submodules.core_attention = ModuleSpec(
+            RotatingAttention, params={"rope": shape.rope_of(n)}
+        )
+    if separate_norms or shape.post_norm:
+        parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
+        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not experts:
+            parts.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
+    return layer
+
+
+def _set_norms(shape: ModelShape, layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Set the norms and sums that Megatron's layers do not have."""
+    parts = layer.submodules
+    if shape.wide_qk_norm:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = partial(WideNorm, heads=shape.num_heads)
+        attention.k_layernorm = partial(WideNorm, heads=shape.num_kv_heads)
+    if shape.post_norm:
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    if shape.post_norm or shape.scales.residual != 1:
+        norm = norm_type(config.transformer_impl == "transformer_engine") if shape.post_norm else None
+        params = {"config": config, "norm": norm, "scale": shape.scales.residual}
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(ResidualAdd, params=params)
+
+
+def norm_type(fused: bool) -> type:
+    """The norm after the last layer, and behind blocks."""
+    if not fused:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm  # type: ignore[no-any-return]
