@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+from contextlib import nullcontext
 from itertools import batched
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,15 +21,30 @@ from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.policy import layers
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.device import start_device, start_process_group
+from rpg_megatron.policy.layers import ResidualAdd
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.router_replay import change_metrics, count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut_unevenly
 
+PLANTS: dict[str, tuple[Any, str, Any]] = {
+    "no norm behind blocks": (ResidualAdd, "_add", lambda self, out, residual, dropout: residual + out[0]),
+    "each rank's own heads": (layers, "_mean", lambda x, group: x.mean(-1, keepdim=True)),
+}
+"""Faults that a case may name: what is replaced by what."""
+
 
 def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:
+    """The results of a case, with its fault, if it names one."""
+    plant = case.get("plant")
+    with patch.object(*PLANTS[plant]) if plant else nullcontext():
+        return measure_layout(name, case, mesh, folder, device)
+
+
+def measure_layout(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:
     settings = Settings.model_validate(case["settings"])
     shape = read_model_shape(settings.model.path)
     layout = mapping_for(shape)

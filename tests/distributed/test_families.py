@@ -1,18 +1,21 @@
 """Every family is computed as transformers computes it, and goes from HF to Megatron and back unchanged.
 
 Why: a family differs from the next by a bias, a norm or a rotary frequency, and one that is misplaced gives
-plausible log-probs that are wrong. Proved for Qwen2 (tied, biases that matter) and for Llama with rope
-scaling (untied, frequencies in every range of the scaling, none of Megatron's own numbers), each on real
-Megatron-Core in fp32 over gloo, with sequences packed, layers that the pipeline does not divide and a
-vocabulary that tensor parallelism does not: log-probs, entropies and all gradients against transformers in
-float64, and an export that equals the source bit by bit, after an update at a learning rate of zero. Not
-covered here: Qwen3 and the objectives (test_layouts), bfloat16, Transformer Engine's layers, the engine.
+plausible log-probs that are wrong. Proved for Qwen2 (tied, biases that matter), for Llama with rope scaling
+(untied, frequencies in every range of the scaling, none of Megatron's own numbers), for Mistral (windows),
+Phi-3 (fused tensors, part of the head rotated) and OLMo 3 (norms behind blocks and over all heads, windows in
+some layers, two rotary embeddings), each on real Megatron-Core in fp32 over gloo, with sequences packed,
+layers that the pipeline does not divide and a vocabulary that tensor parallelism does not: log-probs,
+entropies and all gradients against transformers in float64, and an export that equals the source bit by bit,
+after an update at a learning rate of zero; and that leaving out any of these kinds is found. Not covered
+here: Qwen3 and the objectives (test_layouts), bfloat16, Transformer Engine's layers, the engine.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -156,14 +159,74 @@ def test_megatron_counts_layers_of_uneven_stages_as_we_do(
         assert offsets == list(accumulate(counts, initial=0))[:-1]
 
 
+SP2 = {"tensor": 2, "sequence": True}
+PLANTED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "the window": ("mistral", {"sliding_window": None}, {}, ""),
+    "a token of the window": ("mistral", {"sliding_window": 15}, {}, ""),
+    "dimensions that are not rotated": (
+        "phi3",
+        {"rope_parameters": PHI3_ROPE | {"partial_rotary_factor": 1}},
+        {},
+        "",
+    ),
+    "the base of other layers": (
+        "olmo3",
+        {
+            "rope_parameters": OLMO3_ROPE
+            | {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+        },
+        {},
+        "",
+    ),
+    "the scaling": (
+        "olmo3",
+        {"rope_parameters": OLMO3_ROPE | {"full_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+        {},
+        "",
+    ),
+    "full attention": ("olmo3", {"layer_types": ["sliding_attention"] * 5}, {}, ""),
+    "norms behind blocks": ("olmo3", {}, {}, "no norm behind blocks"),
+    "heads of other ranks": ("olmo3", {}, SP2, "each rank's own heads"),
+}
+"""What is left out -> model, changes of the config.json that our side reads, layout, fault of the worker."""
+
 FEW = (
     "qwen2: TP2+SP",
     "qwen2: PP2xVPP2, layers 1 and 1, 2 and 1",
     "llama: TP2xPP2, layers 3 and 2",
     "qwen3, wide: TP4, 12 query heads in 2 groups",
+    "mistral: CP2",
+    "phi3: TP2+SP",
+    "olmo3: TP2+SP",
+    "olmo3: PP2xVPP2",
+    "olmo3: TP2+SPxCP2",
     "qwen2, deep: PP4xVPP2, layers 1 and 1, 2 and 1, 1 and 1, 1 and 1",
 )
 """Cases of the default tier."""
+
+
+def test_what_is_left_out_is_found(tmp_path: Path) -> None:
+    """Log-probs or gradients of every model of ``PLANTED`` are not those of transformers."""
+    batch, reference = make_batch(), {}
+    for name in sorted({name for name, *_ in PLANTED.values()}):
+        family, changes, _ = MODELS[name]
+        model = make_model(tmp_path / name, family, **AWKWARD | changes)
+        reference[name] = score_batch(model, batch), reference_update(model, batch, "rpg")
+        (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(batch))
+    for world in (1, 2):
+        cases = {}
+        for fault, (name, changes, parallel, plant) in PLANTED.items():
+            if parallel.get("tensor", 1) == world:
+                folder = shutil.copytree(tmp_path / name, tmp_path / fault.replace(" ", "_"))
+                config = json.loads((folder / "config.json").read_text()) | changes
+                (folder / "config.json").write_text(json.dumps(config))
+                case = make_case(folder, parallel, 2, OBJECTIVES["rpg"], lr=0.0)
+                cases[fault] = {**case, "batch": f"{name}.pkl", "plant": plant}
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        for fault, result in run_ranks("tests.distributed.layout_worker", world, tmp_path).items():
+            rows, expected = reference[PLANTED[fault][0]]
+            with pytest.raises(AssertionError, match=r"log-probs of|gradient of|grad_norm|loss"):
+                check(tmp_path, fault, result, batch, rows, expected)
 
 
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.long)], ids=["few", "all"])
