@@ -48,9 +48,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family("qwen2", "Qwen2, Qwen2.5", qkv_bias=True),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3", qk_norm="heads", defaults={"head_dim": 128}),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", "Qwen3-MoE", qk_norm="heads", experts=True),
-    "MistralForCausalLM": Family(
-        "mistral", "Mistral, Ministral 8B", windows="all", defaults={"sliding_window": 4096}
-    ),
+    "MistralForCausalLM": Family("mistral", "Mistral", windows="all", defaults={"sliding_window": 4096}),
     "Phi3ForCausalLM": Family("phi3", "Phi-3 (4k), Phi-4", fused_rows=True, windows="all", partial_rope=True),
     "Olmo3ForCausalLM": Family(
         "olmo3",

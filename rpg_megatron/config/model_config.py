@@ -191,7 +191,7 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         count = sum(kind not in known for kind in kinds)
         only = "only full attention is supported" if family.windows == "no" else "this kind is not supported"
         problems.append(f"{count} of {len(kinds)} layers have {', '.join(others)}; {only}")
-    for kind in {_FULL: 0, **dict.fromkeys(kinds, 0)}:
+    for kind in dict.fromkeys([_FULL, *kinds]):
         rope = _rope_settings(raw, family, kind)
         if rope["rope_type"] not in family.ropes:
             problems.append(
