@@ -5,8 +5,8 @@
 
 Each mutation changes one place of the modules that describe families and layers: a number by one, a flag, an
 operator, a name. It is applied to a copy of the repository, in which the tests of the default tier that
-concern models run until the first one fails. Mutations that no test finds are printed at the end: each is a gap, or
-does not change what is computed. The places are those of the commit, so commit and seed fix the draw.
+concern models run until the first one fails. Mutations that no test finds are printed at the end: each is a
+gap, or does not change what is computed. The places are those of the commit: commit and seed fix the draw.
 """
 
 from __future__ import annotations
