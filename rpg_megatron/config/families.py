@@ -39,6 +39,8 @@ class Family:
     """Types of rotary embedding."""
     partial_rope: bool = False
     """``partial_rotary_factor`` counts."""
+    refused: tuple[str, ...] = ()
+    """Keys that vLLM would compute otherwise than transformers."""
     defaults: dict[str, float] = field(default_factory=dict)
     """Values of keys that config.json may lack, where transformers' differ between families."""
 
@@ -58,6 +60,12 @@ FAMILIES = {
         windows="some",
         ropes=("default", "yarn"),
         defaults={"sliding_window": 4096, "rope_theta": 500000.0},
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        "Granite 3",
+        scales=True,
+        refused=("layer_types", "layer_rope_theta", "attention_sinks", "logit_scale"),
     ),
 }
 """Hugging Face's name of an architecture -> the family."""
@@ -84,7 +92,7 @@ NOT_SUPPORTED = {
     "KimiK": "Kimi",
     "GptOss": "gpt-oss",
     "Gemma": "Gemma",
-    "Granite": "Granite",
+    "GraniteMoe": "Granite 4, mixtures of Granite 3",
     "Mixtral": "Mixtral",
     "Ministral3": "Ministral 3",
     "Llama4": "Llama 4",

@@ -185,6 +185,8 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
+    if keys := [key for key in family.refused if raw.get(key) is not None]:
+        problems.append(f"{', '.join(keys)}: not supported for {family.name}; released models have none")
     kinds = _layer_kinds(raw, family, int(raw["num_hidden_layers"]))
     known = {_FULL} if family.windows == "no" else {_FULL, _SLIDING}
     if others := sorted(set(kinds) - known):

@@ -36,7 +36,7 @@ CPU_EXPERT_COLUMNS = 32
 """On a CPU, vLLM's experts must have a multiple of this many columns. Others fail at the first request."""
 ADAPTED_VOCABULARY = 258_048
 """The largest vocabulary with which vLLM adapts the output layer."""
-ADAPTED_OUTPUT_LAYERS = ("llama", "mistral", "qwen3", "qwen3_moe")
+ADAPTED_OUTPUT_LAYERS = ("granite", "llama", "mistral", "qwen3", "qwen3_moe")
 """Families whose classes in vLLM say that their output layer takes adapters (embedding_modules)."""
 _SPARE = 256 * 1024**2  # shared memory of vLLM and gloo besides the weights
 

@@ -100,6 +100,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 16}, KINDS),
     "phi3": ("phi3", {"rope_parameters": PHI3_ROPE, "sliding_window": 40}, KINDS),
     "olmo3": ("olmo3", {"rope_parameters": OLMO3_ROPE, "sliding_window": 16}, KINDS),
+    "granite": ("granite", {"tie_word_embeddings": True}, KINDS),
     "qwen2, deep": ("qwen2", {"num_hidden_layers": 9, "tie_word_embeddings": True}, VIRTUAL),
 }
 """Name -> (family, what its config has besides AWKWARD, layouts)."""

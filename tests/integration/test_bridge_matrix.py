@@ -76,7 +76,9 @@ def test_experts_after_five_perturbations(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.long
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("name", ["qwen2, tied", "qwen3", "llama 3, tied", "mistral", "phi3", "olmo3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2, tied", "qwen3", "llama 3, tied", "mistral", "phi3", "olmo3", "granite, tied"]
+)
 def test_every_family_after_five_perturbations(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

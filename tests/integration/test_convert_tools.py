@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "phi3": ("phi3", {"sliding_window": 40}),
     "olmo3": ("olmo3", {}),
+    "granite": ("granite", {"tie_word_embeddings": True}),
 }
 
 
@@ -130,6 +131,7 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         ("qwen3-moe", torch.float32, {}, ""),
         ("phi3", torch.bfloat16, {}, ""),
         ("olmo3", torch.float32, {}, "megatron_to_hf"),
+        ("granite", torch.float32, {}, "hf_to_megatron"),
         # Each verification is a start of Megatron; what these add is in ``test_every_dtype`` too.
         pytest.param("qwen2-tied", torch.float32, {}, "hf_to_megatron", marks=pytest.mark.long),
         pytest.param("qwen3-moe", torch.bfloat16, {}, "both", marks=pytest.mark.long),
@@ -142,6 +144,7 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         "qwen3-moe",
         "phi3-bf16",
         "olmo3",
+        "granite",
         "qwen2-tied",
         "qwen3-moe-bf16",
         "mistral",

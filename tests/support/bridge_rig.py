@@ -20,6 +20,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -120,6 +122,16 @@ MODELS: dict[str, Callable[[], Any]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
             tie_word_embeddings=False,
+        )
+    ),
+    "granite, tied": lambda: GraniteForCausalLM(
+        GraniteConfig(
+            **COMMON,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.3,
+            logits_scaling=4.0,
+            tie_word_embeddings=True,
         )
     ),
     "gpt-oss": lambda: GptOssForCausalLM(

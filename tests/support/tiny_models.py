@@ -14,7 +14,15 @@ from safetensors.numpy import save_file as save_arrays
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, ModelShape, Rope, Windows, YarnRope
+from rpg_megatron.config.model_shape import (
+    ExpertShape,
+    Llama3Rope,
+    ModelShape,
+    Rope,
+    Scales,
+    Windows,
+    YarnRope,
+)
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 
@@ -77,6 +85,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "olmo3",
         **_COMMON,
         "sliding_window": 16,
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **_COMMON,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 4.0,
     },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -142,6 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "windows": Windows(8, (0, 1, 2), Rope(1e5)),
         "rope": Rope(1e6, scaling=YarnRope(8.0, 32.0, 1.0, 64, 1.2)),
     },
+    "granite": {"family": "granite", "qk_norm": False, "scales": Scales(3.0, 0.5, 0.3, 1 / 4.0)},
 }
 """What differs from TINY in each family."""
 TINY_MOE = replace(TINY, family="qwen3_moe", experts=ExpertShape(8, 2, 24, True, (1, 2, 3)))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not (WHEEL / ".complete").exists(), reason="run 
 
 COMPARED = {"llama": 105, "mistral": 105, "qwen2": 119, "qwen3": 133, "qwen3_moe": 247}
 """Family -> parameters of two layers on all ranks of LAYOUTS."""
-NOT_THERE = {"olmo3", "phi3"}
+NOT_THERE = {"granite", "olmo3", "phi3"}
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 53}
 """Two and four ranks pad the vocabulary; four cut a query group in two."""
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 2, 2)]

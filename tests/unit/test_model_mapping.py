@@ -23,8 +23,8 @@ from rpg_megatron.models.registry import check_experts, check_layout, mapping_fo
 from tests.support.megatron_shards import grid, rank_layers, stage_shapes, stage_values
 from tests.support.tiny_models import FAMILIES, TINY, TINY_MOE, random_state_dict, tiny_shape
 
-MAPPED = [family for family in FAMILIES if family != "mistral"]
-"""Mistral has Llama's tensors."""
+MAPPED = [family for family in FAMILIES if family not in ("granite", "mistral")]
+"""Granite and Mistral have Llama's tensors."""
 HEADS = [(1, 6, 2), (2, 6, 2), (4, 12, 4), (4, 12, 2), (4, 12, 1)]
 """Ranks, query heads, groups: several groups on a rank, one, and one cut over two ranks and over four."""
 LAYOUTS = [(*heads, p) for heads in HEADS for p in (1, 2, 3, 4)]

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoConfig
 
 from rpg_megatron.config import UserError, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, Rope, Windows, YarnRope
+from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, Rope, Scales, Windows, YarnRope
 from tests.support.tiny_models import tiny_shape
 
 LLAMA = {
@@ -55,6 +55,7 @@ QWEN3_MOE = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
 OLMO3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
+GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
 
@@ -123,6 +124,35 @@ def test_windows_and_rotary_embeddings_are_read_as_transformers_does(
         assert shape.rope_of(layer).theta == parameters["rope_theta"]
         assert shape.rope_of(layer).fraction == parameters.get("partial_rotary_factor", 1)
         assert isinstance(shape.rope_of(layer).scaling, YarnRope) == (parameters["rope_type"] == "yarn")
+
+
+SCALES = {
+    "embedding_multiplier": 3,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "scales"),
+    [
+        (GRANITE | SCALES, Scales(3.0, 0.5, 0.3, 0.25)),
+        (GRANITE, Scales(attention=1.0)),  # not 1 / sqrt(head_dim)
+        (LLAMA | SCALES, Scales()),
+    ],
+)
+def test_multipliers_are_read_as_transformers_does(
+    tmp_path: Path, raw: dict[str, Any], scales: Scales
+) -> None:
+    shape = read(tmp_path, raw)
+    assert shape.scales == scales
+    if shape.family == "granite":
+        config = AutoConfig.for_model("granite", **raw)
+        assert scales.embedding == config.embedding_multiplier
+        assert scales.residual == config.residual_multiplier
+        assert scales.attention == config.attention_multiplier
+        assert scales.logits == 1 / config.logits_scaling
 
 
 @pytest.mark.parametrize("cut", [None, 8])
@@ -258,7 +288,17 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         (OLMO3 | {"layer_types": ["linear_attention"] * 4}, "4 of 4 layers have linear_attention; this kind"),
         (OLMO3 | {"rope_scaling": YARN | {"mscale": 1.0}}, r"type yarn with \['mscale'\] is not supported"),
         (OLMO3 | {"rope_scaling": YARN | {"factor": 0}}, "factor is 0; it must be a number greater than 0"),
+        (GRANITE | {"layer_types": ["full_attention"] * 4}, "layer_types: not supported for granite"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of 1 to"),
+        (GRANITE | {"logits_scaling": 0}, "logits_scaling is 0; it must be a number greater than 0"),
+        (GRANITE | {"attention_multiplier": None}, "attention_multiplier is None; it must be a number"),
+        (GRANITE | {"attention_bias": True}, "attention_bias=true is not supported for granite"),
+        (GRANITE | {"mlp_bias": True}, "mlp_bias=true is not supported"),
+        (GRANITE | {"rope_scaling": SCALING}, "rope type 'llama3' is not supported for granite"),
+        (
+            GRANITE | {"architectures": ["GraniteMoeHybridForCausalLM"]},
+            r"Granite 4, .*\(architecture GraniteMoeHybridForCausalLM\) is not supported; .*Granite 3;",
+        ),
     ],
 )
 def test_variants_that_are_not_covered_are_refused(
@@ -296,7 +336,7 @@ def test_sizes_that_no_model_has_are_refused(tmp_path: Path, raw: dict[str, obje
     assert str(error.value).startswith(str(tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize("raw", [LLAMA, QWEN2, QWEN3, QWEN3_MOE])
+@pytest.mark.parametrize("raw", [LLAMA, QWEN2, QWEN3, QWEN3_MOE, GRANITE])
 @pytest.mark.parametrize(("value", "tied"), [(True, True), (False, False), (None, False), ("absent", False)])
 def test_tied_embeddings_are_read_as_transformers_does(
     tmp_path: Path, raw: dict[str, object], value: object, tied: bool

@@ -524,7 +524,7 @@ def test_cpu_head_sizes_are_those_of_the_preflight():
 
 def test_output_layers_that_engines_adapt_are_those_of_the_preflight():
     found = []
-    for architecture, family in ((name, family.name) for name, family in FAMILIES.items()):
+    for architecture, family in ((name, f.name) for name, f in FAMILIES.items() if not f.inside):
         if not (file := VLLM / "model_executor/models" / f"{family}.py").exists():
             continue  # by the backend of Transformers: lora is refused there
         tree = ast.parse(file.read_text(encoding="utf-8"))
