@@ -76,8 +76,6 @@ def _fused_layer(
         moe_grouped_gemm=experts,
         qk_layernorm=shape.qk_norm,
     )
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
-
     parts = layer.submodules
     if share_prompts or not megatron_rotates(shape):
         from rpg_megatron.policy.fused_attention import RotatingAttention
@@ -86,6 +84,8 @@ def _fused_layer(
             RotatingAttention, params={"rope": shape.rope_of(n)}
         )
     if separate_norms or shape.post_norm:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
         parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
         parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not experts:

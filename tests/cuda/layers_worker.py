@@ -28,7 +28,7 @@ from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.policy.optimizer import build_optimizer, wrap_data_parallel
 from tests.support import fake_cuda
 
-EXPERTS = ExpertShape(count=8, per_token=2, ffn_hidden_size=64, normalised=True, layers=[0, 1])
+EXPERTS = ExpertShape(count=8, per_token=2, ffn_hidden_size=64, normalised=True, layers=(0, 1))
 
 
 def look(case: dict[str, Any]) -> dict[str, Any]:

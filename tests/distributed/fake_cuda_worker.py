@@ -97,7 +97,8 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     shape = read_model_shape(settings.model.path) if "files" in case else SHAPES["tiny"]
     shape = replace(shape, **case.get("shape", {}))
     if "experts" in case:
-        shape = replace(shape, family="qwen3_moe", experts=ExpertShape(**case["experts"]))
+        experts = case["experts"] | {"layers": tuple(case["experts"]["layers"])}
+        shape = replace(shape, family="qwen3_moe", experts=ExpertShape(**experts))
     mesh = start_mesh(settings.parallel)
     trainer_module.read_model_shape = lambda path: shape
     trainer_module.load_hf_weights = lambda *_, **__: None

@@ -40,7 +40,7 @@ from rpg_megatron.checkpoints.run_folder import (
 from tests.support.checkpoints import OPTIMIZERS, WEIGHTS, compare, make_resume_case, write_batch
 from tests.support.layouts import make_case
 from tests.support.ranks import run_ranks, start_ranks
-from tests.support.tiny_models import CONFIGS
+from tests.support.tiny_models import CONFIGS, make_model
 
 SAVED = {"tensor": 2, "pipeline": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,14 @@ def run_cases(folder: Path, world: int, cases: dict[str, Any]) -> dict[str, Any]
 
 
 def check(
-    folder: Path, results: dict[str, Any], kind: str, name: str, *, back: bool, tolerance: float
+    folder: Path,
+    results: dict[str, Any],
+    kind: str,
+    name: str,
+    *,
+    back: bool,
+    tolerance: float,
+    count: int = 4 * 8 + 3,
 ) -> None:
     """Compare a case with the uninterrupted run; ``back``: it made the fourth update, not the third."""
     place, update = ("fourth", 3) if back else ("third", 2)
@@ -82,7 +89,7 @@ def check(
         assert abs(actual[key] - expected[key]) <= tolerance, (kind, name, key, actual, expected)
     folders = [step_folder(folder / kind / run, 1) for run in (place, name)]
     assert not any(find_problems(checkpoint) for checkpoint in folders)
-    compare(folders[0], folders[1], tolerance, count=WEIGHTS.get(kind, 4 * 8 + 3))
+    compare(folders[0], folders[1], tolerance, count=WEIGHTS.get(kind, count))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,24 @@ def test_the_next_update_is_the_same_in_other_layouts(
         for name in [*names, *(["one rank", "back"] if kind in whole else [])]:
             tolerance = 0.0 if name == "TP2xPP2" else 1e-6
             check(tmp_path, results, kind, name, back=name == "back", tolerance=tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["phi3", "olmo3"])
+def test_layers_of_other_kinds(tmp_path: Path, family: str) -> None:
+    """Fused tensors; windows, norms behind blocks and over all heads, which each tensor rank has whole."""
+    sizes = {"vocab_size": 251, "intermediate_size": 160, "num_hidden_layers": 4, "sliding_window": 16}
+    write_batch(tmp_path, make_model(tmp_path / "model", family, noise=0.08, **sizes))
+    names, straight = ("TP2xPP2", "DP4", "CP2xTP2+SP"), [None, "second", "third"]
+    cases = {"distributed, straight": make_resume_case(tmp_path, "distributed", SAVED, None, straight)}
+    for name in names:
+        case = make_resume_case(tmp_path, "distributed", LAYOUTS[name], "second", [name])
+        cases[f"distributed, {name}"] = case
+    results = run_cases(tmp_path, 4, cases)
+    count = 4 * (8 if family == "olmo3" else 6) + 3
+    for name in names:
+        tolerance = 0.0 if name == "TP2xPP2" else 1e-6
+        check(tmp_path, results, "distributed", name, back=False, tolerance=tolerance, count=count)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 
 from benchmarks.policies import SHAPES, start
 from rpg_megatron.checkpoints.megatron import load_weights
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.model_shape import ModelShape, Rope, Windows
 from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
@@ -24,6 +24,9 @@ FAMILIES = {
     "qwen3": {},
     "qwen2": {"qk_norm": False, "qkv_bias": True},
     "llama": {"qk_norm": False, "tied_embeddings": False},
+    "mistral": {"qk_norm": False, "windows": Windows(64, (0, 1), Rope(1e4))},
+    "phi3": {"qk_norm": False, "fused_rows": True, "rope": Rope(1e4, 0.75)},
+    "olmo3": {"wide_qk_norm": True, "post_norm": True, "windows": Windows(64, (0,), Rope(1e3))},
 }
 
 

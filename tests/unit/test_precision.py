@@ -32,7 +32,7 @@ from rpg_megatron.config.policy import (
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.preflight import FP8_EMULATED, check_gpus, check_precision, has_gpu
-from rpg_megatron.policy import model, optimizer, precision
+from rpg_megatron.policy import layer_specs, optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
 from tests.support.tiny_models import TINY_MOE
@@ -265,13 +265,13 @@ def test_expert_layers_use_transformer_engine_grouped_linears(
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", NamedSpecs)
     monkeypatch.setattr(te_specs, "TEColumnParallelGroupedLinear", "grouped column")
     monkeypatch.setattr(te_specs, "TERowParallelGroupedLinear", "grouped row")
-    layer = model._fused_layer(TINY_MOE, experts=True).submodules
+    layer = layer_specs._fused_layer(TINY_MOE, 1).submodules
     experts = layer.mlp.keywords["submodules"].experts
     assert experts.func is TEGroupedMLP
     assert experts.keywords["submodules"].linear_fc1 == "grouped column"
     assert experts.keywords["submodules"].linear_fc2 == "grouped row"
     assert layer.pre_mlp_layernorm == "layer_norm"
-    dense = model._fused_layer(TINY_MOE, experts=False).submodules
+    dense = layer_specs._fused_layer(TINY_MOE, 0).submodules
     assert dense.pre_mlp_layernorm is IdentityOp
     assert dense.mlp.keywords["submodules"].linear_fc1 == "column_parallel_layer_norm_linear"
 
