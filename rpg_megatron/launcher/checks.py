@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint
+from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, list_untrained
 from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.checkpoints.megatron_folder import weights_of
 from rpg_megatron.checkpoints.peft import check_adapter
@@ -145,8 +145,12 @@ def _check_placement(run: CheckedRun) -> None:
 def _check_weights(settings: Settings) -> list[str]:
     path = with_local_model(settings).model.path
     check_model(path)
-    note = describe_computed(list_checkpoint(path))
-    return [f"model.path: {note}"] if note else []
+    note, untrained = describe_computed(list_checkpoint(path)), list_untrained(path, read_model_shape(path))
+    warnings = [f"model.path: {note}"] if note else []
+    if parts := sorted({name.partition(".")[0] for name in untrained}):
+        count = f"{len(untrained)} tensors are not trained ({', '.join(parts)})"
+        warnings.append(f"model.path: {count}; exports copy them from there, so keep it")
+    return warnings
 
 
 def _check_adapter(run: CheckedRun) -> None:

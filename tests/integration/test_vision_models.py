@@ -61,6 +61,8 @@ def test_a_run_and_an_evaluation(config_file: Path, tmp_path: Path, monkeypatch:
     assert code == 0, err
     code, err = Command(tmp_path, "train", str(config_file), model, *settings).finish(timeout=600)
     assert code == 0, err
+    parts = "(mtp, multi_modal_projector, vision_tower)"
+    assert f"16 tensors are not trained {parts}; exports copy them from there" in err
     run = tmp_path / "runs" / "tiny-001"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(row["mismatch/logp_max"] < 1e-4 for row in rows if row["step"] > 0)
