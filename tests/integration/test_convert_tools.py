@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rpg_megatron.commands.convert import command
@@ -34,6 +33,7 @@ from rpg_megatron.commands.convert.convert import choose_sequences, compare
 from rpg_megatron.commands.convert.staging import Staging
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from tests.support.conversion import difference, fail, run, succeed, tensors
 from tests.support.forking import fresh_starts
 from tests.support.megatron_shards import megatron_value
 from tests.support.run_checkpoints import write_step
@@ -63,37 +63,6 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
     (folder / "merges.txt").write_text("a b\n")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
-
-
-def run(tool: str, *arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """One of tools/, by its absolute path and from another folder."""
-    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd="/", check=False)
-
-
-def succeed(tool: str, *arguments: str | Path) -> str:
-    done = run(tool, *arguments)
-    assert done.returncode == 0, f"{tool} {arguments}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
-def fail(tool: str, *arguments: str | Path, code: int = 2) -> str:
-    done = run(tool, *arguments)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
-def difference(output: str) -> float:
-    """The difference that --verify printed."""
-    match = re.search(r"max \|difference\| from transformers (\S+)", output)
-    assert match, output
-    return float(match[1])
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def check_same(source: Path, back: Path) -> None:

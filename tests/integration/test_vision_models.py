@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from rpg_megatron.checkpoints.hf_files import list_untrained
 from rpg_megatron.config import UserError, read_model_shape
-from tests.integration.test_convert_tools import difference, succeed, tensors
 from tests.support.commands import Command
+from tests.support.conversion import difference, succeed, tensors
 from tests.support.tiny_models import write_vision_model
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
