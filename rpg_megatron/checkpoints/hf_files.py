@@ -207,8 +207,14 @@ def list_untrained(model_dir: Path, shape: ModelShape) -> dict[str, StoredTensor
 
 def _list_all(model_dir: Path) -> dict[str, StoredTensor]:
     """As ``list_checkpoint``; beside Megatron's weights, the tensors that these do not have."""
-    untrained = model_dir / UNTRAINED
-    return read_header(untrained) if untrained.exists() else list_checkpoint(model_dir)
+    if (model_dir / INDEX).exists() or (model_dir / SINGLE).exists():
+        return list_checkpoint(model_dir)
+    if not (model_dir / UNTRAINED).exists():
+        raise UserError(
+            f"{model_dir}: lacks the tensors that are not trained, such as a vision tower's; give the folder "
+            f"of the whole model, or of a converted one with its {UNTRAINED}"
+        )
+    return read_header(model_dir / UNTRAINED)
 
 
 def list_computed(stored: Iterable[str]) -> list[str]:
@@ -263,7 +269,10 @@ def verify_hf_checkpoint(
     Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files;
     also for a head that is not the embedding: transformers and vLLM use it in spite of config.json.
     """
-    stored = {decoder_name(name): tensor for name, tensor in list_checkpoint(model_dir).items()}
+    listed = list_checkpoint(model_dir)
+    stored = {decoder_name(name): tensor for name, tensor in listed.items()}
+    if twice := [name for name in listed if name != decoder_name(name) and decoder_name(name) in listed]:
+        raise UserError(f"{model_dir}: has tensors under two names: {_some(twice)}; remove one of each")
     untrained = [name for name in stored if name.startswith(mapping.shape.untrained)]
     for name in [*list_computed(stored), *untrained]:
         stored.pop(name, None)

@@ -59,7 +59,7 @@ def read_model_shape(path: Path) -> ModelShape:
         )
     try:
         if family.inside:
-            raw = _text_config(raw, family)
+            raw = _text_config(file, raw, family)
         sizes = {key: _size(key, raw[key]) for key in _SIZES if raw.get(key) is not None}
         _refuse_variants(file, raw, family)
         layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
@@ -107,11 +107,15 @@ def _scales(raw: dict[str, Any]) -> Scales:
     return Scales(embedding, residual, attention, 1 / divisor)
 
 
-def _text_config(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+def _text_config(file: Path, raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """The decoder's part of a config.json, with the keys that stand outside of it."""
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type", family.inside) != family.inside:
-        raise ValueError(f"text_config is not that of a {family.inside} model")
+        kind = text.get("model_type") if isinstance(text, dict) else text
+        raise UserError(
+            f"{file}: text_config is of {shorten(ascii(kind), 80)}; with this architecture only "
+            f"{family.inside} ({family.models}) is supported"
+        )
     outside = ("dtype", "torch_dtype", "quantization_config", "compression_config", "tie_word_embeddings")
     return {key: raw[key] for key in outside if key in raw} | text
 
@@ -263,6 +267,8 @@ def _rope(raw: dict[str, Any], family: Family, kind: str = _FULL) -> Rope:
         scaled = _llama3 if rope["rope_type"] == "llama3" else _yarn
         scaling = scaled(rope, _size("max_position_embeddings", original))
     fraction = _positive("partial_rotary_factor", rope["partial_rotary_factor"])
+    if fraction > 1:
+        raise ValueError(f"partial_rotary_factor is {fraction:g}; it must be at most 1")
     return Rope(_positive("rope_theta", rope["rope_theta"]), fraction, scaling)
 
 

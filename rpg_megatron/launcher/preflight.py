@@ -17,6 +17,7 @@ from pathlib import Path
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
+from rpg_megatron.config.model_shape import Scales
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.lora import AdapterMapping, check_heads, projection_shape
@@ -172,20 +173,29 @@ def check_routers(settings: Settings, shape: ModelShape) -> None:
 
 def check_layers(settings: Settings, shape: ModelShape) -> None:
     """Check that what the run does is supported with the model's kinds of layers."""
-    windows, family = shape.windows is not None, shape.family
-    problems = {
-        f"training.share_prompts: {family} models have sliding windows, which would begin inside the shared "
-        "prompts; set it to false": windows and settings.training.shared_from is not None,
-        "parallel.context: Transformer Engine's attention with context parallelism has no sliding windows, "
-        f"and {family} models have; set it to 1": windows
-        and settings.parallel.context > 1
-        and settings.device == "cuda",
-        f"lora: {family} models in this form (one tensor for several projections, norms behind blocks, or a "
-        "vision tower beside the decoder) have no adapters here; remove lora": settings.lora is not None
-        and (shape.fused_rows or shape.post_norm or shape.is_part),
-    }
-    if found := [text for text, holds in problems.items() if holds]:
-        raise UserError("; ".join(found))
+    check_windows(settings, shape)
+    other = shape.fused_rows or shape.post_norm or shape.is_part or shape.scales != Scales()
+    if settings.lora is not None and other:
+        raise UserError(
+            f"lora: {shape.family} models in this form (one tensor for several projections, norms behind "
+            "blocks, multipliers, or a vision tower beside the decoder) have no adapters here; remove lora"
+        )
+
+
+def check_windows(settings: Settings, shape: ModelShape) -> None:
+    """Check that rows and layout are supported with sliding windows, if the policy or teacher has them."""
+    if shape.windows is None:
+        return
+    if settings.training.shared_from is not None:
+        raise UserError(
+            f"training.share_prompts: {shape.family} models have sliding windows, which would begin inside "
+            "the shared prompts; set it to false"
+        )
+    if settings.parallel.context > 1 and settings.device == "cuda":
+        raise UserError(
+            "parallel.context: Transformer Engine's attention with context parallelism has no sliding "
+            f"windows, and {shape.family} models have; set it to 1"
+        )
 
 
 def check_head_dim(settings: Settings, shape: ModelShape) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from rpg_megatron.config.lora import TARGETS
 from tests.support.bridge_rig import bridge_engines, check_matrix
 
 WORLDS: dict[int, dict[str, dict[str, int]]] = {
@@ -84,3 +85,12 @@ def test_every_family_after_five_perturbations(
 ) -> None:
     with bridge_engines(tmp_path, name, [1, 2]) as engines:
         check_matrix(tmp_path, engines, name, WORLDS, 5, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("forked_starts")
+def test_adapters_beside_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = {"rank": 4, "targets": TARGETS}
+    with bridge_engines(tmp_path, "mistral", [1], lora=lora) as engines:
+        check_matrix(tmp_path, engines, "mistral", {1: WORLDS[1]}, 1, capsys, tolerance=1e-4, lora=lora)

@@ -45,7 +45,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     shape = read_model_shape(tmp_path / "hf")
     assert set(list_untrained(tmp_path / "hf", shape)) == {n for n in source if not n.startswith(TRAINED)}
     shutil.rmtree(tmp_path / "hf")
-    with pytest.raises(UserError, match="holds neither"):
+    with pytest.raises(UserError, match="lacks the tensors that are not trained"):
         list_untrained(tmp_path / "hf", shape)
 
 

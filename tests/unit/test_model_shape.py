@@ -55,6 +55,7 @@ QWEN3_MOE = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
 OLMO3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
+VISION = "Mistral3ForConditionalGeneration"
 GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
@@ -288,6 +289,15 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         (OLMO3 | {"layer_types": ["linear_attention"] * 4}, "4 of 4 layers have linear_attention; this kind"),
         (OLMO3 | {"rope_scaling": YARN | {"mscale": 1.0}}, r"type yarn with \['mscale'\] is not supported"),
         (OLMO3 | {"rope_scaling": YARN | {"factor": 0}}, "factor is 0; it must be a number greater than 0"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "ministral3"},
+            },
+            r"text_config is of 'ministral3'; with this architecture only mistral \(Mistral Small 3",
+        ),
+        ({"architectures": [VISION]}, "text_config is of None"),
         (GRANITE | {"layer_types": ["full_attention"] * 4}, "layer_types: not supported for granite"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of 1 to"),
         (GRANITE | {"logits_scaling": 0}, "logits_scaling is 0; it must be a number greater than 0"),
