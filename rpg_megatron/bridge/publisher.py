@@ -85,6 +85,8 @@ class PublishPlan:
     """The lowest of the ranks that share the plan; it writes the manifest."""
     alone: bool
     """Whether all ranks of the run share the plan (False: each node has a plan of its own)."""
+    float32: frozenset[str]
+    """Names of HF tensors that are sent in float32, see ``ModelMapping``."""
     group: dist.ProcessGroup | None
     """The host group of the ranks that share the plan; None: the control group."""
 
@@ -103,6 +105,10 @@ class PublishPlan:
             shared={key: slices for key, slices in self.shared.items() if key[0] in only},
         )
 
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of an HF tensor if the others are sent in ``dtype``."""
+        return torch.float32 if name in self.float32 else dtype
+
     def slices_of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
         """What a rank sends: (HF tensor name, index in ``owners`` of that tensor, Megatron name, slice)."""
         return [
@@ -115,7 +121,7 @@ class PublishPlan:
     def sum_boxes(
         self, params: Mapping[str, torch.Tensor], dtype: torch.dtype, *, shared: bool = False
     ) -> SliceSums:
-        """Checksums of this rank's slices after a cast to ``dtype``; ``shared``: also of those in
+        """Checksums of this rank's slices after a cast to ``dtype_of``; ``shared``: also of those in
         ``self.shared``.
         """
         slices_to_sum = self.slices_of(self.rank)
@@ -127,8 +133,8 @@ class PublishPlan:
                 if s.rank == self.rank
             ]
         sums = checksums(
-            (params[param].detach()[piece.local.slices()].to(dtype), piece.hf.start)
-            for _, _, param, piece in slices_to_sum
+            (params[param].detach()[piece.local.slices()].to(self.dtype_of(name, dtype)), piece.hf.start)
+            for name, _, param, piece in slices_to_sum
         )
         return {(name, i): number for (name, i, _, _), number in zip(slices_to_sum, sums, strict=True)}
 
@@ -161,6 +167,7 @@ def make_publish_plan(
         _shared_slices(mapping, owners, [s for s in peers if s.coordinates.rank in firsts]),
         min(s.coordinates.rank for s in peers),
         len(parts) == 1,
+        mapping.float32,
         None if len(parts) == 1 else new_host_subgroup(list(parts.values())),
     )
 
@@ -206,7 +213,7 @@ def build_manifest(
     """
     tensors = {
         name: PublishedTensor(
-            dtype_name(dtype),
+            dtype_name(plan.dtype_of(name, dtype)),
             shape,
             tuple(
                 PublishedBox(

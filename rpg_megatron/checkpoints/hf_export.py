@@ -81,7 +81,7 @@ def export_hf(
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
     params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
-    (float32, bfloat16 or float16). Configuration, tokenizer and tensors that are not trained are copied from
+    (float32, bfloat16 or float16), but for tensors that are always float32. Configuration, tokenizer and tensors that are not trained are copied from
     ``source_dir``. Without an initialised process group, the caller must hold the whole model. The folder
     gets its final name when it is complete; a killed export leaves ``.NAME.incomplete``, which the next
     export removes. ``replace``: replace an existing ``out_dir``. ``root``: see ``open_copied``. ``ends``:
@@ -96,7 +96,8 @@ def export_hf(
     shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
     gathered = gather_objects(shards, RankShards)
     shapes = mapping.hf_tensors()
-    sizes = {n: math.prod(s) * dtype.itemsize for n, s in shapes.items()}
+    dtypes = {n: torch.float32 if n in mapping.float32 else dtype for n in shapes}
+    sizes = {n: math.prod(s) * dtypes[n].itemsize for n, s in shapes.items()}
     untrained = list_untrained(source_dir, mapping.shape)
     sizes |= {n: stored_bytes(t) for n, t in untrained.items()}
     owners, shards_of_files = assign_owners(mapping, gathered), group_shards(sizes, max_shard_bytes)
@@ -107,7 +108,7 @@ def export_hf(
     try:
         for first in range(0, len(plan.shards), world):
             shard = first + rank
-            tensors = _assemble_round(plan, first, world, rank, params, dtype)
+            tensors = _assemble_round(plan, first, world, rank, params, dtypes)
 
             def write(shard: int = shard, tensors: dict[str, torch.Tensor] = tensors) -> None:
                 if shard < len(plan.shards):
@@ -154,7 +155,7 @@ def export_adapter(
     shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
     shapes = mapping.hf_tensors()
     plan = _Plan([list(shapes)], assign_owners(mapping, gather_objects(shards, RankShards)), shapes)
-    tensors = _assemble_round(plan, 0, world, rank, params, dtype)
+    tensors = _assemble_round(plan, 0, world, rank, params, dict.fromkeys(shapes, dtype))
 
     def write() -> None:
         if rank != 0:
@@ -186,7 +187,12 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _assemble_round(
-    plan: _Plan, first: int, world: int, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
+    plan: _Plan,
+    first: int,
+    world: int,
+    rank: int,
+    params: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, torch.Tensor]:
     """Exchange the slices of the next ``world`` files; returns this rank's file as CPU tensors.
 
@@ -207,6 +213,7 @@ def _assemble_round(
                 if assembler == rank:
                     out[name] = read_whole(plan.untrained[name])
                 continue
+            dtype = dtypes[name]
             if assembler == rank:
                 out[name] = torch.empty(plan.shapes[name], dtype=dtype)
             for tag, owner in enumerate(plan.owners[name]):

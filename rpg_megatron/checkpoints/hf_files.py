@@ -351,10 +351,12 @@ def check_stored(
         problems.append(
             f"quantised (not {', '.join(SAFETENSORS)}); convert the checkpoint first: {_some(types)}"
         )
-    counts = Counter(t.dtype for t in stored.values())
+    # What is always float32 is so beside weights of any dtype.
+    alike = {n: t for n, t in stored.items() if n not in mapping.float32}
+    counts = Counter(t.dtype for t in alike.values())
     if one_dtype and not types and len(counts) > 1:
         ((usual, count),) = counts.most_common(1)
-        others = [f"{n} is {t.dtype}" for n, t in stored.items() if t.dtype != usual]
+        others = [f"{n} is {t.dtype}" for n, t in alike.items() if t.dtype != usual]
         problems.append(f"not {usual}, as {count} tensors are; save it with one dtype: {_some(others)}")
     if problems:
         raise UserError(f"{folder}: the weights do not match its {described}\n  " + "\n  ".join(problems))

@@ -72,10 +72,12 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
 
 
 def whole_parameters(mapping: ModelMapping) -> dict[str, Shape]:
-    """Megatron name -> shape of all parameters, on one rank with the whole model."""
-    return mapping.stage_params(
+    """Name in Megatron's checkpoints -> shape of all parameters, on one rank with the whole model."""
+    names = mapping.stage_params(
         layers=range(mapping.shape.num_layers), first=True, last=True, tensor=1, vocab_multiple=1
     )
+    parts = [part for name in names for part in mapping.stored_parts(name)]
+    return {part: mapping.local_shape(part, tensor=1, vocab_multiple=1) for part in parts}
 
 
 def open_tensors(model: Path) -> MegatronTensors | None:
@@ -106,8 +108,12 @@ class MegatronTensors:
 
     @property
     def dtype(self) -> str:
-        """The dtype of all weights. Raises UserError if there are several, or if it is not one of weights."""
-        dtypes = sorted({self._dtype(name) for name in self._shapes})
+        """The dtype of all weights but those that are always float32.
+
+        Raises UserError if there are several, or if it is not one of weights.
+        """
+        kept = {name for hf_name in self.mapping.float32 for name, _ in self._pieces[hf_name]}
+        dtypes = sorted({self._dtype(name) for name in self._shapes if name not in kept})
         if len(dtypes) > 1 or dtypes[0] not in WEIGHT_DTYPES:
             known = ", ".join(WEIGHT_DTYPES)
             raise UserError(f"{self.folder}: weights are {', '.join(dtypes)}; save them with one of {known}")

@@ -24,13 +24,21 @@ Reader = Callable[[str], torch.Tensor]
 
 
 def parameter_reader(model: Path, mapping: ModelMapping, dtype: torch.dtype) -> Reader:
-    """Reader of a model's folder, of either format. Raises UserError."""
+    """Reader of a model's folder, of either format. Raises UserError.
+
+    dtype: of all parameters but those that are always float32.
+    """
+
+    def dtype_of(name: str) -> torch.dtype:
+        kept = any(piece.hf_name in mapping.float32 for piece in mapping.pieces(name, **_ONE_RANK))
+        return torch.float32 if kept else dtype
+
     if (megatron := open_tensors(model)) is not None:
-        return lambda name: megatron.parameter(name).to(dtype)
+        return lambda name: megatron.parameter(name).to(dtype_of(name))
     stored, shapes = verify_hf_checkpoint(model, mapping), whole_parameters(mapping)
 
     def read(name: str) -> torch.Tensor:
-        parameter = torch.empty(shapes[name], dtype=dtype)
+        parameter = torch.empty(shapes[name], dtype=dtype_of(name))
         load_hf_weights(model, [(name, parameter)], mapping, stored=stored, **_ONE_RANK)
         return parameter
 

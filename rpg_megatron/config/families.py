@@ -31,6 +31,10 @@ class Family:
     """Which layers have a sliding window if config.json has ``sliding_window``: all, or those that
     ``layer_types`` lists.
     """
+    linear: bool = False
+    """``layer_types`` may list layers with linear attention; the others' output is gated, and norms multiply
+    by 1 + weight.
+    """
     inside: str = ""
     """Of a released form with other parts, such as a vision tower: the model_type of its ``text_config``."""
     untrained: tuple[str, ...] = ()
@@ -67,6 +71,14 @@ FAMILIES = {
         scales=True,
         refused=("layer_types", "layer_rope_theta", "attention_sinks", "logit_scale"),
     ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5",
+        "Qwen3.5 (its decoder alone)",
+        qk_norm="heads",
+        linear=True,
+        partial_rope=True,
+        defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
+    ),
 }
 """Hugging Face's name of an architecture -> the family."""
 
@@ -83,8 +95,15 @@ FAMILIES["Mistral3ForConditionalGeneration"] = replace(
     ),
 )
 
+FAMILIES["Qwen3_5ForConditionalGeneration"] = replace(
+    FAMILIES["Qwen3_5ForCausalLM"],
+    models="Qwen3.5 (dense; text)",
+    inside="qwen3_5_text",
+    untrained=("model.visual.", "mtp."),
+)
+
 NOT_SUPPORTED = {
-    "Qwen3_5": "Qwen3.5",
+    "Qwen3_5Moe": "Qwen3.5 mixtures of experts",
     "Qwen3Next": "Qwen3-Next",
     "Qwen2Moe": "Qwen1.5-MoE, Qwen2-MoE",
     "Glm4Moe": "GLM-4.5",

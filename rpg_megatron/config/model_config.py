@@ -11,6 +11,7 @@ from rpg_megatron.config.families import FAMILIES, NOT_SUPPORTED, Family, descri
 from rpg_megatron.config.files import places_of, read_json
 from rpg_megatron.config.model_shape import (
     ExpertShape,
+    LinearAttention,
     Llama3Rope,
     ModelShape,
     Rope,
@@ -19,7 +20,7 @@ from rpg_megatron.config.model_shape import (
     YarnRope,
 )
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_model_shape(path: Path) -> ModelShape:
@@ -92,6 +93,9 @@ def read_model_shape(path: Path) -> ModelShape:
             post_norm=family.post_norm,
             fused_rows=family.fused_rows,
             scales=_scales(raw) if family.scales else Scales(),
+            zero_centred=family.linear,
+            gated_attention=family.linear,
+            linear=_linear(raw, family, layers),
             prefix="model.language_model." if family.inside else "model.",
             untrained=family.untrained,
         )
@@ -130,6 +134,12 @@ _LARGEST = {
     "vocab_size": 2**31 - 1,  # token ids are int32
     "max_position_embeddings": 2**31 - 1,
     "sliding_window": 2**31 - 1,
+    "linear_num_key_heads": 2**16,
+    "linear_num_value_heads": 2**16,
+    "linear_key_head_dim": 2**16,
+    "linear_value_head_dim": 2**16,
+    "linear_conv_kernel_dim": 2**10,
+    "full_attention_interval": 10_000,
     "num_experts": 2**16,
     "num_local_experts": 2**16,
     "num_experts_per_tok": 2**16,
@@ -189,13 +199,18 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
+    if family.linear and raw.get("attn_output_gate", True) is not True:
+        problems.append(
+            f"attn_output_gate={raw['attn_output_gate']!r} is not supported; released models have true"
+        )
     if keys := [key for key in family.refused if raw.get(key) is not None]:
         problems.append(f"{', '.join(keys)}: not supported for {family.name}; released models have none")
     kinds = _layer_kinds(raw, family, int(raw["num_hidden_layers"]))
     known = {_FULL} if family.windows == "no" else {_FULL, _SLIDING}
+    known |= {_LINEAR} if family.linear else set()
     if others := sorted(set(kinds) - known):
         count = sum(kind not in known for kind in kinds)
-        only = "only full attention is supported" if family.windows == "no" else "this kind is not supported"
+        only = "only full attention is supported" if known == {_FULL} else "this kind is not supported"
         problems.append(f"{count} of {len(kinds)} layers have {', '.join(others)}; {only}")
     for kind in dict.fromkeys([_FULL, *kinds]):
         rope = _rope_settings(raw, family, kind)
@@ -221,6 +236,9 @@ def _layer_kinds(raw: dict[str, Any], family: Family, layers: int) -> list[str]:
         return list(kinds)
     if family.windows == "some":
         return [_SLIDING if (i + 1) % 4 else _FULL for i in range(layers)]
+    if family.linear:
+        every = _size("full_attention_interval", raw.get("full_attention_interval", 4))
+        return [_LINEAR if (i + 1) % every else _FULL for i in range(layers)]
     if not _flag(raw, "use_sliding_window") or not raw.get("sliding_window", 4096):
         return [_FULL] * layers
     # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
@@ -236,6 +254,27 @@ def _windows(raw: dict[str, Any], family: Family, layers: int) -> Windows | None
     return Windows(tokens, found, _rope(raw, family, _SLIDING))
 
 
+def _linear(raw: dict[str, Any], family: Family, layers: int) -> LinearAttention | None:
+    """Layers with a gated delta net, with transformers' defaults for keys that the file lacks."""
+    kinds = _layer_kinds(raw, family, layers)
+    if not (found := tuple(i for i, kind in enumerate(kinds) if kind == _LINEAR)):
+        return None
+    if len(found) == layers:
+        raise ValueError("all layers have linear attention; at least one must have full attention")
+    defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    sizes = [
+        _size(key, raw.get(key, default))
+        for key, default in ((f"linear_{k}", v) for k, v in (defaults | {"conv_kernel_dim": 4}).items())
+    ]
+    out = LinearAttention(found, *sizes)
+    if out.value_heads % out.key_heads:
+        raise ValueError(
+            f"linear_num_key_heads is {out.key_heads}, which does not divide linear_num_value_heads "
+            f"({out.value_heads})"
+        )
+    return out
+
+
 def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, Any]:
     """Settings of the rotary embedding of a kind of layer, from the new or the old key, all present.
 
@@ -243,6 +282,7 @@ def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, 
     blocks scales the layers with full attention only, and gives the others the default base.
     """
     default = family.defaults.get("rope_theta", 10000.0)
+    rotated = raw.get("partial_rotary_factor") or family.defaults.get("partial_rotary_factor", 1)
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = raw.get("rope_theta")
     if any(isinstance(value, dict) for value in rope.values()):
@@ -253,7 +293,7 @@ def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, 
         **rope,
         "rope_type": rope.get("rope_type") or rope.get("type") or "default",
         "rope_theta": rope.get("rope_theta") or theta or default,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", rotated),
     }
 
 

@@ -66,6 +66,61 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Layers with a gated delta net (Yang et al. 2024, arXiv 2412.06464) instead of softmax attention.
+
+    Each value head has a matrix of key_dim x value_dim that every token decays and updates. In front of it a
+    short causal convolution runs over queries, keys and values.
+    """
+
+    layers: tuple[int, ...]
+    """Indices of these layers, ascending."""
+    key_heads: int
+    """Heads of queries and of keys."""
+    value_heads: int
+    """A multiple of ``key_heads``."""
+    key_dim: int
+    """Size of a query's and of a key's head."""
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution covers."""
+
+    @property
+    def keys(self) -> int:
+        """Columns of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of all values, of their gates, and of the output."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.keys + self.values
+
+    @property
+    def in_rows(self) -> int:
+        """Rows of the input projection: queries, keys, values, gates, and two numbers for each value head."""
+        return self.convolved + self.values + 2 * self.value_heads
+
+    @property
+    def token_products(self) -> int:
+        """Multiplications of a token besides the matrices: with its head's state, and within its chunk.
+
+        Three with the state (two reads, one update); in a chunk of 64 tokens, which attends causally to
+        itself, two with keys, and three with values or keys.
+        """
+        in_chunk = CHUNK // 2 * (3 * self.key_dim + 2 * self.value_dim)
+        return self.value_heads * (3 * self.key_dim * self.value_dim + in_chunk)
+
+
+CHUNK = 64
+"""Tokens that the gated delta rule computes together, in FLA and here."""
+
+
+@dataclass(frozen=True)
 class Scales:
     """Constant factors of a model's values."""
 
@@ -126,6 +181,12 @@ class ModelShape:
     fused_rows: bool = False
     """Whether the checkpoint has one tensor for query, key and value, and one for gate and up."""
     scales: Scales = field(default_factory=Scales)
+    zero_centred: bool = False
+    """Whether norms multiply by 1 + weight, but for those inside of linear attention."""
+    gated_attention: bool = False
+    """Whether q_proj also computes a gate, which the output of softmax attention is multiplied by."""
+    linear: LinearAttention | None = None
+    """None: all layers have softmax attention."""
     prefix: str = "model."
     """What the names of the tensors begin with, but for the output layer."""
     untrained: tuple[str, ...] = ()
@@ -145,6 +206,15 @@ class ModelShape:
         """Whether layer ``layer``, counted from 0, has experts instead of a dense feed-forward block."""
         return self.experts is not None and layer in self.experts.layers
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        return self.linear is not None and layer in self.linear.layers
+
+    @property
+    def softmax_layers(self) -> int:
+        """Number of layers with softmax attention, which have a KV cache."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
     def window(self, layer: int) -> int | None:
         """Number of tokens that a token attends to in a layer; None: all."""
         return self.windows.tokens if self.windows and layer in self.windows.layers else None
@@ -163,24 +233,35 @@ class ModelShape:
         """Active parameters of a token: in the matrices of all layers, and in the output layer."""
         heads, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         columns = self.active_ffn_columns / self.num_layers
-        layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * columns))
-        return self.num_layers * layer, self.hidden_size * self.vocab_size
+        if (linear := self.linear) is None and not self.gated_attention:
+            layer = int(self.hidden_size * (2 * heads + 2 * kv + 3 * columns))
+            return self.num_layers * layer, self.hidden_size * self.vocab_size
+        softmax = self.softmax_layers * ((3 if self.gated_attention else 2) * heads + 2 * kv)
+        others = len(linear.layers) * (linear.in_rows + linear.values) if linear else 0
+        layers = self.hidden_size * (softmax + others + self.num_layers * 3 * columns)
+        return int(layers), self.hidden_size * self.vocab_size
 
     @property
     def attention_length(self) -> float:
         """Sequence length at which causal attention takes as many FLOPs as everything else, in tokens.
 
         The cost of a sequence of n tokens is proportional to n + n^2 / attention_length. Layers with windows
-        count as everything else; infinite if all have them.
+        and with linear attention count as everything else; infinite if there are no others.
         """
-        if self.windows is None:
+        full = self.softmax_layers - (len(self.windows.layers) if self.windows else 0)
+        if full == self.num_layers:
             return self._attention_length
-        full = self.num_layers - len(self.windows.layers)
-        return self._attention_length * self.num_layers / full if full else math.inf
+        others = 1 + self._state_products / sum(self.matmul_parameters)
+        return self._attention_length * others * self.num_layers / full if full else math.inf
+
+    @property
+    def _state_products(self) -> int:
+        """Multiplications of a token in all layers with linear attention, besides the matrices."""
+        return len(self.linear.layers) * self.linear.token_products if self.linear else 0
 
     @property
     def _attention_length(self) -> float:
-        """The same, if no layer had a window."""
+        """The same, if all layers had full attention."""
         in_layers, in_head = self.matmul_parameters
         layers = self.num_layers
         return (in_layers // layers + in_head / layers) / (self.num_heads * self.head_dim)
@@ -193,22 +274,24 @@ class ModelShape:
         2 n^2 heads head_dim layers for causal attention, half of 4 n^2 (Narayanan et al. 2021, arXiv
         2104.04473, appendix).
         """
-        return 2 * sum(self.matmul_parameters) * (tokens + squares / self._attention_length)
+        flops = 2 * sum(self.matmul_parameters) * (tokens + squares / self._attention_length)
+        return flops + 2 * self._state_products * tokens
 
     def squares(self, n: float) -> float:
         """Twice the number of pairs that causal attention covers in n tokens, on average over the layers.
 
-        n^2 without windows; n tokens with a window of w < n have w (2 n - w).
+        n^2 without windows; n tokens with a window of w < n have w (2 n - w). Linear attention has none.
         """
+        pairs = n * n if self.linear is None else n * n * self.softmax_layers / self.num_layers
         if self.windows is None or n <= (w := self.windows.tokens):
-            return n * n
-        return n * n - len(self.windows.layers) / self.num_layers * (n - w) ** 2
+            return pairs
+        return pairs - len(self.windows.layers) / self.num_layers * (n - w) ** 2
 
     def attended(self, n: float) -> float:
-        """Keys that the last of n tokens reads, on average over the layers."""
+        """Keys that the last of n tokens reads, on average over the layers with softmax attention."""
         if self.windows is None or n <= (w := self.windows.tokens):
             return n
-        return n - len(self.windows.layers) / self.num_layers * (n - w)
+        return n - len(self.windows.layers) / self.softmax_layers * (n - w)
 
     @property
     def active_ffn_columns(self) -> float:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import MappingError, Piece
-from rpg_megatron.models.layer import EXPERT, FUSED, layer_parameters
+from rpg_megatron.models.layer import EXPERT, FUSED, layer_parameters, stored_parts
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Parameter, Shape, band, same
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -109,6 +109,25 @@ class DecoderMapping:
         cut = (experts.tensor, experts.tensor_rank) if of_expert else (tensor, tensor_rank)
         return parameter.pieces(f"{s.prefix}layers.{layer}.", *cut)
 
+    def stored_parts(self, param_name: str) -> list[str]:
+        """See ``ModelMapping``."""
+        if param_name in (_EMBEDDING, _HEAD, _NORM):
+            return [param_name]
+        _, parameter, _ = self._find(param_name, ALL_EXPERTS)
+        return list(stored_parts(param_name, parameter))
+
+    @cached_property
+    def float32(self) -> frozenset[str]:
+        """See ``ModelMapping``."""
+        s = self.shape
+        return frozenset(
+            f"{s.prefix}layers.{i}.{name}"
+            for i in range(s.num_layers)
+            for parameter in layer_parameters(s, i).values()
+            if parameter.float32
+            for name in parameter.hf_tensors()
+        )
+
     def _experts(self, shard: ExpertShard) -> int:
         """Experts of a layer on a rank; 1 for dense models."""
         return self.shape.experts.count // shard.parallel if self.shape.experts else 1
@@ -130,6 +149,8 @@ class DecoderMapping:
                     f"{share * experts.parallel} experts, numbered from 0"
                 )
             name = f"{EXPERT}{experts.rank * share + int(expert[1])}.{expert[2]}"
+        if name not in known and (whole := name.rpartition(".")[0]) in known:
+            known = stored_parts(whole, known[whole])
         if name not in known:
             what = "such parameter of a GPTModel"
             if layer >= self.shape.num_layers:

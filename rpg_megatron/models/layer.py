@@ -10,18 +10,23 @@ Where Megatron-Core and Hugging Face differ:
 - The output projections are split by columns; norms and routers are replicated.
 - Expert-parallel ranks hold equal numbers of consecutive experts. Each expert has its own parameters, which
   expert tensor parallelism splits like those of a feed-forward block.
-- Transformer Engine fuses the norms before QKV and fc1 into those layers, under other names.
+- With gated attention q_proj has the query rows and then the gate rows of each head; Megatron has all queries
+  of a group, then all its gates.
+- A gated delta net has one input projection: queries, keys, values, gates, beta, alpha, each cut by heads.
+- Transformer Engine fuses the norms before QKV, in_proj and fc1 into those layers, under other names.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.model_shape import LinearAttention, ModelShape
 from rpg_megatron.models.partition import Parameter, Segment
 
 FUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Transformer Engine's name -> the local spec's."""
@@ -31,11 +36,19 @@ EXPERT = "mlp.experts.local_experts."
 
 def layer_parameters(s: ModelShape, layer: int) -> dict[str, Parameter]:
     """Megatron's name within a layer -> the parameter; experts are numbered through the whole layer."""
-    return _parameters(s, s.has_experts(layer))
+    return _parameters(s, s.has_experts(layer), s.is_linear(layer))
+
+
+def stored_parts(name: str, parameter: Parameter) -> dict[str, Parameter]:
+    """A parameter as Megatron's checkpoints have it: those of a gated delta net in parts; else itself."""
+    if not name.endswith(("in_proj.weight", "conv1d.weight")):
+        return {name: parameter}
+    parts = zip(("query", "key", "value", "z", "beta", "alpha"), parameter.segments, strict=False)
+    return {f"{name}.{part}": replace(parameter, segments=(segment,)) for part, segment in parts}
 
 
 @lru_cache(maxsize=32)
-def _parameters(s: ModelShape, experts: bool) -> dict[str, Parameter]:
+def _parameters(s: ModelShape, experts: bool, linear: bool) -> dict[str, Parameter]:
     first, second = "input_layernorm.weight", "post_attention_layernorm.weight"
     norms = {"input_layernorm.weight": first, "pre_mlp_layernorm.weight": second}
     if s.post_norm:
@@ -45,18 +58,21 @@ def _parameters(s: ModelShape, experts: bool) -> dict[str, Parameter]:
         }
     (one, its), (other, others) = ((name, vector(hf, s.hidden_size)) for name, hf in norms.items())
     heads = s.num_heads * s.head_dim
-    out = {
-        one: its,
-        "self_attention.linear_qkv.weight": qkv(s, "weight"),
-        "self_attention.linear_proj.weight": by_columns("self_attn.o_proj.weight", s.hidden_size, heads),
-        other: others,
-    }
+    out = {one: its}
+    if linear and s.linear is not None:
+        out |= {f"self_attention.{name}": parameter for name, parameter in _delta_net(s, s.linear).items()}
+    else:
+        out["self_attention.linear_qkv.weight"] = qkv(s, "weight")
+        out["self_attention.linear_proj.weight"] = by_columns("self_attn.o_proj.weight", s.hidden_size, heads)
+    out[other] = others
     if experts and s.experts is not None:
         out["mlp.router.weight"] = Parameter((Segment("mlp.gate.weight", s.experts.count),), s.hidden_size)
         for e in range(s.experts.count):
             out |= _feed_forward(s, f"{EXPERT}{e}.", f"mlp.experts.{e}.", s.experts.ffn_hidden_size)
     else:
         out |= _feed_forward(s, "mlp.", "mlp.", s.ffn_hidden_size)
+    if linear:
+        return out
     if s.qkv_bias:
         out["self_attention.linear_qkv.bias"] = qkv(s, "bias")
     if s.qk_norm:
@@ -66,8 +82,29 @@ def _parameters(s: ModelShape, experts: bool) -> dict[str, Parameter]:
     return out
 
 
+def _delta_net(s: ModelShape, linear: LinearAttention) -> dict[str, Parameter]:
+    """A gated delta net."""
+    keys, values, heads, hf = linear.keys, linear.values, linear.value_heads, "linear_attn."
+    rows = ((keys, 0), (keys, keys), (values, 2 * keys))
+    projected = [Segment(f"{hf}in_proj_qkv.weight", count, first) for count, first in rows]
+    projected += [
+        Segment(f"{hf}in_proj_{n}.weight", k) for n, k in (("z", values), ("b", heads), ("a", heads))
+    ]
+    convolved = tuple(Segment(f"{hf}conv1d.weight", count, first) for count, first in rows)
+    return {
+        "dt_bias": Parameter((Segment(f"{hf}dt_bias", heads),), cut="rows"),
+        "A_log": Parameter((Segment(f"{hf}A_log", heads),), cut="rows", float32=True),
+        "in_proj.weight": Parameter(tuple(projected), s.hidden_size, "segments"),
+        "conv1d.weight": Parameter(convolved, (1, linear.kernel), "segments"),
+        "out_norm.weight": vector(f"{hf}norm.weight", linear.value_dim),
+        "out_proj.weight": by_columns(f"{hf}out_proj.weight", s.hidden_size, values),
+    }
+
+
 def qkv(s: ModelShape, what: str) -> Parameter:
     """Query, key and value projections, interleaved by query group: their ``weight`` or their ``bias``."""
+    if s.gated_attention:
+        return _gated_qkv(s)
     queries = s.num_heads // s.num_kv_heads * s.head_dim
     rows = {"q": queries, "k": s.head_dim, "v": s.head_dim}
     names = {name: f"self_attn.{'qkv' if s.fused_rows else name}_proj.{what}" for name in rows}
@@ -80,6 +117,18 @@ def qkv(s: ModelShape, what: str) -> Parameter:
         for n in rows
     )
     return Parameter(tuple(segments), s.hidden_size if what == "weight" else None, "rows")
+
+
+def _gated_qkv(s: ModelShape) -> Parameter:
+    """The same with a gate for each query head."""
+    d, each = s.head_dim, s.num_heads // s.num_kv_heads
+    segments: list[Segment] = []
+    for group in range(s.num_kv_heads):
+        for first in (0, d):
+            heads = range(group * each, (group + 1) * each)
+            segments += [Segment("self_attn.q_proj.weight", d, 2 * d * head + first) for head in heads]
+        segments += [Segment(f"self_attn.{n}_proj.weight", d, group * d) for n in ("k", "v")]
+    return Parameter(tuple(segments), s.hidden_size, "rows")
 
 
 def stored_rows(s: ModelShape, name: str) -> tuple[str, slice]:

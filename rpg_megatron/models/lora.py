@@ -81,6 +81,15 @@ class AdapterMapping:
         """Number of parameters of all adapters."""
         return sum(rows * columns for rows, columns in self._hf_tensors.values())
 
+    @property
+    def float32(self) -> frozenset[str]:
+        """See ``ModelMapping``."""
+        return frozenset()
+
+    def stored_parts(self, param_name: str) -> list[str]:
+        """See ``ModelMapping``."""
+        return [param_name]
+
     def hf_tensors(self) -> dict[str, Shape]:
         """Name in PEFT's file and full shape of every tensor, layer by layer."""
         return dict(self._hf_tensors)
@@ -176,6 +185,15 @@ class AdaptedMapping:
     def shape(self) -> ModelShape:
         """See ``ModelMapping``."""
         return self.model.shape
+
+    @property
+    def float32(self) -> frozenset[str]:
+        """See ``ModelMapping``."""
+        return self.model.float32
+
+    def stored_parts(self, param_name: str) -> list[str]:
+        """See ``ModelMapping``."""
+        return self._of(param_name).stored_parts(param_name)
 
     def hf_tensors(self) -> dict[str, Shape]:
         """See ``ModelMapping``; the adapters' come last."""

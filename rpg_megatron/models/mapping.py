@@ -22,6 +22,15 @@ class ModelMapping(Protocol):
         """The sizes of the model."""
         ...
 
+    @property
+    def float32(self) -> frozenset[str]:
+        """Names of HF tensors that are float32 in trainer, engines and exports of any dtype."""
+        ...
+
+    def stored_parts(self, param_name: str) -> list[str]:
+        """The names under which Megatron's checkpoints have a parameter; ``pieces`` knows them as well."""
+        ...
+
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and full shape of every tensor of the HF checkpoint, layer by layer."""
         ...

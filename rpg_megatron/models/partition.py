@@ -51,9 +51,11 @@ class Parameter:
     """
 
     segments: tuple[Segment, ...]
-    columns: int | None = None
-    """None: a vector."""
+    columns: int | Shape | None = None
+    """Size of a row, or its shape; None: a vector."""
     cut: Literal["whole", "rows", "segments", "columns"] = "whole"
+    float32: bool = False
+    """Whether the parameter, and its tensors in exports and engines, are in float32 in models of any dtype."""
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name within the layer -> full shape of each HF tensor in the parameter."""
@@ -66,7 +68,7 @@ class Parameter:
         """Shape on each of ``tensor`` ranks."""
         rows = sum(s.rows for s in self.segments)
         if self.cut == "columns":
-            assert self.columns is not None
+            assert isinstance(self.columns, int)
             return rows, self.columns // tensor
         return (rows if self.cut == "whole" else rows // tensor, *self._columns)
 
@@ -93,7 +95,9 @@ class Parameter:
 
     @property
     def _columns(self) -> Shape:
-        return () if self.columns is None else (self.columns,)
+        if self.columns is None:
+            return ()
+        return (self.columns,) if isinstance(self.columns, int) else self.columns
 
 
 def same(hf_name: str, shape: Shape) -> Piece:

@@ -55,8 +55,8 @@ class CudaIpcPublisher:
     ) -> None:
         """folder: private folder for the manifest, the engines' RPG_BRIDGE_DIR.
 
-        params: live parameters of element type ``dtype`` by Megatron name, on a GPU. With several nodes, each
-        node publishes all weights, in a folder of its own.
+        params: live parameters of element type ``dtype`` (or float32, see ``ModelMapping``) by Megatron name,
+        on a GPU. With several nodes, each node publishes all weights, in a folder of its own.
         Raises UserError if parameters have another dtype, MappingError if the ranks of a node do not hold the
         whole model.
         """
@@ -117,8 +117,9 @@ class CudaIpcPublisher:
         self.retract()
 
     def _check_types(self) -> None:
-        dtypes = {str(self._params[p].dtype) for _, _, p, _ in self._plan.slices_of(self._owner)}
-        if wrong := sorted(dtypes - {str(self.dtype)}):
+        slices = self._plan.slices_of(self._owner)
+        needed = {p: self._plan.dtype_of(name, self.dtype) for name, _, p, _ in slices}
+        if wrong := sorted({str(d) for p, need in needed.items() if (d := self._params[p].dtype) != need}):
             raise UserError(
                 f"bridge.transport: cuda_ipc needs parameters of {self.dtype}, they are {', '.join(wrong)}; "
                 "use another transport"

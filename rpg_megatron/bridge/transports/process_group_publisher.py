@@ -88,9 +88,9 @@ class GroupPublisher:
             for piece in local_pieces(mapping, coordinates, param, values.shape):
                 self._pieces.setdefault(piece.hf_name, []).append((param, piece))
         sizes = dict.fromkeys(self._plan.ranks, 0)
-        for owners in self._plan.owners.values():
+        for name, owners in self._plan.owners.items():
             for s in owners:
-                sizes[s.rank] += s.piece.hf.numel * dtype.itemsize
+                sizes[s.rank] += s.piece.hf.numel * self._plan.dtype_of(name, dtype).itemsize
         self._shards = tuple(
             Shard(r, size, replicas=tuple((peer, nodes[peer]) for peer in self._plan.replicas[r]))
             for r, size in sizes.items()
@@ -203,7 +203,7 @@ class GroupPublisher:
             else:
                 sender = self._links[name]
                 with sender.on_own_stream(self._published):
-                    sender.stream(self._params, self.dtype)
+                    sender.stream(self._params, self.dtype, self._plan)
         except Exception as e:
             logger.warning("rank %d, link %s: %s: %s", self.coordinates.rank, name, type(e).__name__, e)
             if (broken := self._links.pop(name, None)) is not None:
@@ -231,7 +231,8 @@ class GroupPublisher:
         for param, piece in self._pieces.get(name, []):
             cut = piece.cut(box)
             if cut is not None and cut.hf == box:
-                return BucketPart(name, box, box.numel * self.dtype.itemsize), param, cut.local
+                size = self._plan.dtype_of(name, self.dtype).itemsize
+                return BucketPart(name, box, box.numel * size), param, cut.local
         raise ValueError(
             f"a worker requested {name} {box} from rank {self.coordinates.rank}, which does not hold it"
         )
@@ -275,7 +276,7 @@ class _Sender:
         message.view(torch.int64).copy_(torch.tensor([version, total]))
         self.link.finish(self.link.send(message))
 
-    def stream(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def stream(self, params: Mapping[str, torch.Tensor], dtype: torch.dtype, plan: PublishPlan) -> None:
         """Send all buckets once; each is packed while the one before it is sent.
 
         A send starts only after the previous one ended: a send that waits on the GPU could block other links.
@@ -286,7 +287,8 @@ class _Sender:
             at = 0
             for part, param, local in bucket:
                 values = params[param].detach()[local.slices()]
-                message[at : at + part.nbytes].view(dtype).view(local.extent).copy_(values)
+                space = message[at : at + part.nbytes].view(plan.dtype_of(part.hf_name, dtype))
+                space.view(local.extent).copy_(values)
                 at += part.padded_nbytes
             if pending is not None:
                 self.link.finish(pending)

@@ -87,6 +87,7 @@ class SharedMemoryPublisher:
         self._map: mmap.mmap | None = None
         self._shards: dict[str, torch.Tensor] = {}
         self._adopted: set[str] = set()
+        self._dtypes: dict[str, torch.dtype] = {}
         self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
         self._offsets, sizes = self._lay_out()
         self._files = tuple(Shard(r, size, f"shard-{r:05d}.bin") for r, size in sorted(sizes.items()))
@@ -170,11 +171,11 @@ class SharedMemoryPublisher:
         self._word.fill_(WRITING)
         for (rank, name), offset in self._offsets.items():
             if rank == self.coordinates.rank:
-                param = self._params[name]
-                nbytes = self.dtype.itemsize * param.numel()
-                shard = memory[offset : offset + nbytes].view(self.dtype).view(param.shape)
+                param, dtype = self._params[name], self._dtypes[name]
+                nbytes = dtype.itemsize * param.numel()
+                shard = memory[offset : offset + nbytes].view(dtype).view(param.shape)
                 self._shards[name] = shard
-                if adopt and param.device.type == "cpu" and param.dtype == self.dtype:
+                if adopt and param.device.type == "cpu" and param.dtype == dtype:
                     shard.copy_(param)
                     param.data = shard
                     self._adopted.add(name)
@@ -205,11 +206,12 @@ class SharedMemoryPublisher:
         """Byte offset of each published (rank, parameter) in its file, and the file sizes by rank."""
         offsets: dict[tuple[int, str], int] = {}
         sizes: dict[int, int] = {}
-        for owners in self._plan.owners.values():
+        for name, owners in self._plan.owners.items():
             for owner in owners:
                 key = (owner.rank, owner.param)
                 if key not in offsets:
                     offsets[key] = sizes.setdefault(owner.rank, HEADER_BYTES)
-                    nbytes = self.dtype.itemsize * math.prod(self._plan.shapes[key])
+                    dtype = self._dtypes[owner.param] = self._plan.dtype_of(name, self.dtype)
+                    nbytes = dtype.itemsize * math.prod(self._plan.shapes[key])
                     sizes[owner.rank] += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return offsets, sizes
