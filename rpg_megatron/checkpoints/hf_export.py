@@ -81,8 +81,8 @@ def export_hf(
     """Write the model as a Hugging Face checkpoint in ``out_dir``. Collective over the default process group.
 
     params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
-    (float32, bfloat16 or float16), but for tensors that are always float32. Configuration, tokenizer and tensors that are not trained are copied from
-    ``source_dir``. Without an initialised process group, the caller must hold the whole model. The folder
+    (float32, bfloat16 or float16), but for tensors that are always float32. Configuration, tokenizer and
+    tensors that are not trained are copied from ``source_dir``. Without an initialised process group, the caller must hold the whole model. The folder
     gets its final name when it is complete; a killed export leaves ``.NAME.incomplete``, which the next
     export removes. ``replace``: replace an existing ``out_dir``. ``root``: see ``open_copied``. ``ends``:
     called on rank 0; tokens that generation_config.json is to name as ends of a response, besides its own.

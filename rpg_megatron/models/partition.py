@@ -55,7 +55,7 @@ class Parameter:
     """Size of a row, or its shape; None: a vector."""
     cut: Literal["whole", "rows", "segments", "columns"] = "whole"
     float32: bool = False
-    """Whether the parameter, and its tensors in exports and engines, are in float32 in models of any dtype."""
+    """Whether the parameter, and its tensors in exports and engines, are float32 in models of any dtype."""
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name within the layer -> full shape of each HF tensor in the parameter."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -88,6 +89,8 @@ def start_device(device: str) -> torch.device:
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_stream = lambda device=None: _NoStream()  # type: ignore[assignment,return-value]
         torch.compile = _leave_uncompiled  # type: ignore[assignment]
+        if "torch._dynamo" in sys.modules:  # Megatron may have been imported before
+            torch._dynamo.config.disable = True
         _Redirect().__enter__()  # type: ignore[no-untyped-call]  # torch's own
         import megatron.core.tensor_parallel.random as megatron_random
         import megatron.core.transformer.moe.token_dispatcher as megatron_dispatcher

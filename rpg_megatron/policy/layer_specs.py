@@ -9,11 +9,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rpg_megatron.config.model_shape import ModelShape, YarnRope
+from rpg_megatron.policy.delta_net import DeltaNet
 from rpg_megatron.policy.layers import PackedAttention, ResidualAdd, RMSNorm, SwiGLU, WideNorm
 from rpg_megatron.policy.router_aux_loss import Router
 
@@ -28,7 +31,8 @@ def layer_specs(
     kinds: dict[Any, ModuleSpec] = {}
     specs: list[ModuleSpec] = []
     for n in range(shape.num_layers):
-        if (kind := (shape.has_experts(n), shape.window(n), shape.rope_of(n))) not in kinds:
+        kind = shape.has_experts(n), shape.window(n), shape.rope_of(n), shape.is_linear(n)
+        if kind not in kinds:
             kinds[kind] = make_layer(shape, n)
             _set_norms(shape, kinds[kind], config)
             if shape.has_experts(n):
@@ -55,6 +59,9 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     mlp = parts.mlp.keywords["submodules"]
     (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
+    if shape.is_linear(n):
+        parts.self_attention = delta_net(ColumnParallelLinear, RMSNorm, RowParallelLinear)
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(
         PackedAttention, params={"rope": shape.rope_of(n), "window": shape.window(n)}
@@ -77,7 +84,12 @@ def _fused_layer(
         qk_layernorm=shape.qk_norm,
     )
     parts = layer.submodules
-    if share_prompts or not megatron_rotates(shape):
+    if shape.is_linear(n):
+        from megatron.core.extensions import transformer_engine as te
+
+        linear = te.TEColumnParallelLinear if separate_norms else te.TELayerNormColumnParallelLinear
+        parts.self_attention = delta_net(linear, te.TENorm, te.TERowParallelLinear)
+    elif share_prompts or not megatron_rotates(shape):
         from rpg_megatron.policy.fused_attention import RotatingAttention
 
         parts.self_attention.submodules.core_attention = ModuleSpec(
@@ -87,10 +99,16 @@ def _fused_layer(
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
         parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-        parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        if not shape.is_linear(n):
+            parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
         if not experts:
             parts.mlp.keywords["submodules"].linear_fc1 = TEColumnParallelLinear
     return layer
+
+
+def delta_net(in_proj: type, out_norm: type, out_proj: type) -> ModuleSpec:
+    """The spec of linear attention with these layers."""
+    return ModuleSpec(DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj, out_norm, out_proj))
 
 
 def _set_norms(shape: ModelShape, layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -21,29 +21,37 @@ from rpg_megatron.policy.shared_prompts import attend_with_prompts
 
 
 class _Normalise(torch.autograd.Function):
-    """Root-mean-square norm times a weight. Autograd's own backward needs three times as many passes over
-    memory, and keeps the normalised input. group: its ranks have equal parts of the last dimension.
+    """Root-mean-square norm times a weight, or with ``zero_centred`` times 1 + weight, then in float32.
+
+    Autograd's own backward needs three times as many passes over memory, and keeps the normalised input.
+    group: its ranks have equal parts of the last dimension.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
-        wide, ctx.group = x.float(), group
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Any, zero_centred: bool = False
+    ) -> Tensor:
+        wide, ctx.group, ctx.zero_centred = x.float(), group, zero_centred
         inverse = torch.rsqrt(_mean(wide.square(), group) + eps)
         ctx.save_for_backward(x, weight, inverse)
+        if zero_centred:
+            return (wide * inverse * (1 + weight.float())).to(x.dtype)
         return weight * (wide * inverse).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         normalised = x.float() * inverse
         d_x = d_weight = None
+        if ctx.zero_centred:
+            gradient, weight = gradient.float(), 1 + weight.float()
         if ctx.needs_input_grad[1]:
-            d_weight = (gradient * normalised.to(x.dtype)).flatten(0, -2).sum(0)
+            d_weight = (gradient * normalised.to(gradient.dtype)).flatten(0, -2).sum(0).to(x.dtype)
         if ctx.needs_input_grad[0]:
             wide = (gradient * weight).float()
             along = _mean(wide * normalised, ctx.group)
             d_x = wide.addcmul_(normalised, along, value=-1).mul_(inverse).to(x.dtype)
-        return d_x, d_weight, None, None
+        return d_x, d_weight, None, None, None
 
 
 def _mean(x: Tensor, group: Any) -> Tensor:
@@ -63,13 +71,16 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
+        first = torch.full((hidden_size,), float(not self.zero_centred), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(first)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; shape and dtype do not change."""
-        out: Tensor = _Normalise.apply(x, self.weight, self.eps, None)  # type: ignore[no-untyped-call]
+        out: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.eps, None, self.zero_centred
+        )
         return out
 
 

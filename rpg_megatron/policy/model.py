@@ -183,7 +183,10 @@ def transformer_config(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
+        layernorm_zero_centered_gamma=shape.zero_centred,
         qk_layernorm=shape.qk_norm,
+        attention_output_gate=shape.gated_attention,
+        **_linear_fields(shape),
         softmax_scale=shape.scales.attention,
         # Transformer Engine's; local layers get their window from the spec.
         window_size=(shape.windows.tokens - 1, 0) if shape.windows else None,
@@ -255,6 +258,19 @@ def _expert_fields(shape: ModelShape, parallel: ParallelSettings, fused: bool) -
         "moe_grouped_gemm": fused,  # one kernel for all experts, from Transformer Engine
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
+
+
+def _linear_fields(shape: ModelShape) -> dict[str, Any]:
+    """Fields of layers with linear attention; empty without."""
+    if (linear := shape.linear) is None:
+        return {}
+    return {
+        "linear_conv_kernel_dim": linear.kernel,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
     }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 from safetensors.numpy import save_file as save_arrays
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.config.model_shape import (
     ExpertShape,
+    LinearAttention,
     Llama3Rope,
     ModelShape,
     Rope,
@@ -97,6 +99,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 4.0,
     },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        **{key: value for key, value in _COMMON.items() if key != "rope_theta"},
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -161,6 +176,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "windows": Windows(8, (0, 1, 2), Rope(1e5)),
         "rope": Rope(1e6, scaling=YarnRope(8.0, 32.0, 1.0, 64, 1.2)),
     },
+    "qwen3_5": {
+        "family": "qwen3_5",
+        "rope": Rope(1e6, 1 / 3),
+        "zero_centred": True,
+        "gated_attention": True,
+        "linear": LinearAttention((0, 1, 3), 4, 8, 6, 5, 3),
+    },
     "granite": {"family": "granite", "qk_norm": False, "scales": Scales(3.0, 0.5, 0.3, 1 / 4.0)},
 }
 """What differs from TINY in each family."""
@@ -214,6 +236,12 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "norm_topk_prob": experts.normalised,
             "mlp_only_layers": [layer for layer in range(shape.num_layers) if layer not in experts.layers],
         }
+    if (linear := shape.linear) is not None:
+        sizes = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim, linear.kernel
+        keys = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+        config |= {f"linear_{key}": size for key, size in zip(keys, sizes, strict=True)}
+        kinds = {True: "linear_attention", False: "full_attention"}
+        config["layer_types"] = [kinds[n in linear.layers] for n in range(shape.num_layers)]
     if (windows := shape.windows) is not None:
         config["sliding_window"] = windows.tokens
         if shape.family == "olmo3":
@@ -317,11 +345,13 @@ def write_vision_model(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def use_float64() -> Iterator[None]:
-    """Within the block, norms and routers of transformers' Qwen3-MoE compute in float64 where the model is.
+    """Within the block, what transformers computes in float32 for every model is computed as the model is.
 
-    Otherwise they compute in float32 for every model, and a router chooses by rounded numbers.
+    Of Qwen3-MoE norms and routers, which would choose by rounded numbers; of Qwen3.5 norms, decay rates, and
+    the gated delta rule, then token by token, as the paper defines it.
     """
     import torch
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as hybrid
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -335,15 +365,43 @@ def use_float64() -> Iterator[None]:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, chosen
 
-    kinds = (module.Qwen3MoeRMSNorm, norm), (module.Qwen3MoeTopKRouter, route)
-    before = [kind.forward for kind, _ in kinds]
-    for kind, forward in kinds:
-        kind.forward = forward
-    try:
+    def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = norm(self, x) * torch.nn.functional.silu(gate)
+        return scaled
+
+    def rule(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+        state, out = query.new_zeros(*value.shape[:1], value.size(2), key.size(3), value.size(3)), []
+        for q, k, v, decay, rate in zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True):
+            state = state * decay.exp()[..., None, None]
+            new = (v - (k[..., None, :] @ state)[..., 0, :]) * rate[..., None]
+            state = state + k[..., None] * new[..., None, :]
+            out.append((q[..., None, :] @ state)[..., 0, :] * k.size(-1) ** -0.5)
+        return torch.stack(out, 1), state.detach()
+
+    to_float32 = torch.Tensor.float
+
+    def keep(self: torch.Tensor) -> torch.Tensor:
+        return self if self.dtype is torch.float64 else to_float32(self)
+
+    changes: list[tuple[Any, str, Any]] = [
+        (module.Qwen3MoeRMSNorm, "forward", norm),
+        (module.Qwen3MoeTopKRouter, "forward", route),
+        (hybrid.Qwen3_5RMSNormGated, "forward", gated_norm),
+        (hybrid, "torch_chunk_gated_delta_rule", rule),
+        (torch.Tensor, "float", keep),
+    ]
+    with ExitStack() as stack:
+        for where, name, value in changes:
+            stack.enter_context(patch.object(where, name, value))
         yield
-    finally:
-        for (kind, _), forward in zip(kinds, before, strict=True):
-            kind.forward = forward
 
 
 def make_model(
@@ -369,7 +427,13 @@ def make_model(
     with torch.no_grad():
         for name, p in model.named_parameters():
             values = torch.randn(p.shape, generator=generator)
-            p.copy_(1 + 0.2 * values if "norm" in name else (0.5 if "bias" in name else noise) * values)
+            if name.endswith("A_log"):
+                values += 1
+            elif "norm" in name:  # centred around 0 or around 1
+                values = 0.2 * values + (0 if family == "qwen3_5" and "linear_attn" not in name else 1)
+            else:
+                values *= 0.5 if "bias" in name else 1.0 if "conv1d" in name else noise
+            p.copy_(values)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if family == "qwen3_moe":
         model.set_experts_implementation("eager")  # the default, a grouped product, does not take float64

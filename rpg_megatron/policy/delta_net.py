@@ -1,0 +1,139 @@
+"""Linear attention: Megatron's gated delta net, and what it takes from FLA (flash-linear-attention) on a CPU.
+
+On a GPU Megatron's layer calls three functions of FLA. Its Triton kernels do not run on a CPU, so there the
+layer gets functions of torch with the same arguments and results. The state is reset at every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, common, gdn
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rpg_megatron.config.model_shape import CHUNK
+from rpg_megatron.policy.length_groups import LengthGroups, group_by_length
+
+
+class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
+    """Megatron's gated delta net, with float32 decay rates and a plain norm, whatever the other norms are."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, layer_number: int, **more: Any
+    ) -> None:
+        """As Megatron calls it."""
+        if not config.use_cpu_initialization and not common.HAVE_FLA:
+            raise RuntimeError("flash-linear-attention is missing")  # preflight checks it
+        if config.use_cpu_initialization:
+            _replace_fla()
+        super().__init__(config, submodules, layer_number, **more)
+        plain = copy(config)
+        plain.layernorm_zero_centered_gamma = False
+        self.out_norm = submodules.out_norm(plain, self.value_head_dim, config.layernorm_epsilon)
+        # The rates are exponents: bfloat16 would change them by up to 0.4%.
+        rates = torch.nn.Parameter(self.A_log.detach().float())
+        vars(rates).update(vars(self.A_log))  # the marks of a tensor-parallel parameter
+        self.A_log = rates
+
+
+def _replace_fla() -> None:
+    common.HAVE_FLA, common.l2norm = True, l2norm
+    for module in (common, gdn):
+        module.causal_conv1d, module.chunk_gated_delta_rule = causal_conv1d, gated_delta_rule
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Divide the last dimension by its length: x / sqrt(sum(x^2) + eps)."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: None, activation: str, *, cu_seqlens: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """SiLU of a depthwise convolution of each packed sequence, which sees its own tokens only.
+
+    x: [1, t, d]. weight: [d, w]. cu_seqlens: [sequences + 1], where the sequences begin and the last one ends.
+    """
+    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=x.size(1))
+    places = torch.arange(x.size(1), device=x.device) - starts
+    out: Tensor = checkpoint(_convolve, x, weight, places, use_reentrant=False, preserve_rng_state=False)
+    return out, None
+
+
+def _convolve(x: Tensor, weight: Tensor, places: Tensor) -> Tensor:
+    """places: [t], position of each token in its sequence."""
+    length, width = x.size(1), weight.size(1)
+    out = x * weight[:, -1]
+    for back in range(1, width):
+        earlier = F.pad(x, (0, 0, back, 0))[:, :length].masked_fill((places < back)[:, None], 0)
+        out = out + earlier * weight[:, -1 - back]
+    return F.silu(out)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """The gated delta rule over each packed sequence, in float32 (Yang et al. 2024, arXiv 2412.06464).
+
+    query, key: [1, t, heads, key_dim], value: [1, t, heads, value_dim], g (log of the decay) and beta:
+    [1, t, heads]. Returns [1, t, heads, value_dim]. Sequences of similar length are computed together.
+    """
+    groups = _groups(tuple(cu_seqlens.diff().tolist()))
+    parts = query, key, value, g, beta
+    if groups.padded is not None:
+        parts = tuple(x.index_select(1, groups.padded) for x in parts)
+    sizes = [n * longest for n, longest in groups.shapes]
+    out = []
+    for *group, shape in zip(*(x[0].split(sizes) for x in parts), groups.shapes, strict=True):
+        batch = [x.unflatten(0, shape).transpose(1, 2) for x in group]
+        y = checkpoint(_rule, *batch, use_reentrant=False, preserve_rng_state=False)
+        out.append(y.transpose(1, 2).flatten(0, 1))
+    joined = torch.cat(out)
+    return (joined if groups.restored is None else joined.index_select(0, groups.restored))[None], None
+
+
+@lru_cache(maxsize=8)
+def _groups(lengths: Sequence[int]) -> LengthGroups:
+    return group_by_length(lengths, torch.device("cpu"))
+
+
+def _rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Sequences of one length: query, key, value [sequences, heads, n, d], g and beta [sequences, heads, n].
+
+    In chunks of tokens: within a chunk each update depends on the earlier ones, which is a triangular system
+    (section 3.3 of the paper); between chunks the state is carried over.
+    """
+    length, dtype = query.size(2), value.dtype
+    size = min(CHUNK, length)
+    rest = -length % size
+
+    def cut(x: Tensor) -> Tensor:
+        """[..., n, d] -> [..., chunks, size, d], padded with zeros."""
+        return F.pad(x.float(), (0, 0, 0, rest)).unflatten(2, (-1, size))
+
+    q, k, v = cut(query * key.size(-1) ** -0.5), cut(key), cut(value)
+    rate, decay = cut(beta[..., None]), cut(g[..., None])[..., 0].cumsum(-1)
+    # Of later tokens, which a token does not see, the difference is positive: it could overflow.
+    earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~earlier, -torch.inf).exp()
+    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+    system = (k * rate) @ k.transpose(-1, -2) * between
+    right = torch.cat([v * rate, k * rate * since], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, seen = solved.split([v.size(-1), k.size(-1)], -1)
+    inner, outer, update, last = q @ k.transpose(-1, -2) * between, q * since, k * until, since[..., -1:, :]
+    state = q.new_zeros(*q.shape[:2], k.size(-1), v.size(-1))
+    out = []
+    for i in range(q.size(2)):
+        values = new[:, :, i] - seen[:, :, i] @ state
+        out.append(outer[:, :, i] @ state + inner[:, :, i] @ values)
+        state = state * last[:, :, i] + update[:, :, i].transpose(-1, -2) @ values
+    return torch.stack(out, 2).flatten(2, 3)[:, :, :length].to(dtype)
