@@ -82,10 +82,11 @@ def export_hf(
 
     params: this rank's parameters by Megatron name, any floating-point dtype; values are cast to ``dtype``
     (float32, bfloat16 or float16), but for tensors that are always float32. Configuration, tokenizer and
-    tensors that are not trained are copied from ``source_dir``. Without an initialised process group, the caller must hold the whole model. The folder
-    gets its final name when it is complete; a killed export leaves ``.NAME.incomplete``, which the next
-    export removes. ``replace``: replace an existing ``out_dir``. ``root``: see ``open_copied``. ``ends``:
-    called on rank 0; tokens that generation_config.json is to name as ends of a response, besides its own.
+    tensors that are not trained are copied from ``source_dir``. Without an initialised process group, the
+    caller must hold the whole model. The folder gets its final name when it is complete; a killed export
+    leaves ``.NAME.incomplete``, which the next export removes. ``replace``: replace an existing ``out_dir``.
+    ``root``: see ``open_copied``. ``ends``: called on rank 0; tokens that generation_config.json is to name
+    as ends of a response, besides its own.
     Raises UserError or OSError on every rank if ``out_dir`` exists or cannot be written, MappingError if
     tensors are incomplete.
     """

@@ -37,6 +37,7 @@ from rpg_megatron.launcher.input_checks import (
     list_custom_code,
     warn_of_settings,
 )
+from rpg_megatron.launcher.layer_checks import check_layers
 from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 from rpg_megatron.launcher.preflight import (
     check_batch,
@@ -45,7 +46,6 @@ from rpg_megatron.launcher.preflight import (
     check_gpus,
     check_head_dim,
     check_kv_cache,
-    check_layers,
     check_lora,
     check_model,
     check_packages,

@@ -17,7 +17,6 @@ from pathlib import Path
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
-from rpg_megatron.config.model_shape import Scales
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.lora import AdapterMapping, check_heads, projection_shape
@@ -171,33 +170,6 @@ def check_routers(settings: Settings, shape: ModelShape) -> None:
             )
 
 
-def check_layers(settings: Settings, shape: ModelShape) -> None:
-    """Check that what the run does is supported with the model's kinds of layers."""
-    check_windows(settings, shape)
-    other = shape.fused_rows or shape.post_norm or shape.is_part or shape.scales != Scales()
-    if settings.lora is not None and other:
-        raise UserError(
-            f"lora: {shape.family} models in this form (one tensor for several projections, norms behind "
-            "blocks, multipliers, or a vision tower beside the decoder) have no adapters here; remove lora"
-        )
-
-
-def check_windows(settings: Settings, shape: ModelShape) -> None:
-    """Check that rows and layout are supported with sliding windows, if the policy or teacher has them."""
-    if shape.windows is None:
-        return
-    if settings.training.shared_from is not None:
-        raise UserError(
-            f"training.share_prompts: {shape.family} models have sliding windows, which would begin inside "
-            "the shared prompts; set it to false"
-        )
-    if settings.parallel.context > 1 and settings.device == "cuda":
-        raise UserError(
-            "parallel.context: Transformer Engine's attention with context parallelism has no sliding "
-            f"windows, and {shape.family} models have; set it to 1"
-        )
-
-
 def check_head_dim(settings: Settings, shape: ModelShape) -> None:
     """Check that engines on a CPU support the model's head size."""
     if settings.device == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
@@ -225,8 +197,9 @@ def check_precision(settings: Settings, shape: ModelShape) -> list[str]:
     fp8, parallel = settings.precision.fp8, settings.parallel
     if fp8 is None:
         return []
-    if shape.experts is not None:
-        raise UserError("precision.fp8 is not supported for mixtures of experts; set it to null")
+    if shape.experts is not None or shape.linear is not None:
+        what = "linear attention" if shape.experts is None else "mixtures of experts"
+        raise UserError(f"precision.fp8 is not supported for {what}; set it to null")
     heads = shape.num_heads * shape.head_dim
     rows = heads + 2 * shape.num_kv_heads * shape.head_dim
     sizes = {

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.tokenizer_file import open_tokenizer
-from rpg_megatron.launcher.preflight import check_model, check_parallel, check_windows
+from rpg_megatron.launcher.layer_checks import check_rows
+from rpg_megatron.launcher.preflight import check_model, check_parallel
 
 
 def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True) -> None:
@@ -20,7 +21,7 @@ def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True
     try:
         other = check_model(teacher.path) if weights else read_model_shape(teacher.path)
         check_parallel(settings, other)
-        check_windows(settings, other)
+        check_rows(settings, other)
     except UserError as e:
         raise UserError(f"teacher.path: {str(e).removeprefix('model.path: ')}") from None
     if settings.longest > other.max_positions:

@@ -59,7 +59,7 @@ def check_layout(
             f"tensor={tensor} does not divide the model's {groups} key/value heads, whose norm is over all "
             "of them"
         )
-    rows = (heads + 2 * groups) * shape.head_dim
+    rows = ((2 if shape.gated_attention else 1) * heads + 2 * groups) * shape.head_dim
     if rows % tensor:
         problems.append(f"tensor={tensor} does not divide the model's {rows} query, key and value rows")
     if heads % groups:

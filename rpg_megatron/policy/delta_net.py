@@ -60,7 +60,7 @@ def causal_conv1d(
 ) -> tuple[Tensor, None]:
     """SiLU of a depthwise convolution of each packed sequence, which sees its own tokens only.
 
-    x: [1, t, d]. weight: [d, w]. cu_seqlens: [sequences + 1], where the sequences begin and the last one ends.
+    x: [1, t, d]. weight: [d, w]. cu_seqlens: [sequences + 1], where they begin and the last one ends.
     """
     starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=x.size(1))
     places = torch.arange(x.size(1), device=x.device) - starts

@@ -14,6 +14,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.attention import SelfAttention
 
 from rpg_megatron.checkpoints.hf_export import export_adapter, export_hf
 from rpg_megatron.config import Settings, read_model_shape
@@ -21,20 +23,44 @@ from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.row_layout import shareable
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
-from rpg_megatron.policy import layers
+from rpg_megatron.policy import delta_net, layers
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.delta_net import DeltaNet, _convolve
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.policy.layers import ResidualAdd
+from rpg_megatron.policy.layers import ResidualAdd, RMSNorm
+from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.policy.router_replay import change_metrics, count_changes
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from tests.support.rank_policy import checkpoint_policy, checkpoint_teacher, cut_unevenly
 
+_CPU = torch.device("cpu")
+_build = DeltaNet.__init__
 PLANTS: dict[str, tuple[Any, str, Any]] = {
     "no norm behind blocks": (ResidualAdd, "_add", lambda self, out, residual, dropout: residual + out[0]),
     "each rank's own heads": (layers, "_mean", lambda x, group: x.mean(-1, keepdim=True)),
+    "no gate": (SelfAttention, "_apply_output_gate", lambda self, x, gate: x),
+    "weights without 1": (RMSNorm, "forward", lambda self, x: _norm(self, x, False)),
+    "a 1 too many": (RMSNorm, "forward", lambda self, x: _norm(self, x, True)),
+    "each rank's own gradient": (DeltaNet, "__init__", lambda self, *a, **k: _unmarked(self, *a, **k)),
+    "earlier tokens": (delta_net, "_convolve", lambda x, w, places: _convolve(x, w, places + w.size(1))),
+    "an earlier state": (delta_net, "_groups", lambda lengths: group_by_length([sum(lengths)], _CPU)),
+    "rounded rates": (
+        DeltaNet,
+        "_compute_g_and_beta",
+        lambda self, rates, *rest: GatedDeltaNet._compute_g_and_beta(self, rates.bfloat16().float(), *rest),
+    ),
 }
 """Faults that a case may name: what is replaced by what."""
+
+
+def _norm(norm: RMSNorm, x: torch.Tensor, zero_centred: bool) -> torch.Tensor:
+    return layers._Normalise.apply(x, norm.weight, norm.eps, None, zero_centred)
+
+
+def _unmarked(layer: DeltaNet, *arguments: Any, **more: Any) -> None:
+    _build(layer, *arguments, **more)
+    layer.out_norm.weight.sequence_parallel = False
 
 
 def measure(name: str, case: dict, mesh: Mesh, folder: Path, device: torch.device) -> dict:

@@ -343,6 +343,29 @@ def write_vision_model(folder: Path) -> dict[str, Any]:
     return tensors
 
 
+def delta_rule_by_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = True,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule as the paper defines it, in place of transformers': output and last state."""
+    import torch
+
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    state, out = query.new_zeros(value.size(0), value.size(2), key.size(3), value.size(3)), []
+    for q, k, v, decay, rate in zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True):
+        state = state * decay.exp()[..., None, None]
+        new = (v - (k[..., None, :] @ state)[..., 0, :]) * rate[..., None]
+        state = state + k[..., None] * new[..., None, :]
+        out.append((q[..., None, :] @ state)[..., 0, :] * k.size(-1) ** -0.5)
+    return torch.stack(out, 1), state.detach()
+
+
 @contextmanager
 def use_float64() -> Iterator[None]:
     """Within the block, what transformers computes in float32 for every model is computed as the model is.
@@ -369,23 +392,6 @@ def use_float64() -> Iterator[None]:
         scaled: torch.Tensor = norm(self, x) * torch.nn.functional.silu(gate)
         return scaled
 
-    def rule(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-        state, out = query.new_zeros(*value.shape[:1], value.size(2), key.size(3), value.size(3)), []
-        for q, k, v, decay, rate in zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True):
-            state = state * decay.exp()[..., None, None]
-            new = (v - (k[..., None, :] @ state)[..., 0, :]) * rate[..., None]
-            state = state + k[..., None] * new[..., None, :]
-            out.append((q[..., None, :] @ state)[..., 0, :] * k.size(-1) ** -0.5)
-        return torch.stack(out, 1), state.detach()
-
     to_float32 = torch.Tensor.float
 
     def keep(self: torch.Tensor) -> torch.Tensor:
@@ -395,7 +401,7 @@ def use_float64() -> Iterator[None]:
         (module.Qwen3MoeRMSNorm, "forward", norm),
         (module.Qwen3MoeTopKRouter, "forward", route),
         (hybrid.Qwen3_5RMSNormGated, "forward", gated_norm),
-        (hybrid, "torch_chunk_gated_delta_rule", rule),
+        (hybrid, "torch_chunk_gated_delta_rule", delta_rule_by_token),
         (torch.Tensor, "float", keep),
     ]
     with ExitStack() as stack:
@@ -428,11 +434,13 @@ def make_model(
         for name, p in model.named_parameters():
             values = torch.randn(p.shape, generator=generator)
             if name.endswith("A_log"):
-                values += 1
+                values -= 2  # states that last for some tokens
             elif "norm" in name:  # centred around 0 or around 1
                 values = 0.2 * values + (0 if family == "qwen3_5" and "linear_attn" not in name else 1)
             else:
-                values *= 0.5 if "bias" in name else 1.0 if "conv1d" in name else noise
+                # Short queries and keys, or states, would be noise that norms amplify, in any program.
+                size = {"bias": 0.5, "conv1d": 1.0, "in_proj_qkv": 3 * noise}
+                values *= next((value for part, value in size.items() if part in name), noise)
             p.copy_(values)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if family == "qwen3_moe":

@@ -15,11 +15,12 @@ import pytest
 from rpg_megatron.checkpoints.hf_files import list_untrained, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, UserError, load_settings
 from rpg_megatron.config.model_shape import Rope, Scales, Windows
-from rpg_megatron.launcher.preflight import check_layers
+from rpg_megatron.launcher.layer_checks import check_layers
 from rpg_megatron.launcher.teacher_checks import check_teacher
 from rpg_megatron.models.registry import check_layout, mapping_for
 from tests.support.tiny_models import TINY, random_state_dict, tiny_shape, write_checkpoint
 
+HYBRID = tiny_shape("qwen3_5")
 WINDOWS = Windows(8, (0, 1), Rope(1e4))
 PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision_tower.",)}
 
@@ -41,6 +42,15 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
         (tiny_shape("olmo3"), ["lora.rank=4"], "lora: olmo3 models in this form"),
         (tiny_shape(scales=Scales(residual=0.5)), ["lora.rank=4"], "lora: qwen3 models in this form"),
         (tiny_shape(**PART), ["lora.rank=4"], "lora: qwen3 models in this form"),
+        (HYBRID, ["lora.rank=4"], "lora: qwen3_5 models in this form"),
+        (HYBRID, ["training.share_prompts=true"], "training.share_prompts: qwen3_5 models have linear"),
+        (HYBRID, ["parallel.tensor=2"], "parallel.tensor: 2 with linear attention .* needs sequence"),
+        (
+            HYBRID,
+            ["parallel.tensor=4", "parallel.sequence=true", "parallel.context=2"],
+            "tensor 4 x context 2 does not divide the 4 key heads",
+        ),
+        (HYBRID, ["device=cuda", "precision.dtype=bfloat16"], "flash-linear-attention is missing"),
     ],
 )
 def test_what_layers_exclude(
@@ -58,6 +68,13 @@ def test_a_teacher_has_windows_too(config_file: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "teacher", teacher, random_state_dict(mapping_for(teacher)))
     distil = [f"teacher.path={tmp_path / 'teacher'}", "objective.type=distil", "training.share_prompts=true"]
     with pytest.raises(UserError, match=r"teacher\.path: training\.share_prompts: mistral models"):
+        check_teacher(load_settings(config_file, distil), TINY, weights=False)
+
+
+def test_a_teacher_has_linear_attention_too(config_file: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "teacher", HYBRID, random_state_dict(mapping_for(HYBRID)))
+    distil = [f"teacher.path={tmp_path / 'teacher'}", "objective.type=distil", "parallel.tensor=2"]
+    with pytest.raises(UserError, match=r"teacher\.path: parallel\.tensor: 2 with linear attention"):
         check_teacher(load_settings(config_file, distil), TINY, weights=False)
 
 
