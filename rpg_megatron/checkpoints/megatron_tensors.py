@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_FUSED = {name: fused for fused, name in FUSED.items()}
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.lora.lm_head.B")
 """Parameters with a row for each token, which layouts pad differently."""
 
@@ -65,7 +64,8 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
     sizes: Shape = ()
     if model.experts is not None and (expert := _EXPERT.fullmatch(rest)):
         rest, at, sizes = f"mlp.experts.experts.{expert[2]}", (int(expert[1]),), (model.experts.count,)
-    names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
+    other = "linear_qkv" if model.is_linear(layer) else "in_proj"
+    names = [fused for fused, norm in FUSED.items() if norm == rest and other not in fused] + [rest]
     places = [Place(f"decoder.layers.{layer}.{each}", at, sizes) for each in names]
     at, sizes = (layer, *at), (model.num_layers, *sizes)
     return [*places, *(Place(f"decoder.layers.{each}", at, sizes) for each in names)]

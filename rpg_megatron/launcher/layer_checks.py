@@ -60,7 +60,8 @@ def _check_linear(settings: Settings, shape: ModelShape) -> None:
         if heads % among:
             raise UserError(
                 f"parallel: tensor {parallel.tensor} x context {parallel.context} does not divide the "
-                f"{heads} {name} heads of linear attention (linear_num_{name}_heads in config.json); lower one"
+                f"{heads} {name} heads of linear attention (linear_num_{name}_heads in config.json); lower "
+                "one"
             )
     if settings.device == "cuda" and importlib.util.find_spec("fla") is None:
         raise UserError(

@@ -61,6 +61,9 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
     (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
     if shape.is_linear(n):
         parts.self_attention = delta_net(ColumnParallelLinear, RMSNorm, RowParallelLinear)
+        # In checkpoints the norm has the name that it has in Transformer Engine's layers.
+        names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+        parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **names}
         return layer
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(

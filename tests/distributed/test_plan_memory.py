@@ -173,7 +173,7 @@ def test_a_small_rank_holds_what_is_planned(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo3"])
+@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo3", "qwen3_5"])
 def test_a_rank_of_other_layers_holds_what_is_planned(
     family: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
@@ -234,6 +234,7 @@ def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
         "moe": make_checkpoint(folder / "moe", **shape, **EXPERTS, mlp_only_layers=[0]),
         "mistral": make_checkpoint(folder / "mistral", family="mistral", **shape | {"sliding_window": 64}),
         "olmo3": make_checkpoint(folder / "olmo3", family="olmo3", **shape | {"sliding_window": 64}),
+        "qwen3_5": make_checkpoint(folder / "qwen3_5", family="qwen3_5", **shape),
     }
 
 
@@ -261,9 +262,10 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
     [
         {"qwen3": "float32", "llama": "bfloat16"},
         {"mistral": "float32", "olmo3": "float32"},
+        {"qwen3_5": "float32"},
         pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
     ],
-    ids=["few", "kinds", "others"],
+    ids=["few", "kinds", "hybrid", "others"],
 )
 def test_activations_are_those_that_autograd_saves(
     tmp_path: Path, tiny: dict[str, Path], models: dict[str, str]

@@ -43,13 +43,37 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
     p = f"model.layers.{index}."
     if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         what = rest.rpartition(".")[2]
-        if shape.fused_rows:
+        if shape.gated_attention:  # of each head, its query and its gate
+            heads = sd[f"{p}self_attn.q_proj.weight"].unflatten(
+                0, (shape.num_kv_heads, -1, 2, shape.head_dim)
+            )
+            parts = [*heads.transpose(1, 2).flatten(2, 3).flatten(0, 1).unflatten(0, (-1, 2)).unbind(1)]
+            parts = [part.flatten(0, 1) for part in parts]
+            parts += [sd[f"{p}self_attn.{x}_proj.weight"] for x in "kv"]
+        elif shape.fused_rows:
             counts = [n * shape.head_dim for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
             parts = sd[f"{p}self_attn.qkv_proj.{what}"].split(counts)
         else:
             parts = [sd[f"{p}self_attn.{x}_proj.{what}"] for x in "qkv"]
         groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
         return rows(groups.flatten(0, 1))
+    if rest.startswith("self_attention.") and shape.is_linear(int(index)) and "layer_norm" not in rest:
+        linear, p = shape.linear, p + "linear_attn."
+        parts = [linear.keys, linear.keys, linear.values]
+        if rest == "self_attention.in_proj.weight":
+            parts = [
+                *sd[p + "in_proj_qkv.weight"].split(parts),
+                *(sd[f"{p}in_proj_{x}.weight"] for x in "zba"),
+            ]
+            return torch.cat([rows(w) for w in parts])
+        if rest == "self_attention.conv1d.weight":
+            return torch.cat([rows(w) for w in sd[p + "conv1d.weight"].split(parts)])
+        return {
+            "self_attention.A_log": lambda: rows(sd[p + "A_log"]),
+            "self_attention.dt_bias": lambda: rows(sd[p + "dt_bias"]),
+            "self_attention.out_norm.weight": lambda: sd[p + "norm.weight"],
+            "self_attention.out_proj.weight": lambda: columns(sd[p + "out_proj.weight"]),
+        }[rest]()
     if rest == "mlp.router.weight":
         return sd[p + "mlp.gate.weight"]
     if rest.startswith("mlp.experts."):
@@ -66,6 +90,7 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
         return torch.cat([rows(half) for half in sd[p + "mlp.gate_up_proj.weight"].chunk(2)])
     if rest == "mlp.linear_fc1.weight":
         return torch.cat([rows(sd[p + "mlp.gate_proj.weight"]), rows(sd[p + "mlp.up_proj.weight"])])
+    rest = rest.replace(".in_proj.layer_norm", ".linear_qkv.layer_norm")
     rest = {fused: plain for plain, fused in FUSED_NORMS.items()}.get(rest, rest)
     return {
         "input_layernorm.weight": lambda: sd[p + "input_layernorm.weight"],
@@ -143,7 +168,12 @@ def _fused(model: ModelShape, name: str) -> str:
             return name  # the router reads it too
         if match := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", rest):
             return f"{layer}.layers.{number}.mlp.experts.{match[2]}.weight{match[1]}"
-    return f"{layer}.layers.{number}.{FUSED_NORMS[rest]}" if rest in FUSED_NORMS else name
+    if rest not in FUSED_NORMS:
+        return name
+    fused = FUSED_NORMS[rest]
+    if model.is_linear(int(number)):
+        fused = fused.replace("linear_qkv", "in_proj")
+    return f"{layer}.layers.{number}.{fused}"
 
 
 def stage_values(

@@ -442,7 +442,11 @@ def make_model(
                 size = {"bias": 0.5, "conv1d": 1.0, "in_proj_qkv": 3 * noise}
                 values *= next((value for part, value in size.items() if part in name), noise)
             p.copy_(values)
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype)
+    for name, p in model.named_parameters():
+        if name.endswith("A_log"):  # as in released checkpoints
+            p.data = p.data.float()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     if family == "qwen3_moe":
         model.set_experts_implementation("eager")  # the default, a grouped product, does not take float64
     return model.double().eval()

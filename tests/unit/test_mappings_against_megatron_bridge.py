@@ -27,7 +27,7 @@ from tests.support.tiny_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(not (WHEEL / ".complete").exists(), reason="run make .megatron-bridge")
 
-COMPARED = {"llama": 105, "mistral": 105, "qwen2": 119, "qwen3": 133, "qwen3_moe": 247}
+COMPARED = {"llama": 105, "mistral": 105, "qwen2": 119, "qwen3": 133, "qwen3_5": 147, "qwen3_moe": 247}
 """Family -> parameters of two layers on all ranks of LAYOUTS."""
 NOT_THERE = {"granite", "olmo3", "phi3"}
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 53}

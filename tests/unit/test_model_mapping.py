@@ -51,6 +51,9 @@ def test_up_to_eight_tensor_parallel_ranks(tensor, queries, groups, tied, family
     # 840: every number up to 8 divides it.
     sizes = {"num_heads": queries, "num_kv_heads": groups, "ffn_hidden_size": 840, "hidden_size": 6}
     shape = tiny_shape(family, tied_embeddings=tied, num_layers=5, **sizes)
+    if shape.linear is not None:
+        linear = replace(shape.linear, key_heads=tensor, value_heads=2 * tensor)
+        shape = replace(shape, linear=linear)
     check_round_trip(shape, tensor, 2, 2, 16, fused=fused)
 
 
@@ -240,8 +243,9 @@ def test_the_last_stages_tied_copy_loads_but_is_not_a_source():
 def test_fused_norm_names_map_to_the_same_tensors(family):
     layout = mapping_for(tiny_shape(family))
     kw = {"tensor": 2, "tensor_rank": 1, "vocab_multiple": 1}
+    projection = "in_proj" if layout.shape.is_linear(1) else "linear_qkv"
     for fused, plain in (
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        (f"self_attention.{projection}.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     ):
         assert layout.pieces(f"decoder.layers.1.{fused}", **kw) == layout.pieces(
