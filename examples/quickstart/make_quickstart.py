@@ -37,6 +37,12 @@ and 94% of prompts have both right and wrong answers among 8 samples.
 
     python examples/quickstart/make_quickstart.py --experts 8 --steps 150
 
+With ``--hybrid`` it makes ``hybrid_model/`` from scratch, a Qwen3.5 checkpoint of the same task, tokenizer
+and prompts: three layers with a gated delta net, then one with gated attention. Without FLA's kernels
+transformers does not reset the state of a delta net within a row, so each sample has a row of its own.
+
+    python examples/quickstart/make_quickstart.py --hybrid
+
 With ``--solutions N`` it makes ``solutions.jsonl`` alone: worked solutions of the first N training problems,
 without slips, to fine-tune on (examples/warm_start.yaml has 400).
 """
@@ -55,6 +61,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -72,6 +80,7 @@ SLIP = 0.02
 
 # Pre-training: rows of ROW tokens, ROWS of them a step.
 ROW, ROWS, PEAK_LR = 256, 8, 3e-3
+ALONE = 64  # tokens of a row with a single sample
 
 # The mixture: columns of an expert (an engine on a CPU needs a multiple of 32 per worker), experts a token.
 EXPERT_WIDTH, TOP_K = 64, 4
@@ -240,6 +249,31 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+def make_hybrid(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
+    """A randomly initialised Qwen3.5 of about the same size, which can be cut in two as well."""
+    config = Qwen3_5TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3_5ForCausalLM(config)
+
+
 @torch.no_grad()
 def make_mixture(dense: Qwen3ForCausalLM, experts: int) -> Qwen3MoeForCausalLM:
     """A Qwen3-MoE whose weights are those of ``dense`` except for the MLPs.
@@ -272,9 +306,11 @@ def make_mixture(dense: Qwen3ForCausalLM, experts: int) -> Qwen3MoeForCausalLM:
 
 
 def packed_rows(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random, exclude: set[Problem]
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, exclude: set[Problem], row: int, alone: bool
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Endless rows of whole samples: token ids, positions (from 0 in each sample) and labels, ROW of each.
+    """Endless rows of whole samples: token ids, positions (from 0 in each sample) and labels.
+
+    row: how many of each. alone: one sample in each row.
 
     Positions that start again tell the model where a sample begins, so that attention stays inside it. Prompt
     and padding carry the label -100: what is learned is the solution given the prompt.
@@ -289,8 +325,8 @@ def packed_rows(
         prompt = tokenizer.encode(prompt_of(problem))
         response = [*tokenizer.encode(solution(problem, rng)), tokenizer.eos_token_id]
         size = len(prompt) + len(response)
-        if len(ids) + size > ROW:
-            gap = ROW - len(ids)
+        if ids and (alone or len(ids) + size > row):
+            gap = row - len(ids)
             yield ids + [tokenizer.pad_token_id] * gap, positions + list(range(gap)), labels + [-100] * gap
             ids, positions, labels = [], [], []
         ids += prompt + response
@@ -305,7 +341,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def pretrain(
-    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM,
+    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     rng: random.Random,
     exclude: set[Problem],
@@ -322,11 +358,13 @@ def pretrain(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         betas=(0.9, 0.98),
     )
-    rows = packed_rows(tokenizer, rng, exclude)
+    alone = isinstance(model, Qwen3_5ForCausalLM)
+    count, row = (ROWS * ROW // ALONE, ALONE) if alone else (ROWS, ROW)
+    rows = packed_rows(tokenizer, rng, exclude, row, alone)
     model.train()
     started = time.monotonic()
     for step in range(steps):
-        batch = torch.tensor([next(rows) for _ in range(ROWS)])  # [ROWS, 3, ROW]
+        batch = torch.tensor([next(rows) for _ in range(count)])  # [rows, 3, tokens]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         loss = model(
@@ -351,7 +389,7 @@ def is_right(text: str, gold: str) -> bool:
 
 @torch.no_grad()
 def measure(
-    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM,
+    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     problems: list[Problem],
     samples: int,
@@ -393,6 +431,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000, help="pre-training steps")
     parser.add_argument("--experts", type=int, help="make moe_model/, a mixture of so many experts a layer")
+    parser.add_argument("--hybrid", action="store_true", help="make hybrid_model/, a Qwen3.5")
     parser.add_argument("--solutions", type=int, help="make solutions.jsonl, of so many training problems")
     args = parser.parse_args()
 
@@ -405,19 +444,22 @@ def main() -> None:
     if args.solutions is not None:
         write_solutions(args.out / "solutions.jsonl", train[: args.solutions], rng)
         return
-    if args.experts is None:
+    if args.experts is None and not args.hybrid:
         folder = args.out / "model"
         write_prompts(args.out / "train.jsonl", train)
         write_prompts(args.out / "heldout.jsonl", heldout)
         tokenizer = make_tokenizer(rng)
         model = make_model(tokenizer)
     else:
-        folder = args.out / "moe_model"
+        folder = args.out / ("hybrid_model" if args.hybrid else "moe_model")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "model")
         # What transformers notes about where it was read from.
         for key in ("is_local", "local_files_only"):
             tokenizer.init_kwargs.pop(key, None)
-        model = make_mixture(Qwen3ForCausalLM.from_pretrained(args.out / "model"), args.experts)
+        if args.hybrid:
+            model = make_hybrid(tokenizer)
+        else:
+            model = make_mixture(Qwen3ForCausalLM.from_pretrained(args.out / "model"), args.experts)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     pretrain(model, tokenizer, rng, set(heldout), args.steps)
 
