@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 
 from benchmarks.policies import SHAPES, start
 from rpg_megatron.checkpoints.megatron import load_weights
-from rpg_megatron.config.model_shape import ModelShape, Rope, Windows
+from rpg_megatron.config.model_shape import LinearAttention, ModelShape, Rope, Windows
 from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
@@ -28,6 +29,13 @@ FAMILIES = {
     "phi3": {"qk_norm": False, "fused_rows": True, "rope": Rope(1e4, 0.75)},
     "olmo3": {"wide_qk_norm": True, "post_norm": True, "windows": Windows(64, (0,), Rope(1e3))},
 }
+if find_spec("fla") is not None:
+    FAMILIES["qwen3_5"] = {
+        "zero_centred": True,
+        "gated_attention": True,
+        "rope": Rope(1e4, 0.25),
+        "linear": LinearAttention((0,), 2, 4, 64, 64, 4),
+    }
 
 
 class Builder:
@@ -78,7 +86,7 @@ def main() -> None:
     result: dict[str, object] = {}
     for family, changes in FAMILIES.items():
         shape = replace(SHAPE, family=family, **changes)
-        for recipe in (None, "blockwise", "tensorwise", "delayed"):
+        for recipe in (None, "blockwise", "tensorwise", "delayed")[: 1 if shape.linear else None]:
             model = build(shape, FP8Settings(recipe=recipe) if recipe else None, fused=True)
             result[f"{family} {recipe}"] = names(shape, model)
     delayed = FP8Settings(recipe="delayed")
