@@ -32,6 +32,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -68,6 +70,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def qwen3_5(linear_head: int) -> Qwen3_5ForCausalLM:
+    """Three layers of four with gated delta nets, which have two heads of keys and four of values."""
+    sizes: dict[str, Any] = {
+        **COMMON,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "linear_key_head_dim": linear_head,
+        "linear_value_head_dim": linear_head,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, tie_word_embeddings=False))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
@@ -134,6 +153,8 @@ MODELS: dict[str, Callable[[], Any]] = {
             tie_word_embeddings=True,
         )
     ),
+    "qwen3.5": lambda: qwen3_5(32),
+    "qwen3.5, heads of 128": lambda: qwen3_5(128),
     "gpt-oss": lambda: GptOssForCausalLM(
         GptOssConfig(
             **COMMON | {"intermediate_size": 128},
@@ -166,7 +187,7 @@ def make_model(name: str, folder: Path) -> None:
     model = MODELS[name]().float()
     with torch.no_grad():
         for key, p in model.named_parameters():
-            if "norm" in key or key.endswith("bias"):
+            if "norm" in key or key.endswith(("bias", "A_log", "conv1d.weight")):
                 p.add_(0.2 * torch.randn_like(p))
     model.save_pretrained(folder)
     if model.config.tie_word_embeddings:  # some checkpoints have the tied tensor twice

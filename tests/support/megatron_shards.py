@@ -48,8 +48,13 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
             parts = sd[f"{p}self_attn.qkv_proj.{what}"].split(counts)
         else:
             parts = [sd[f"{p}self_attn.{x}_proj.{what}"] for x in "qkv"]
+        if shape.gated_attention:  # of each head: queries, gates; of each group: all queries, all gates
+            each = parts[0].unflatten(0, (shape.num_kv_heads, -1, 2, shape.head_dim))
+            parts[0] = each.transpose(1, 2).flatten(0, 3)
         groups = torch.cat([w.unflatten(0, (shape.num_kv_heads, -1)) for w in parts], 1)
         return rows(groups.flatten(0, 1))
+    if shape.is_linear(int(index)) and rest.startswith("self_attention."):
+        return delta_net_value(rest.partition(".")[2], sd, p + "linear_attn.", shape.linear, rows, columns)
     if rest == "mlp.router.weight":
         return sd[p + "mlp.gate.weight"]
     if rest.startswith("mlp.experts."):
@@ -77,6 +82,26 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
         "mlp_bda.norm.weight": lambda: sd[p + "post_feedforward_layernorm.weight"],
         "mlp.linear_fc2.weight": lambda: columns(sd[p + "mlp.down_proj.weight"]),
     }[rest]()
+
+
+def delta_net_value(name, sd, p, linear, rows, columns):
+    """The value of one parameter of a gated delta net; p: what the tensors' names begin with."""
+
+    def by_kind(w):
+        return torch.cat([rows(part) for part in w.split([linear.keys, linear.keys, linear.values])])
+
+    others = ("in_proj_z", "in_proj_b", "in_proj_a")
+    return {
+        "in_proj.weight": lambda: torch.cat(
+            [by_kind(sd[p + "in_proj_qkv.weight"]), *(rows(sd[f"{p}{x}.weight"]) for x in others)]
+        ),
+        "in_proj.layer_norm_weight": lambda: sd[p.replace("linear_attn.", "input_layernorm.weight")],
+        "conv1d.weight": lambda: by_kind(sd[p + "conv1d.weight"]),
+        "A_log": lambda: rows(sd[p + "A_log"]),
+        "dt_bias": lambda: rows(sd[p + "dt_bias"]),
+        "out_norm.weight": lambda: sd[p + "norm.weight"],
+        "out_proj.weight": lambda: columns(sd[p + "out_proj.weight"]),
+    }[name]()
 
 
 def grid(
