@@ -207,8 +207,8 @@ def make_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> N
 
 
 def write_released(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a random Qwen3.5 in its released form, with a vision tower and a head that predicts several tokens;
-    returns the decoder's tensors under the names that they have without these.
+    """Write a random Qwen3.5 in its released form, with a vision tower and a tensor of a head that predicts
+    several tokens; returns the decoder's tensors under the names that they have without these.
     """
     make_model(name, folder)
     decoder, text = load_file(folder / "model.safetensors"), AutoConfig.from_pretrained(folder)

@@ -33,7 +33,8 @@ def in_float32(vllms: Callable[..., None]) -> Callable[..., None]:
         from vllm.utils.torch_utils import _resolve_layer_name
 
         if mixed.dtype != torch.float32:
-            return vllms(mixed, b, a, out, name)
+            # Its kernel refuses the strides that a batch of one token has as a part of the projection.
+            return vllms(mixed.clone(memory_format=torch.contiguous_format), b, a, out, name)
         context = get_forward_context()
         if context.attn_metadata is None:
             return None  # vLLM measures its memory, without a cache
