@@ -1,7 +1,7 @@
 """Engines of models with gated delta nets, against transformers on the whole sequences.
 
-Why: such an engine carries a state from token to token, in a cache whose slots other sequences had before. If a
-state is stale, lost between steps, or another sequence's, responses are plausible and their log-probs wrong.
+Why: such an engine carries a state from token to token, in a cache whose slots other sequences had before. If
+a state is stale, lost between steps, or another sequence's, responses are plausible, but not their log-probs.
 On a CPU the product computes these layers in float32 itself (``bridge/vllm/cpu_delta_net.py``); in bfloat16
 vLLM does. Not covered: the trainer (test_bridge_matrix), GPUs.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from rpg_megatron.bridge.controller import sync_engine
 from rpg_megatron.bridge.manifest import Manifest
@@ -101,7 +100,9 @@ def test_float32_after_each_sync(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_released_model_in_the_smallest_cache(tmp_path: Path) -> None:
     """Sequences wait for room, and lose it again; then their states are computed anew."""
-    weights = write_released("qwen3.5", tmp_path / "model")
+    make_model("qwen3.5", tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    write_released("qwen3.5", tmp_path / "model", weights)
     raw = settings_for(tmp_path / "model", 1)
     settings = Settings.model_validate(raw)
     shape = read_model_shape(tmp_path / "model")
@@ -160,7 +161,7 @@ def test_interrupted_responses_continue(tmp_path: Path) -> None:
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels for bfloat16 need AVX-512 with bfloat16"
 )
 def test_bfloat16_after_each_sync(tmp_path: Path) -> None:
-    """By vLLM's own kernels and loader; no further from transformers after a sync than before the first."""
+    """The released form by vLLM's own kernels and loader; syncs bring it no further from transformers."""
     base, model = tmp_path / "base", tmp_path / "model"
     make_model("qwen3.5, heads of 128", base, torch.bfloat16)
 
@@ -171,8 +172,7 @@ def test_bfloat16_after_each_sync(tmp_path: Path) -> None:
             for name, weight in state_dict(base, seed).items()
         }
 
-    shutil.copytree(base, model)
-    save_file(weights_of(0), model / "model.safetensors", metadata={"format": "pt"})
+    write_released("qwen3.5, heads of 128", model, weights_of(0), torch.bfloat16)
     settings = Settings.model_validate(settings_for(model, 1) | {"precision": {"dtype": "bfloat16"}})
     layout = mapping_for(read_model_shape(model))
 

@@ -74,14 +74,14 @@ LLAMA3 = {
 }
 
 
-def qwen3_5(linear_head: int) -> Qwen3_5ForCausalLM:
+def qwen3_5(key_dim: int, value_dim: int) -> Qwen3_5ForCausalLM:
     """Three layers of four with gated delta nets, which have two heads of keys and four of values."""
     sizes: dict[str, Any] = {
         **COMMON,
         "num_hidden_layers": 4,
         "head_dim": 32,
-        "linear_key_head_dim": linear_head,
-        "linear_value_head_dim": linear_head,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
@@ -155,8 +155,8 @@ MODELS: dict[str, Callable[[], Any]] = {
             tie_word_embeddings=True,
         )
     ),
-    "qwen3.5": lambda: qwen3_5(32),
-    "qwen3.5, heads of 128": lambda: qwen3_5(128),
+    "qwen3.5": lambda: qwen3_5(32, 48),
+    "qwen3.5, heads of 128": lambda: qwen3_5(128, 128),
     "gpt-oss": lambda: GptOssForCausalLM(
         GptOssConfig(
             **COMMON | {"intermediate_size": 128},
@@ -206,22 +206,23 @@ def make_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> N
         save_file(tensors | again, file, metadata={"format": "pt"})
 
 
-def write_released(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a random Qwen3.5 in its released form, with a vision tower and a tensor of a head that predicts
-    several tokens; returns the decoder's tensors under the names that they have without these.
+def write_released(
+    name: str, folder: Path, decoder: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a Qwen3.5 with these weights in its released form: with a vision tower, and a tensor of a head
+    that predicts several tokens.
     """
-    make_model(name, folder)
-    decoder, text = load_file(folder / "model.safetensors"), AutoConfig.from_pretrained(folder)
+    make_model(name, folder, dtype)
+    text = AutoConfig.from_pretrained(folder)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     vision |= {"out_hidden_size": text.hidden_size, "num_position_embeddings": 16}
     config = Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
-    Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
+    Qwen3_5ForConditionalGeneration(config).to(dtype).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in decoder.items()}
     assert renamed.keys() == {key for key in tensors if "visual" not in key}
-    tensors |= renamed | {"mtp.fc.weight": torch.randn(4, 4)}
+    tensors |= renamed | {"mtp.fc.weight": torch.randn(4, 4).to(dtype)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return decoder
 
 
 def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
