@@ -112,7 +112,7 @@ def test_a_released_model_in_the_smallest_cache(tmp_path: Path) -> None:
     def with_cache(nbytes: int) -> Settings:
         return Settings.model_validate(raw | {"engine": raw["engine"] | {"kv_cache_gib": nbytes / 1024**3}})
 
-    needed = cache.needed(context_length(settings, shape))
+    needed = cache.sequence(context_length(settings, shape)) + cache.block_bytes
     with pytest.raises(UserError, match=r"engine\.kv_cache_gib .* one sequence of 632 tokens takes 0\.0006"):
         check_hybrid_cache(with_cache(needed - 1), shape)
     check_hybrid_cache(with_cache(needed), shape)

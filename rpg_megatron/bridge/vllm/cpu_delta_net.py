@@ -15,16 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens that are computed together."""
+from rpg_megatron.config.model_shape import CHUNK
 
 
 def in_float32(vllms: Callable[..., None]) -> Callable[..., None]:
     """The ``cpu_gdn_attention_core`` of vLLM, but for layers in float32, which are computed here.
 
     mixed: queries, keys and values of a batch's new tokens [tokens, channels]; b, a: [tokens, value heads];
-    out: [tokens, value heads, value dim]. Sequences that follow one another in the batch and have as many new
-    tokens are computed together.
+    out: [tokens, value heads, value dim]. Neighbours in the batch with as many new tokens go together.
     """
 
     def core(mixed: Tensor, b: Tensor, a: Tensor, out: Tensor, name: Any) -> None:
@@ -35,7 +33,7 @@ def in_float32(vllms: Callable[..., None]) -> Callable[..., None]:
         if mixed.dtype != torch.float32:
             # Its kernel refuses the strides that a batch of one token has as a part of the projection.
             return vllms(mixed.clone(memory_format=torch.contiguous_format), b, a, out, name)
-        context = get_forward_context()
+        context: Any = get_forward_context()
         if context.attn_metadata is None:
             return None  # vLLM measures its memory, without a cache
         layer = context.no_compile_layers[_resolve_layer_name(name)]
@@ -54,12 +52,10 @@ def in_float32(vllms: Callable[..., None]) -> Callable[..., None]:
             # [sequences, channels, tokens], with those that the convolution still covers in front.
             x = torch.cat([conv[own], mixed[rows].unflatten(0, (-1, length)).mT], -1)
             conv[own] = x[..., length:]
-            x = F.silu(F.conv1d(x, weight, layer.conv1d.bias, groups=len(weight)))
-            parts = (
-                part[0].unflatten(0, (-1, length)) for part in layer.rearrange_mixed_qkv(x.mT.flatten(0, 1))
-            )
+            x = F.silu(F.conv1d(x, weight, layer.conv1d.bias, groups=len(weight))).mT.flatten(0, 1)
+            q, k, v = (y[0].unflatten(0, (-1, length)).transpose(1, 2) for y in layer.rearrange_mixed_qkv(x))
             g, beta = (gate[rows].unflatten(0, (-1, length)).mT for gate in gates)
-            y, state[own] = delta_rule(*(part.transpose(1, 2) for part in parts), g, beta, state[own])
+            y, state[own] = delta_rule(q, k, v, g, beta, state[own])
             out[rows] = y.transpose(1, 2).flatten(0, 1)
 
     core.__signature__ = inspect.signature(vllms, eval_str=True)  # type: ignore[attr-defined]
