@@ -34,8 +34,8 @@ _WORD_SEED = 0xD1B54A32D192ED03
 def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
     """Contribution of one slice to its tensor's checksum; add the slices' results modulo 2**64.
 
-    values: the slice, on any device, with at most two dimensions and any strides; elements of 1, 2, 4 or 8
-    bytes.
+    values: the slice, on any device, with any strides; elements of 1, 2, 4 or 8 bytes. It has at most two
+    dimensions, or is of a convolution over single channels [channels, 1, kernel], summed as a matrix.
     start: index of its first element in the full tensor. A vector counts as one row.
     """
     return checksums([(values, start)])[0]
@@ -51,6 +51,8 @@ def checksums(slices: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]
 
 def _sum_slice(values: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor:
     """One slice's checksum, not yet reduced modulo MODULUS; for a slice on a GPU a scalar tensor there."""
+    if values.dim() == 3 and values.shape[1] == 1 and tuple(start[1:2]) == (0,):
+        values, start = values[:, 0], (start[0], start[2])
     if values.dim() > 2 or values.dim() != len(start):
         raise ValueError(
             f"checksum of {values.dim()} dimensions at {tuple(start)}: pass a matrix or a vector"

@@ -48,7 +48,7 @@ _KEPT_BYTES = 4 << 30
 def kv_bytes_per_token(settings: Settings, shape: ModelShape) -> int:
     """Bytes of a token's keys and values in one engine worker."""
     heads = max(1, shape.num_kv_heads // settings.engine.tensor)
-    return 2 * shape.num_layers * heads * shape.head_dim * ITEM_BYTES[settings.precision.dtype]
+    return 2 * shape.softmax_layers * heads * shape.head_dim * ITEM_BYTES[settings.precision.dtype]
 
 
 def context_length(settings: Settings, shape: ModelShape | None = None) -> int:
@@ -91,6 +91,10 @@ def engine_command(
     command += ["--max-model-len", str(context_length(settings, shape))]
     if shape.is_part:  # without the vision tower, whose inputs would be processed besides
         command += ["--language-model-only"]
+    if shape.linear is not None:
+        # Cached prefixes would need copies of the states, and prompts that are split at blocks; the trainer's
+        # rule has its state in float32.
+        command += ["--no-enable-prefix-caching", "--mamba-ssm-cache-dtype", "float32"]
     command += ["--max-num-seqs", str(engine.max_sequences)]
     # numpy accepts no larger seed; requests have their own seeds.
     command += ["--seed", str((settings.seed + index) % 2**32)]

@@ -29,6 +29,7 @@ from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
 from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
+from rpg_megatron.launcher.hybrid_checks import check_linear_attention
 from rpg_megatron.launcher.input_checks import (
     check_custom_code,
     check_data,
@@ -200,6 +201,7 @@ CHECKS = (
     RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),
     RunCheck("teacher", ("model", "trainer"), _check_teacher),
     RunCheck("engine layout", ("model", "engines"), _shape_check(check_engine_layout)),
+    RunCheck("linear attention", ("model", "engines"), _shape_check(check_linear_attention)),
     RunCheck("routers", ("model", "trainer"), _shape_check(check_routers)),
     RunCheck("head size", ("model", "engines"), _shape_check(check_head_dim)),
     RunCheck("expert columns", ("model", "engines"), _shape_check(check_expert_columns)),

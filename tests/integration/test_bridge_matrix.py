@@ -28,8 +28,11 @@ WORLDS: dict[int, dict[str, dict[str, int]]] = {
     2: {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}, "DP2": {"data": 2}},
     4: {"TP2xPP2": {"tensor": 2, "pipeline": 2}},
 }
-
-
+HYBRID: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"TP1": {}},
+    2: {"TP2+SP": {"tensor": 2, "sequence": True}, "PP2": {"pipeline": 2}, "DP2": {"data": 2}},
+    4: {"TP2+SP x PP2": {"tensor": 2, "sequence": True, "pipeline": 2}},
+}
 EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"TP1": {}},
     2: {
@@ -85,6 +88,19 @@ def test_every_family_after_five_perturbations(
 ) -> None:
     with bridge_engines(tmp_path, name, [1, 2]) as engines:
         check_matrix(tmp_path, engines, name, WORLDS, 5, capsys)
+
+
+@pytest.mark.usefixtures("forked_starts")
+def test_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with bridge_engines(tmp_path, "qwen3.5", [1]) as engines:
+        check_matrix(tmp_path, engines, "qwen3.5", {1: HYBRID[1]}, 1, capsys, tolerance=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_hybrid_after_five_perturbations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with bridge_engines(tmp_path, "qwen3.5", [1, 2]) as engines:
+        check_matrix(tmp_path, engines, "qwen3.5", HYBRID, 5, capsys, tolerance=1e-4)
 
 
 @pytest.mark.long

@@ -32,6 +32,10 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -68,6 +72,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def qwen3_5(key_dim: int, value_dim: int) -> Qwen3_5ForCausalLM:
+    """Three layers of four with gated delta nets, which have two heads of keys and four of values."""
+    sizes: dict[str, Any] = {
+        **COMMON,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, tie_word_embeddings=False))
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**COMMON, tie_word_embeddings=True)),
     "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=True)),
@@ -134,6 +155,8 @@ MODELS: dict[str, Callable[[], Any]] = {
             tie_word_embeddings=True,
         )
     ),
+    "qwen3.5": lambda: qwen3_5(32, 48),
+    "qwen3.5, heads of 128": lambda: qwen3_5(128, 128),
     "gpt-oss": lambda: GptOssForCausalLM(
         GptOssConfig(
             **COMMON | {"intermediate_size": 128},
@@ -160,20 +183,46 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def make_model(name: str, folder: Path) -> None:
+def make_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write a random model whose norms are not ones and whose biases are not zeros."""
     torch.manual_seed(0)
     model = MODELS[name]().float()
+    model.config.dtype = dtype
     with torch.no_grad():
         for key, p in model.named_parameters():
-            if "norm" in key or key.endswith("bias"):
+            if "norm" in key or key.endswith(("bias", "conv1d.weight")):
                 p.add_(0.2 * torch.randn_like(p))
+            elif key.endswith("A_log"):  # states that last for some tokens
+                p.copy_(torch.randn_like(p) - 2)
+            elif key.endswith("in_proj_qkv.weight"):  # norms would amplify the noise of short ones
+                p.mul_(3)
+            if not key.endswith("A_log"):  # always float32
+                p.data = p.data.to(dtype)
     model.save_pretrained(folder)
     if model.config.tie_word_embeddings:  # some checkpoints have the tied tensor twice
         file = folder / "model.safetensors"
         tensors = load_file(file)
         again = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
         save_file(tensors | again, file, metadata={"format": "pt"})
+
+
+def write_released(
+    name: str, folder: Path, decoder: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a Qwen3.5 with these weights in its released form: with a vision tower, and a tensor of a head
+    that predicts several tokens.
+    """
+    make_model(name, folder, dtype)
+    text = AutoConfig.from_pretrained(folder)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    vision |= {"out_hidden_size": text.hidden_size, "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=False)
+    Qwen3_5ForConditionalGeneration(config).to(dtype).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in decoder.items()}
+    assert renamed.keys() == {key for key in tensors if "visual" not in key}
+    tensors |= renamed | {"mtp.fc.weight": torch.randn(4, 4).to(dtype)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
@@ -196,13 +245,22 @@ def settings_for(model: Path, engine_tensor: int) -> dict[str, Any]:
 
 
 def hf_logprobs(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Transformers' log-probs of the fixed prompt."""
+    return logprobs_of(folder, weights, [PROMPT])[0]
+
+
+def logprobs_of(
+    folder: Path, weights: dict[str, torch.Tensor], texts: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Transformers' log-probs of the tokens of texts, but for the first of each."""
     config = AutoConfig.from_pretrained(folder)
+    config = config if config.architectures[0] != "Qwen3_5ForConditionalGeneration" else config.text_config
     kind = getattr(transformers, config.architectures[0])
     # By the names in files, which differ from those in memory for some experts.
     model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    return logits[:-1].gather(-1, torch.tensor(PROMPT)[1:, None])[:, 0]
+        logits = [model(torch.tensor([text])).logits[0, :-1].log_softmax(-1) for text in texts]
+    return [x.gather(-1, torch.tensor(text)[1:, None])[:, 0] for x, text in zip(logits, texts, strict=True)]
 
 
 def prompt_logprobs(engine: Engine, model: str) -> torch.Tensor:

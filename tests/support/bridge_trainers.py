@@ -50,10 +50,16 @@ def alone_params(model: Path) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def published(bridge: Path, model: Path, params: dict[str, torch.Tensor], version: int) -> Iterator[Manifest]:
+def published(
+    bridge: Path,
+    model: Path,
+    params: dict[str, torch.Tensor],
+    version: int,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Manifest]:
     """Weights of the model as a single trainer rank publishes them to engines on its node."""
     layout = mapping_for(read_model_shape(model))
-    publisher = SharedMemoryPublisher(bridge, ALONE, params, layout, torch.float32)
+    publisher = SharedMemoryPublisher(bridge, ALONE, params, layout, dtype)
     try:
         manifest = publisher.publish(version)
         assert manifest is not None

@@ -106,8 +106,15 @@ def test_every_bit_flip_and_every_swap_is_seen(dtype):
 
 
 def test_more_than_two_dimensions_are_refused():
-    with pytest.raises(ValueError, match="3 dimensions"):
-        checksum(torch.zeros(2, 2, 2), (0, 0, 0))
+    for values, start in ((torch.zeros(2, 2, 2), (0, 0, 0)), (torch.zeros(2, 1, 2), (0, 1, 0))):
+        with pytest.raises(ValueError, match="3 dimensions"):
+            checksum(values, start)
+
+
+def test_convolutions_over_single_channels_are_matrices():
+    t = torch.randn(6, 1, 4)
+    parts = checksum(t[:4], (0, 0, 0)) + checksum(t[4:, :, :3], (4, 0, 0)) + checksum(t[4:, :, 3:], (4, 0, 3))
+    assert parts % MODULUS == checksum(t, (0, 0, 0)) == checksum(t[:, 0], (0, 0))
 
 
 def test_sums_of_several_slices_on_a_device_are_copied_together(monkeypatch):

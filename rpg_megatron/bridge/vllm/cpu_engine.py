@@ -20,6 +20,7 @@ def adapt_to_cpu() -> None:
         return
     if importlib.util.find_spec("torchvision") is None:
         _stand_in_for_torchvision()
+    _compute_delta_nets_in_float32()
     _fork_core(current_platform)
 
 
@@ -50,6 +51,25 @@ def _stand_in_for_torchvision() -> None:
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
+
+
+def _compute_delta_nets_in_float32() -> None:
+    """Let float32 models have gated delta nets: vLLM's own core takes bfloat16 only, and keeps those.
+
+    It is replaced when a worker registers it: to import its module takes seconds, also in the server.
+    """
+    from vllm.utils import torch_utils
+
+    register = torch_utils.direct_register_custom_op
+
+    def register_ours(op_name: str, op_func: Any, *args: Any, **kwargs: Any) -> None:
+        if op_name == "cpu_gdn_attention_core":
+            from rpg_megatron.bridge.vllm.cpu_delta_net import in_float32
+
+            op_func = in_float32(op_func)
+        register(op_name, op_func, *args, **kwargs)
+
+    torch_utils.direct_register_custom_op = register_ours
 
 
 def _fork_core(current_platform: Any) -> None:

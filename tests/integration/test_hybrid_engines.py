@@ -1,0 +1,195 @@
+"""Engines of models with gated delta nets, against transformers on the whole sequences.
+
+Why: such an engine carries a state from token to token, in a cache whose slots other sequences had before. If
+a state is stale, lost between steps, or another sequence's, responses are plausible, but not their log-probs.
+On a CPU the product computes these layers in float32 itself (``bridge/vllm/cpu_delta_net.py``); in bfloat16
+vLLM does. Not covered: the trainer (test_bridge_matrix), GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rpg_megatron.bridge.controller import sync_engine
+from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.config import Settings, UserError, read_model_shape
+from rpg_megatron.engine.client import EngineClient, Sample
+from rpg_megatron.engine.command import context_length
+from rpg_megatron.engine.hybrid_cache import hybrid_cache
+from rpg_megatron.engine.metrics import PREEMPTIONS, ROUTE, read_metrics
+from rpg_megatron.launcher.hybrid_checks import check_hybrid_cache
+from rpg_megatron.models.registry import mapping_for
+from tests.support.bridge_rig import (
+    bridge_engines,
+    hf_logprobs,
+    logprobs_of,
+    make_model,
+    prompt_logprobs,
+    running_rig,
+    settings_for,
+    write_released,
+)
+from tests.support.bridge_trainers import ALONE, published, state_dict
+from tests.support.engine import Engine, running_engines
+from tests.support.megatron_shards import stage_values
+
+LENGTHS = (1, 2, 3, 4, 17, 63, 64, 65, 130, 17, 64)
+"""Of prompts: shorter than the convolution, about a chunk, more than one, and twice the same."""
+TOLERANCE = 1e-4
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(101) for _ in range(n)] for n in LENGTHS]
+
+
+async def ask(engine: Engine, prompts: Sequence[Sequence[int]], *tokens: int, **options: Any) -> list[Sample]:
+    """A response to each prompt, all at once. tokens: their lengths, in turn."""
+    client = EngineClient(0, engine.process.socket, engine.token, timeout=300)
+    try:
+        groups = await asyncio.gather(
+            *[
+                client.generate(p, max_tokens=tokens[i % len(tokens)], temperature=1.0, seed=i, **options)
+                for i, p in enumerate(prompts)
+            ]
+        )
+        return [group[0] for group in groups]
+    finally:
+        await client.close()
+
+
+def gaps(
+    model: Path, weights: dict[str, torch.Tensor], prompts: Sequence[Sequence[int]], samples: Sequence[Sample]
+) -> torch.Tensor:
+    """Differences of the responses' log-probs to transformers'."""
+    texts = [[*prompt, *sample.tokens.tolist()] for prompt, sample in zip(prompts, samples, strict=True)]
+    parts = zip(logprobs_of(model, weights, texts), prompts, samples, strict=True)
+    return torch.cat(
+        [(values[len(p) - 1 :] - torch.from_numpy(sample.logprobs)).abs() for values, p, sample in parts]
+    )
+
+
+@pytest.mark.timeout(900)
+def test_float32_after_each_sync(tmp_path: Path) -> None:
+    """Engines with one and two workers; long and short requests, so that prompts join running batches."""
+    with bridge_engines(tmp_path, "qwen3.5", [1, 2]) as engines, running_rig(tmp_path, engines[0]) as rig:
+        for version in range(1, 6):
+            transport = ("shared_memory", "process_group")[version % 2]
+            manifest = rig.publish(version, version, transport)
+            weights = state_dict(rig.model, version)
+            for engine in engines:
+                assert engine.sync(version, manifest).mode == "slices"
+                reference = hf_logprobs(rig.model, weights)
+                prompt_gap = (prompt_logprobs(engine, "policy") - reference).abs().max()
+                samples = asyncio.run(ask(engine, prompts(), 5, 70, 30))
+                decoded = gaps(rig.model, weights, prompts(), samples).max()
+                print(f"\nTP{engine.tensor}, {transport}: prompt {prompt_gap:.1e}, decoding {decoded:.1e}")
+                assert max(prompt_gap, decoded) <= TOLERANCE
+        assert rig.error(4) > 0.1, "the weights differ"
+
+
+@pytest.mark.timeout(600)
+def test_a_released_model_in_the_smallest_cache(tmp_path: Path) -> None:
+    """Sequences wait for room, and lose it again; then their states are computed anew."""
+    make_model("qwen3.5", tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    write_released("qwen3.5", tmp_path / "model", weights)
+    raw = settings_for(tmp_path / "model", 1)
+    settings = Settings.model_validate(raw)
+    shape = read_model_shape(tmp_path / "model")
+    cache = hybrid_cache(settings, shape)
+    assert cache is not None
+
+    def with_cache(nbytes: int) -> Settings:
+        return Settings.model_validate(raw | {"engine": raw["engine"] | {"kv_cache_gib": nbytes / 1024**3}})
+
+    needed = cache.sequence(context_length(settings, shape)) + cache.block_bytes
+    with pytest.raises(UserError, match=r"engine\.kv_cache_gib .* one sequence of 632 tokens takes 0\.0006"):
+        check_hybrid_cache(with_cache(needed - 1), shape)
+    check_hybrid_cache(with_cache(needed), shape)
+    with running_engines(tmp_path, [with_cache(needed)], weights="checkpoint") as (engine,):
+        long = [prompt[:120] for prompt in prompts()[-3:]]
+        samples = asyncio.run(ask(engine, long, 300))
+        first = gaps(tmp_path / "model", weights, long, samples).max()
+        metrics = read_metrics(engine.call("GET", ROUTE)[1])
+        assert metrics[PREEMPTIONS] > 0
+        samples = asyncio.run(ask(engine, prompts(), 5, 70, 30))
+        assert max(first, gaps(tmp_path / "model", weights, prompts(), samples).max()) <= TOLERANCE
+
+
+async def interrupted(engine: Engine, begun: list[list[int]], manifest: Manifest) -> list[Sample]:
+    """Responses that a sync interrupts."""
+
+    async def sync() -> None:
+        await asyncio.sleep(1.0)
+        await sync_engine(
+            engine.post, manifest, version=1, engine_tensor=engine.tensor, timeout=60, interrupt=True
+        )
+
+    samples, _ = await asyncio.gather(ask(engine, begun, 500, interruptible=True), sync())
+    return samples
+
+
+@pytest.mark.timeout(600)
+def test_interrupted_responses_continue(tmp_path: Path) -> None:
+    """A partial response is continued as a prompt, under new weights, in a slot that another one had."""
+    with bridge_engines(tmp_path, "qwen3.5", [1]) as (engine,), running_rig(tmp_path, engine) as rig:
+        model = rig.model
+        engine.sync(7, rig.publish(7, 7))
+        manifest = rig.publish(8, 1)
+        begun = prompts()[3:9]
+        samples = asyncio.run(interrupted(engine, begun, manifest))
+        assert all(sample.finish == "abort" and 0 < len(sample.tokens) < 500 for sample in samples)
+        before = gaps(model, state_dict(model, 7), begun, samples).max()
+        longer = [[*p, *s.tokens.tolist()] for p, s in zip(begun, samples, strict=True)]
+        after = gaps(model, state_dict(model, 8), longer, asyncio.run(ask(engine, longer, 40))).max()
+        print(f"\nbefore {before:.1e}, after {after:.1e}")
+        assert max(before, after) <= TOLERANCE
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels for bfloat16 need AVX-512 with bfloat16"
+)
+def test_bfloat16_after_each_sync(tmp_path: Path) -> None:
+    """The released form by vLLM's own kernels and loader; syncs bring it no further from transformers."""
+    base, model = tmp_path / "base", tmp_path / "model"
+    make_model("qwen3.5, heads of 128", base, torch.bfloat16)
+
+    def weights_of(seed: int) -> dict[str, torch.Tensor]:
+        """All of the same size, since rounding grows with it."""
+        return {
+            name: weight.float() if name.endswith("A_log") else weight.bfloat16()
+            for name, weight in state_dict(base, seed).items()
+        }
+
+    write_released("qwen3.5, heads of 128", model, weights_of(0), torch.bfloat16)
+    settings = Settings.model_validate(settings_for(model, 1) | {"precision": {"dtype": "bfloat16"}})
+    layout = mapping_for(read_model_shape(model))
+
+    def measure(seed: int) -> tuple[torch.Tensor, list[Sample]]:
+        """Mean and largest gap, and the responses. Rounding is amplified behind the shortest prompts."""
+        samples = asyncio.run(ask(engine, prompts(), 5, 70, 60))
+        found = gaps(model, weights_of(seed), prompts()[4:], samples[4:])
+        print(f"\nweights {seed}: mean {found.mean():.4f}, max {found.max():.4f} of {len(found)}")
+        return torch.stack([found.mean(), found.max()]), samples
+
+    with running_engines(tmp_path, [settings], weights="checkpoint") as (engine,):
+        loaded, samples = measure(0)
+        for version, seed in enumerate((1, 2, 3, 4, 0), start=1):
+            params = stage_values(layout, ALONE, 1, weights_of(seed))
+            with published(engine.bridge, model, params, version, torch.bfloat16):
+                engine.sync(version)
+            synced, again = measure(seed)
+            assert (synced <= 1.5 * loaded).all()
+        same = [np.array_equal(x.logprobs, y.logprobs) for x, y in zip(samples, again, strict=True)]
+        assert all(same), "the loader and the bridge bring the same bits"

@@ -1,0 +1,45 @@
+"""The gated delta rule of engines on a CPU, in float64, against the recurrence token by token.
+
+Why: it computes chunks of tokens with triangular systems, and steps from states that the cache holds. Not
+covered: the convolution, the gates and the cache (tests/integration/test_hybrid_engines.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rpg_megatron.bridge.vllm.cpu_delta_net import CHUNK, delta_rule
+
+
+def recurrence(q, k, v, g, beta, state):
+    """Equation 10 of the paper, for each token."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    outs = []
+    for t in range(q.shape[2]):
+        state = state * g[:, :, t, None, None].exp()
+        change = beta[:, :, t, None] * (v[:, :, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, :, t]))
+        state = state + torch.einsum("nhk,nhv->nhkv", k[:, :, t], change)
+        outs.append(torch.einsum("nhkv,nhk->nhv", state, q[:, :, t]) / q.shape[-1] ** 0.5)
+    return torch.stack(outs, 2), state
+
+
+@pytest.mark.parametrize("tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 200])
+@pytest.mark.parametrize("decay", [0.1, 60.0])
+def test_chunks_are_the_recurrence(tokens: int, decay: float) -> None:
+    """Also where a chunk's decay is far beyond the range of numbers."""
+    torch.manual_seed(tokens)
+    q, k = torch.randn(2, 3, 2, tokens, 8, dtype=torch.float64)
+    v = torch.randn(3, 6, tokens, 5, dtype=torch.float64)
+    g, beta = torch.rand(2, 3, 6, tokens, dtype=torch.float64)
+    state = torch.randn(3, 6, 8, 5, dtype=torch.float64)
+    found = delta_rule(q, k, v, -decay * g, beta, state)
+    heads = q.repeat_interleave(3, 1), k.repeat_interleave(3, 1)
+    for x, expected in zip(found, recurrence(*heads, v, -decay * g, beta, state), strict=True):
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-13)
+    if tokens == 1:
+        return
+    first = delta_rule(*(x[:, :, : tokens // 2] for x in (q, k, v, -decay * g, beta)), state)
+    rest = delta_rule(*(x[:, :, tokens // 2 :] for x in (q, k, v, -decay * g, beta)), first[1])
+    torch.testing.assert_close(torch.cat([first[0], rest[0]], 2), found[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(rest[1], found[1], rtol=0, atol=1e-13)
