@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -313,26 +314,46 @@ def write_byte_model(folder: Path, seed: int = 0, family: str = "qwen3", **chang
     return folder
 
 
-def write_vision_model(folder: Path) -> dict[str, Any]:
-    """A random Mistral Small 3 in its released form: older names, a vision tower, a tensor of a head that
-    predicts several tokens, in several files; beside them a working tokenizer. Returns all tensors.
+def write_vision_model(folder: Path, family: str = "mistral") -> dict[str, Any]:
+    """A random Mistral Small 3 or Qwen3.5 in its released form: a vision tower, a tensor of a head that
+    predicts several tokens, in several files, of Mistral under older names; beside them a working tokenizer.
+    Returns all tensors.
     """
     import torch
     from safetensors.torch import load_file
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+    from transformers import (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+    )
 
-    write_byte_model(folder, family="mistral", num_attention_heads=2)
+    write_byte_model(folder, family=family, num_attention_heads=2)
     text = json.loads((folder / "config.json").read_text())
     decoder = load_file(folder / "model.safetensors")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16, **sizes}
-    outside = {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False}
-    config = Mistral3Config(vision_config=vision, text_config=text, image_token_index=10, **outside)
     torch.manual_seed(0)
-    Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    if family == "mistral":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision = {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16, **sizes}
+        outside = {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False}
+        config = Mistral3Config(vision_config=vision, text_config=text, image_token_index=10, **outside)
+        Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    else:
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        }
+        hybrid = Qwen3_5Config(vision_config=sizes, text_config=text, tie_word_embeddings=False)
+        Qwen3_5ForConditionalGeneration(hybrid).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    assert len(decoder) == sum(name.startswith("language_model.") for name in tensors)
-    tensors |= {f"language_model.{name}": weight for name, weight in decoder.items()}
+    names = {name: re.sub(r"^model\.", "model.language_model.", name) for name in decoder}
+    if family == "mistral":
+        names = {name: f"language_model.{name}" for name in decoder}
+    assert set(names.values()) <= set(tensors)
+    tensors |= {names[name]: weight for name, weight in decoder.items()}
     tensors["mtp.fc.weight"] = torch.randn(4, 4).bfloat16()
     (folder / "model.safetensors").unlink()
     described, tokenizer = (folder / "config.json").read_bytes(), (folder / "tokenizer.json").read_bytes()
