@@ -22,6 +22,11 @@ class ModelMapping(Protocol):
         """The sizes of the model."""
         ...
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        ...
+
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and full shape of every tensor of the HF checkpoint, layer by layer."""
         ...

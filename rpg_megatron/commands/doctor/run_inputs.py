@@ -23,13 +23,13 @@ from rpg_megatron.commands.doctor.probe import (
     ok,
     warning,
 )
-from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.checks import CheckedRun, RunCheck, told_if_slow
 from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
 from rpg_megatron.launcher.nodes import Nodes, find_nodes
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
 SPEED_BYTES = 32 * 1024**2
@@ -78,7 +78,7 @@ def _checked(check: RunCheck, run: CheckedRun) -> str:
     settings, transport = run.settings, run.settings.bridge.transport
     match check.name:
         case "model":
-            size = count(worker_parameters(run.shape, 1))
+            size = count(mapping_for(run.shape).parameters)
             return f"{settings.model.path}: {run.shape.family}, {size}, complete"
         case "data":
             sft = settings.sft
