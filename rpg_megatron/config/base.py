@@ -138,9 +138,9 @@ def built_in_or_imported(section: type[Section]) -> Any:
 
         model_config = ConfigDict(extra="allow")
 
-    tagged = Annotated[section, Tag(BUILT_IN)] | Annotated[Imported, Tag(IMPORTED)]
+    tagged: list[Any] = [Annotated[section, Tag(BUILT_IN)], Annotated[Imported, Tag(IMPORTED)]]
     choose = Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN)
-    return Annotated[tagged, choose]
+    return Annotated[reduce(or_, tagged), choose]
 
 
 def tagged_union(base: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:

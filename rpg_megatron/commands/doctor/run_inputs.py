@@ -18,8 +18,7 @@ from rpg_megatron.commands.doctor.probe import (
     Subject,
     failed,
     not_applicable,
-    of_error,
-    of_warning,
+    of_message,
     ok,
     warning,
 )
@@ -46,7 +45,7 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         nodes = find_nodes(None, None, None)
     except UserError as e:
         if check.name == "placement":
-            yield of_error(check.name, e)
+            yield of_message(check.name, e)
             return
     if settings is None:
         bare = {"device": subject.device, "model": {"path": "."}, "data": {"path": "."}}
@@ -66,9 +65,9 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         with told_if_slow(check, run.settings):
             warnings = check.run(run) or ()
     except UserError as e:  # a row for each problem
-        yield from (of_error(check.name, UserError(line)) for line in str(e).splitlines())
+        yield from (of_message(check.name, line) for line in str(e).splitlines())
         return
-    yield from (of_warning(check.name, text) for text in warnings)
+    yield from (of_message(check.name, text, warning) for text in warnings)
     if not warnings:
         yield ok(check.name, _checked(check, run))
 

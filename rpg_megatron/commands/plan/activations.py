@@ -101,7 +101,7 @@ class StageActivations:
             # Frozen experts save neither the rows nor the weighted product; the router's indices are int64.
             trained, columns = lora is None, e.ffn_hidden_size / parallel.expert_tensor
             of_row = trained * shape.hidden_size + (2 + trained + local) * columns
-            total += expert_rows(shape, parallel, worst=worst) * item * of_row
+            total += expert_rows(shape, parallel, worst=worst) * (item * of_row + 4)  # and its weight
             total += (8 * e.count + 20 * e.per_token) / parallel.tensor
         return total
 
