@@ -456,7 +456,6 @@ def sample(
 ) -> None:
     """Print responses of a run with their rewards, from its saved rollouts or live from a checkpoint."""
     with exit_on_interrupt():
-        from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.commands.sample import print_samples
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.run_dir import newest_run
@@ -489,7 +488,7 @@ def report(
 ) -> None:
     """Write an HTML report of runs: charts, health checks, responses, settings."""
     with exit_on_interrupt():
-        from rpg_megatron.commands.report import watch_report, write_report
+        from rpg_megatron.commands.report.render import watch_report, write_report
         from rpg_megatron.commands.study import folders_of
         from rpg_megatron.config.study import is_study
         from rpg_megatron.launcher.nodes import leave_to_first_node

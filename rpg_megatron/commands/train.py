@@ -118,7 +118,7 @@ def check_memory(settings: Settings, nodes: int) -> None:
 
 def _report(folder: Path) -> None:
     """Write the run's report."""
-    from rpg_megatron.commands.report import write_report  # imports pyarrow
+    from rpg_megatron.commands.report.render import write_report  # imports pyarrow
 
     try:
         write_report([folder])

@@ -102,7 +102,7 @@ IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 IMPORTED = "module:name"
 """Tag of a section with an import path in a union, as messages show it."""
 BUILT_IN = "built-in"
-"""Tag of the section without an import path, in a union of two sections (``BUILT_IN_OR_IMPORTED``)."""
+"""Tag of the section without an import path, in a union of two sections (``built_in_or_imported``)."""
 
 
 class ImportedSettings(Tagged, affects="training"):
@@ -130,10 +130,17 @@ def tag_of(value: Any, default: str) -> str | None:
     return IMPORTED if isinstance(kind, str) and ":" in kind else kind if kind is None else str(kind)
 
 
-BUILT_IN_OR_IMPORTED = Discriminator(
-    lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN
-)
-"""Discriminator of a union of two sections with the tags ``BUILT_IN`` and ``IMPORTED``."""
+def built_in_or_imported(section: type[Section]) -> Any:
+    """Annotation of a section whose ``type`` may be an import path; the other keys are then its settings."""
+
+    class Imported(section):  # type: ignore[misc, valid-type]
+        """Code of your own. The other keys are its settings; docs/extend.md."""
+
+        model_config = ConfigDict(extra="allow")
+
+    tagged: list[Any] = [Annotated[section, Tag(BUILT_IN)], Annotated[Imported, Tag(IMPORTED)]]
+    choose = Discriminator(lambda value: IMPORTED if tag_of(value, BUILT_IN) == IMPORTED else BUILT_IN)
+    return Annotated[reduce(or_, tagged), choose]
 
 
 def tagged_union(base: type[Section], imported: type[ImportedSettings], *, default: str) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field, Tag, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from rpg_megatron.config.base import BUILT_IN, BUILT_IN_OR_IMPORTED, IMPORT_PATH, IMPORTED, Affects, Section
+from rpg_megatron.config.base import IMPORT_PATH, Affects, Section, built_in_or_imported
 
 
 class OverlongSettings(Section, affects="training", evaluated=True):
@@ -100,16 +100,10 @@ class RewardTermSettings(Section, affects="training", evaluated=True):
     """Value of a response whose function raised, timed out, crashed or returned None; null: ``wrong``."""
 
 
-class ImportedRewardTermSettings(RewardTermSettings):
-    """A function of your own. The other keys are its settings; docs/extend.md."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-AnyRewardTermSettings = Annotated[
-    Annotated[RewardTermSettings, Tag(BUILT_IN)] | Annotated[ImportedRewardTermSettings, Tag(IMPORTED)],
-    BUILT_IN_OR_IMPORTED,
-]
+if TYPE_CHECKING:
+    AnyRewardTermSettings = RewardTermSettings
+else:
+    AnyRewardTermSettings = built_in_or_imported(RewardTermSettings)
 
 
 class RewardSettings(Section, affects="training", evaluated=True):
@@ -193,13 +187,7 @@ class RewardSettings(Section, affects="training", evaluated=True):
         return {name: term(f"reward.terms.{name}", part, part.weight) for name, part in self.terms.items()}
 
 
-class ImportedRewardSettings(RewardSettings):
-    """A function of your own. The other keys are its settings; docs/extend.md."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-AnyRewardSettings = Annotated[
-    Annotated[RewardSettings, Tag(BUILT_IN)] | Annotated[ImportedRewardSettings, Tag(IMPORTED)],
-    BUILT_IN_OR_IMPORTED,
-]
+if TYPE_CHECKING:
+    AnyRewardSettings = RewardSettings
+else:
+    AnyRewardSettings = built_in_or_imported(RewardSettings)

@@ -6,20 +6,12 @@ import math
 import re
 from collections.abc import Iterator
 from inspect import isfunction
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
 from rpg_megatron.config import filters
-from rpg_megatron.config.base import (
-    BUILT_IN,
-    BUILT_IN_OR_IMPORTED,
-    IMPORT_PATH,
-    IMPORTED,
-    Affects,
-    ImportedSettings,
-    Section,
-)
+from rpg_megatron.config.base import IMPORT_PATH, Affects, ImportedSettings, Section, built_in_or_imported
 
 
 class DynamicSamplingSettings(Section, affects="training"):
@@ -57,17 +49,10 @@ class DynamicSamplingSettings(Section, affects="training"):
         return self.type if ":" in self.type else f"{filters.__name__}:{self.type}"
 
 
-class ImportedDynamicSamplingSettings(DynamicSamplingSettings):
-    """A function of your own. The other keys are its settings; docs/extend.md."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-AnyDynamicSamplingSettings = Annotated[
-    Annotated[DynamicSamplingSettings, Tag(BUILT_IN)]
-    | Annotated[ImportedDynamicSamplingSettings, Tag(IMPORTED)],
-    BUILT_IN_OR_IMPORTED,
-]
+if TYPE_CHECKING:
+    AnyDynamicSamplingSettings = DynamicSamplingSettings
+else:
+    AnyDynamicSamplingSettings = built_in_or_imported(DynamicSamplingSettings)
 
 
 class EpisodeSettings(ImportedSettings, affects="training", evaluated=True):

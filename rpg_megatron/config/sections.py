@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -136,6 +136,11 @@ class Sections(Section):
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb and mlflow, or of sections such as
     {type: wandb, project: math}; your own by import path; docs/trackers.md. []: none."""
 
+    def changed(self, **sections: dict[str, Any]) -> Self:
+        """These settings with other values of keys in some sections."""
+        new = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=new)
+
     @property
     def full_divergence(self) -> Literal["rkl", "fkl"] | None:
         """The divergence to the teacher that is computed over the whole vocabulary; None: none is."""
@@ -152,6 +157,11 @@ class Sections(Section):
     def serves_adapters(self) -> bool:
         """Whether engines apply adapters themselves, beside weights that they get once."""
         return self.lora is not None and self.lora.publish == "adapters"
+
+    def has_fused_layers(self, device: str) -> bool:
+        """Whether layers are Transformer Engine's on this kind of device (cpu, cuda), if it is installed."""
+        fits = device == "cuda" and self.precision.dtype == "bfloat16"
+        return fits and self.model.implementation != "local"
 
     @property
     def old_from(self) -> Literal["pass", "update", "engine"]:

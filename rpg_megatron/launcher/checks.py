@@ -148,7 +148,7 @@ def _check_weights(settings: Settings) -> list[str]:
     check_model(path)
     note, untrained = describe_computed(list_checkpoint(path)), list_untrained(path, read_model_shape(path))
     warnings = [f"model.path: {note}"] if note else []
-    if parts := sorted({name.partition(".")[0] for name in untrained}):
+    if parts := sorted({name.removeprefix("model.").partition(".")[0] for name in untrained}):
         count = f"{len(untrained)} tensors are not trained ({', '.join(parts)})"
         warnings.append(f"model.path: {count}; exports copy them from there, so keep it")
     return warnings

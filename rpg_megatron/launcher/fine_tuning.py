@@ -59,8 +59,7 @@ def with_steps(settings: Settings) -> Settings:
     total = settings.sft.total(len(_read(settings, "sft.data")))
     assert total is not None
     steps = math.ceil(total / settings.sft.batch_size)
-    training = settings.training.model_copy(update={"steps": steps})
-    return settings.model_copy(update={"training": training})
+    return settings.changed(training={"steps": steps})
 
 
 def _read(settings: Settings, key: str) -> Conversations:

@@ -267,7 +267,7 @@ def disk_bytes(settings: Settings, shape: ModelShape, checkpoints: int | None = 
     """Bytes of checkpoints and exports. checkpoints: their number; None: those kept and the one being
     written.
     """
-    numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
+    numbers = mapping_for(shape).parameters
     adapters = 0 if settings.lora is None else AdapterMapping(shape, settings.lora).parameters
     item = ITEM_BYTES[settings.precision.dtype]
     trained = numbers if settings.lora is None else adapters

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import os
 import shutil
 import subprocess
@@ -288,7 +287,7 @@ def check_shared_memory(
         return
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{folder} is missing or not writable; weights are transferred to engines through it")
-    numbers = sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
+    numbers = mapping_for(shape).parameters
     if settings.lora is not None and settings.serves_adapters:
         numbers += AdapterMapping(shape, settings.lora).parameters
     needed = numbers * ITEM_BYTES[settings.precision.dtype] + _SPARE

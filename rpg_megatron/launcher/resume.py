@@ -118,8 +118,7 @@ def take_weights(settings: Settings, source: Path | None) -> tuple[Settings, Pat
     """
     if source is None or kind_of(source, "--from") not in ("hf", "megatron"):
         return settings, source
-    model = settings.model.model_copy(update={"path": source.absolute(), "revision": None})
-    return settings.model_copy(update={"model": model}), None
+    return settings.changed(model={"path": source.absolute(), "revision": None}), None
 
 
 def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> OpenRun:

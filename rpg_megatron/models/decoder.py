@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class DecoderMapping:
     """``ModelMapping`` of a decoder."""
 
     shape: ModelShape
+
+    @cached_property
+    def parameters(self) -> int:
+        """See ``ModelMapping``."""
+        return sum(map(math.prod, self._hf_tensors.values()))
 
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and full shape of every tensor of the HF checkpoint, layer by layer."""

@@ -195,6 +195,11 @@ class AdaptedMapping:
         """See ``ModelMapping``."""
         return self._of(param_name).stored_parts(param_name)
 
+    @property
+    def parameters(self) -> int:
+        """See ``ModelMapping``."""
+        return self.model.parameters + self.adapters.parameters
+
     def hf_tensors(self) -> dict[str, Shape]:
         """See ``ModelMapping``; the adapters' come last."""
         return self.model.hf_tensors() | self.adapters.hf_tensors()

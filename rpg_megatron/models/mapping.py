@@ -31,6 +31,11 @@ class ModelMapping(Protocol):
         """The names under which Megatron's checkpoints have a parameter; ``pieces`` knows them as well."""
         ...
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        ...
+
     def hf_tensors(self) -> dict[str, Shape]:
         """Name and full shape of every tensor of the HF checkpoint, layer by layer."""
         ...

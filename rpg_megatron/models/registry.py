@@ -6,6 +6,7 @@ Nothing here imports torch: preflight runs it on a login node.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_shape import ModelShape
@@ -14,6 +15,7 @@ from rpg_megatron.models.decoder import DecoderMapping
 from rpg_megatron.models.mapping import ModelMapping
 
 
+@lru_cache(maxsize=32)
 def mapping_for(shape: ModelShape) -> ModelMapping:
     """The mapping for a model."""
     return DecoderMapping(shape)

@@ -36,7 +36,7 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
             f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and FP8 training needs 9.0 "
             "(Hopper) or later; set precision.fp8=null"
         )
-    suits = settings.precision.dtype == "bfloat16" and implementation != "local"
+    suits = settings.has_fused_layers(device.type)
     available = suits and importlib.util.find_spec("transformer_engine") is not None
     if not available and (fp8 is not None or implementation == "transformer_engine"):
         key, other = ("precision.fp8", "null") if fp8 is not None else ("model.implementation", "local")

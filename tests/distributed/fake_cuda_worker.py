@@ -28,6 +28,9 @@ import rpg_megatron.training.trainer as trainer_module
 from benchmarks.policies import SHAPES, batch_of
 from rpg_megatron.bridge.publisher import make_publish_plan
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
+from rpg_megatron.commands.plan.activations import StageActivations
+from rpg_megatron.commands.plan.layout import plan_batch
+from rpg_megatron.commands.plan.trainer_memory import communicators
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.models.placement import RankShards
@@ -57,6 +60,7 @@ class Report:
         self.more = 0
         """Micro-batches by which the longer of two updates exceeds the shorter."""
         self.planted: dict[str, Any] = {}
+        self.planned: list[Any] = []
         """From ``plan``: size, and whether messages go to single ranks."""
 
     @contextmanager
@@ -74,6 +78,7 @@ class Report:
             "more": self.more,
             "planted": self.planted,
             "messages": self.recorder.messages,
+            "planned": self.planned,
             "communicators": [[size, sorted(ops)] for size, ops in self.recorder.communicators.values()],
             "waits": {
                 name: {f"{owner}: {where}": n for (owner, where), n in sorted(counts.items())}
@@ -104,6 +109,9 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     trainer_module.load_hf_weights = lambda *_, **__: None
     trainer = Trainer(settings, mesh, device)
     policy = trainer.policy
+    batch, stage = plan_batch(settings, shape.max_positions), mesh.pipeline_rank
+    planned = communicators(StageActivations(settings, shape, stage, batch, "cpu"))  # "cpu": local layers
+    report.planned = [[ranks, use.get("peers", 0) > 0] for ranks, _, use in planned if ranks > 1]
 
     def packs(number: int) -> list[MicroBatch]:
         micro_batches = []

@@ -73,6 +73,7 @@ LAYOUTS = {
     "half offloaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
     "PP4 x VPP2 x DP2, float32": case("float32", VIRTUAL, **FIXED),
+    "PP2, untied, bfloat16": case("bfloat16", {"pipeline": 2}, tied=False),
     "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,
     "shared prompts, CP2, bfloat16": case("bfloat16", {"context": 2}, **SHARED),
 }
@@ -168,6 +169,8 @@ def check(case: dict[str, Any], folder: Path) -> None:
     lines = problems(result)
     assert not lines, "\n".join(lines)
     assert any(name.startswith("longer update") for name in result["waits"])  # it reached the updates
+    used = [[size, bool(POINT_TO_POINT & set(ops))] for size, ops in result["communicators"] if size > 1]
+    assert sorted(used) == sorted(result["planned"]), result["communicators"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpg_megatron.commands.report import write_report
+from rpg_megatron.commands.report.render import write_report
 from rpg_megatron.launcher.run_lock import hold_folder
 from tests.support.browser import Browser, find_chromium
 from tests.support.launcher import wait_for

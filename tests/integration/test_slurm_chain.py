@@ -17,7 +17,8 @@ from statistics import fmean
 import pytest
 
 from rpg_megatron.commands.plan.run_cost import Job as PlannedJob
-from rpg_megatron.commands.plan.run_cost import StepParts, run_cost
+from rpg_megatron.commands.plan.run_cost import run_cost
+from rpg_megatron.commands.plan.step_time import Phase, StepTime
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import read_rows
 from tests.support.slurm import Job, Slurm, missing, start_slurm
@@ -81,9 +82,11 @@ def test_a_chain_takes_what_plan_says(cluster: Slurm, tmp_path: Path) -> None:
     step, log_probs = typical("step"), typical("logprobs")
     rollout = typical("collect")
     first = seconds_to_start(job, rows[0]["time/step"])
-    parts = StepParts(rollout, log_probs, step - rollout - log_probs, under_way=ROLLOUT / GROUPS)
+    rest = Phase("other", step - rollout - log_probs, "")
+    phases = Phase("rollout", rollout, ""), Phase("log-probs", log_probs, ""), rest
+    planned = StepTime("by turns", phases, 1.0, under_way=ROLLOUT / GROUPS)
     job = PlannedJob(60 * MINUTES, warning=WARNING, start=first, save=1)
-    cost = run_cost(parts, STEPS, job, every=50, gpus=1)
+    cost = run_cost(planned, STEPS, job, every=50, gpus=1)
     assert cost is not None
     print(
         f"\n{STEPS} steps of {step:.1f} s (rollout {rollout:.1f}, log-probs {log_probs:.2f}), start "

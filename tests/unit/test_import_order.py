@@ -64,7 +64,7 @@ BARE = (*LAUNCHER, "pydantic", "yaml", "rich", "psutil")
         ("commands.doctor.command", LAUNCHER),
         ("commands.plan.command", LAUNCHER),
         ("commands.grade", LAUNCHER),
-        ("commands.report", LAUNCHER),
+        ("commands.report.render", LAUNCHER),
         ("commands.audit.command", NEVER),
         ("commands.replay.command", NEVER),
         ("launcher.node_agent", LAUNCHER),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -453,9 +454,29 @@ def test_each_group_of_ranks_has_buffers_and_experts_on_a_node_more(write: Calla
     plan = plan_of(write(QWEN3_30B_A3B, parallel={"data": 16, "expert": 8}, **shared))
     (nccl,) = (part.nbytes for part in plan.largest.parts if part.name == "NCCL buffers")
     assert plan.gpus.nodes[0][0] == 8
-    assert nccl == (3 * 654 + 230 + 7 * 384 + 518 + 430) * 1024**2
+    assert nccl == (3 * 654 + 230 + 7 * 384 + 518 + 348) * 1024**2
     assert not any(part.name == "NCCL buffers" for part in plan_of(write(QWEN3_8B)).largest.parts)
-    assert communicator_bytes(2, 1) == 430 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "use", "mib"),
+    [
+        (8, 8, {}, 518),
+        (8, 8, {"large": True}, 774),  # 16 channels x 2 directions x 1 MiB for each rank on the switch
+        (4, 4, {"large": True}, 518),
+        (2, 1, {}, 348),
+        (2, 1, {"large": True}, 348),  # no two of its ranks share a switch
+        (16, 4, {}, 790),
+        (16, 8, {"large": True}, 654 + 256 + 640),
+        (4, 4, {"peers": 3, "collectives": False}, 230 + 3 * 384),
+        (2, 1, {"peers": 1, "collectives": False}, 44),
+        (16, 8, {"peers": 15, "collectives": False}, 134 + 7 * 48 + 16 * 2 * 9),
+        (1, 8, {"large": True}, 0),
+    ],
+)
+def test_buffers_of_a_communicator(ranks: int, here: int, use: dict[str, Any], mib: int) -> None:
+    """The parts that docs/plan.md lists: once, a ring, a tree, the switch, messages."""
+    assert communicator_bytes(ranks, here, **use) == mib * 1024**2
 
 
 def test_a_rank_holds_its_share_of_experts_and_their_state(
@@ -487,7 +508,7 @@ def test_a_rank_may_get_more_tokens_than_its_expert_share(write: Callable[..., P
     full = write(QWEN3_30B_A3B, parallel={"data": 8, "expert": 8}, memory={"recompute": "full"})
     plan = plan_of(full)
     tokens = plan.batch.tokens_per_microbatch
-    row = 2 * (2048 + 3 * 768)  # what a row saves, in bfloat16
+    row = 2 * (2048 + 3 * 768) + 4  # what a row saves: in bfloat16, and its weight
     gradients = 2 * (2 * 2048 + 3 * 768)
     assert plan.routed_to_one == pytest.approx(tokens * 8 * 7 * (row + gradients), rel=1e-6)
     assert any("assumed to be even" in note for note in plan.warnings)

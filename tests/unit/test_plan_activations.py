@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpg_megatron.commands.plan.activations import uses_fused_layers
+from rpg_megatron.commands.plan.engine_memory import share_gpu
 from rpg_megatron.commands.plan.gpus import gpu_bytes
 from rpg_megatron.commands.plan.layout import plan_batch
 from rpg_megatron.commands.plan.plan import Plan, Target, make_plan, plan_for
+from rpg_megatron.commands.plan.trainer_memory import phase_peaks
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.policy.precision import uses_transformer_engine
 from tests.support.recipes import SEPARATE_8B
@@ -39,8 +40,11 @@ def part(plan: Plan, name: str) -> int:
 
 
 def test_qwen3_8b_in_numbers() -> None:
-    """TP2 + SP, numbers a token: 2,048 of the stream, 2,048 of queries, 512 of keys, 6,144 of the MLP."""
-    attention = (4096 + 4096) + (4096 + 1024) + (4096 + 1024 + 1024 + 4096) + 4096
+    """TP2 + SP, numbers a token: 2,048 of the stream, 2,048 of queries, 512 of keys, 6,144 of the MLP.
+
+    In float32 1/rms of 16 heads of queries and 4 of keys, and log-sum-exp of 16.
+    """
+    attention = (4096 + 4096) + (4096 + 1024 + 80) + (4096 + 1024 + 1024 + 4096 + 64) + 4096
     layer = attention + 4096 + 24_576 + 12_288
     head = 4096 + 8192 + 20
     plan = plan_of()
@@ -51,7 +55,7 @@ def test_qwen3_8b_in_numbers() -> None:
         "selective": TOKENS * (36 * attention + head),
         "full": TOKENS * (36 * 4096 + head),
     }
-    assert [round(b / 2**30, 1) for b in plan.activations.values()] == [42.6, 17.3, 2.7]
+    assert [round(b / 2**30, 1) for b in plan.activations.values()] == [42.7, 17.4, 2.7]
     local = plan_of("model.implementation=local")
     assert local.implementation == "local"
     assert local.activations["none"] / plan.activations["none"] == pytest.approx(1.119, abs=0.001)
@@ -99,6 +103,27 @@ def test_on_a_shared_card_only_state_that_stays_counts() -> None:
     assert [c - card[0] for c in card] == [0, 0, 2 * 36 * linear]
 
 
+def test_a_shared_card_is_that_of_the_stage_that_needs_most() -> None:
+    """The second stage has the most activations; while engines sample, the ends hold most weights."""
+    layout = ["parallel={pipeline: 8, data: 4}", "memory.recompute=selective", "engine.tensor=1"]
+    file = EXAMPLES / "qwen2.5_7b_dapo_math_8k.yaml"
+    plan = make_plan(load_settings(file, [*layout, "lora={rank: 32}"]), "h100-80")
+    peaks = {
+        rank.stage: phase_peaks(share_gpu(plan.settings, rank, plan.engine, plan.gpus)) for rank in plan.ranks
+    }
+    assert plan.largest.stage == 1
+    assert peaks[1]["update"] > peaks[0]["update"]
+    assert min(peaks[0]["rollout"], peaks[7]["rollout"]) > max(peaks[1].values())
+    assert plan.need == max(max(peak.values()) for peak in peaks.values())
+
+
+def test_what_fp8_layers_recompute_is_in_fp8() -> None:
+    """A layer's working set with full recomputation, 18,432 tokens: inputs of products, one of two bytes."""
+    full = "memory.recompute=full"
+    working = [part(plan_of(full, *fp8), "a layer and a logits chunk") for fp8 in ((), ("precision.fp8={}",))]
+    assert working[0] - working[1] == TOKENS * (4096 + 4096 + 12_288 - 2112 - 2112 - 6336)
+
+
 def test_fp8_fills_up_micro_batches_and_needs_its_cards() -> None:
     loaded = load_settings(
         EXAMPLES / "qwen3_8b_dapo_math_8k.yaml",
@@ -132,7 +157,7 @@ def test_layers_are_chosen_as_the_policy_chooses_them(monkeypatch: pytest.Monkey
             }
         )
         expected = uses_transformer_engine(settings, torch.device(device))
-        assert uses_fused_layers(settings, device) == expected
+        assert settings.has_fused_layers(device) == expected
         results.add(expected)
     assert results == {True, False}
     # The card that is named decides, not the device of the settings.

@@ -11,6 +11,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,15 +19,7 @@ from rpg_megatron import cli
 from rpg_megatron.commands import train
 from rpg_megatron.commands.plan.gpus import assume
 from rpg_megatron.commands.plan.plan import Plan, make_plan
-from rpg_megatron.commands.plan.run_cost import (
-    Job,
-    RunCost,
-    StepParts,
-    cost_lines,
-    estimate,
-    run_cost,
-    step_parts,
-)
+from rpg_megatron.commands.plan.run_cost import Job, RunCost, cost_lines, estimate, run_cost
 from rpg_megatron.commands.plan.step_time import Phase, StepTime, estimate_step
 from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import Nodes
@@ -36,8 +29,22 @@ ASSUMED = assume("h100-80")
 JOB = Job(4 * 3600)
 
 
+class Parts(NamedTuple):
+    """Seconds of a step, in turn; under_way: of those of the rollout, what a warning in it costs."""
+
+    rollout: float
+    log_probs: float
+    rest: float
+    under_way: float = 0.0
+
+    def step(self) -> StepTime:
+        names = ("rollout", self.rollout), ("log-probs", self.log_probs), ("other", self.rest)
+        phases = tuple(Phase(name, seconds, "") for name, seconds in names)
+        return StepTime("by turns", phases, 1.0, self.under_way)
+
+
 def walk(
-    parts: StepParts, job: Job, steps: int, every: int, seed: int, spread: float, overlap: bool
+    parts: Parts, job: Job, steps: int, every: int, seed: int, spread: float, overlap: bool
 ) -> tuple[float, int]:
     """Seconds and jobs of a run, one second at a time.
 
@@ -82,7 +89,7 @@ def walk(
 
 def check_against_walks(
     cost: RunCost | None,
-    parts: StepParts,
+    parts: Parts,
     job: Job,
     *,
     spread: float,
@@ -112,8 +119,8 @@ def check_against_walks(
 def test_the_cost_is_that_of_a_walk_through_the_jobs(
     parts: tuple[int, ...], changes: dict[str, float], within: float
 ) -> None:
-    job, step = replace(JOB, **changes), StepParts(*parts)
-    cost = run_cost(step, 120, job, every=20, gpus=8)
+    job, step = replace(JOB, **changes), Parts(*parts)
+    cost = run_cost(step.step(), 120, job, every=20, gpus=8)
     check_against_walks(cost, step, job, spread=0.5, overlap=False, within=within)
 
 
@@ -127,12 +134,12 @@ def overlapped(rollout: float, log_probs: float, update: float, under_way: float
 )
 def test_a_job_starts_without_a_batch_to_train_on(seconds: tuple[int, ...]) -> None:
     """Of a run that samples ahead. Phases vary little: plan's step does not count waits for slow batches."""
-    cost = run_cost(step_parts(overlapped(*seconds)), 120, JOB, every=20, gpus=8)
-    check_against_walks(cost, StepParts(*seconds), JOB, spread=0.05, overlap=True, within=0.02)
+    cost = run_cost(overlapped(*seconds), 120, JOB, every=20, gpus=8)
+    check_against_walks(cost, Parts(*seconds), JOB, spread=0.05, overlap=True, within=0.02)
 
 
 def test_what_never_ends_has_no_cost() -> None:
-    step = StepParts(3000, 600, 400)
+    step = Parts(3000, 600, 400).step()
     assert run_cost(step, 10, replace(JOB, walltime=900), every=5, gpus=8) is None
     assert run_cost(step, 10, JOB, every=None, gpus=8) is None  # a second job would start over
     one = run_cost(step, 3, JOB, every=None, gpus=8)
@@ -152,7 +159,8 @@ QWEN3_4B = "qwen3_4b_dapo_math_8k.yaml"
 def test_an_update_longer_than_the_warning_is_told() -> None:
     plan, step = run_of(QWEN3_4B, *SEPARATE)
     _, line = cost_lines(plan, step, JOB)
-    seconds = step_parts(step).rest + JOB.save
+    seconds = step.step - step.generation - step.seconds("log-probs") + JOB.save
+    assert step.placement == "by turns"
     needed = int(line.rsplit("=", 1)[1])
     assert needed - 60 < seconds <= needed
     assert f"--signal=USR1@{needed + 60}," in line

@@ -28,10 +28,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rpg_megatron import cli
-from rpg_megatron.commands import report, train
-from rpg_megatron.commands.report import write_report
+from rpg_megatron.commands import train
+from rpg_megatron.commands.report import render
 from rpg_megatron.commands.report.changes import change_as_plain, find_changes, wilson
 from rpg_megatron.commands.report.health import check_health
+from rpg_megatron.commands.report.render import write_report
 from rpg_megatron.commands.report.run_files import name_runs, read_run, thin_rows
 from rpg_megatron.commands.report.samples import choose_samples
 from rpg_megatron.commands.report.timeline import last_steps
@@ -97,7 +98,7 @@ def _outside_data(page: str) -> str:
 
 def test_the_library_of_the_charts_is_the_released_one(run: Path, tmp_path: Path) -> None:
     """Files of the npm package uplot 1.6.32, unchanged, and its license in every page that has them."""
-    folder = Path(report.__file__).parent / "vendor"
+    folder = Path(render.__file__).parent / "vendor"
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
     assert digests == {
         "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
@@ -780,7 +781,7 @@ def test_a_broken_report_does_not_fail_the_run(
     def broken(*_: object, **options: object) -> None:
         raise MemoryError("full")
 
-    monkeypatch.setattr(report, "write_report", broken)
+    monkeypatch.setattr(render, "write_report", broken)
     train._report(run)
     assert "warning: no report was written: MemoryError('full')" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rpg_megatron import cli
-from rpg_megatron.commands.report import write_report
+from rpg_megatron.commands.report.render import write_report
 from rpg_megatron.commands.report.run_files import read_run, thin_rows
 from rpg_megatron.commands.report.seeds import compare, estimate, t_quantile
 from rpg_megatron.commands.report.study import Arm, describe_study, find_arms, name_arms

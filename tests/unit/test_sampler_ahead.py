@@ -25,7 +25,7 @@ from rpg_megatron.bridge.controller import SyncReport
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.data import DataSettings
-from rpg_megatron.config.rollout import EpisodeSettings, ImportedDynamicSamplingSettings
+from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
 from rpg_megatron.data.prompts import codec_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineError, EngineUnavailable, Sample
@@ -455,7 +455,7 @@ def test_a_streaming_source_that_ends_ends_the_step(settings: Settings, tmp_path
 
 def test_a_filter_that_fails_ends_the_step(settings: Settings, tmp_path: Path) -> None:
     """The run would wait for ever if its error were only logged."""
-    dynamic = ImportedDynamicSamplingSettings(type="digit_reward:broken")
+    dynamic = DynamicSamplingSettings(type="digit_reward:broken")
     run = Run(changed(settings, dynamic=dynamic), tmp_path / "run", 1)
     with pytest.raises(UserError, match=r"digit_reward:broken fails at .*: KeyError: 'right'; fix it"):
         asyncio.run(run.go())

@@ -69,9 +69,9 @@ def audit(
         _check_engine_model(settings, engine_model)
         request["sync"] = False
         arguments += ("--load-format", "safetensors")
-        engines = _changed(settings, model={"path": engine_model.absolute()})
+        engines = settings.changed(model={"path": engine_model.absolute()})
         engines = engines.model_copy(update={"lora": None})  # what it loads is whole
-    engines = _changed(engines, engine={"arguments": arguments})
+    engines = engines.changed(engine={"arguments": arguments})
     options: dict[str, Any] = {"engine_settings": engines, "synced": engine_model is None}
     folder, report = run_ranks("audit", settings, signals, request, **options)
     if copy is not None:
@@ -104,24 +104,17 @@ def plan_audit(target: Path, overrides: list[str] | None) -> tuple[Settings, dic
             adapter = target.absolute() / ADAPTERS / exports[-1].name
             if settings.lora is not None and adapter.is_dir():
                 model = {"adapter": adapter}  # instead of the sums: engines are to add them
-            settings = _changed(settings, model=model)
+            settings = settings.changed(model=model)
         if saved := list_rollouts(target):
             request["rollouts"] = str(saved[-1].absolute())
         settings = settings.model_copy(update={"runs": target.absolute().parent})
     settings.prompts("audit")
-    settings = _changed(
-        settings,
+    settings = settings.changed(
         rollout={"ahead": 0, "inflight": "continue"},  # it sends one request at a time
         guards={"uncorrected": False},
         training={"share_prompts": False},  # its references compute one sequence at a time
     )
     return settings.model_copy(update={"name": f"{settings.name}-audit", "trackers": ()}), request
-
-
-def _changed(settings: Settings, **sections: dict[str, Any]) -> Settings:
-    """Settings with other values in some sections."""
-    changed = {name: getattr(settings, name).model_copy(update=new) for name, new in sections.items()}
-    return settings.model_copy(update=changed)
 
 
 def _check_engine_model(settings: Settings, path: Path) -> None:

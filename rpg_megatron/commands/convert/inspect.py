@@ -147,8 +147,7 @@ def _inspect_hf(folder: Path) -> Inspection:
 def _read_model(folder: Path) -> dict[str, Any]:
     """Sizes of a model. Raises UserError."""
     shape = read_model_shape(folder)
-    tensors = mapping_for(shape).hf_tensors().values()
-    return asdict(shape) | {"parameters": sum(math.prod(t) for t in tensors)}
+    return asdict(shape) | {"parameters": mapping_for(shape).parameters}
 
 
 def _describe(model: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.supervisor import StopSignals
-from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -48,21 +47,16 @@ class Source:
     """About tensors that are not converted."""
 
     @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(Box.whole(shape).numel for shape in self.layout.hf_tensors().values())
-
-    @property
     def size(self) -> int:
         """Bytes of the result."""
-        return self.parameters * ITEM_BYTES[self.dtype or "float32"]
+        return self.layout.parameters * ITEM_BYTES[self.dtype or "float32"]
 
     def __str__(self) -> str:
         """One line: the model, and where the model's configuration is if that is another folder."""
         elsewhere = not self.config.absolute().is_relative_to(self.whole.absolute())
         read = "weights, config.json" if self.lora is not None else "config.json"
         return (
-            f"{self.shape.family}, {self.shape.num_layers} layers, {self.parameters:,} parameters"
+            f"{self.shape.family}, {self.shape.num_layers} layers, {self.layout.parameters:,} parameters"
             f"{', ' + self.dtype if self.dtype else ''}"
             f"{f'; {read} and tokenizer of {self.config}' if elsewhere else ''}"
             f"{f'; adapters of rank {self.lora.rank}' if self.lora is not None else ''}"

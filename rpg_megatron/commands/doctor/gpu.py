@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rpg_megatron.commands.doctor.packages import import_torch
-from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_error, ok, warning
+from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, of_message, ok, warning
 from rpg_megatron.config import UserError
 
 GPU_LINES = ("driver", "CUDA", "NCCL", "peer access", "CUDA IPC", "locked memory", "C compiler", "InfiniBand")
@@ -39,7 +39,7 @@ def probe_torch(subject: Subject) -> Iterator[Check]:
     try:
         torch_info = import_torch()
     except UserError as e:
-        yield of_error("torch import", e)
+        yield of_message("torch import", e)
         return
     yield ok("torch import", f"{torch_info['version']}")
     if subject.device == "cpu":

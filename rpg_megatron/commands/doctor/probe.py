@@ -67,16 +67,11 @@ def not_applicable(name: str, why: str) -> Check:
     return Check(name, "not applicable", why)
 
 
-def of_error(name: str, error: UserError) -> Check:
-    """A failed check from a message of the form "what is wrong; what to do"."""
-    problem, semicolon, fix = str(error).rpartition("; ")
-    return failed(name, problem, fix) if semicolon else failed(name, str(error), "fix what the message names")
-
-
-def of_warning(name: str, text: str) -> Check:
-    """A warning from a message of the same form."""
-    problem, semicolon, fix = text.rpartition("; ")
-    return warning(name, problem, fix) if semicolon else warning(name, text, "")
+def of_message(name: str, text: object, check: Callable[[str, str, str], Check] = failed) -> Check:
+    """A failed check, or a warning, from a message of the form "what is wrong; what to do"."""
+    problem, semicolon, fix = str(text).rpartition("; ")
+    otherwise = "fix what the message names" if check is failed else ""
+    return check(name, problem, fix) if semicolon else check(name, fix, otherwise)
 
 
 def run_probes(probes: Sequence[tuple[str, float, Probe]], subject: Subject) -> list[Check]:
@@ -106,7 +101,7 @@ def _run(name: str, probe: Probe, subject: Subject, answer: queue.SimpleQueue[li
         for check in probe(subject):
             checks.append(check)
     except UserError as e:
-        checks.append(of_error(name, e))
+        checks.append(of_message(name, e))
     except Exception as e:
         fix = "an internal error of this check: report it with this line"
         checks.append(failed(name, f"{type(e).__name__}: {e}", fix))

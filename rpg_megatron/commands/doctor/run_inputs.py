@@ -18,18 +18,17 @@ from rpg_megatron.commands.doctor.probe import (
     Subject,
     failed,
     not_applicable,
-    of_error,
-    of_warning,
+    of_message,
     ok,
     warning,
 )
-from rpg_megatron.commands.plan.engine_memory import worker_parameters
 from rpg_megatron.commands.plan.plan import count
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.checks import CheckedRun, RunCheck, told_if_slow
 from rpg_megatron.launcher.input_checks import disk_bytes, list_custom_code, nearest_folder
 from rpg_megatron.launcher.nodes import Nodes, find_nodes
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.process_groups import SHARED_MEMORY
 
 SPEED_BYTES = 32 * 1024**2
@@ -46,7 +45,7 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         nodes = find_nodes(None, None, None)
     except UserError as e:
         if check.name == "placement":
-            yield of_error(check.name, e)
+            yield of_message(check.name, e)
             return
     if settings is None:
         bare = {"device": subject.device, "model": {"path": "."}, "data": {"path": "."}}
@@ -66,9 +65,9 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         with told_if_slow(check, run.settings):
             warnings = check.run(run) or ()
     except UserError as e:  # a row for each problem
-        yield from (of_error(check.name, UserError(line)) for line in str(e).splitlines())
+        yield from (of_message(check.name, line) for line in str(e).splitlines())
         return
-    yield from (of_warning(check.name, text) for text in warnings)
+    yield from (of_message(check.name, text, warning) for text in warnings)
     if not warnings:
         yield ok(check.name, _checked(check, run))
 
@@ -78,7 +77,7 @@ def _checked(check: RunCheck, run: CheckedRun) -> str:
     settings, transport = run.settings, run.settings.bridge.transport
     match check.name:
         case "model":
-            size = count(worker_parameters(run.shape, 1))
+            size = count(mapping_for(run.shape).parameters)
             return f"{settings.model.path}: {run.shape.family}, {size}, complete"
         case "data":
             sft = settings.sft

@@ -54,8 +54,7 @@ def _evaluate(settings: Settings, model: EvalModel, signals: StopSignals, folder
                 shown = display_path(model.source.folder)
                 print(f"{model.source}\nconverting {shown}", file=sys.stderr, flush=True)
                 convert_to_hf(model.source, copy, signals)
-            loaded = settings.model.model_copy(update={"path": copy})
-            settings = settings.model_copy(update={"model": loaded})
+            settings = settings.changed(model={"path": copy})
         _run_processes(settings, signals, folder)
     except Interrupted as e:
         folder.discard = True

@@ -140,7 +140,7 @@ def main() -> int:
     try:
         settings = load_settings(folder / CONFIG)
         checkpoint = settings.model.path
-        settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
+        settings = settings.changed(model={"path": model})
         asyncio.run(_evaluate(settings, checkpoint, folder, work, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)

@@ -204,9 +204,8 @@ def _asks_for_own(own: EvaluationSettings, request: EvalRequest) -> bool:
 def check_request(settings: Settings, model: EvalModel) -> None:
     """Checks before any process is started. Raises UserError."""
     has = ALL - {"trainer"} if model.source is None else ALL - {"trainer", "weights"}
-    loaded = settings.model.model_copy(update={"path": model.config})
     try:
-        check_start(CheckedRun(settings.model_copy(update={"model": loaded}), has))
+        check_start(CheckedRun(settings.changed(model={"path": model.config}), has))
     except UserError as e:  # of a key that only these options set
         message = str(e).replace("engine: tensor", "--tensor: tensor", 1)
         raise UserError(message.replace("data.path: ", "--data: ", 1)) from None

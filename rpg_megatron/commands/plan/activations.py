@@ -2,7 +2,7 @@
 
 A test compares it with what autograd saves of Megatron's own (local) layers on a CPU, to a few percent; for
 Transformer Engine's (fused) layers it follows from the sources of 2.20.2. Left out, since they are less than
-a percent: 1/rms of norms, log-sum-exp of attention, rotary angles, an adapter on the output layer.
+a percent: 1/rms of the stream, rotary angles, an adapter on the output layer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.layout import BatchPlan, in_fp8, layers_of
 from rpg_megatron.config import ModelShape, Settings
+from rpg_megatron.config.lora import ATTENTION_TARGETS
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -19,15 +20,6 @@ Device = Literal["cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
 _FP8_ITEM = 1 + 4 / 128
 """Bytes of a value in FP8: with blockwise scales a float32 for each 128."""
-
-
-def uses_fused_layers(settings: Settings, device: str) -> bool:
-    """Whether the policy's layers are Transformer Engine's on this kind of device (cpu, cuda).
-
-    The same rule as ``policy.precision.uses_transformer_engine``, assuming that the package is installed.
-    """
-    implementation, dtype = settings.model.implementation, settings.precision.dtype
-    return device == "cuda" and dtype == "bfloat16" and implementation != "local"
 
 
 def expert_rows(shape: ModelShape, parallel: ParallelSettings, *, worst: bool = False) -> float:
@@ -55,7 +47,7 @@ class StageActivations:
     @property
     def fused(self) -> bool:
         """Whether the layers are Transformer Engine's."""
-        return uses_fused_layers(self.settings, self.device)
+        return self.settings.has_fused_layers(self.device)
 
     @property
     def tokens(self) -> int:
@@ -95,7 +87,12 @@ class StageActivations:
         gathered = shape.qk_norm * (queries + keys) + 2 * (parallel.context - 1) * keys
         own = 2 * queries + (not shape.qk_norm) * keys
         total += local * item * (own if parallel.context == 1 else gathered)
-        total += item * lora.rank * len(lora.names) if lora is not None else 0
+        # Log-sum-exp of attention, and 1/rms of each head: float32.
+        total += 4 * heads * (self.fused or parallel.context == 1)
+        total += 4 * (heads + kv_heads) * (shape.qk_norm and not shape.wide_qk_norm)
+        if lora is not None:
+            inner = recompute == "none" and not experts
+            total += item * lora.rank * sum(name in ATTENTION_TARGETS or inner for name in lora.names)
         if recompute == "none" or experts or local or lora is not None:
             total += low * stream  # second norm's output; fused with the first product of a dense MLP
         if recompute == "none" and not experts:
@@ -104,7 +101,7 @@ class StageActivations:
             # Frozen experts save neither the rows nor the weighted product; the router's indices are int64.
             trained, columns = lora is None, e.ffn_hidden_size / parallel.expert_tensor
             of_row = trained * shape.hidden_size + (2 + trained + local) * columns
-            total += expert_rows(shape, parallel, worst=worst) * item * of_row
+            total += expert_rows(shape, parallel, worst=worst) * (item * of_row + 4)  # and its weight
             total += (8 * e.count + 20 * e.per_token) / parallel.tensor
         return total
 
@@ -117,8 +114,9 @@ class StageActivations:
         """
         shape, parallel, frozen = self.shape, self.settings.parallel, self.settings.lora is not None
         item, hidden, most = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size, 0.0
-        layers = layers_of(shape, parallel, self.stage)
-        for experts, number in {shape.has_experts(n): n for n in layers}.items():
+        layers, fp8 = layers_of(shape, parallel, self.stage), self.settings.precision.fp8
+        kinds = {(shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)): n for n in layers}
+        for (experts, _), number in kinds.items():
             again = self._layer("none", worst, number) - self._layer(recompute, worst, number)
             columns, at_once = shape.ffn_hidden_size / parallel.tensor, 1
             inner = (6 if frozen else 5) * columns

@@ -111,7 +111,7 @@ def engine_memory(
         batched = int(_argument(engine.arguments, "--max-num-batched-tokens", 8192))
         links = link_bytes(settings, gpus)[1] * settings.parallel.tensor * settings.parallel.pipeline
         buckets = (BUCKET_BYTES + links) * (grouped and not engine.colocated)  # colocated: in host memory
-        running = GRAPHS + communicator_bytes(engine.tensor, engine.tensor)
+        running = GRAPHS + communicator_bytes(engine.tensor, engine.tensor, large=True)
         running += batched * item * _activations(shape, engine.tensor)
         # Float32 logits, and a sorted or exponentiated copy.
         running += min(engine.max_sequences, batched) * shape.vocab_size * 4 * 2
@@ -177,7 +177,7 @@ def _argument(arguments: Sequence[str], name: str, default: float) -> float:
 def share_gpu(
     settings: Settings, rank: RankMemory, engine: EngineMemory, gpus: Gpus
 ) -> tuple[MemoryPart, ...]:
-    """The memory of a GPU of the largest trainer rank and of an engine worker. Not measured.
+    """The memory of a GPU of a trainer rank and of an engine worker. Not measured.
 
     While engines sample, the rank keeps its weights; gradients are freed, and the optimizer state is in host
     memory. While the rank computes (log-probs, updates, checkpoints), the engine keeps only its context and
@@ -189,7 +189,7 @@ def share_gpu(
     replica = settings.parallel.tensor * settings.parallel.pipeline
     workers = min(settings.engine.replicas * settings.engine.tensor, replica, gpus.per_node)
     readers = CONTEXT * (workers - 1) if settings.bridge.transport == "cuda_ipc" else 0
-    asleep = GRAPHS + communicator_bytes(*[settings.engine.tensor] * 2)
+    asleep = GRAPHS + communicator_bytes(*[settings.engine.tensor] * 2, large=True)
     parts = [
         *(replace(p, name=f"engine: {p.name}", phase="rollout") for p in engine.parts if p.phase != "sync"),
         MemoryPart("rank: parameters", weights, "exact", "rollout"),

@@ -38,18 +38,6 @@ def expert_replicas(parallel: ParallelSettings) -> int:
     return ranks // (parallel.expert * parallel.expert_tensor)
 
 
-@lru_cache(maxsize=32)
-def model_parameters(shape: ModelShape) -> int:
-    """Number of parameters of the whole model."""
-    return sum(math.prod(dims) for dims in mapping_for(shape).hf_tensors().values())
-
-
-def trained_parameters(settings: Settings, shape: ModelShape) -> int:
-    """Number of parameters of the whole model that updates change."""
-    lora = settings.lora
-    return model_parameters(shape) if lora is None else AdapterMapping(shape, lora).parameters
-
-
 @dataclass(frozen=True)
 class RankParameters:
     """Number of parameters of a pipeline rank, over all of its virtual stages.
@@ -187,6 +175,8 @@ def plan_batch(settings: Settings, max_positions: int) -> BatchPlan:
 class Gpus:
     """The run's GPUs, by role and by node."""
 
+    total: int
+    """A GPU shared by a rank and a worker counts once."""
     trainer: int
     engines: int
     colocated: bool
@@ -196,11 +186,6 @@ class Gpus:
     """Why they cannot be placed on such nodes; empty if they can."""
     per_node: int
     """GPUs of a node."""
-
-    @property
-    def total(self) -> int:
-        """Number of GPUs on all nodes; a GPU shared by a rank and a worker counts once."""
-        return self.trainer if self.colocated else self.trainer + self.engines
 
 
 def count_gpus(settings: Settings, per_node: int = 8) -> Gpus:
@@ -219,6 +204,6 @@ def count_gpus(settings: Settings, per_node: int = 8) -> Gpus:
         nodes = tuple((len(share.ranks), len(share.engines) * engine.tensor) for share in shares)
         used = max(max(held) if engine.colocated else sum(held) for held in nodes)
         if used <= per_node:
-            return Gpus(trainer, workers, engine.colocated, nodes, "", per_node)
+            return Gpus(total, trainer, workers, engine.colocated, nodes, "", per_node)
         why = why or f"on {count} nodes, one would have {used}"
-    return Gpus(trainer, workers, engine.colocated, (), why, per_node)
+    return Gpus(total, trainer, workers, engine.colocated, (), why, per_node)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
-from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations, uses_fused_layers
+from rpg_megatron.commands.plan.activations import Device, Recompute, StageActivations
 from rpg_megatron.commands.plan.engine_memory import (
     SERVER,
     EngineMemory,
@@ -17,14 +17,7 @@ from rpg_megatron.commands.plan.engine_memory import (
     share_gpu,
 )
 from rpg_megatron.commands.plan.gpus import DEFAULT, find_gpu, gpu_bytes, machine_bytes
-from rpg_megatron.commands.plan.layout import (
-    BatchPlan,
-    Gpus,
-    count_gpus,
-    model_parameters,
-    plan_batch,
-    trained_parameters,
-)
+from rpg_megatron.commands.plan.layout import BatchPlan, Gpus, count_gpus, plan_batch
 from rpg_megatron.commands.plan.trainer_memory import (
     IMPORTS,
     RESERVE,
@@ -39,6 +32,8 @@ from rpg_megatron.commands.plan.trainer_memory import (
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.errors import gib
 from rpg_megatron.launcher.checks import LAYOUT, CheckedRun, run_checks
+from rpg_megatron.models.lora import AdapterMapping
+from rpg_megatron.models.registry import mapping_for
 
 ROOM = 4 * 1024**3
 """Layouts that leave less of a GPU are marked tight, since the estimates were not measured on GPUs."""
@@ -78,12 +73,13 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model, without adapters."""
-        return model_parameters(self.shape)
+        return mapping_for(self.shape).parameters
 
     @property
     def trained(self) -> int:
         """Number of those that updates change: all, or those of adapters."""
-        return trained_parameters(self.settings, self.shape)
+        lora = self.settings.lora
+        return self.parameters if lora is None else AdapterMapping(self.shape, lora).parameters
 
     @property
     def turns(self) -> dict[str, int]:
@@ -226,7 +222,7 @@ class Plan:
     @property
     def implementation(self) -> str:
         """Which layers were counted: transformer_engine or local."""
-        return "transformer_engine" if uses_fused_layers(self.settings, self.target.device) else "local"
+        return "transformer_engine" if self.settings.has_fused_layers(self.target.device) else "local"
 
     @property
     def overrides(self) -> str:
@@ -268,13 +264,13 @@ def plan_for(settings: Settings, shape: ModelShape, target: Target) -> Plan:
         for stage in range(parallel.pipeline)
         for publishes in ((True, False) if parallel.data * parallel.context > 1 else (True,))
     )
-    largest = max(ranks, key=lambda r: r.peak)
     engine = engine_memory(
         settings, shape, gpus, longest=batch.context, device=device, gpu_bytes=target.nbytes
     )
     asleep = engine.asleep if shared else 0
     host = host_memory(settings, shape, batch, ranks, gpus, on_gpu=on_gpu, asleep=asleep)
-    gpu = share_gpu(settings, largest, engine, gpus) if shared and on_gpu else ()
+    cards = [share_gpu(settings, rank, engine, gpus) for rank in ranks if shared and on_gpu]
+    gpu = max(cards, key=lambda parts: max(phase_peaks(parts).values()), default=())
     return Plan(settings, shape, target, batch, ranks, engine, gpus, host, gpu)
 
 
@@ -291,9 +287,8 @@ def _changed(plan: Plan, section: str, refused: Counter[str] | None = None, **ch
 
     refused: counts the reasons.
     """
-    new = getattr(plan.settings, section).model_copy(update=changes)
     try:
-        return plan_for(plan.settings.model_copy(update={section: new}), plan.shape, plan.target)
+        return plan_for(plan.settings.changed(**{section: changes}), plan.shape, plan.target)
     except UserError as e:
         if refused is not None:
             refused[kind_of(str(e))] += 1

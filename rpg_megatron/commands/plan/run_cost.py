@@ -36,23 +36,9 @@ class Job:
     save: float = 60.0
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """Seconds of a step by what a warning costs in them."""
-
-    rollout: float
-    log_probs: float
-    rest: float
-    under_way: float = 0.0
-    fill: float = 0.0
-
-
-def step_parts(step: StepTime) -> StepParts:
-    """The parts of a step. Overlapped, the rollout is the time in which the trainer waits for it."""
-    both = min(step.generation, step.training) if step.placement == "overlapped" else 0.0
-    rollout, log_probs = step.generation - both, step.seconds("log-probs")
-    # On average, half of what was sampled beside training is finished groups, which are kept.
-    return StepParts(rollout, log_probs, step.step - rollout - log_probs, step.under_way, both / 2)
+def seconds_waited(step: StepTime) -> float:
+    """Seconds in which the trainer waits for a rollout: overlapped, those beyond its own work."""
+    return max(0.0, step.generation - step.training * (step.placement == "overlapped"))
 
 
 @dataclass(frozen=True)
@@ -75,27 +61,29 @@ class RunCost:
         return self.seconds / 86_400
 
 
-def run_cost(parts: StepParts, steps: int, job: Job, *, every: int | None, gpus: float) -> RunCost | None:
+def run_cost(step: StepTime, steps: int, job: Job, *, every: int | None, gpus: float) -> RunCost | None:
     """The cost of ``steps`` steps on ``gpus`` GPUs, with a checkpoint every ``every`` steps.
 
     None: the run never ends, since a job is too short for a step, or for the run if ``every`` is None.
     """
-    rollout, log_probs = parts.rollout, parts.log_probs
+    rollout, log_probs = seconds_waited(step), step.seconds("log-probs")
     save = job.save if every else 0.0
-    rest = parts.rest + (save / every if every else 0.0)
-    step = rollout + log_probs + rest
-    warned = job.walltime - job.warning - job.start - parts.fill  # from the first step on
+    each = step.step + (save / every if every else 0.0)
+    rest = each - rollout - log_probs
+    # On average, half of what was sampled beside training is finished groups, which are kept.
+    fill = (step.generation - rollout) / 2
+    warned = job.walltime - job.warning - job.start - fill  # from the first step on
     # Means over the moments of a warning: seconds that it costs, and of the work that continues after it.
-    in_rollout = min(parts.under_way, rollout)  # at most what is done: less near the beginning
-    lost = (in_rollout * (rollout - in_rollout / 2) + log_probs * (rollout + log_probs / 2)) / step
-    progress = warned - lost + rest**2 / 2 / step
-    more = max(0, math.ceil((steps * step - warned) / progress)) if progress > 0 else math.inf
+    in_rollout = min(step.under_way, rollout)  # at most what is done: less near the beginning
+    lost = (in_rollout * (rollout - in_rollout / 2) + log_probs * (rollout + log_probs / 2)) / each
+    progress = warned - lost + rest**2 / 2 / each
+    more = max(0, math.ceil((steps * each - warned) / progress)) if progress > 0 else math.inf
     if warned < log_probs or more == math.inf or (more and not every):
         return None
     jobs = 1 + int(more)
     between = (jobs - 1) * job.requeue
-    seconds = steps * step + jobs * (job.start + parts.fill) + (jobs - 1) * (lost + save) + between
-    per_job = progress / step if more else float(steps)
+    seconds = steps * each + jobs * (job.start + fill) + (jobs - 1) * (lost + save) + between
+    per_job = progress / each if more else float(steps)
     return RunCost(steps, per_job, jobs, seconds, gpus * (seconds - between) / 3600)
 
 
@@ -103,7 +91,7 @@ def cost_of(plan: Plan, step: StepTime, job: Job) -> RunCost | None:
     """The cost of a plan's run, of steps that take this time; None: it never ends."""
     settings = plan.settings
     steps, every = settings.training.steps, settings.checkpoint.every
-    return run_cost(step_parts(step), steps, job, every=every, gpus=plan.gpus.total)
+    return run_cost(step, steps, job, every=every, gpus=plan.gpus.total)
 
 
 def estimate(settings: Settings) -> list[str]:
@@ -135,7 +123,7 @@ def cost_lines(plan: Plan, step: StepTime, job: Job) -> Iterator[str]:
         f"{time}, {cost.gpu_hours:,.0f} GPU-hours on {plan.gpus.total:,} {plan.target.name}; computed, "
         f"not measured; not counted: {left_out} in the queue"
     )
-    late = step_parts(step).rest + job.save
+    late = step.step - seconds_waited(step) - step.seconds("log-probs") + job.save
     if late > job.warning and cost.jobs > 1:
         needed = 60 * math.ceil(late / 60)
         yield (

@@ -13,7 +13,7 @@ from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, readers, recomputation, state_bytes
-from rpg_megatron.config import Settings, read_model_shape
+from rpg_megatron.config import read_model_shape
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -103,13 +103,6 @@ class StepTime:
         return self.seconds("log-probs", "update")
 
 
-def placement_of(settings: Settings) -> Placement:
-    """On GPUs of their own, trainer and engines take turns or, with ``rollout.ahead``, overlap."""
-    if settings.engine.colocated:
-        return "colocated"
-    return "overlapped" if settings.rollout.ahead > 0 else "by turns"
-
-
 class _Case:
     """What the phases of a step are computed from: mean tokens, speeds of a GPU."""
 
@@ -168,12 +161,13 @@ def estimate_step(plan: Plan, assumed: Assumptions) -> StepTime:
     trained += [_handover(case)] if settings.engine.colocated else []
     factors = assumed.factors  # the tail has the factor of the rollout
     ahead, drained = settings.rollout.ahead, settings.rollout.inflight == "drain"
+    apart: Placement = "overlapped" if ahead else "by turns"
 
     def step(batches: int) -> StepTime:
         phases, under_way = _rollout(case, batches)
         named = [(p, factors.get(p.name.split(":")[0], 1)) for p in (*phases, *trained)]
         return StepTime(
-            placement=placement_of(settings),
+            placement="colocated" if settings.engine.colocated else apart,
             phases=(
                 *(replace(p, seconds=factor * p.seconds) for p, factor in named),
                 Phase("other", assumed.step_overhead, "fixed"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rpg_megatron.commands.plan.activations import Recompute, StageActivations
 from rpg_megatron.commands.plan.layout import (
@@ -114,40 +114,52 @@ def recomputation(settings: Settings) -> Recompute:
     return settings.memory.recompute_for(settings.tokens_at_once)
 
 
-def communicator_bytes(size: int, here: int, *, peers: int = 0, collectives: bool = True) -> int:
+def communicator_bytes(
+    size: int, here: int, *, peers: int = 0, collectives: bool = True, large: bool = False
+) -> int:
     """NCCL's buffers of a communicator on an H100, from the sources of 2.29. Not measured.
 
     here: its ranks on a node; peers: ranks with which messages are exchanged; collectives: whether rings and,
-    between nodes, trees are connected.
+    between nodes, trees are connected; large: whether all-reduces of megabytes go through the switch (NVLS).
     """
-    within, here = size <= here, max(1, here)
-    channels = 32 if within else min(16, 4 * here)
-    rings = 288 if within else channels * (24 + 68 / here)
-    messages = 384 * peers if within else 78 * here * (peers > 0)
-    return round((38 + 6 * channels + rings * collectives + messages) * 1024**2) * (size > 1)
+    here = max(1, min(size, here))
+    several, channels = here > 1, min(16, 4 * here)
+    if size == here:
+        mib = 230.0 + 288 * collectives + 384 * peers + 256 * (large and here == 8)
+    else:
+        mib = 4 + 34 * several + 6 * channels + (32 * here + 640) * (large and several)
+        mib += channels * (12 + 12 * several + 68 / here) * collectives
+        mib += 48 * min(peers, here - 1) + 2 * channels * (here + 1) * (peers >= here)
+    return round(mib * 1024**2) * (size > 1)
+
+
+def communicators(activations: StageActivations) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Number of ranks, distance of neighbours and use (``communicator_bytes``) of a rank's communicators."""
+    settings, shape, stage = activations.settings, activations.shape, activations.stage
+    parallel, whole = settings.parallel, not settings.optimizer.distributed
+    tensor, context, stages, expert = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
+    of_stage, of_experts = parallel.world // stages, expert * parallel.expert_tensor
+    yield from [(parallel.world, 1, {})] * 2  # the second one is for the norm of the gradients
+    yield parallel.data * context, tensor, {"large": whole}
+    yield tensor, 1, {"large": not parallel.sequence}
+    yield context, tensor, {"peers": min(2, context - 1) * activations.fused}
+    yield stages, of_stage, {"peers": min(2, stages - 1)}
+    if shape.tied_embeddings and stages > 1 and stage in (0, stages - 1):
+        yield 2, of_stage * (stages - 1), {}
+    if shape.experts is not None:  # messages, counts, expert tensor parallelism, gradients, auxiliary loss
+        yield expert, parallel.expert_tensor, {"peers": expert - 1, "collectives": False}
+        yield from [(of_experts, 1, {}), (parallel.expert_tensor, 1, {})]
+        yield expert_replicas(parallel), of_experts, {"large": whole}
+        if settings.training.router_aux_loss:
+            yield from [(tensor * context, 1, {}), (parallel.data * context, tensor, {})]
 
 
 def nccl_bytes(activations: StageActivations, gpus: Gpus) -> int:
     """NCCL's buffers on a trainer rank: of its communicators, and of its links to engines."""
-    settings, parallel = activations.settings, activations.settings.parallel
-    tensor, context, stages, expert = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
-    of_stage, of_experts = parallel.world // stages, expert * parallel.expert_tensor
     here = gpus.nodes[0][0] if gpus.nodes else gpus.per_node
-    of_all = [  # ranks, stride, peers
-        *[(parallel.world, 1, 0)] * 2,  # the second one is for the norm of the gradients
-        (parallel.data * context, tensor, 0),
-        (tensor, 1, 0),
-        (context, tensor, min(2, context - 1) * activations.fused),
-        (stages, of_stage, min(2, stages - 1)),
-        (min(2, stages), of_stage, 0),  # embeddings
-    ]
-    total = readers(settings) * link_bytes(settings, gpus)[0]
-    if activations.shape.experts is not None:  # counts, expert tensor parallelism, gradients
-        of_all += [(of_experts, 1, 0), (parallel.expert_tensor, 1, 0)]
-        of_all += [(expert_replicas(parallel), of_experts, 0)]
-        near = here // parallel.expert_tensor
-        total += communicator_bytes(expert, near, peers=expert - 1, collectives=False)
-    return total + sum(communicator_bytes(n, here // stride, peers=peers) for n, stride, peers in of_all)
+    links = readers(activations.settings) * link_bytes(activations.settings, gpus)[0]
+    used = communicators(activations)
+    return links + sum(communicator_bytes(n, -(-here // apart), **use) for n, apart, use in used)
 
 
 def link_bytes(settings: Settings, gpus: Gpus) -> tuple[int, int]:

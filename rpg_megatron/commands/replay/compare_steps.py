@@ -131,28 +131,19 @@ def compare(gaps: Gaps, row: dict[str, Any], metrics: dict[str, float], toleranc
     }
     recorded = {key: value for key, value in row.items() if key.startswith(_COMPARED)}
     replayed = {key: value for key, value in metrics.items() if key.startswith(_COMPARED)}
-    different = {
-        key: {"run": recorded.get(key), "replay": replayed.get(key)}
-        for key in sorted(recorded.keys() | replayed.keys())
-        if recorded.get(key) != replayed.get(key)
-    }
-    beyond = [
-        key
-        for key in different
-        if (a := recorded.get(key)) is None
-        or (b := replayed.get(key)) is None
-        or not abs(a - b) <= tolerance * max(1.0, abs(a))
-    ]
+    pairs = {key: (recorded.get(key), replayed.get(key)) for key in sorted(recorded | replayed)}
+    different = {key: (a, b) for key, (a, b) in pairs.items() if a != b}
+    beyond = any(
+        a is None or b is None or not abs(a - b) <= tolerance * max(1.0, abs(a))
+        for a, b in different.values()
+    )
     return {
         "match": bool(recorded) and not beyond and all(gap <= tolerance for gap in differences.values()),
         "exact": bool(recorded) and not different and not any(differences.values()),
         "tokens": gaps.tokens,
         "max_difference": {name: _plain(gap) for name, gap in differences.items()},
-        "metrics": {
-            key: {"run": recorded.get(key), "replay": replayed.get(key)}
-            for key in sorted(recorded | replayed)
-        },
-        "differing": sorted(different),
+        "metrics": {key: {"run": a, "replay": b} for key, (a, b) in pairs.items()},
+        "differing": list(different),
     }
 
 
