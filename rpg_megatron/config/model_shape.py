@@ -251,11 +251,11 @@ class ModelShape:
         full = self.softmax_layers - (len(self.windows.layers) if self.windows else 0)
         if full == self.num_layers:
             return self._attention_length
-        others = 1 + self._state_products / sum(self.matmul_parameters)
+        others = 1 + self.state_products / sum(self.matmul_parameters)
         return self._attention_length * others * self.num_layers / full if full else math.inf
 
     @property
-    def _state_products(self) -> int:
+    def state_products(self) -> int:
         """Multiplications of a token in all layers with linear attention, besides the matrices."""
         return len(self.linear.layers) * self.linear.token_products if self.linear else 0
 
@@ -275,7 +275,7 @@ class ModelShape:
         2104.04473, appendix).
         """
         flops = 2 * sum(self.matmul_parameters) * (tokens + squares / self._attention_length)
-        return flops + 2 * self._state_products * tokens
+        return flops + 2 * self.state_products * tokens
 
     def squares(self, n: float) -> float:
         """Twice the number of pairs that causal attention covers in n tokens, on average over the layers.

@@ -38,7 +38,7 @@ from rpg_megatron.launcher.input_checks import (
     list_custom_code,
     warn_of_settings,
 )
-from rpg_megatron.launcher.layer_checks import check_layers
+from rpg_megatron.launcher.layer_checks import check_delta_kernels, check_layers
 from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
 from rpg_megatron.launcher.preflight import (
     check_batch,
@@ -197,6 +197,7 @@ CHECKS = (
     RunCheck("model", ("weights",), _settings_check(_check_weights), 330.0),
     RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
     RunCheck("layers", ("model", "trainer"), _shape_check(check_layers)),
+    RunCheck("kernels", ("machine", "model", "trainer"), _shape_check(check_delta_kernels)),
     RunCheck("adapters", ("model", "trainer"), _shape_check(check_lora)),
     RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),
     RunCheck("teacher", ("model", "trainer"), _check_teacher),

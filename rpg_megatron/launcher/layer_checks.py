@@ -63,7 +63,11 @@ def _check_linear(settings: Settings, shape: ModelShape) -> None:
                 f"{heads} {name} heads of linear attention (linear_num_{name}_heads in config.json); lower "
                 "one"
             )
-    if settings.device == "cuda" and importlib.util.find_spec("fla") is None:
+
+
+def check_delta_kernels(settings: Settings, shape: ModelShape) -> None:
+    """Check that the kernels of linear attention are installed. Raises UserError."""
+    if settings.device == "cuda" and shape.linear is not None and importlib.util.find_spec("fla") is None:
         raise UserError(
             f"python package flash-linear-attention is missing, which {shape.family} models need on a GPU; "
             "install requirements/gpu.txt in its own environment (README, On a cluster)"

@@ -263,9 +263,10 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
         {"qwen3": "float32", "llama": "bfloat16"},
         {"mistral": "float32", "olmo3": "float32"},
         {"qwen3_5": "float32"},
+        pytest.param({"qwen3_5": "bfloat16"}, marks=pytest.mark.long),
         pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
     ],
-    ids=["few", "kinds", "hybrid", "others"],
+    ids=["few", "kinds", "hybrid", "hybrid in bfloat16", "others"],
 )
 def test_activations_are_those_that_autograd_saves(
     tmp_path: Path, tiny: dict[str, Path], models: dict[str, str]

@@ -15,7 +15,7 @@ import pytest
 from rpg_megatron.checkpoints.hf_files import list_untrained, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, UserError, load_settings
 from rpg_megatron.config.model_shape import Rope, Scales, Windows
-from rpg_megatron.launcher.layer_checks import check_layers
+from rpg_megatron.launcher.layer_checks import check_delta_kernels, check_layers
 from rpg_megatron.launcher.teacher_checks import check_teacher
 from rpg_megatron.models.registry import check_layout, mapping_for
 from tests.support.tiny_models import TINY, random_state_dict, tiny_shape, write_checkpoint
@@ -50,7 +50,6 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
             ["parallel.tensor=4", "parallel.sequence=true", "parallel.context=2"],
             "tensor 4 x context 2 does not divide the 4 key heads",
         ),
-        (HYBRID, ["device=cuda", "precision.dtype=bfloat16"], "flash-linear-attention is missing"),
     ],
 )
 def test_what_layers_exclude(
@@ -61,6 +60,14 @@ def test_what_layers_exclude(
     check_layers(load_settings(config_file), shape)
     with pytest.raises(UserError, match=message):
         check_layers(settings, shape)
+
+
+def test_kernels_of_a_gpu_are_asked_for(config_file: Path) -> None:
+    check_delta_kernels(load_settings(config_file), HYBRID)
+    settings = load_settings(config_file, ["device=cuda", "precision.dtype=bfloat16"])
+    check_delta_kernels(settings, TINY)
+    with pytest.raises(UserError, match="flash-linear-attention is missing"):
+        check_delta_kernels(settings, HYBRID)
 
 
 def test_a_teacher_has_windows_too(config_file: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 from rpg_megatron.commands.plan.layout import BatchPlan, in_fp8, layers_of
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.config.lora import ATTENTION_TARGETS
+from rpg_megatron.config.model_shape import CHUNK
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -78,12 +79,18 @@ class StageActivations:
         stream = shape.hidden_size / (parallel.tensor if parallel.sequence else 1)
         if recompute == "full":
             return item * stream
-        experts = shape.has_experts(number)
+        experts, linear = shape.has_experts(number), shape.is_linear(number)
         fp8 = in_fp8(self.settings.precision.fp8, number, shape.num_layers) and lora is None
         low = _FP8_ITEM if fp8 else item  # of what products with weights read
         heads, kv_heads = shape.num_heads / parallel.tensor, max(1.0, shape.num_kv_heads / parallel.tensor)
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
-        total = (2 * item + low) * stream + (2 + shape.qk_norm) * item * (queries + keys)
+        total = (2 * item + low) * stream
+        if linear:
+            total += self._delta_net() / parallel.tensor
+            queries = keys = heads = kv_heads = 0
+        total += (2 + shape.qk_norm) * item * (queries + keys)
+        if shape.gated_attention:  # the gate, its sigmoid in float32, and the product
+            total += (4 + 2 * item) * queries
         gathered = shape.qk_norm * (queries + keys) + 2 * (parallel.context - 1) * keys
         own = 2 * queries + (not shape.qk_norm) * keys
         total += local * item * (own if parallel.context == 1 else gathered)
@@ -105,6 +112,20 @@ class StageActivations:
             total += (8 * e.count + 20 * e.per_token) / parallel.tensor
         return total
 
+    def _delta_net(self) -> float:
+        """Bytes that linear attention saves for each token, on all tensor-parallel ranks together.
+
+        The input projection; queries and keys before their norms, in float32; what the rule reads, with
+        queries and keys for each value head, decays and rates; its output, normalised; the gate, its SiLU,
+        and their product. FLA also keeps the solved system of each chunk. The rule is recomputed.
+        """
+        linear, item = self.shape.linear, ITEM_BYTES[self.settings.precision.dtype]
+        assert linear is not None
+        numbers = linear.in_rows + 2 * linear.value_heads * linear.key_dim + 4 * linear.values
+        heads = (20 + 2 * item) * linear.value_heads
+        solved = self.fused * item * CHUNK * linear.value_heads
+        return item * numbers + 8 * linear.keys + 8 * linear.values + heads + solved
+
     def working(self, recompute: Recompute, *, worst: bool = False) -> int:
         """Bytes of the largest backward pass of one layer besides the activations that are saved.
 
@@ -115,8 +136,10 @@ class StageActivations:
         shape, parallel, frozen = self.shape, self.settings.parallel, self.settings.lora is not None
         item, hidden, most = ITEM_BYTES[self.settings.precision.dtype], shape.hidden_size, 0.0
         layers, fp8 = layers_of(shape, parallel, self.stage), self.settings.precision.fp8
-        kinds = {(shape.has_experts(n), in_fp8(fp8, n, shape.num_layers)): n for n in layers}
-        for (experts, _), number in kinds.items():
+        kinds = {
+            (shape.has_experts(n), in_fp8(fp8, n, shape.num_layers), shape.is_linear(n)): n for n in layers
+        }
+        for (experts, *_), number in kinds.items():
             again = self._layer("none", worst, number) - self._layer(recompute, worst, number)
             columns, at_once = shape.ffn_hidden_size / parallel.tensor, 1
             inner = (6 if frozen else 5) * columns

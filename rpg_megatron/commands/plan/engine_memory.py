@@ -23,6 +23,7 @@ from rpg_megatron.commands.plan.trainer_memory import (
 from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.engine.command import kv_bytes_per_token
+from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.partition import ExpertShard
 from rpg_megatron.models.registry import mapping_for
@@ -59,6 +60,8 @@ class EngineMemory:
     kv_bytes_per_token: int
     sequence_tokens: int
     utilisation: float | None
+    state: int = 0
+    """Of a sequence, whatever its length: that of linear attention."""
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
@@ -84,13 +87,20 @@ class EngineMemory:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return max(0, self.kv_cache) // self.kv_bytes_per_token
+        """Tokens that the KV cache holds, in sequences of full length."""
+        each = self.kv_bytes_per_token + self.state / self.sequence_tokens
+        return int(max(0, self.kv_cache) // each)
 
     @property
     def full_sequences(self) -> float:
         """Sequences of full length that the KV cache holds; vLLM refuses to start with less than one."""
         return self.kv_tokens / self.sequence_tokens
+
+    def sequences(self, tokens: float) -> float:
+        """Sequences of this length that the KV cache holds."""
+        if not self.state:
+            return self.kv_tokens / tokens
+        return max(0, self.kv_cache) / (self.state + tokens * self.kv_bytes_per_token)
 
 
 def engine_memory(
@@ -101,7 +111,10 @@ def engine_memory(
     Raises UserError if engine.arguments has an option whose value is not a number.
     """
     engine, item = settings.engine, ITEM_BYTES[settings.precision.dtype]
-    kv_bytes = kv_bytes_per_token(settings, shape)
+    kv_bytes, state, cache = kv_bytes_per_token(settings, shape), 0, hybrid_cache(settings, shape)
+    if cache is not None:  # blocks of both kinds of layers have one size
+        kv_bytes = cache.token_blocks * cache.block_bytes // cache.block_tokens
+        state = cache.state_blocks * cache.block_bytes
     weights = item * worker_parameters(shape, engine.tensor)
     adapters = item * adapter_parameters(settings, shape)
     grouped = settings.bridge.transport == "process_group"
@@ -118,7 +131,7 @@ def engine_memory(
     if device == "cuda" and not engine.colocated:
         utilisation = float(_argument(engine.arguments, "--gpu-memory-utilization", UTILISATION))
         kv_cache = int(utilisation * gpu_bytes) - weights - adapters - running
-    return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation)
+    return EngineMemory(weights, adapters, running, kv_cache, buckets, kv_bytes, longest, utilisation, state)
 
 
 def _activations(shape: ModelShape, tensor: int) -> int:
@@ -144,7 +157,7 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
         vocab_multiple=max(1, VOCAB_PADDING // tensor),
         experts=ExpertShard(tensor=tensor),
     )
-    columns = 2 * shape.num_layers * shape.head_dim * (shape.hidden_size + shape.qkv_bias)
+    columns = 2 * shape.softmax_layers * shape.head_dim * (shape.hidden_size + shape.qkv_bias)
     missing = max(0, tensor - shape.num_kv_heads) * columns // tensor
     return sum(map(math.prod, params.values())) + missing
 

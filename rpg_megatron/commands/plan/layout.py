@@ -75,9 +75,10 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     how = parallel.tensor, settings.model.vocab_multiple, shard
     sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), *how))
     layers = layers_of(shape, parallel, stage)
-    examples = {shape.has_experts(n): n for n in layers}
+    examples = {(shape.has_experts(n), shape.is_linear(n)): n for n in layers}
     for n in layers:
-        in_layer = _count(shape, lora, examples[shape.has_experts(n)], (False, False), *how)
+        example = examples[shape.has_experts(n), shape.is_linear(n)]
+        in_layer = _count(shape, lora, example, (False, False), *how)
         sums.update(in_layer)
         sums["in_fp8"] -= 0 if in_fp8(fp8, n, shape.num_layers) else in_layer["in_fp8"]
     trained = sums["total"] if lora is None else sums["adapters"]

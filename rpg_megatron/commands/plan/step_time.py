@@ -138,7 +138,7 @@ class _Case:
             shared = 0.0
         repeated = shared * (1 - 1 / settings.rollout.samples_per_prompt)
         tokens, squares = mean - repeated, mean**2 - repeated * shared + (self.spread - 1) * self.response**2
-        squares = shape.squares(squares**0.5) if shape.windows else squares
+        squares = shape.squares(squares**0.5) if shape.windows or shape.linear else squares
         return max(each * tokens, self.longest), max(each * squares, shape.squares(self.longest))
 
     def microbatches(self, tokens: float) -> int:
@@ -199,6 +199,7 @@ def _work(
         ((1 - faster) * in_layers, layers - frozen),
         ((1 - faster) * 3 * shape.hidden_size * shape.active_ffn_columns, mlp),
         (in_head, head - frozen),
+        (shape.state_products, layers),
         (case.plan.trained * (settings.lora is not None), layers),
     )
     flops = 2 * tokens * sum(parameters * number for parameters, number in passes)
@@ -213,7 +214,7 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
     A decoding step of batch B takes the longer of reading the weights and the batch's keys and values, and of
     computing 2 P B FLOPs (Pope et al. 2022, arXiv 2211.05102, 2.1), plus overheads. All responses are decoded
     at batch B up to their mean length, then a third of B up to ``response_p90``, then the longest one alone.
-    Prompts are prefilled once per group (prefix caching).
+    Prompts are prefilled once per group (prefix caching); with linear attention for each response.
     """
     assumed, shape, settings, memory = case.assumed, case.plan.shape, case.plan.settings, case.plan.engine
     rollout, engine = settings.rollout, settings.engine
@@ -235,16 +236,20 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
             chosen = e.count * (1 - (1 - e.per_token / e.count) ** batch)
             idle = 3 * shape.hidden_size * len(e.layers) * (chosen - e.per_token) * e.ffn_hidden_size
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
-        read = weights + memory.adapters + batch * shape.attended(context) * memory.kv_bytes_per_token
-        return read / assumed.memory_bandwidth / efficiency, 2 * (in_layers + in_head) * batch / flops
+        keys = shape.attended(context) * memory.kv_bytes_per_token
+        read = weights + memory.adapters + batch * (keys + 2 * memory.state)  # states are written, too
+        return read / assumed.memory_bandwidth / efficiency, 2 * (
+            in_layers + in_head + shape.state_products
+        ) * batch / flops
 
     # Keys and values of a response at a random moment of its decoding, which long ones have more of.
     context = case.prompt + case.spread * case.response / 2
-    batch = max(1.0, min(engine.max_sequences, batches * sequences, memory.kv_tokens / context))
+    batch = max(1.0, min(engine.max_sequences, batches * sequences, memory.sequences(context)))
     read, computed = token(batch, context, assumed.decode_efficiency)
     response = case.response * (max(read, computed) + fixed)
     seconds = sequences / batch * response
-    prefill = prompts / engine.replicas * shape.forward_flops(case.prompt, shape.squares(case.prompt)) / flops
+    prefilled = prompts * (rollout.samples_per_prompt if shape.linear else 1) / engine.replicas
+    prefill = prefilled * shape.forward_flops(case.prompt, shape.squares(case.prompt)) / flops
     bounds = {"memory bandwidth": read, "FLOP/s": computed, "overheads": fixed}
     bound = "prefill" if prefill > seconds else f"{max(bounds, key=bounds.__getitem__)}, {batch:.0f} at once"
     tail, last = 0.0, case.response

@@ -186,7 +186,8 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
         [peak, *others],
     )
     if engines:
-        cache = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each"
+        states = f", {engine.state:,} B a sequence" if engine.state else ""
+        cache = f"{engine.kv_tokens:,} tokens", f"{engine.kv_bytes_per_token:,} B each{states}"
         full = f"{engine.full_sequences:,.1f} of full length"
         sums = [total("all", engine.total, "rollout"), _styled("dim", "KV cache holds", *cache, full)]
         yield "engine worker", rows(engine.parts), sums
