@@ -38,9 +38,10 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
         plain.layernorm_zero_centered_gamma = False
         self.out_norm = submodules.out_norm(plain, self.value_head_dim, config.layernorm_epsilon)
         # The rates are exponents: bfloat16 would change them by up to 0.4%.
-        rates = torch.nn.Parameter(self.A_log.detach().float())
-        vars(rates).update(vars(self.A_log))  # the marks of a tensor-parallel parameter
-        self.A_log = rates
+        given: Tensor = self.get_parameter("A_log")
+        rates = torch.nn.Parameter(given.detach().float())
+        vars(rates).update(vars(given))  # the marks of a tensor-parallel parameter
+        self.register_parameter("A_log", rates)
 
 
 def _replace_fla() -> None:
@@ -87,7 +88,7 @@ def gated_delta_rule(
     [1, t, heads]. Returns [1, t, heads, value_dim]. Sequences of similar length are computed together.
     """
     groups = _groups(tuple(cu_seqlens.diff().tolist()))
-    parts = query, key, value, g, beta
+    parts: tuple[Tensor, ...] = (query, key, value, g, beta)
     if groups.padded is not None:
         parts = tuple(x.index_select(1, groups.padded) for x in parts)
     sizes = [n * longest for n, longest in groups.shapes]
@@ -136,4 +137,5 @@ def _rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) ->
         values = new[:, :, i] - seen[:, :, i] @ state
         out.append(outer[:, :, i] @ state + inner[:, :, i] @ values)
         state = state * last[:, :, i] + update[:, :, i].transpose(-1, -2) @ values
-    return torch.stack(out, 2).flatten(2, 3)[:, :, :length].to(dtype)
+    whole: Tensor = torch.stack(out, 2).flatten(2, 3)[:, :, :length].to(dtype)
+    return whole
