@@ -16,6 +16,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -213,6 +215,9 @@ def build_optimizer(
     # Ranks exchange their parameter groups as objects over the default group.
     with _inner_optimizer(kind), default_group_on_host():
         overrides = get_standard_config_overrides(config)
+        # Float32 parameters of 16-bit models need a group of their own: within a group Megatron moves them to
+        # the front, but finds their state by the order of the model. The override itself changes nothing.
+        overrides[ParamKey(name="*.A_log")] = ParamGroupOverride(min_lr=config.min_lr)
         optimizer = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if settings.type == "schedule_free_adamw":

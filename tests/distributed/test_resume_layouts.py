@@ -144,6 +144,24 @@ def test_layers_of_other_kinds(tmp_path: Path, family: str) -> None:
         check(tmp_path, results, "distributed", name, back=False, tolerance=tolerance, count=count)
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_float32_beside_bfloat16(tmp_path: Path, world: int) -> None:
+    """The rates of linear attention, and their moments: at the layout that saved, bit by bit."""
+    sizes = {"vocab_size": 251, "intermediate_size": 160, "num_hidden_layers": 4, "dtype": "bfloat16"}
+    write_batch(tmp_path, make_model(tmp_path / "model", "qwen3_5", noise=0.08, **sizes))
+    layout = {"tensor": 2, "sequence": True, "data": world // 2}
+    cases = {
+        "distributed, straight": make_resume_case(
+            tmp_path, "distributed", layout, None, [None, "second", "third"]
+        ),
+        "distributed, again": make_resume_case(tmp_path, "distributed", layout, "second", ["again"]),
+    }
+    for case in cases.values():
+        case["settings"]["precision"]["dtype"] = "bfloat16"
+    results = run_cases(tmp_path, world, cases)
+    check(tmp_path, results, "distributed", "again", back=False, tolerance=0.0, count=2 * 17 + 2 * 8 + 3)
+
+
 @pytest.mark.long
 def test_on_fewer_ranks_and_back(tmp_path: Path) -> None:
     """Saved at TP2xPP2, the third update at TP1, TP2, DP2 and PP2, and the fourth at TP2xPP2 from each."""

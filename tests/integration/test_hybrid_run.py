@@ -2,8 +2,8 @@
 
 Why: a state that outlives its sequence, a rate that is rounded in a checkpoint, or a partial response that is
 continued from a wrong state would show only as a run that learns a little worse. Proved in float32 with the
-quickstart's hybrid: a run that is killed with SIGKILL in a random moment of step 5 resumes and ends bit by bit
-as an undisturbed one, and transformers loads its export; with ``rollout.ahead: 2`` engines agree with the
+quickstart's hybrid: a run that is killed with SIGKILL in a random moment of step 5 resumes and ends bit by
+bit as an undisturbed one, and transformers loads its export; with ``rollout.ahead: 2`` engines agree with the
 trainer also on responses that weight updates interrupted, which continue a partial response. Not covered:
 GPUs, other layouts (tests/distributed), engines alone (test_hybrid_engines).
 """
