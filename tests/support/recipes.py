@@ -15,6 +15,7 @@ ROWS = sorted([*PAPER.glob("table*/*.yaml"), *ABLATIONS, *PAPER.glob("qwen2.5-ma
 H100 = sorted(EXAMPLES.glob("*_dapo_math_*.yaml"))
 AHEAD = sorted(EXAMPLES.glob("async/*.yaml"))
 MIXTURES = sorted(EXAMPLES.glob("moe/*.yaml"))
+HYBRIDS = sorted(EXAMPLES.glob("hybrid/*.yaml"))
 ADAPTERS = sorted(EXAMPLES.glob("*_lora.yaml"))
 REHEARSED = [*sorted(PAPER.glob("table8*/*.yaml")), *ABLATIONS, EXAMPLES / "qwen3_4b_dapo_math_2k.yaml"]
 """All others are the same runs as one of these when their sizes are overridden."""

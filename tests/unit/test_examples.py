@@ -29,6 +29,7 @@ from tests.support.recipes import (
     AHEAD,
     EXAMPLES,
     H100,
+    HYBRIDS,
     MIXTURES,
     PAPER,
     REHEARSED,
@@ -168,7 +169,7 @@ def test_sizes_are_those_of_the_published_models(name: str) -> None:
     assert make_plan(settings).parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD, *MIXTURES, *ADAPTERS], ids=label)
+@pytest.mark.parametrize("file", [*ROWS, *H100, *AHEAD, *MIXTURES, *HYBRIDS, *ADAPTERS], ids=label)
 def test_each_fits_its_cards(file: Path) -> None:
     plan = make_plan(load_settings(file))
     assert plan.problems == ()
@@ -254,8 +255,8 @@ def test_lengths_beyond_the_math_models_positions_are_refused() -> None:
 
 
 def test_names_of_runs_differ() -> None:
-    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES, *ADAPTERS]]
-    assert len(set(names)) == len(names) == 57
+    names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES, *HYBRIDS, *ADAPTERS]]
+    assert len(set(names)) == len(names) == 58
 
 
 def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
@@ -309,7 +310,9 @@ def costs() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "file", [*ROWS, *H100, *AHEAD, *MIXTURES, *ADAPTERS, EXAMPLES / "qwen3_4b_distil.yaml"], ids=label
+    "file",
+    [*ROWS, *H100, *AHEAD, *MIXTURES, *HYBRIDS, *ADAPTERS, EXAMPLES / "qwen3_4b_distil.yaml"],
+    ids=label,
 )
 def test_the_cost_beside_an_example_is_plans(file: Path) -> None:
     plan = plan_of(file)
