@@ -118,9 +118,10 @@ def _rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) ->
 
     def cut(x: Tensor) -> Tensor:
         """[..., n, d] -> [..., chunks, size, d], padded with zeros."""
-        return F.pad(x.float(), (0, 0, 0, rest)).unflatten(2, (-1, size))
+        padded: Tensor = F.pad(x.float(), (0, 0, 0, rest)).unflatten(2, (-1, size))
+        return padded
 
-    q, k, v = cut(query * key.size(-1) ** -0.5), cut(key), cut(value)
+    q, k, v = cut(query) * key.size(-1) ** -0.5, cut(key), cut(value)
     rate, decay = cut(beta[..., None]), cut(g[..., None])[..., 0].cumsum(-1)
     # Of later tokens, which a token does not see, the difference is positive: it could overflow.
     earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
