@@ -43,6 +43,9 @@ transformers does not reset the state of a delta net within a row, so each sampl
 
     python examples/quickstart/make_quickstart.py --hybrid
 
+With the defaults (seed 1, 2000 steps, torch 2.13, transformers 5.19), held out: 0.30 right at temperature 1,
+0.01 greedy, 26 tokens a response, and 90% of prompts have both right and wrong answers among 8 samples.
+
 With ``--solutions N`` it makes ``solutions.jsonl`` alone: worked solutions of the first N training problems,
 without slips, to fine-tune on (examples/warm_start.yaml has 400).
 """
