@@ -209,11 +209,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long  # an engine's start; exports are bit-identical to what transformers wrote, as tested above
-def test_a_stock_vllm_serves_an_exported_mixture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3-moe", "mistral", "phi3", "olmo3", "granite"])
+def test_a_stock_vllm_serves_an_export(tmp_path: Path, family: str) -> None:
     """Without our plug-in: log-probs as transformers computes them from the model before the conversion."""
-    experts = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    experts |= {"intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 128}
-    source = write_model(tmp_path / "hf", "qwen3-moe", **experts)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    sizes |= {"vocab_size": 128}
+    if family == "qwen3-moe":
+        sizes |= {"head_dim": 32, "moe_intermediate_size": 32}
+    source = write_model(tmp_path / "hf", family, **sizes)
     there_and_back(tmp_path, source)
 
     generator = torch.Generator().manual_seed(0)
