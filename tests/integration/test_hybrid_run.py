@@ -45,7 +45,7 @@ def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 def test_partial_responses_are_continued(tmp_path: Path) -> None:
     run = Run(tmp_path, "ahead")
-    run.start(*HYBRID, "rollout.ahead=2")
+    run.start(*HYBRID, "rollout.ahead=2", "correction.type=truncate")
     run.finish()
     assert count_mixed(run.folder) > 0
     assert all(row["mismatch/logp_max"] < LARGEST for row in run.rows()[1:])

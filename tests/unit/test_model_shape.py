@@ -15,8 +15,18 @@ import pytest
 from transformers import AutoConfig
 
 from rpg_megatron.config import UserError, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape, Llama3Rope, Rope, Scales, Windows, YarnRope
-from tests.support.tiny_models import tiny_shape
+from rpg_megatron.config.model_shape import (
+    ExpertShape,
+    LinearAttention,
+    Llama3Rope,
+    Rope,
+    Scales,
+    Windows,
+    YarnRope,
+)
+from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.policy.layer_specs import megatron_rotates
+from tests.support.tiny_models import FAMILIES, tiny_shape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,6 +67,11 @@ PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
 OLMO3 = {**LLAMA, "architectures": ["Olmo3ForCausalLM"]}
 VISION = "Mistral3ForConditionalGeneration"
 GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"]}
+QWEN3_5 = {
+    **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [1, 1, 1]},
+}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
 
@@ -125,6 +140,65 @@ def test_windows_and_rotary_embeddings_are_read_as_transformers_does(
         assert shape.rope_of(layer).theta == parameters["rope_theta"]
         assert shape.rope_of(layer).fraction == parameters.get("partial_rotary_factor", 1)
         assert isinstance(shape.rope_of(layer).scaling, YarnRope) == (parameters["rope_type"] == "yarn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, (0, 1, 2)),
+        ({"full_attention_interval": 2}, (0, 2)),
+        ({"full_attention_interval": 2, "layer_types": ["full_attention", "linear_attention"] * 2}, (1, 3)),
+        ({"layer_types": ["full_attention"] * 4}, None),
+        ({"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 24}, (0, 1, 2)),
+        ({"linear_key_head_dim": 8, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5}, (0, 1, 2)),
+        ({"head_dim": 16}, (0, 1, 2)),
+    ],
+)
+def test_linear_attention_is_read_as_transformers_does(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...] | None
+) -> None:
+    shape = read(tmp_path, QWEN3_5 | changes)
+    config = AutoConfig.for_model("qwen3_5_text", **json.loads(json.dumps(QWEN3_5 | changes)))
+    assert shape.zero_centred
+    assert shape.gated_attention
+    assert (shape.head_dim, shape.rope.theta) == (config.head_dim, 1e7)
+    assert shape.rope.fraction == config.rope_parameters["partial_rotary_factor"]
+    assert [shape.is_linear(n) for n in range(4)] == [
+        kind == "linear_attention" for kind in config.layer_types
+    ]
+    if layers is None:
+        assert shape.linear is None
+        return
+    assert shape.linear == LinearAttention(
+        layers,
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
+
+
+def test_cost_of_linear_attention() -> None:
+    """Layers with linear attention have no pairs of tokens, and no keys; their states cost each token."""
+    shape = tiny_shape("qwen3_5")  # one of four layers has softmax attention
+    assert (shape.squares(100), shape.attended(100), shape.softmax_layers) == (2500, 100, 1)
+    n, parts = 1000, shape.forward_flops(1, 0)
+    assert shape.forward_flops(n, shape.squares(n)) == pytest.approx(parts * n + 2 * n * n * 8 * 6)
+    assert parts == 2 * (sum(shape.matmul_parameters) + shape.state_products)
+    # At this length the pairs take as long as everything else.
+    length = shape.attention_length
+    assert shape.forward_flops(0, shape.squares(length)) == pytest.approx(length * parts)
+    tensors = mapping_for(shape).hf_tensors().items()
+    vectors = ("embed_tokens", "conv1d")
+    matrices = sum(math.prod(s) for n, s in tensors if len(s) > 1 and not any(v in n for v in vectors))
+    assert sum(shape.matmul_parameters) == matrices
+
+
+def test_what_megatron_rotates() -> None:
+    """Elsewhere attention does it itself: a part of the head, several kinds of layers, a factor."""
+    rotated = {name for name in FAMILIES if megatron_rotates(tiny_shape(name))}
+    assert rotated == {"qwen3", "qwen2", "llama", "mistral", "granite"}
 
 
 SCALES = {
@@ -298,6 +372,21 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             r"text_config is of 'ministral3'; with this architecture only mistral \(Mistral Small 3",
         ),
         ({"architectures": [VISION]}, "text_config is of None"),
+        (
+            OLMO3 | {"rope_scaling": YARN | {"attention_factor": 0}},
+            "^.*: attention_factor is 0; it must be a",
+        ),
+        (
+            QWEN3_5 | {"layer_types": ["linear_attention"] * 4},
+            "all layers have linear attention; at least one",
+        ),
+        (QWEN3_5 | {"layer_types": ["sliding_attention"] * 4}, "4 of 4 layers have sliding_attention; this"),
+        (QWEN3_5 | {"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        (QWEN3_5 | {"linear_num_key_heads": 3}, "linear_num_key_heads is 3, which does not divide .*32"),
+        (QWEN3_5 | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it must be an integer"),
+        (QWEN3_5 | {"full_attention_interval": 0}, "full_attention_interval is 0; it must be an integer"),
+        (QWEN3_5 | {"attention_bias": True}, "attention_bias=true is not supported for qwen3_5"),
+        (QWEN3_5 | {"architectures": ["Qwen3_5MoeForCausalLM"]}, r"Qwen3\.5 mixtures of experts \(arch"),
         (GRANITE | {"layer_types": ["full_attention"] * 4}, "layer_types: not supported for granite"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of 1 to"),
         (GRANITE | {"logits_scaling": 0}, "logits_scaling is 0; it must be a number greater than 0"),
@@ -330,6 +419,7 @@ def test_variants_that_are_not_covered_are_refused(
         ({"num_key_value_heads": True}, "num_key_value_heads is True"),
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4, which does not divide num_attention_heads"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"max_position_embeddings": 2**31}, r"1 to 2,147,483,647"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0; it must be a number greater than 0"),
         ({"rope_scaling": {**SCALING, "factor": float("inf")}}, "rope scaling needs factor >= 1"),
