@@ -77,6 +77,7 @@ FAMILIES = {
         qk_norm="heads",
         linear=True,
         partial_rope=True,
+        refused=("layer_scale", "qkv_bias", "dual_chunk_attention_config"),
         defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
     ),
 }

@@ -121,7 +121,13 @@ def _text_config(file: Path, raw: dict[str, Any], family: Family) -> dict[str, A
             f"{family.inside} ({family.models}) is supported"
         )
     outside = ("dtype", "torch_dtype", "quantization_config", "compression_config", "tie_word_embeddings")
-    return {key: raw[key] for key in outside if key in raw} | text
+    inner, outer = (part.get("tie_word_embeddings") for part in (text, raw))
+    if inner is not None and bool(inner) != bool(outer):
+        raise UserError(
+            f"{file}: tie_word_embeddings is {inner} in text_config and {outer} outside, of which "
+            "transformers and vLLM read the latter; make them equal"
+        )
+    return {key: raw[key] for key in outside if key in raw} | {k: v for k, v in text.items() if v is not None}
 
 
 _LARGEST = {
@@ -203,8 +209,15 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         problems.append(
             f"attn_output_gate={raw['attn_output_gate']!r} is not supported; released models have true"
         )
-    if keys := [key for key in family.refused if raw.get(key) is not None]:
+    if family.linear and (gate := raw.get("output_gate_type", "silu")) not in ("silu", "swish"):
+        problems.append(f"output_gate_type={gate!r} is not supported; known: silu, swish")
+    if family.linear and raw.get("is_causal", True) is not True:
+        problems.append(f"is_causal={raw['is_causal']!r} is not supported; released models have true")
+    if keys := [key for key in family.refused if raw.get(key) is not None and raw[key] is not False]:
         problems.append(f"{', '.join(keys)}: not supported for {family.name}; released models have none")
+    given, older = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if given and older and given != older:
+        problems.append("rope_parameters and rope_scaling differ; keep the one that is right")
     kinds = _layer_kinds(raw, family, int(raw["num_hidden_layers"]))
     known = {_FULL} if family.windows == "no" else {_FULL, _SLIDING}
     known |= {_LINEAR} if family.linear else set()
@@ -231,6 +244,8 @@ def _layer_kinds(raw: dict[str, Any], family: Family, layers: int) -> list[str]:
     if family.windows == "all":
         return [_SLIDING if window is not None else _FULL] * layers
     if (kinds := raw.get("layer_types")) is not None:
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise ValueError(f"layer_types is {shorten(ascii(kinds), 80)}; it must be a list of names")
         if len(kinds) != layers:
             raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
         return list(kinds)
@@ -267,6 +282,8 @@ def _linear(raw: dict[str, Any], family: Family, layers: int) -> LinearAttention
         for key, default in ((f"linear_{k}", v) for k, v in (defaults | {"conv_kernel_dim": 4}).items())
     ]
     out = LinearAttention(found, *sizes)
+    if out.kernel < 2:
+        raise ValueError("linear_conv_kernel_dim is 1, which vLLM does not support")
     if out.value_heads % out.key_heads:
         raise ValueError(
             f"linear_num_key_heads is {out.key_heads}, which does not divide linear_num_value_heads "
@@ -283,7 +300,10 @@ def _rope_settings(raw: dict[str, Any], family: Family, kind: str) -> dict[str, 
     """
     default = family.defaults.get("rope_theta", 10000.0)
     rotated = raw.get("partial_rotary_factor") or family.defaults.get("partial_rotary_factor", 1)
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters is {shorten(ascii(rope), 80)}; it must be an object")
+    rope = dict(rope)
     theta = raw.get("rope_theta")
     if any(isinstance(value, dict) for value in rope.values()):
         rope = dict(rope.get(kind) or {})

@@ -162,7 +162,8 @@ def _check_adapter(run: CheckedRun) -> None:
 
 def _check_teacher(run: CheckedRun) -> None:
     settings = with_local_model(run.settings) if "weights" in run.has else run.settings
-    check_teacher(settings, run.shape, weights="weights" in run.has)
+    has = {"weights": "weights" in run.has, "machine": "machine" in run.has}
+    check_teacher(settings, run.shape, **has)
 
 
 def _ask_teacher(run: CheckedRun) -> list[str]:

@@ -11,8 +11,11 @@ from rpg_megatron.engine.hybrid_cache import hybrid_cache
 CPU_LINEAR_HEADS = (64, 128)
 """Sizes of linear heads, of keys and values alike, that vLLM supports on a CPU in bfloat16. With others, an
 engine starts and fails at each request."""
-_NOT_ON_CPU = ("--enable-prefix-caching", "--speculative-config")
-"""Options with which vLLM would split prompts, or take tokens back that are in the states."""
+_NOT_ON_CPU = (
+    *("--enable-prefix-caching", "--enable-chunked-prefill", "--speculative-config"),
+    *("--mamba-ssm-cache-dtype", "--mamba-cache-dtype", "--mamba-cache-mode"),
+)
+"""Options with which vLLM would split prompts, take tokens back that are in the states, or round states."""
 _GIB = 1024**3
 
 

@@ -6,14 +6,17 @@ from pathlib import Path
 
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.tokenizer_file import open_tokenizer
-from rpg_megatron.launcher.layer_checks import check_rows
+from rpg_megatron.launcher.layer_checks import check_delta_kernels, check_rows
 from rpg_megatron.launcher.preflight import check_model, check_parallel
 
 
-def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True) -> None:
+def check_teacher(
+    settings: Settings, shape: ModelShape, *, weights: bool = True, machine: bool = False
+) -> None:
     """Check that the ranks can hold the teacher, and that its tokens are the policy's. Raises UserError.
 
     shape: the policy's. weights: whether its weights and tokenizer are here, and not only its config.json.
+    machine: whether the run's packages are.
     """
     teacher = settings.teacher
     if teacher is None or teacher.path is None:
@@ -22,6 +25,8 @@ def check_teacher(settings: Settings, shape: ModelShape, *, weights: bool = True
         other = check_model(teacher.path) if weights else read_model_shape(teacher.path)
         check_parallel(settings, other)
         check_rows(settings, other)
+        if machine:
+            check_delta_kernels(settings, other)
     except UserError as e:
         raise UserError(f"teacher.path: {str(e).removeprefix('model.path: ')}") from None
     if settings.longest > other.max_positions:

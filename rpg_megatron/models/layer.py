@@ -96,7 +96,7 @@ def _delta_net(s: ModelShape, linear: LinearAttention) -> dict[str, Parameter]:
         "A_log": Parameter((Segment(f"{hf}A_log", heads),), cut="rows", float32=True),
         "in_proj.weight": Parameter(tuple(projected), s.hidden_size, "segments"),
         "conv1d.weight": Parameter(convolved, (1, linear.kernel), "segments"),
-        "out_norm.weight": vector(f"{hf}norm.weight", linear.value_dim),
+        "out_norm.weight": Parameter((Segment(f"{hf}norm.weight", linear.value_dim),), float32=True),
         "out_proj.weight": by_columns(f"{hf}out_proj.weight", s.hidden_size, values),
     }
 

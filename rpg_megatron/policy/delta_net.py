@@ -23,7 +23,7 @@ from rpg_megatron.policy.length_groups import LengthGroups, group_by_length
 
 
 class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
-    """Megatron's gated delta net, with float32 decay rates and a plain norm, whatever the other norms are."""
+    """Megatron's gated delta net with a plain norm, whatever the others are, and what is float32 on disk."""
 
     def __init__(
         self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, layer_number: int, **more: Any
@@ -35,7 +35,7 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
             _replace_fla()
         super().__init__(config, submodules, layer_number, **more)
         plain = copy(config)
-        plain.layernorm_zero_centered_gamma = False
+        plain.layernorm_zero_centered_gamma, plain.params_dtype = False, torch.float32
         self.out_norm = submodules.out_norm(plain, self.value_head_dim, config.layernorm_epsilon)
         # The rates are exponents: bfloat16 would change them by up to 0.4%.
         given: Tensor = self.get_parameter("A_log")

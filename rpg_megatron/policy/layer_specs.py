@@ -91,7 +91,8 @@ def _fused_layer(
         from megatron.core.extensions import transformer_engine as te
 
         linear = te.TEColumnParallelLinear if separate_norms else te.TELayerNormColumnParallelLinear
-        parts.self_attention = delta_net(linear, te.TENorm, te.TERowParallelLinear)
+        # Transformer Engine's norm needs a weight of the input's dtype.
+        parts.self_attention = delta_net(linear, RMSNorm, te.TERowParallelLinear)
     elif share_prompts or not megatron_rotates(shape):
         from rpg_megatron.policy.fused_attention import RotatingAttention
 

@@ -41,12 +41,12 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        normalised = x.float() * inverse
+        normalised, kept = x.float() * inverse, weight.dtype
         d_x = d_weight = None
         if ctx.zero_centred:
             gradient, weight = gradient.float(), 1 + weight.float()
         if ctx.needs_input_grad[1]:
-            d_weight = (gradient * normalised.to(gradient.dtype)).flatten(0, -2).sum(0).to(x.dtype)
+            d_weight = (gradient * normalised.to(gradient.dtype)).flatten(0, -2).sum(0).to(kept)
         if ctx.needs_input_grad[0]:
             wide = (gradient * weight).float()
             along = _mean(wide * normalised, ctx.group)

@@ -217,7 +217,8 @@ def build_optimizer(
         overrides = get_standard_config_overrides(config)
         # Float32 parameters of 16-bit models need a group of their own: within a group Megatron moves them to
         # the front, but finds their state by the order of the model. The override itself changes nothing.
-        overrides[ParamKey(name="*.A_log")] = ParamGroupOverride(min_lr=config.min_lr)
+        kept = ("*.A_log", "*.out_norm.weight")
+        overrides[ParamKey(name=kept)] = ParamGroupOverride(min_lr=config.min_lr)
         optimizer = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if settings.type == "schedule_free_adamw":

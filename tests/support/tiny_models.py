@@ -465,7 +465,7 @@ def make_model(
             p.copy_(values)
     model.to(dtype)
     for name, p in model.named_parameters():
-        if name.endswith("A_log"):  # as in released checkpoints
+        if name.endswith(("A_log", "linear_attn.norm.weight")):  # as in released checkpoints
             p.data = p.data.float()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if family == "qwen3_moe":

@@ -7,6 +7,7 @@ these layers compute (tests/distributed/test_families.py).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
         (tiny_shape(scales=Scales(residual=0.5)), ["lora.rank=4"], "lora: qwen3 models in this form"),
         (tiny_shape(**PART), ["lora.rank=4"], "lora: qwen3 models in this form"),
         (HYBRID, ["lora.rank=4"], "lora: qwen3_5 models in this form"),
+        (
+            HYBRID,
+            ["precision.dtype=bfloat16", "optimizer.distributed=false"],
+            "optimizer.distributed: false with qwen3_5 models in bfloat16",
+        ),
         (HYBRID, ["training.share_prompts=true"], "training.share_prompts: qwen3_5 models have linear"),
         (HYBRID, ["parallel.tensor=2"], "parallel.tensor: 2 with linear attention .* needs sequence"),
         (
@@ -68,6 +74,15 @@ def test_kernels_of_a_gpu_are_asked_for(config_file: Path) -> None:
     check_delta_kernels(settings, TINY)
     with pytest.raises(UserError, match="flash-linear-attention is missing"):
         check_delta_kernels(settings, HYBRID)
+
+
+def test_a_teachers_kernels_are_asked_for(config_file: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "teacher", HYBRID, random_state_dict(mapping_for(HYBRID)))
+    distil = [f"teacher.path={tmp_path / 'teacher'}", "objective.type=distil", "device=cuda"]
+    settings = load_settings(config_file, [*distil, "precision.dtype=bfloat16"])
+    check_teacher(settings, replace(TINY, vocab_size=HYBRID.vocab_size), weights=False)
+    with pytest.raises(UserError, match=r"teacher\.path: python package flash-linear-attention is missing"):
+        check_teacher(settings, TINY, weights=False, machine=True)
 
 
 def test_a_teacher_has_windows_too(config_file: Path, tmp_path: Path) -> None:

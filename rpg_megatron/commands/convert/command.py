@@ -45,7 +45,7 @@ def open_hf(hf: Path) -> Source:
     shape = _read_shape(hf, hf)
     layout = mapping_for(shape)
     stored = hf_files.verify_hf_checkpoint(hf, layout, one_dtype=True)
-    dtype = next(iter(stored.values())).dtype
+    dtype = next(tensor.dtype for name, tensor in stored.items() if name not in layout.float32)
     note = hf_files.describe_computed(hf_files.list_checkpoint(hf))
     return Source(shape, layout, SAFETENSORS[dtype], hf, hf, hf, hf, {}, note=note)
 

@@ -188,7 +188,8 @@ def compare(hf: Path, sequences: list[list[int]], logits: list[Tensor]) -> str:
             position, token = divmod(int(gap.argmax()), gap.size(1))
             difference = float(gap.max())
             worst = f"sequence {number} of {len(tokens)} tokens, position {position}, logit of token {token}"
-    tolerance = TOLERANCE * max(1.0, largest)
+    # Norms of linear attention amplify rounding, also in transformers, by ten and more.
+    tolerance = TOLERANCE * max(1.0, largest) * (10 if read_model_shape(hf).linear else 1)
     if not difference <= tolerance:
         raise RunFailed(
             f"logits differ by up to {difference:.2e} ({worst}), beyond the tolerance of {tolerance:.1e} for "
