@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rpg_megatron.config.model_shape import CHUNK
+from rpg_megatron.models.delta_rule import delta_rule, l2norm
 from rpg_megatron.policy.length_groups import LengthGroups, group_by_length
 
 
@@ -48,12 +48,6 @@ def _replace_fla() -> None:
     common.HAVE_FLA, common.l2norm = True, l2norm
     for module in (common, gdn):
         module.causal_conv1d, module.chunk_gated_delta_rule = causal_conv1d, gated_delta_rule
-
-
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Divide the last dimension by its length: x / sqrt(sum(x^2) + eps)."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def causal_conv1d(
@@ -107,36 +101,7 @@ def _groups(lengths: Sequence[int]) -> LengthGroups:
 
 
 def _rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Sequences of one length: query, key, value [sequences, heads, n, d], g and beta [sequences, heads, n].
-
-    In chunks of tokens: within a chunk each update depends on the earlier ones, which is a triangular system
-    (section 3.3 of the paper); between chunks the state is carried over.
-    """
-    length, dtype = query.size(2), value.dtype
-    size = min(CHUNK, length)
-    rest = -length % size
-
-    def cut(x: Tensor) -> Tensor:
-        """[..., n, d] -> [..., chunks, size, d], padded with zeros."""
-        padded: Tensor = F.pad(x.float(), (0, 0, 0, rest)).unflatten(2, (-1, size))
-        return padded
-
-    q, k, v = cut(query) * key.size(-1) ** -0.5, cut(key), cut(value)
-    rate, decay = cut(beta[..., None]), cut(g[..., None])[..., 0].cumsum(-1)
-    # Of later tokens, which a token does not see, the difference is positive: it could overflow.
-    earlier = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~earlier, -torch.inf).exp()
-    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
-    system = (k * rate) @ k.transpose(-1, -2) * between
-    right = torch.cat([v * rate, k * rate * since], -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, seen = solved.split([v.size(-1), k.size(-1)], -1)
-    inner, outer, update, last = q @ k.transpose(-1, -2) * between, q * since, k * until, since[..., -1:, :]
-    state = q.new_zeros(*q.shape[:2], k.size(-1), v.size(-1))
-    out = []
-    for i in range(q.size(2)):
-        values = new[:, :, i] - seen[:, :, i] @ state
-        out.append(outer[:, :, i] @ state + inner[:, :, i] @ values)
-        state = state * last[:, :, i] + update[:, :, i].transpose(-1, -2) @ values
-    whole: Tensor = torch.stack(out, 2).flatten(2, 3)[:, :, :length].to(dtype)
-    return whole
+    """Sequences of one length, from their start. Shapes: see ``delta_rule``."""
+    q, k, v, decay, rate = (x.float() for x in (query, key, value, g, beta))
+    out, _ = delta_rule(q, k, v, decay, rate, q.new_zeros(*q.shape[:2], k.size(-1), v.size(-1)))
+    return out.to(value.dtype)

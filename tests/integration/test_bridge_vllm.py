@@ -365,7 +365,7 @@ def test_modules_that_share_parameters(tmp_path, monkeypatch, name, stand_ins, m
     re-packed too, a tied Llama on CPU serves new layers with an old output matrix, without an error.
     """
     # Trainers may not know the family.
-    positions = SimpleNamespace(max_positions=1024, is_part=False)
+    positions = SimpleNamespace(max_positions=1024, is_part=False, linear=None)
     monkeypatch.setattr("rpg_megatron.engine.command.read_model_shape", lambda _: positions)
     with bridge_engines(tmp_path, name, [1], stand_ins) as (engine,):
         rig = Rig(tmp_path / "model", engine, None)

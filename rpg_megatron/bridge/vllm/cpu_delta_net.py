@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rpg_megatron.config.model_shape import CHUNK
+from rpg_megatron.models.delta_rule import delta_rule, l2norm
 
 
 def in_float32(vllms: Callable[..., None]) -> Callable[..., None]:
@@ -55,32 +55,9 @@ def in_float32(vllms: Callable[..., None]) -> Callable[..., None]:
             x = F.silu(F.conv1d(x, weight, layer.conv1d.bias, groups=len(weight))).mT.flatten(0, 1)
             q, k, v = (y[0].unflatten(0, (-1, length)).transpose(1, 2) for y in layer.rearrange_mixed_qkv(x))
             g, beta = (gate[rows].unflatten(0, (-1, length)).mT for gate in gates)
+            q, k = (l2norm(y).repeat_interleave(v.size(1) // y.size(1), 1) for y in (q, k))
             y, state[own] = delta_rule(q, k, v, g, beta, state[own])
             out[rows] = y.transpose(1, 2).flatten(0, 1)
 
     core.__signature__ = inspect.signature(vllms, eval_str=True)  # type: ignore[attr-defined]
     return core
-
-
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Outputs [n, value heads, tokens, value dim], and the states behind the tokens.
-
-    q, k: [n, key heads, tokens, key dim]; v: like the outputs; g: logarithm of each token's decay, and beta:
-    its rate [n, value heads, tokens]; state: in front of the tokens [n, value heads, key dim, value dim].
-    The values that a chunk's tokens write solve a triangular system.
-    """
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q, k = (x.repeat_interleave(v.size(1) // k.size(1), 1) for x in (q * k.size(-1) ** -0.5, k))
-    outs = []
-    for i in range(0, v.size(2), CHUNK):
-        qs, ks, vs, sums, rate = (x[:, :, i : i + CHUNK] for x in (q, k, v, g[..., None], beta[..., None]))
-        sums = sums.cumsum(2)
-        decay = (sums - sums.mT).tril().exp().tril()  # from a token to a later one
-        system, right = (rate * ks @ ks.mT * decay).tril(-1), rate * (vs - sums.exp() * ks @ state)
-        new = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        outs.append(sums.exp() * qs @ state + (qs @ ks.mT * decay) @ new)
-        last = sums[:, :, -1:]
-        state = last.exp() * state + ((last - sums).exp() * ks).mT @ new
-    return torch.cat(outs, 2), state

@@ -125,8 +125,9 @@ class Chart {
     const { kind } = this.spec, axis = { stroke: tint("faint"), font: "11px system-ui, sans-serif" };
     const texts = (u, values, at, space, increment) => (!this.log ? tickTexts(values, increment, kind)
       : values.map((value) => (value === null ? "" : formatValue(value, kind))));
-    const widest = (u, values) => 12 + Math.max(32,
-      ...(values ?? []).map((text) => u.ctx.measureText(text).width / uPlot.pxRatio));
+    // uPlot sets the font later, when it draws.
+    const widest = (u, values, index) => 12 + Math.max(32, ...(values ?? []).map((text) =>
+      Object.assign(u.ctx, { font: u.axes[index].font[0] }).measureText(text).width / uPlot.pxRatio));
     return {
       width, height: Math.round(Math.min(190, 100 + width / 5)), legend: { show: false },
       pxAlign: 0, padding: [8, 12, 0, 4],

@@ -1,7 +1,7 @@
-"""The gated delta rule of engines on a CPU, in float64, against the recurrence token by token.
+"""The gated delta rule of trainers and engines on a CPU, in float64, against the recurrence token by token.
 
-Why: it computes chunks of tokens with triangular systems, and steps from states that the cache holds. Not
-covered: the convolution, the gates and the cache (tests/integration/test_hybrid_engines.py).
+Why: it computes chunks of tokens with triangular systems, and steps from states that a cache holds. Not
+covered: packed rows (test_delta_net); convolution, gates, cache (tests/integration/test_hybrid_engines.py).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rpg_megatron.bridge.vllm.cpu_delta_net import CHUNK, delta_rule
+from rpg_megatron.config.model_shape import CHUNK
+from rpg_megatron.models.delta_rule import delta_rule
 
 
 def recurrence(q, k, v, g, beta, state):
     """Equation 10 of the paper, for each token."""
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     outs = []
     for t in range(q.shape[2]):
         state = state * g[:, :, t, None, None].exp()
@@ -29,13 +29,12 @@ def recurrence(q, k, v, g, beta, state):
 def test_chunks_are_the_recurrence(tokens: int, decay: float) -> None:
     """Also where a chunk's decay is far beyond the range of numbers."""
     torch.manual_seed(tokens)
-    q, k = torch.randn(2, 3, 2, tokens, 8, dtype=torch.float64)
+    q, k = torch.nn.functional.normalize(torch.randn(2, 3, 6, tokens, 8, dtype=torch.float64), dim=-1)
     v = torch.randn(3, 6, tokens, 5, dtype=torch.float64)
     g, beta = torch.rand(2, 3, 6, tokens, dtype=torch.float64)
     state = torch.randn(3, 6, 8, 5, dtype=torch.float64)
     found = delta_rule(q, k, v, -decay * g, beta, state)
-    heads = q.repeat_interleave(3, 1), k.repeat_interleave(3, 1)
-    for x, expected in zip(found, recurrence(*heads, v, -decay * g, beta, state), strict=True):
+    for x, expected in zip(found, recurrence(q, k, v, -decay * g, beta, state), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-13)
     if tokens == 1:
         return
