@@ -210,6 +210,7 @@ FEW = (
     "olmo3: TP2+SP",
     "olmo3: PP2xVPP2",
     "olmo3: TP2+SPxCP2",
+    "granite: TP1",
     "qwen3_5: PP2xVPP2",
     "qwen3_5: TP2+SPxCP2",
     "qwen2, deep: PP4xVPP2, layers 1 and 1, 2 and 1, 1 and 1, 1 and 1",

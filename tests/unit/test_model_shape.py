@@ -385,6 +385,11 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
         (QWEN3_5 | {"linear_num_key_heads": 3}, "linear_num_key_heads is 3, which does not divide .*32"),
         (QWEN3_5 | {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it must be an integer"),
         (QWEN3_5 | {"full_attention_interval": 0}, "full_attention_interval is 0; it must be an integer"),
+        (QWEN3_5 | {"linear_conv_kernel_dim": 1025}, "linear_conv_kernel_dim is 1025; .* 1 to 1,024"),
+        (
+            QWEN2 | {"use_sliding_window": True, "num_hidden_layers": 29},
+            "1 of 29 layers have sliding_attention",  # transformers' default: from layer 28 on
+        ),
         (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, which vLLM does not support"),
         (
             QWEN3_5 | {"output_gate_type": "sigmoid"},
@@ -438,6 +443,7 @@ def test_variants_that_are_not_covered_are_refused(
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4, which does not divide num_attention_heads"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"max_position_embeddings": 2**31}, r"1 to 2,147,483,647"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648; .* 1 to 2,147,483,647"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": -1.0}, "rope_theta is -1.0; it must be a number greater than 0"),
         ({"rope_scaling": {**SCALING, "factor": float("inf")}}, "rope scaling needs factor >= 1"),

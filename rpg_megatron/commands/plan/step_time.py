@@ -238,9 +238,8 @@ def _rollout(case: _Case, batches: int) -> tuple[list[Phase], float]:
         weights = ((in_layers + idle) * (1 if fp8 else case.item) + in_head * case.item) / engine.tensor
         keys = shape.attended(context) * memory.kv_bytes_per_token
         read = weights + memory.adapters + batch * (keys + 2 * memory.state)  # states are written, too
-        return read / assumed.memory_bandwidth / efficiency, 2 * (
-            in_layers + in_head + shape.state_products
-        ) * batch / flops
+        products = in_layers + in_head + shape.state_products
+        return read / assumed.memory_bandwidth / efficiency, 2 * products * batch / flops
 
     # Keys and values of a response at a random moment of its decoding, which long ones have more of.
     context = case.prompt + case.spread * case.response / 2
