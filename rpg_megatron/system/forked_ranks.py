@@ -20,13 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from rpg_megatron.config.files import atomic_write_text, open_own, read_json
+from rpg_megatron.config.files import atomic_write_text, open_own, open_regular, read_json
 from rpg_megatron.system.child import Child
 from rpg_megatron.system.parent_death import end_with_parent
 from rpg_megatron.system.process_groups import WARNINGS
 
 STATUS = "ranks.json"
-"""File in the work folder: [pid, bytes that the log had before, exit code or null] of each rank."""
+"""File in the work folder: [pid, bytes that the log had before, exit code or null, the parent's descriptor of
+the log] of each rank."""
 
 
 def fork_ranks(logs: Path, world: int, status: Path) -> int:
@@ -39,16 +40,18 @@ def fork_ranks(logs: Path, world: int, status: Path) -> int:
     gc.freeze()  # imported objects stay in memory shared with the forks
     parent = os.getpid()
     rows: dict[int, list[int | None]] = {}
+    files: list[IO[bytes]] = []  # stay open: the launcher opens them here if a log was deleted by then
     for rank in range(world):
-        with open_own(_log_of(logs, rank), "ab") as file:
-            start = os.fstat(file.fileno()).st_size
-            if (pid := os.fork()) == 0:
-                end_with_parent(parent)
-                os.setpgid(0, 0)
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-                return rank
-            rows[pid] = [pid, start, None]
+        files.append(open_own(_log_of(logs, rank), "ab"))
+        log = files[-1].fileno()
+        start = os.fstat(log).st_size
+        if (pid := os.fork()) == 0:
+            end_with_parent(parent)
+            os.setpgid(0, 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            return rank
+        rows[pid] = [pid, start, None, log]
     for number in WARNINGS:  # schedulers send them to every process: the ranks save and end
         signal.signal(number, signal.SIG_IGN)
     ends = select.poll()
@@ -75,9 +78,11 @@ class ForkedRank:
         """logs, status: as for ``fork_ranks``, whose process is ``parent``. The file must exist."""
         self.log = _log_of(logs, rank)
         self.name = self.log.stem
-        self.opened: IO[bytes] | None = open_own(self.log)
+        self.opened: IO[bytes] | None = None
         self._rank, self._status, self._parent = rank, status, parent
-        self.pid, self.log_start, self._code = self._read()
+        self.pid, self.log_start, self._code, log = self._read()
+        with suppress(OSError):  # the parent has ended
+            self.opened = open_regular(Path(f"/proc/{parent.pid}/fd/{log}"))
 
     def exit_code(self) -> int | None:
         """None while it runs; negative after a signal."""
@@ -94,9 +99,9 @@ class ForkedRank:
         with suppress(ProcessLookupError):  # it was killed with its parent
             os.kill(self.pid, signal.SIGTERM)
 
-    def _read(self) -> tuple[int, int, int | None]:
-        pid, start, code = read_json(self._status)[self._rank]
-        return pid, start, code
+    def _read(self) -> tuple[int, int, int | None, int]:
+        pid, start, code, log = read_json(self._status)[self._rank]
+        return pid, start, code, log
 
 
 def _log_of(logs: Path, rank: int) -> Path:
