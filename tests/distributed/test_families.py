@@ -256,7 +256,7 @@ def test_families_in_every_layout(tmp_path: Path, few: bool) -> None:
         if name == "qwen3_5":  # norms and rule are float32 also in transformers, and amplify its rounding
             own = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
             rounded = reference_update(own, batch[name], "rpg")["gradients"]
-            tolerance[name] = 3 * gradient_error(rounded, expected[name]["gradients"])[0]
+            tolerance[name] = max(5e-5, 3 * gradient_error(rounded, expected[name]["gradients"])[0])
             assert tolerance[name] < 1e-4
         (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(batch[name]))
     runs = {

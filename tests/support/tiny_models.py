@@ -460,7 +460,7 @@ def make_model(
                 values = 0.2 * values + (0 if family == "qwen3_5" and "linear_attn" not in name else 1)
             else:
                 # Short queries and keys, or states, would be noise that norms amplify, in any program.
-                size = {"bias": 0.5, "conv1d": 1.0, "in_proj_qkv": 3 * noise}
+                size = {"bias": 0.5, "conv1d": 1.0, "in_proj_qkv": 6 * noise}
                 values *= next((value for part, value in size.items() if part in name), noise)
             p.copy_(values)
     model.to(dtype)
