@@ -1,32 +1,27 @@
 """The control connections between the first node's launcher and those of the other nodes.
 
-The first launcher writes a rendezvous file into the folder of the runs, which all nodes share: its address
-and the run's token, readable only by the owner. Both ends of a connection prove that they know the token;
-then they exchange JSON objects. Each end sends a heartbeat every few seconds, so that a node that fails
+The first launcher writes a rendezvous file into the folder of the runs, which all nodes share: its address, a
+port for each node, and the run's token, readable only by the owner. Messages are JSON objects over ZeroMQ,
+with keys that are derived from the token. ZeroMQ's own thread sends heartbeats, so that a node that fails
 silently is detected. The file is removed when all nodes have joined.
-
-Not the messages of ``system/messages.py``: each end must notice that the other has exited or is silent, and
-tell which, also while its main thread is busy; and a launcher starts faster without asyncio.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import secrets
 import socket
 import stat
-import struct
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, open_own, remove
@@ -34,80 +29,103 @@ from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.nodes import Nodes, own_address
 from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.system.process_groups import boot_id
+from rpg_megatron.system.socket_keys import secure
 
-_HEARTBEAT_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10
+_LAST_WORDS_SECONDS = 2
+"""How long a closed channel may take to send its last messages."""
 _PREFIX = ".meeting-"
 _ABANDONED_SECONDS = 86_400.0
 _MAX_MESSAGE_BYTES = 1 << 20
 """Size of the largest valid message."""
+_OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
+_EVENTS = _OPENED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class ControlChannel:
-    """One end of a connection between two launchers. Threads read messages and send heartbeats."""
+    """One end of a connection between two launchers. For one thread; call ``receive`` often."""
 
-    def __init__(self, connection: Connection, *, silence: float):
-        """silence: seconds without a message after which the other end counts as lost."""
+    def __init__(self, token: str, silence: float, context: zmq.Context[Any] | None = None):
+        """silence: seconds without a heartbeat after which the other end counts as lost."""
+        self.connected = False
         self.lost = ""
-        """Why the connection is lost; empty while it is open."""
-        self._connection = connection
-        self._limit = silence
-        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._sending = threading.Lock()
-        self._heard = time.monotonic()
-        for work in (self._read, self._heartbeat):
-            threading.Thread(target=work, daemon=True).start()
+        """Why the connection is lost; empty before it is made, and while it is open."""
+        self._token, self._silence = token, silence
+        self._own_context = None if context else zmq.Context()
+        self._socket = (context or self._own_context).socket(zmq.PAIR)  # type: ignore[union-attr]
+        self._socket.heartbeat_ivl = int(250 * silence)
+        self._socket.heartbeat_timeout = int(750 * silence)
+        self._socket.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
+        self._socket.reconnect_ivl = -1
+        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._events = self._socket.get_monitor_socket(_EVENTS)
+        self._connections: dict[int, socket.socket | None] = {}
+        """Descriptors of open connections, which may be strangers', and copies, which tell why one ends."""
+
+    def listen(self, address: str) -> int:
+        """Wait for the other end; returns the port. Raises zmq.ZMQError."""
+        secure(self._socket, self._token, server=True)
+        return self._socket.bind_to_random_port(f"tcp://{address}")
+
+    def connect(self, address: str, port: int) -> None:
+        """Connect to an end that listens; ``connected`` tells later whether that has succeeded."""
+        secure(self._socket, self._token, server=False)
+        self._socket.connect(f"tcp://{address}:{port}")
+
+    def stop_listening(self) -> None:
+        """Let nobody else connect."""
+        with suppress(zmq.ZMQError):  # it did not listen
+            self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message; has no effect if the connection is lost."""
-        with self._sending:
-            try:
-                self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
-            except (OSError, ValueError) as e:
-                self.lost = self.lost or _why_lost(e)
+        with suppress(zmq.ZMQError):
+            self._socket.send(json.dumps({"kind": kind, **facts}).encode(), zmq.NOBLOCK)
 
-    def receive(self) -> list[dict[str, Any]]:
-        """All messages received since the last call."""
-        messages = []
-        while (message := self.receive_one()) is not None:
-            messages.append(message)
-        return messages
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The messages received since the last call. Then ``connected`` and ``lost`` are up to date."""
+        self.watch()  # before the messages: those that arrived before the end are received before it is told
+        with suppress(zmq.ZMQError):
+            while True:
+                yield json.loads(self._socket.recv(zmq.NOBLOCK))
 
-    def receive_one(self) -> dict[str, Any] | None:
-        """The next message; None if there is none."""
-        with suppress(queue.Empty):
-            return self._inbox.get_nowait()
-        if not self.lost and time.monotonic() - self._heard > self._limit:
-            self.lost = f"it was silent for {self._limit:.0f} s (cluster.silence)"
-        return None
+    def watch(self) -> None:
+        """Update ``connected`` and ``lost``."""
+        while not self._socket.closed and self._events.poll(0):
+            event = recv_monitor_message(self._events)
+            kind, descriptor = event["event"], event["value"]
+            if kind & _OPENED:
+                self._connections[descriptor] = None
+                with suppress(OSError):  # it has ended already
+                    self._connections[descriptor] = socket.socket(fileno=os.dup(descriptor))
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected, self.lost = True, ""
+            elif descriptor in self._connections:
+                why = self._why_lost(self._connections.pop(descriptor))
+                if self.connected and not self._connections:
+                    self.lost = why
 
     def close(self) -> None:
-        """Close the connection."""
+        """Send what is still to be sent, and close the connection."""
         self.lost = self.lost or "this end closed it"
-        with suppress(OSError):  # wakes the thread that reads
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+        self._socket.disable_monitor()
+        self._socket.close(linger=1000 * _LAST_WORDS_SECONDS)
+        if self._own_context:
+            self._own_context.term()
+        for copy in self._connections.values():
+            if copy:
+                copy.close()
+        self._connections.clear()
 
-    def _read(self) -> None:
-        try:
-            while True:
-                message = json.loads(self._connection.recv_bytes(_MAX_MESSAGE_BYTES))
-                self._heard = time.monotonic()
-                if message["kind"] != "heartbeat":
-                    self._inbox.put(message)
-        except (EOFError, OSError, ValueError, KeyError, TypeError) as e:
-            self.lost = self.lost or _why_lost(e)
-
-    def _heartbeat(self) -> None:
-        while not self.lost:
-            self.send("heartbeat")
-            time.sleep(min(_HEARTBEAT_SECONDS, self._limit / 4))
-
-
-def _why_lost(error: Exception) -> str:
-    # The kernel resets the connection of a process that is killed while messages for it are unread.
-    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
+    def _why_lost(self, connection: socket.socket | None) -> str:
+        """ZeroMQ closes a connection at its end, and after a silence, without telling which."""
+        if connection is not None:
+            with connection, suppress(BlockingIOError):
+                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    raise BlockingIOError
+                return "its launcher has exited"
+            return f"it was silent for {self._silence:.0f} s (cluster.silence)"
         return "its launcher has exited"
-    return f"its connection broke ({error})"
 
 
 @dataclass
@@ -115,7 +133,8 @@ class Endpoint:
     """Address at which the first launcher listens; the content of a rendezvous file."""
 
     address: str
-    port: int
+    ports: list[int]
+    """For nodes 1, 2, ..."""
     token: str
     machine: str
     """Boot id: a loopback address is valid on the same machine only."""
@@ -128,28 +147,34 @@ class RendezvousServer:
         """Raises UserError if it cannot listen, or cannot write the rendezvous file."""
         self.address = own_address(settings.cluster.interface)
         self.token = secrets.token_urlsafe(32)
-        self.channels: dict[int, ControlChannel] = {}
         self.joined: dict[int, dict[str, Any]] = {}
+        """Node -> its message "join"."""
         self._settings, self._nodes = settings, nodes
+        self._file = rendezvous_file(settings, nodes)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.max_sockets = 1024 + 4 * nodes.count  # a channel and its monitor are three
+        self.channels = {
+            node: ControlChannel(self.token, settings.cluster.silence, self._context)
+            for node in range(1, nodes.count)
+        }
         try:
-            self._server = socket.create_server((self.address, 0), backlog=256)
-        except OSError as e:
+            ports = [channel.listen(self.address) for channel in self.channels.values()]
+            remove_abandoned_files(self._file.parent)
+            endpoint = Endpoint(self.address, ports, self.token, boot_id())
+            # Atomic, readable only by the owner; it replaces the file of an earlier start.
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(self._file, json.dumps(asdict(endpoint)), private=True)
+        except zmq.ZMQError as e:
+            self.close()
             raise UserError(
-                f"cannot listen at {self.address} ({e.strerror or e}), this node's address; "
+                f"cannot listen at {self.address} ({e.strerror}), this node's address; "
                 "set another one with cluster.interface=..."
             ) from None
-        self._file = rendezvous_file(settings, nodes)
-        remove_abandoned_files(self._file.parent)
-        self._arrivals: queue.SimpleQueue[ControlChannel] = queue.SimpleQueue()
-        endpoint = Endpoint(self.address, self._server.getsockname()[1], self.token, boot_id())
-        try:
-            _write_endpoint(self._file, endpoint)
         except OSError as e:
-            self._server.close()
+            self.close()
             raise UserError(
                 f"runs: {e.filename or self._file}: {e.strerror}; choose another folder"
             ) from None
-        threading.Thread(target=self._accept, daemon=True).start()
 
     def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
         """Wait until all nodes have joined. Raises RunFailed after a timeout.
@@ -157,23 +182,18 @@ class RendezvousServer:
         poll: called while waiting; may raise. status: called with the nodes that are missing.
         """
         end = time.monotonic() + self._settings.cluster.join_timeout
-        waiting: list[ControlChannel] = []
-        others = set(range(1, self._nodes.count))
-        while missing := sorted(others - self.joined.keys()):
-            names = ", ".join(self._nodes.name(rank) for rank in missing)
+        while missing := sorted(self.channels.keys() - self.joined.keys()):
+            names = ", ".join(self._nodes.name(node) for node in missing)
             status(f"waiting for {names}")
             poll()
-            with suppress(queue.Empty):
-                waiting.append(self._arrivals.get(timeout=0.2))
-            for channel in list(waiting):
-                for message in channel.receive():
-                    if message["kind"] == "join" and message["node"] in missing:
-                        waiting.remove(channel)
-                        self.channels[message["node"]], self.joined[message["node"]] = channel, message
+            time.sleep(0.1)
+            for node in missing:
+                for message in self.channels[node].receive():
+                    self.joined[node] = message
             if time.monotonic() > end:
                 seconds = self._settings.cluster.join_timeout
                 problem = f"{names} did not join within {seconds:.0f} s (cluster.join_timeout)"
-                hosts = tuple(self._nodes.hosts[rank] for rank in missing) if self._nodes.hosts else ()
+                hosts = tuple(self._nodes.hosts[node] for node in missing) if self._nodes.hosts else ()
                 raise RunFailed(
                     f"{problem}; check the output of the launcher there, and that it "
                     f"can reach {self.address} and sees {self._file.parent}",
@@ -186,26 +206,12 @@ class RendezvousServer:
         self._stop_listening()
         for channel in self.channels.values():
             channel.close()
+        self._context.term()
 
     def _stop_listening(self) -> None:
         remove(self._file)
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._server.accept()
-            except OSError:  # the server is closed
-                return
-            # One thread per peer, so that a silent peer does not block the others.
-            threading.Thread(target=self._authenticate, args=(peer,), daemon=True).start()
-
-    def _authenticate(self, peer: socket.socket) -> None:
-        connection = _handshake(peer, self.token, host=True)
-        if connection is not None:
-            self._arrivals.put(ControlChannel(connection, silence=self._settings.cluster.silence))
+        for channel in self.channels.values():
+            channel.stop_listening()
 
 
 def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[ControlChannel, Endpoint]:
@@ -219,18 +225,24 @@ def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[Co
     while time.monotonic() < end:
         poll()
         endpoint = _read_endpoint(file)
-        if endpoint is not None:
+        if endpoint is not None and len(endpoint.ports) >= nodes.rank:
             if endpoint.address.startswith("127.") and endpoint.machine != boot_id():
                 raise UserError(
                     f"the first node gives {endpoint.address} as its address, a loopback address; set "
                     "cluster.interface to the name of the cluster's network interface (ip -brief address)"
                 )
-            problem = f"no answer at {endpoint.address}:{endpoint.port}, the address in its rendezvous file"
-            with suppress(OSError):
-                sock = socket.create_connection((endpoint.address, endpoint.port), timeout=5)
-                connection = _handshake(sock, endpoint.token, host=False)
-                if connection is not None:
-                    return ControlChannel(connection, silence=settings.cluster.silence), endpoint
+            port = endpoint.ports[nodes.rank - 1]
+            problem = f"no answer at {endpoint.address}:{port}, the address in its rendezvous file"
+            channel = ControlChannel(endpoint.token, settings.cluster.silence)
+            channel.connect(endpoint.address, port)
+            limit = min(end, time.monotonic() + 5)
+            while time.monotonic() < limit and not channel.connected and _read_endpoint(file) == endpoint:
+                poll()
+                time.sleep(0.05)
+                channel.watch()
+            if channel.connected:
+                return channel, endpoint
+            channel.close()
         time.sleep(0.2)
     raise UserError(
         f"{nodes.name(0)} was not found within {settings.cluster.join_timeout:.0f} s (cluster.join_timeout): "
@@ -259,18 +271,12 @@ def _is_closed(endpoint: Endpoint | None) -> bool:
     if endpoint is None or (endpoint.address.startswith("127.") and endpoint.machine != boot_id()):
         return False
     try:
-        socket.create_connection((endpoint.address, endpoint.port), timeout=2).close()
+        socket.create_connection((endpoint.address, endpoint.ports[0]), timeout=2).close()
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
     return False
-
-
-def _write_endpoint(file: Path, endpoint: Endpoint) -> None:
-    """Write the file atomically, readable only by the owner. Replaces the file of an earlier start."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(file, json.dumps(endpoint.__dict__), private=True)
 
 
 def _read_endpoint(file: Path) -> Endpoint | None:
@@ -286,21 +292,3 @@ def _read_endpoint(file: Path) -> Endpoint | None:
             return Endpoint(**json.load(f))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _handshake(sock: socket.socket, token: str, *, host: bool) -> Connection | None:
-    """Authenticate a connection in both directions; None if the other side fails or hangs."""
-    sock.setblocking(True)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
-    connection = Connection(sock.detach())
-    steps = (deliver_challenge, answer_challenge) if host else (answer_challenge, deliver_challenge)
-    try:
-        for step in steps:
-            step(connection, token.encode())
-    except (AuthenticationError, EOFError, OSError, AssertionError):
-        connection.close()
-        return None
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-    return connection

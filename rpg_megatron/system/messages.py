@@ -9,23 +9,22 @@ run's token: without it, a process can neither read messages nor send requests.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import itertools
 import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.encoding import decode, encode
+from rpg_megatron.system.socket_keys import derive_keys, secure
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +42,14 @@ class ConnectionLost(RuntimeError):
     """The server's process has ended or closed the connection."""
 
 
-# -- keys ----------------------------------------------------------------------------------------------------
-
-
-class _Keys(NamedTuple):
-    public: bytes
-    secret: bytes
-
-
-def _keys(token: str, owner: str) -> _Keys:
-    secret = z85.encode(hashlib.blake2b(f"{owner} {token}".encode(), digest_size=32).digest())
-    return _Keys(zmq.curve_public(secret), secret)
+# -- sockets -------------------------------------------------------------------------------------------------
 
 
 class _ClientKeyCheck:
     """ZeroMQ calls it with the public key of each client that connects."""
 
     def __init__(self, token: str):
-        self._key = _keys(token, "client").public
+        self._key = derive_keys(token, "client").public
 
     def callback(self, _domain: str, key: bytes) -> bool:
         return key == self._key
@@ -68,10 +57,7 @@ class _ClientKeyCheck:
 
 def _client_socket(context: Any, token: str) -> Any:
     socket = context.socket(zmq.DEALER)
-    keys = _keys(token, "client")
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    socket.curve_serverkey = _keys(token, "server").public
-    socket.linger, socket.sndhwm, socket.rcvhwm = 0, 0, 0
+    secure(socket, token, server=False)
     socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 500
     return socket
 
@@ -93,10 +79,7 @@ class Server:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", _ClientKeyCheck(token))
         self._socket = self._context.socket(zmq.ROUTER)
-        keys = _keys(token, "server")
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
-        self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm = 0, 0, 0
+        secure(self._socket, token, server=True)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self, address: str) -> str:
