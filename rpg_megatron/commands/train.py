@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import typer
@@ -17,13 +15,13 @@ from rpg_megatron.commands.plan.run_cost import estimate
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
+from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.dry_run import describe_start
 from rpg_megatron.launcher.environment import record_environment
 from rpg_megatron.launcher.failures import note_failure
 from rpg_megatron.launcher.fine_tuning import with_steps
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
-from rpg_megatron.launcher.remote_nodes import RemoteNodes
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import is_finished
 from rpg_megatron.launcher.summary import summarise
@@ -60,13 +58,15 @@ def train(
 def _train(
     settings: Settings, signals: StopSignals, fresh: bool, source: Path | None, nodes: Nodes | None
 ) -> Path:
-    with _gather(settings, signals, nodes) as remote:
-        count = nodes.count if nodes else 1
-        check_start(CheckedRun(settings, nodes=count))
-        check_memory(settings, count)
+    nodes = nodes or Nodes()
+    if nodes.count > 1:
+        signals.raising = False  # other nodes must be told
+    with Cluster(settings, nodes, signals) as cluster:
+        check_start(CheckedRun(settings, nodes=nodes.count))
+        check_memory(settings, nodes.count)
         settings = with_steps(settings)
         signals.raising = False  # from here on, resources must be cleaned up
-        with RunLauncher(settings, signals, fresh=fresh, source=source, remote=remote) as run:
+        with RunLauncher(settings, signals, fresh=fresh, source=source, cluster=cluster) as run:
             if RUN_FILE in os.environ:
                 atomic_write_text(Path(os.environ[RUN_FILE]), str(run.folder))
             try:
@@ -124,12 +124,3 @@ def _report(folder: Path) -> None:
         write_report([folder])
     except Exception as e:  # the run itself has succeeded
         print(f"warning: no report was written: {e!r}", flush=True)
-
-
-def _gather(
-    settings: Settings, signals: StopSignals, nodes: Nodes | None
-) -> AbstractContextManager[RemoteNodes | None]:
-    if nodes is None or nodes.count == 1:
-        return contextlib.nullcontext()
-    signals.raising = False
-    return RemoteNodes(settings, nodes, signals)

@@ -143,6 +143,16 @@ def cause_of_death(log: Path, start: int = 0, opened: IO[bytes] | None = None) -
     return None if cause is None or cause.partition(":")[0].endswith("EngineDeadError") else cause
 
 
+def start_error(name: str, problem: str, log: Path, start: int, opened: IO[bytes] | None) -> UserError:
+    """Why an engine did not start, with the end of its log. start, opened: as for ``first_error``."""
+    if refused := refused_arguments(log, opened):  # after a page of usage
+        return UserError(f"{name}: vLLM refuses engine.arguments: {refused}; correct them")
+    cause = first_error(log, start, opened)
+    cause = f": {cause}" if cause else ""
+    tail = tail_of(log, opened=opened)
+    return UserError(f"{name} {problem}{cause}; the end of {log}:\n{tail}{explain_limits(cause + tail)}")
+
+
 def refused_arguments(log: Path, opened: IO[bytes] | None = None) -> str | None:
     """What vLLM's parser says of the arguments that it refused; None if it took them."""
     refused = _REFUSED.search(tail_of(log, opened=opened))
@@ -224,12 +234,13 @@ class EngineProcess:
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether the engine answers."""
         well = health(self.address, self._token, timeout) == 200
-        self._answered |= well
+        if well:
+            self.note_answer()
         return well
 
-    def sleep(self) -> None:
-        """See ``put_to_sleep``."""
-        put_to_sleep(self.address, self._token)
+    def note_answer(self) -> None:
+        """Let ``stop`` give it time: it may have requests."""
+        self._answered = True
 
     def wait_healthy(self, timeout: float | None = None) -> float:
         """Wait until the engine answers; returns the seconds since its start.
@@ -251,13 +262,7 @@ class EngineProcess:
                 break
             time.sleep(0.2)
         self.stop(grace=2.0)
-        cause = first_error(self.log, self.log_start, self.opened)
-        cause = f": {cause}" if cause else ""
-        if refused := refused_arguments(self.log, self.opened):  # after a page of usage
-            raise UserError(f"engine {self.index}: vLLM refuses engine.arguments: {refused}; correct them")
-        tail = tail_of(self.log, opened=self.opened)
-        limits = explain_limits(cause + tail)
-        raise UserError(f"engine {self.index} {problem}{cause}; the end of {self.log}:\n{tail}{limits}")
+        raise start_error(f"engine {self.index}", problem, self.log, self.log_start, self.opened)
 
     def stop(self, grace: float = 20.0) -> None:
         """End the engine and all its processes and remove its socket and shared memory. Safe to call at any

@@ -11,17 +11,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config import Settings
 from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.command import RUNNER_VARIABLE
-from rpg_megatron.engine.process import (
-    EngineProcess,
-    call_all,
-    cause_of_death,
-    note_segments,
-    refused_arguments,
-    stop_engines,
-)
+from rpg_megatron.engine.process import call_all, cause_of_death, refused_arguments, start_error
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
     has_answered,
@@ -29,11 +22,11 @@ from rpg_megatron.engine.restarts import (
     set_gpu_owner,
     take_request,
 )
-from rpg_megatron.launcher.failures import Failure, judge_engine, own_host
+from rpg_megatron.launcher.cluster import Cluster, Engine, log_size
+from rpg_megatron.launcher.failures import Failure, judge_engine
 from rpg_megatron.launcher.progress import Progress
-from rpg_megatron.launcher.remote_nodes import RemoteEngine, RemoteNodes
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import RunFailed, Supervisor
+from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.system.child import tail_of
 from rpg_megatron.system.limits import explain_limits
 
@@ -48,92 +41,69 @@ _VARIES = re.compile(r"(?:0x)?[0-9a-f]*\d[0-9a-f]*", re.IGNORECASE)
 class Engines:
     """All engines of a run.
 
-    restarts: how often each may be restarted. work: the folder shared with the sampler. remote: the other
-    nodes, if any.
+    restarts: how often each may be restarted. work: the folder shared with the sampler.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        work: Path,
-        supervisor: Supervisor,
-        progress: Progress,
-        *,
-        restarts: int,
-        remote: RemoteNodes | None = None,
+        self, settings: Settings, work: Path, cluster: Cluster, progress: Progress, *, restarts: int
     ):
         self._start_timeout, self._max_restarts = settings.engine.start_timeout, restarts
-        self._work, self._supervisor, self._progress, self._remote = work, supervisor, progress, remote
-        self._engines: list[EngineProcess | RemoteEngine] = []
-        self._healthy: set[int] = set()
-        self._restarts: dict[int, int] = {}
-        self._deferred: set[int] = set()
-        """Engines that are restarted when the ranks release the shared GPUs."""
-        self._started: dict[int, float] = {}
-        self._log_starts: dict[int, int] = {}
-        """Where in its log an engine's last start begins, in bytes; once it is up, where its work begins."""
-        self._deaths: dict[int, tuple[str, int]] = {}
-        """How and after which step an engine died last, if its log tells how."""
+        self._work, self._cluster, self._progress = work, cluster, progress
+        self._all: list[Engine] = []
+        """Those that were started."""
         self._probed = time.monotonic()
         self._may_fall_back = settings.device == "cuda" and RUNNER_VARIABLE not in os.environ
-        self._fell_back: set[int] = set()
-        """Engines that use vLLM's model runner V1, because they did not start with V2."""
 
     @property
     def all_up(self) -> bool:
         """Whether every engine has answered since its last start."""
-        return len(self._healthy) == len(self._engines)
+        return all(engine.is_up for engine in self._all)
 
-    def start(self, engine: EngineProcess | RemoteEngine) -> None:
-        """Start an engine, without waiting for it."""
-        self._log_starts[engine.index] = _size(engine.log)
-        engine.start()
-        if isinstance(engine, EngineProcess):
-            self._supervisor.adopt(engine)
-        if engine not in self._engines:
-            self._engines.append(engine)
-        self._restarts.setdefault(engine.index, 0)
-        self._started[engine.index] = time.monotonic()
+    def start(self) -> None:
+        """Start all engines, without waiting for them."""
+        for engine in self._cluster.engines.values():
+            engine.start()
+            self._all.append(engine)
 
     def sleep(self) -> None:
         """Put all engines to sleep, which frees their GPU memory; all must be up. Raises RunFailed."""
 
-        def sleep(engine: EngineProcess | RemoteEngine) -> str | None:
+        def sleep(engine: Engine) -> str | None:
             try:
                 engine.sleep()
             except RuntimeError as e:
                 return f"engine {engine.index} {e}; {_end_of(engine)}"
             return None
 
-        if failures := [failure for failure in call_all(self._engines, sleep) if failure]:
+        if failures := [failure for failure in call_all(self._all, sleep) if failure]:
             raise RunFailed(failures[0])
         set_gpu_owner(self._work, trainers=True)
 
     def stop(self, grace: float) -> None:
         """End all engines. grace: seconds from SIGTERM to SIGKILL."""
-        self._stop(self._engines, grace)
+        self._stop(self._all, grace)
 
     def check(self, run_ends: Callable[[], bool], *, closely: bool = False) -> None:
-        """Restart engines that failed, and check whether starting ones are up.
+        """Restart engines that failed, and check whether starting ones are up. ``Cluster.pump`` before.
 
         run_ends: whether the run is ending; may raise. closely: also probe engines whose process is alive.
         Raises UserError if an engine does not start, RunFailed if one failed too often.
         """
         unresponsive = self._unresponsive() if closely else ()
         failed: dict[int, str] = {}
-        for engine in self._engines:
-            index = engine.index
-            if index in self._deferred:
+        for engine in self._all:
+            if engine.is_deferred:
                 continue
-            reason = take_request(self._work, index, self._restarts[index])
+            reason = take_request(self._work, engine.index, engine.incarnation)
             # A dead engine exits with code 0, so the exit code is not shown.
-            if index in self._healthy and (not engine.alive() or index in unresponsive):
-                reason = reason or f"engine {index} died"
+            if engine.is_up and (not engine.runs or engine.index in unresponsive):
+                reason = reason or f"engine {engine.index} died"
             if reason:
-                failed[index] = reason
-        if self._deferred and not is_trainers_turn(self._work):
-            for engine in [e for e in self._engines if e.index in self._deferred]:
-                self._start_incarnation(engine)
+                failed[engine.index] = reason
+        if not is_trainers_turn(self._work):
+            for engine in self._all:
+                if engine.is_deferred:
+                    self._start_incarnation(engine)
         if failed:
             time.sleep(0.5)  # the cause may be a signal to all processes, which ends the run
             if run_ends():
@@ -144,7 +114,7 @@ class Engines:
 
     def _unresponsive(self) -> Collection[int]:
         """Indices of engines that were up and do not answer."""
-        probed = [e for e in self._engines if e.index in self._healthy and e.alive()]
+        probed = [engine for engine in self._all if engine.is_up and engine.runs]
         answers = call_all(probed, lambda e: e.healthy(_LONG_ANSWER_SECONDS))
         return {engine.index for engine, ok in zip(probed, answers, strict=True) if not ok}
 
@@ -152,79 +122,79 @@ class Engines:
         """Restart engines, which append to their logs. failed: index -> reason. Raises RunFailed if the limit
         of restarts is reached, or if an engine died twice of the same error without a step in between.
         """
-        engines = [engine for engine in self._engines if engine.index in failed]
+        engines = [engine for engine in self._all if engine.index in failed]
         was_up = set()
         for engine in engines:
-            index, reason, most = engine.index, failed[engine.index], self._max_restarts
-            done = self._restarts[index]
+            index, done, most = engine.index, engine.incarnation, self._max_restarts
+            reason = failed[index]
             if (cause := self._note_death(engine)) is not None and cause not in reason:
                 reason = failed[index] = f"{reason}: {cause}"
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", self._judge(reason, engine))
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", _judge(reason, engine))
             self._progress.status(
                 f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.log)}"
             )
-            if index in self._healthy or has_answered(self._work, index, done):
+            if engine.is_up or has_answered(self._work, index, done):
                 was_up.add(index)
-            self._healthy.discard(index)
+            engine.is_up = False
         self._stop(engines, 0.0)
         for engine in engines:
-            done = self._restarts[engine.index]
+            engine.incarnation += 1
             engine.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
             with open_own(engine.log, "a", encoding="utf-8") as log:
-                log.write(f"---- {failed[engine.index]}; restart {done + 1} of {self._max_restarts} ----\n")
-            self._restarts[engine.index] = done + 1
+                number = f"restart {engine.incarnation} of {self._max_restarts}"
+                log.write(f"---- {failed[engine.index]}; {number} ----\n")
             # An engine that was still starting may retry at once: the sampler waits for it before it gives
             # the GPUs to the ranks.
             if engine.index in was_up and is_trainers_turn(self._work):
-                self._deferred.add(engine.index)
+                engine.is_deferred = True
             else:
                 self._start_incarnation(engine)
 
-    def _note_death(self, engine: EngineProcess | RemoteEngine) -> str | None:
+    def _note_death(self, engine: Engine) -> str | None:
         """What an engine died of, if its log tells. Raises RunFailed if the one before died of the same and
         no step was completed since: then the next would die of it too.
         """
-        index, step = engine.index, self._progress.step
-        cause = cause_of_death(engine.log, self._log_starts[index], engine.opened)
-        before = self._deaths.pop(index, None)
+        cause = cause_of_death(engine.log, engine.log_start, engine.opened)
+        before, engine.death = engine.death, None
         if cause is None:
             return None
-        self._deaths[index] = (_VARIES.sub("#", cause), step)
-        if before == self._deaths[index] and self._max_restarts:
+        engine.death = (_VARIES.sub("#", cause), self._progress.step)
+        if before == engine.death and self._max_restarts:
             limits = explain_limits(tail_of(engine.log, opened=engine.opened))
             raise RunFailed(
-                f"engine {index} died twice of the same error, without a step in between, and is not "
+                f"engine {engine.index} died twice of the same error, without a step in between, and is not "
                 f"restarted again: {cause}; a new engine would get the same requests: correct what the error "
                 f"names (model, prompts, engine.arguments); log: {display_path(engine.log)}{limits}"
             )
         return cause
 
-    def _start_incarnation(self, engine: EngineProcess | RemoteEngine) -> None:
-        self._deferred.discard(engine.index)
-        begin_incarnation(self._work, engine.index, self._restarts[engine.index])
-        self.start(engine)
+    def _start_incarnation(self, engine: Engine) -> None:
+        begin_incarnation(self._work, engine.index, engine.incarnation)
+        engine.start()
 
-    def _stop(self, engines: Sequence[EngineProcess | RemoteEngine], grace: float) -> None:
-        others = [engine for engine in engines if isinstance(engine, RemoteEngine)]
-        if self._remote:
-            self._remote.send_stop(others, grace)
-        stop_engines([engine for engine in engines if isinstance(engine, EngineProcess)], grace)
-        if self._remote:
-            self._remote.wait_stopped(others)
+    def _stop(self, engines: Sequence[Engine], grace: float) -> None:
+        """End engines, all at the same time. Raises RunFailed if a node is lost."""
+        # Other nodes first: a request to this one returns when it is done.
+        by_node = sorted(engines, key=lambda engine: not engine.node)
+        for agent in {id(engine.agent): engine.agent for engine in by_node}.values():
+            indices = [engine.index for engine in engines if engine.agent is agent]
+            agent.send("stop_engines", indices=indices, grace=grace)
+        self._cluster.pump()
+        while any(engine.runs for engine in engines):
+            time.sleep(0.05)
+            self._cluster.pump()
 
     def _probe(self, run_ends: Callable[[], bool]) -> None:
         """Probe starting engines. Those that ended or took too long are restarted, or raise UserError.
 
         run_ends: see ``check``.
         """
-        starting = [e for e in self._engines if e.index not in self._healthy | self._deferred]
-        since = {e.index: time.monotonic() - self._started[e.index] for e in starting}
-        probed = [e for e in starting if since[e.index] <= self._start_timeout and e.alive()]
-        sizes = {e.index: _size(e.log) for e in probed}
+        starting = [engine for engine in self._all if not engine.is_up and not engine.is_deferred]
+        probed = [engine for engine in starting if engine.seconds <= self._start_timeout and engine.runs]
+        sizes = {engine.index: log_size(engine.log) for engine in probed}
         answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
-        note_segments(e for e in probed if isinstance(e, EngineProcess))
         up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
         if len(probed) < len(starting):
             time.sleep(0.5)  # as in ``check``
@@ -238,62 +208,57 @@ class Engines:
                 else:
                     up.append(engine)
         for engine in up:
-            self._healthy.add(engine.index)
-            self._log_starts[engine.index] = sizes.get(engine.index, self._log_starts[engine.index])
-            self._progress.status(f"engine {engine.index} is up after {since[engine.index]:.0f} s")
-        self._supervisor.guard_shared_memory([e for e in up if isinstance(e, EngineProcess)])
+            engine.is_up = True
+            engine.log_start = sizes.get(engine.index, engine.log_start)  # where its work begins
+            engine.agent.send("engine_is_up", index=engine.index)
+            self._progress.status(f"engine {engine.index} is up after {engine.seconds:.0f} s")
         if failed:
             self._restart(failed)
         self._probed = time.monotonic()
 
-    def _fall_back(self, engine: EngineProcess | RemoteEngine) -> bool:
+    def _fall_back(self, engine: Engine) -> bool:
         """Start an engine once more, with vLLM's model runner V1, if it ended before its first answer and no
         engine is up: V2 is new, and the default on a GPU. Returns whether it was started.
         """
-        index = engine.index
-        first = not self._healthy and not self._restarts[index] and not has_answered(self._work, index, 0)
-        if not self._may_fall_back or not first or index in self._fell_back or engine.alive():
+        first = not any(e.is_up for e in self._all) and not engine.incarnation
+        if not self._may_fall_back or not first or engine.runner_v1 or engine.runs:
             return False
-        if refused_arguments(engine.log, engine.opened):
+        if has_answered(self._work, engine.index, 0) or refused_arguments(engine.log, engine.opened):
             return False
-        self._fell_back.add(index)
-        cause = cause_of_death(engine.log, self._log_starts[index], engine.opened)
+        cause = cause_of_death(engine.log, engine.log_start, engine.opened)
         why = f"ended while starting{f': {cause}' if cause else ''}"
         how = f"starting it once more with vLLM's model runner V1 ({RUNNER_VARIABLE}=0)"
-        self._progress.status(f"warning: engine {index} {why}; {how}; log: {display_path(engine.log)}")
+        self._progress.status(f"warning: engine {engine.index} {why}; {how}; log: {display_path(engine.log)}")
         self._stop([engine], 0.0)
-        engine.use_runner_v1()
-        self.start(engine)
+        engine.runner_v1 = True
+        engine.start()
         return True
 
-    def _failed_start(self, engine: EngineProcess | RemoteEngine) -> str | None:
+    def _failed_start(self, engine: Engine) -> str | None:
         """Why an engine ended or took too long to start; None if it is up now. Raises UserError at its first
         start, where the settings may be wrong; RunFailed if the machine is.
         """
-        incarnation = self._restarts[engine.index]
-        if not engine.alive() and has_answered(self._work, engine.index, incarnation):
+        if not engine.runs and has_answered(self._work, engine.index, engine.incarnation):
             return f"engine {engine.index} died"
-        try:
-            engine.wait_healthy()  # raises, with the end of the log
-        except UserError as e:
-            reason = str(e).partition("; the end of")[0]
-            if not incarnation:
-                if (failure := self._judge(reason, engine)).machine:
-                    raise RunFailed(str(e), failure) from None
-                raise
-            return reason
-        return None
-
-    def _judge(self, reason: str, engine: EngineProcess | RemoteEngine) -> Failure:
-        host = engine.host if isinstance(engine, RemoteEngine) else own_host()
-        return judge_engine(reason, engine.log, engine.opened, host, self._log_starts[engine.index])
-
-
-def _size(log: Path) -> int:
-    """Bytes of a log; 0 without one."""
-    return log.stat().st_size if log.exists() else 0
+        problem = "ended while starting"
+        if engine.runs:
+            if engine.healthy():
+                return None
+            problem = f"did not answer within {self._start_timeout:.0f} s (engine.start_timeout)"
+        self._stop([engine], 2.0)
+        error = start_error(engine.name, problem, engine.log, engine.log_start, engine.opened)
+        reason = str(error).partition("; the end of")[0]
+        if not engine.incarnation:
+            if (failure := _judge(reason, engine)).machine:
+                raise RunFailed(str(error), failure)
+            raise error
+        return reason
 
 
-def _end_of(engine: EngineProcess | RemoteEngine) -> str:
+def _judge(reason: str, engine: Engine) -> Failure:
+    return judge_engine(reason, engine.log, engine.opened, engine.host, engine.log_start)
+
+
+def _end_of(engine: Engine) -> str:
     tail = tail_of(engine.log, opened=engine.opened)
     return f"the end of {display_path(engine.log)}:\n{tail}{explain_limits(tail)}"

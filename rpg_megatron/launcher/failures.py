@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings
@@ -49,6 +49,13 @@ _HARDWARE = re.compile(
 )
 
 
+class RunProcess(ProcessStatus, Protocol):
+    """A process of a run, on any node."""
+
+    host: str
+    """Name of its node."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a run failed."""
@@ -63,8 +70,8 @@ class Failure:
     """The process and its error, if its log has one: the first of what may be many."""
 
 
-def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
-    """The failure that ended these processes, the most likely cause first; host: name of this node.
+def judge(dead: Sequence[RunProcess]) -> Failure:
+    """The failure that ended these processes, the most likely cause first.
 
     It is the machine's if it explains all of them: a process that dies of an error of its own breaks the
     connections of the others.
@@ -73,7 +80,7 @@ def judge(dead: Sequence[ProcessStatus], host: str) -> Failure:
     machine = all(kind is not None for _, kind, _ in ends)
     # The error of a program comes before the broken connections that it causes.
     process, _, error = next((end for end in ends if end[1] is None), ends[0])
-    suspects = [getattr(p, "host", "") or host for p, kind, _ in ends if kind == "process"]
+    suspects = [p.host for p, kind, _ in ends if kind == "process"]
     cause = f"{process.name} {describe_end(process)}"
     return Failure(
         f"{cause}: {error}" if error else cause,

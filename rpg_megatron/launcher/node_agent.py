@@ -1,30 +1,24 @@
-"""The launcher of every node but the first: starts and stops engines and ranks as the first one requests.
+"""The agent of a node: starts and ends its processes as the first launcher asks, and reports their ends.
 
-It reports processes that exit; the first launcher decides how to react. If the connection to the first
-launcher is lost, it ends all processes of this node.
+On the first node it is a part of the launcher, elsewhere it is the launcher: the first one decides how to
+react. If the connection to that is lost, it ends all processes of its node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import (
-    EngineProcess,
-    call_all,
-    engine_socket,
-    note_segments,
-    stop_engines,
-)
+from rpg_megatron.engine.process import EngineProcess, engine_socket, note_segments, stop_engines
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
-from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, join
 from rpg_megatron.launcher.failures import own_host
-from rpg_megatron.launcher.network import NodeProbe
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -34,57 +28,188 @@ from rpg_megatron.launcher.nodes import (
     own_address,
 )
 from rpg_megatron.launcher.progress import append_to_log
-from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, cluster_environment, rank_starts
+from rpg_megatron.launcher.rank_env import (
+    RANK,
+    RankLaunchSpec,
+    cluster_environment,
+    forked_start,
+    rank_starts,
+)
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import RunFailed, StopSignals, Supervisor
 from rpg_megatron.system.child import Child, describe_end
+from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
+
+if TYPE_CHECKING:
+    from rpg_megatron.launcher.control_channel import ControlChannel
 
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 _POLL_SECONDS = 0.1
-_PROBE_SECONDS = 2.0
-_ANSWER_SECONDS = 2.0
+_SEGMENTS_SECONDS = 2.0
 
 
-def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
-    """Run this node's processes; returns when the first launcher reports that the run has finished.
+@dataclass(frozen=True)
+class NodeSpec:
+    """What a node's agent starts."""
 
-    Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, and Interrupted
-    after a signal before it is connected to the first launcher; later signals are forwarded to that.
+    settings: Settings
+    folder: Path
+    """The run's."""
+    token: str
+    assignment: NodeAssignment
+    rank: int = 0
+    """The node's number."""
+    address: str | None = None
+    """This node's in the cluster; None on a single node."""
+    ports: dict[int, int] = field(default_factory=dict)
+    """TCP ports of engines, by index. Those of the first node, without ports, listen on unix sockets."""
+    rank_module: str = RANK
+    """What ranks run with ``python -m``."""
+    engine_settings: Settings | None = None
+    """Of the engines, if not the run's."""
+    weights: Literal["dummy", "checkpoint"] = "dummy"
+    """What engines load."""
+
+
+class NodeAgent:
+    """The processes and private folders of a node; leaving the context ends and removes them.
+
+    ``send`` and ``receive`` are those of a channel from the first launcher, which calls them on its own node.
+    Call them from the main thread only.
     """
-    assignment = assign_node(settings, nodes.rank, nodes.count)
-    signals.raising = False
-    channel, endpoint = join(settings, nodes, signals.check)
-    try:
-        try:
-            node_endpoint = _join(settings, nodes, assignment, channel, endpoint)
-            first = _wait(channel, signals)
-            if first["kind"] == "check":
-                # Data and rewards are the sampler's, on the first node.
-                check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
-                channel.send("ready")
-                first = _wait(channel, signals)
-        except UserError as e:
-            channel.send("refused", message=str(e))
-            raise
-        except BaseException as e:
-            channel.send("failed", message=f"its launcher failed: {e!r}")
-            raise
-        if first["kind"] == "open":
-            folder = Path(first["folder"])
-            with NodeAgent(
-                settings, nodes.rank, assignment, node_endpoint, folder, endpoint.token, channel, signals
-            ) as agent:
-                agent.work()
-        elif first["reason"]:
-            raise RunFailed(f"stopped by {nodes.name(0)}: {first['reason']}")
-    except _ChannelLost as e:
-        raise RunFailed(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
-    except _RunEnded as e:
-        if str(e):
-            raise RunFailed(f"stopped by {nodes.name(0)}: {e}") from None
-    finally:
-        channel.close()
+
+    lost = ""
+
+    def __init__(self, spec: NodeSpec, signals: StopSignals):
+        """Raises UserError if the private folders cannot be created."""
+        self._spec, self._logs = spec, spec.folder / LOGS
+        self.opened: dict[str, IO[bytes] | None] = {}
+        """Logs as they were when their processes started, by name without ``.log``."""
+        self._processes: dict[str, Child | ForkedRank] = {}
+        self._engines: dict[int, EngineProcess] = {}
+        self._reported: set[str] = set()
+        self._starting: set[int] = set()
+        """Engines that have not answered yet."""
+        self._looked = 0.0
+        self._forking = 0
+        """Number of ranks that are being forked."""
+        self._supervisor = Supervisor(self._logs, signals)
+        self.workspace = self._supervisor.workspace
+
+    def __enter__(self) -> NodeAgent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes and remove the private folders."""
+        self._supervisor.close(GRACE)
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Do what a message asks. Raises UserError if an engine cannot be started."""
+        requests: dict[str, Callable[..., None]] = {
+            "start": self._start,
+            "start_engine": self._start_engine,
+            "engine_is_up": self._engine_is_up,
+            "stop_engines": self._stop_engines,
+            "start_ranks": self._start_ranks,
+            "warn": self._warn,
+        }
+        requests[kind](**facts)
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The ends of processes since the last call."""
+        if self._forking and (status := self.workspace.work / STATUS).exists():
+            parent = self._processes["ranks"]
+            assert isinstance(parent, Child)
+            for rank in range(self._forking):
+                forked = ForkedRank(rank, self._logs, status, parent)
+                self._processes[forked.name], self.opened[forked.name] = forked, forked.opened
+            self._forking = 0
+        for name, process in self._processes.items():
+            if name not in self._reported and (code := process.exit_code()) is not None:
+                self._reported.add(name)
+                self.note(f"{name} {describe_end(process) if code else 'has ended'}")
+                yield {"kind": "process", "name": name, "code": code}
+        for index, engine in self._engines.items():
+            if f"engine_{index}" not in self._reported and not engine.alive():
+                self._reported.add(f"engine_{index}")
+                self.note(f"engine {index} has ended")
+                yield {"kind": "engine", "index": index}
+        if self._starting and time.monotonic() > self._looked + _SEGMENTS_SECONDS:
+            self._looked = time.monotonic()
+            note_segments(self._engines[index] for index in self._starting)
+
+    @property
+    def is_forking(self) -> bool:
+        """Whether ranks are still to be forked."""
+        return self._forking > 0
+
+    def note(self, line: str) -> None:
+        """Log what happens. The first node's launcher logs what it shows."""
+        if self._spec.rank:
+            append_to_log(self._logs / f"launcher_{self._spec.rank}.log", line)
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        child = self._supervisor.start(name, command, environment)
+        self._processes[name], self.opened[name] = child, child.opened
+
+    def _start_ranks(self, fork: bool, **facts: Any) -> None:
+        spec, space = self._spec, self.workspace
+        arguments = (space.work, space.bridge, spec.token, spec.address, spec.rank_module)
+        starts = list(rank_starts(spec.settings, spec.assignment, RankLaunchSpec(**facts), *arguments))
+        if fork:
+            self._start("ranks", *forked_start(starts, self._logs))
+            self._forking = len(starts)
+            return
+        for start in starts:
+            self._start(*start)
+
+    def _warn(self, name: str) -> None:
+        self._processes[name].warn()
+
+    def _start_engine(self, index: int, runner_v1: bool) -> None:
+        spec = self._spec
+        if index not in self._engines:
+            self._engines[index] = EngineProcess(
+                spec.engine_settings or spec.settings,
+                index,
+                socket=engine_socket(self.workspace.work, index),
+                log=self._logs / f"engine_{index}.log",
+                bridge_dir=self.workspace.bridge,
+                token=spec.token,
+                weights=spec.weights,
+                listen=(spec.address, spec.ports[index]) if spec.address and spec.ports else None,
+                gpus=spec.assignment.gpus(spec.settings, index),
+                extra=cluster_environment(spec.address) if spec.address else None,
+            )
+        engine = self._engines[index]
+        if runner_v1:
+            engine.use_runner_v1()
+        engine.start()
+        self.note(f"engine {index} starts, process {engine.pid}")
+        self._supervisor.adopt(engine)
+        self._starting.add(index)
+        self._reported.discard(f"engine_{index}")
+        self.opened[f"engine_{index}"] = engine.opened
+
+    def _engine_is_up(self, index: int) -> None:
+        """It has answered. From now on its shared memory is removed also if this launcher is killed."""
+        self._engines[index].note_answer()
+        self._starting.discard(index)
+        note_segments([self._engines[index]])
+        self._supervisor.guard_shared_memory([self._engines[index]])
+
+    def _stop_engines(self, indices: Sequence[int], grace: float) -> None:
+        """End engines with all their processes, also those that a dead engine has left."""
+        stop_engines([self._engines[index] for index in indices if index in self._engines], grace)
+
+
+# -- the launcher of a node that is not the first ------------------------------------------------------------
 
 
 class _ChannelLost(Exception):
@@ -95,31 +220,91 @@ class _RunEnded(Exception):
     """The first launcher has ended the run; the message is the reason, empty after success."""
 
 
-@dataclass(frozen=True)
-class NodeEndpoint:
-    """Addresses at which other nodes reach this one."""
+def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
+    """Run this node's processes; returns when the first launcher reports that the run has finished.
 
-    address: str
-    ports: dict[int, int]
-    """TCP ports of its engines, by index of the engine."""
+    Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, and Interrupted
+    after a signal before it is connected to the first launcher; later signals are forwarded to that.
+    """
+    from rpg_megatron.launcher.control_channel import join  # imports asyncio
+
+    signals.raising = False
+    channel, endpoint = join(settings, nodes, signals.check)
+    with contextlib.ExitStack() as stack:
+        stack.callback(channel.close)
+        try:
+            interface, assignment = settings.cluster.interface, assign_node(settings, nodes.rank, nodes.count)
+            towards = (endpoint.address, endpoint.ports[0])
+            address = own_address(interface) if interface else address_towards(*towards)
+            ports = _free_ports(address, len(assignment.engines))
+            channel.send(
+                "join",
+                host=nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname(),
+                address=address,
+                ports=ports,
+                settings=resolved_yaml(settings),
+            )
+            _wait_for("check", channel, signals)
+            # Data and rewards are the sampler's, on the first node.
+            check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
+            channel.send("ready")
+            folder = Path(_wait_for("open", channel, signals)["folder"])
+            by_index = dict(zip(assignment.engines, ports, strict=True))
+            spec = NodeSpec(settings, folder, endpoint.token, assignment, nodes.rank, address, by_index)
+            agent = stack.enter_context(NodeAgent(spec, signals))
+            agent.note(f"node {nodes.rank} ({own_host()}) starts")
+            _serve(agent, channel, signals)
+        except _ChannelLost as e:
+            raise RunFailed(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
+        except _RunEnded as e:
+            if str(e):
+                raise RunFailed(f"stopped by {nodes.name(0)}: {e}") from None
+        except UserError as e:
+            channel.send("refused", message=str(e))
+            raise
+        except BaseException as e:
+            channel.send("failed", message=f"its launcher failed: {e!r}")
+            raise
 
 
-def _join(
-    settings: Settings, nodes: Nodes, assignment: NodeAssignment, channel: ControlChannel, endpoint: Endpoint
-) -> NodeEndpoint:
-    """Register with the first launcher."""
-    interface = settings.cluster.interface
-    address = own_address(interface) if interface else address_towards(endpoint.address, endpoint.port)
-    ports = _free_ports(address, len(assignment.engines))
-    channel.send(
-        "join",
-        node=nodes.rank,
-        host=nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname(),
-        address=address,
-        ports=ports,
-        settings=resolved_yaml(settings),
-    )
-    return NodeEndpoint(address, dict(zip(assignment.engines, ports, strict=True)))
+def _serve(agent: NodeAgent, channel: ControlChannel, signals: StopSignals) -> None:
+    """Do what the first launcher asks until the run ends, which raises _RunEnded."""
+    try:
+        while True:
+            _forward_signals(channel, signals)
+            for message in channel.receive():
+                if message["kind"] == "end":
+                    raise _RunEnded(message["reason"])
+                agent.send(**message)
+            if channel.lost:
+                raise _ChannelLost(channel.lost)
+            for report in agent.receive():
+                channel.send(**report)
+            time.sleep(_POLL_SECONDS)
+    except BaseException as e:
+        agent.note(f"the run has ended: {e}" if str(e) else "the run has ended")
+        raise
+
+
+def _wait_for(kind: str, channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
+    """The message of this kind; forwards signals until it is there. Raises _ChannelLost and _RunEnded."""
+    while True:
+        _forward_signals(channel, signals)
+        for message in channel.receive():
+            if message["kind"] == "end":
+                raise _RunEnded(message["reason"])
+            if message["kind"] == kind:
+                return message  # later ones stay in the channel
+        if channel.lost:
+            raise _ChannelLost(channel.lost)
+        time.sleep(_POLL_SECONDS)
+
+
+def _forward_signals(channel: ControlChannel, signals: StopSignals) -> None:
+    """Tell the first launcher, which decides how to react, of new signals."""
+    if signals.count > signals.forwarded:
+        signals.forwarded = signals.count
+        channel.send("signal", number=int(signals.number), count=signals.count)
 
 
 def _free_ports(address: str, count: int) -> list[int]:
@@ -129,157 +314,3 @@ def _free_ports(address: str, count: int) -> list[int]:
         if port not in ports:
             ports.append(port)
     return ports
-
-
-def _wait(channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
-    """Wait for the next message; forwards signals meanwhile. Raises _ChannelLost."""
-    sent = 0
-    while True:
-        sent = _forward_signals(channel, signals, sent)
-        # Only one message: later ones are for NodeAgent.
-        if (message := channel.receive_one()) is not None:
-            return message
-        if channel.lost:
-            raise _ChannelLost(channel.lost)
-        time.sleep(_POLL_SECONDS)
-
-
-def _forward_signals(channel: ControlChannel, signals: StopSignals, sent: int) -> int:
-    """Forward new signals to the first launcher, which decides how to react. Returns their total number."""
-    if signals.count > sent:
-        channel.send("signal", number=int(signals.number), count=signals.count)
-    return signals.count
-
-
-class NodeAgent:
-    """The processes and private folders of this node; leaving the context ends and removes them."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        rank: int,
-        assignment: NodeAssignment,
-        node_endpoint: NodeEndpoint,
-        folder: Path,
-        token: str,
-        channel: ControlChannel,
-        signals: StopSignals,
-    ):
-        self._settings, self._rank, self._assignment = settings, rank, assignment
-        self._endpoint, self._token = node_endpoint, token
-        self._channel, self._signals = channel, signals
-        self._logs = folder / LOGS
-        self._log = self._logs / f"launcher_{rank}.log"
-        append_to_log(self._log, f"node {rank} ({own_host()}) starts")
-        self._ranks: dict[int, Child] = {}
-        self._engines: dict[int, EngineProcess] = {}
-        self._starts: dict[int, int] = {}
-        self._network: NodeProbe | None = None
-        self._reported: set[object] = set()
-        self._healthy: set[int] = set()
-        self._probed = 0.0
-        self._supervisor = Supervisor(self._logs, signals)
-        self._workspace = self._supervisor.workspace
-
-    def __enter__(self) -> NodeAgent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        append_to_log(self._log, f"the run has ended: {error}" if str(error or "") else "the run has ended")
-        if error is not None and not isinstance(error, _RunEnded | _ChannelLost):
-            self._channel.send("failed", message=f"its launcher failed: {error!r}")
-        self._supervisor.close(GRACE)
-
-    def work(self) -> None:
-        """Handle messages and report exited processes until the run ends, which raises _RunEnded."""
-        sent = 0
-        while True:
-            sent = _forward_signals(self._channel, self._signals, sent)
-            for message in self._channel.receive():
-                self._handle(message)
-            if self._channel.lost:
-                raise _ChannelLost(self._channel.lost)
-            self._report()
-            time.sleep(_POLL_SECONDS)
-
-    def _handle(self, message: dict[str, Any]) -> None:
-        kind = message.pop("kind")
-        if kind == "start_probe":
-            own = self._endpoint.address
-            self._network = NodeProbe(
-                self._supervisor, self._settings.device, own, rank=self._rank, **message
-            )
-        elif kind == "end_probe" and self._network is not None:
-            self._network.end()
-            self._network = None
-        elif kind == "start_engine":
-            self._start_engine(message["index"], message["starts"], runner_v1=message["runner_v1"])
-        elif kind == "stop_engines":
-            stop_engines([self._engines[index] for index in message["indices"]], message["grace"])
-        elif kind == "start_ranks":
-            work, bridge = self._workspace.work, self._workspace.bridge
-            arguments = (work, bridge, self._token, self._endpoint.address, RANK)
-            for name, command, environment in rank_starts(
-                self._settings, self._assignment, RankLaunchSpec(**message), *arguments
-            ):
-                child = self._supervisor.start(name, command, environment)
-                self._ranks[int(environment["RANK"])] = child
-        elif kind == "warn":
-            self._ranks[message["rank"]].warn()
-        elif kind == "end":
-            raise _RunEnded(message["reason"])
-
-    def _start_engine(self, index: int, starts: int, *, runner_v1: bool) -> None:
-        if index not in self._engines:
-            self._engines[index] = EngineProcess(
-                self._settings,
-                index,
-                socket=engine_socket(self._workspace.work, index),
-                log=self._logs / f"engine_{index}.log",
-                bridge_dir=self._workspace.bridge,
-                token=self._token,
-                listen=(self._endpoint.address, self._endpoint.ports[index]),
-                gpus=self._assignment.gpus(self._settings, index),
-                extra=cluster_environment(self._endpoint.address),
-            )
-        engine = self._engines[index]
-        engine.stop(grace=0)  # ends remaining processes of a dead engine
-        self._healthy.discard(index)
-        if runner_v1:
-            engine.use_runner_v1()
-        engine.start()
-        append_to_log(self._log, f"engine {index} starts, process {engine.pid}")
-        self._supervisor.adopt(engine)
-        self._starts[index] = starts
-
-    def _report(self) -> None:
-        result = self._network.result() if self._network and "probe" not in self._reported else None
-        if result is not None:
-            self._reported.add("probe")
-            self._channel.send("probe", result=result)
-        for rank, child in self._ranks.items():
-            code = child.exit_code()
-            if code is not None and rank not in self._reported:
-                self._reported.add(rank)
-                append_to_log(self._log, f"{child.name} {describe_end(child) if code else 'has ended'}")
-                self._channel.send("rank", rank=rank, code=code)
-        for index, engine in self._engines.items():
-            incarnation = f"engine {index}, {self._starts[index]}"
-            if incarnation not in self._reported and not engine.alive():
-                self._reported.add(incarnation)
-                append_to_log(self._log, f"engine {index} has ended")
-                self._channel.send("engine", index=index, starts=self._starts[index], alive=False)
-        if len(self._healthy) < len(self._engines) and time.monotonic() - self._probed > _PROBE_SECONDS:
-            self._probe()
-
-    def _probe(self) -> None:
-        """Register the shared memory of engines that are up with the reaper."""
-        self._probed = time.monotonic()
-        probed = [e for index, e in self._engines.items() if index not in self._healthy and e.alive()]
-        answers = call_all(probed, lambda engine: engine.healthy(_ANSWER_SECONDS))
-        note_segments(probed)
-        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
-        self._healthy |= {engine.index for engine in up}
-        self._supervisor.guard_shared_memory(up)

@@ -14,7 +14,7 @@ from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.scratch_dirs import create_workspace
 from rpg_megatron.system import process_groups
-from rpg_megatron.system.child import Child, ProcessStatus, start_child, user_error
+from rpg_megatron.system.child import Child, start_child
 from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.training.preemption import REQUEUE
 
@@ -62,7 +62,7 @@ class StopSignals:
     def __init__(self, *, resumable: bool = False) -> None:
         self.raising = True
         self.number = 0
-        self.count = 0
+        self.count = self.forwarded = 0
         self._resumable = resumable
         self._first = 0.0
         self._relayed = False
@@ -128,8 +128,6 @@ class Supervisor:
         for folder in (self.workspace.work, self.workspace.bridge):
             self._reaper.guard_path(folder)
         self.children: list[Child] = []
-        self.elsewhere: list[ProcessStatus] = []
-        """Processes that others started and end: launchers of other nodes, the parent of forked ranks."""
         self.engines: list[EngineProcess] = []
         self._groups: dict[int, int] = {}
 
@@ -150,20 +148,6 @@ class Supervisor:
             self.engines.append(engine)
         self._groups[engine.index] = engine.pid
         self._reaper.guard_group(engine.pid)
-
-    def end(self, child: Child) -> None:
-        """End a child, with all that it has started, and forget it."""
-        child.kill()
-        child.reap()
-        self._reaper.drop_group(child.pid)
-        self.children.remove(child)
-
-    def failed(self) -> list[ProcessStatus]:
-        """Processes that exited with a code other than 0, the most likely cause first."""
-        known: list[ProcessStatus] = [*self.children, *self.elsewhere]
-        dead = [child for child in known if child.exit_code() not in (None, 0)]
-        # One failure causes others: user errors first, then signals, then the oldest log.
-        return sorted(dead, key=lambda c: (user_error(c) is None, (c.exit_code() or 0) > 0, _modified(c.log)))
 
     def guard_shared_memory(self, engines: Sequence[EngineProcess]) -> None:
         """Have the reaper remove the engines' shared memory if this process is killed.
@@ -205,10 +189,3 @@ class Supervisor:
         self.engines.clear()
         for future in work:
             future.result()
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

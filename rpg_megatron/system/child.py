@@ -29,9 +29,13 @@ class ProcessStatus(Protocol):
 
     name: str
     log: Path
-    opened: IO[bytes] | None
     log_start: int
     """Bytes that the log had when the process started: those of earlier starts."""
+
+    @property
+    def opened(self) -> IO[bytes] | None:
+        """Its log file, which can be read here also after it was deleted."""
+        ...
 
     def exit_code(self) -> int | None:
         """None while it runs."""

@@ -52,20 +52,19 @@ import os, sys
 from rpg_megatron import cli
 from rpg_megatron.system.terminal import exit_on_interrupt
 with exit_on_interrupt():
-    from rpg_megatron.launcher import rank_env, run as launcher
+    from rpg_megatron.launcher import cluster, node_agent, rank_env, run as launcher
     from rpg_megatron.commands import rank_job
 
-class Engine(launcher.EngineProcess):
+class Engine(node_agent.EngineProcess):
     def __init__(self, settings, index, *, bridge_dir, **rest):
         super().__init__(settings, index, bridge_dir=bridge_dir, **rest)
         self._command = [sys.executable, os.path.join(os.path.dirname(__file__), "stand_in_engine.py")]
         (bridge_dir / "weights").write_text("x")
-    def healthy(self, timeout=5.0):
-        return self.alive()
 
-launcher.EngineProcess, launcher.RANK, rank_env.SAMPLER = Engine, "stand_in_rank", "stand_in_sampler"
+node_agent.EngineProcess, launcher.RANK, rank_env.SAMPLER = Engine, "stand_in_rank", "stand_in_sampler"
+cluster.Engine.healthy = lambda self, timeout=5.0: self.runs
 rank_job.RANK = "stand_in_rank"
-launcher.GRACE = 0.3
+launcher.GRACE = node_agent.GRACE = 0.3
 cli.main()
 """
 

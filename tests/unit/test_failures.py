@@ -50,7 +50,7 @@ class Dead:
     name: str
     code: int
     log: Path
-    host: str = ""
+    host: str = "here"
     opened: IO[bytes] | None = field(default=None)
     log_start: int = 0
 
@@ -60,7 +60,7 @@ class Dead:
 
 @pytest.fixture
 def dead(tmp_path: Path):
-    def make(name: str, code: int, text: str, host: str = "") -> Dead:
+    def make(name: str, code: int, text: str, host: str = "here") -> Dead:
         log = tmp_path / f"{name}.log"
         log.write_text("step 3\n" + text)
         return Dead(name, code, log, host)
@@ -85,23 +85,23 @@ def dead(tmp_path: Path):
     ],
 )
 def test_whose_failure(dead, ends: list, machine: bool, nodes: tuple[str, ...]) -> None:
-    failure = judge([dead(*end) for end in ends], "here")
+    failure = judge([dead(*end) for end in ends])
     assert (failure.machine, failure.nodes) == (machine, nodes)
     assert "\n" not in failure.cause + failure.error
 
 
 def test_what_an_earlier_start_wrote_does_not_count(dead) -> None:
     process = dead("rank_0", 1, ECC)
-    assert judge([process], "here").machine
+    assert judge([process]).machine
     process.log_start = process.log.stat().st_size
     process.log.write_text(process.log.read_text() + BUG)
-    assert judge([process], "here") == Failure(
+    assert judge([process]) == Failure(
         "rank_0 ended with exit code 1: KeyError: 'meta'", error="rank_0: KeyError: 'meta'"
     )
 
 
 def test_the_first_error_is_the_programs(dead) -> None:
-    failure = judge([dead("rank_0", 1, GLOO), dead("rank_1 on node 1 (n2)", 1, BUG, "n2")], "here")
+    failure = judge([dead("rank_0", 1, GLOO), dead("rank_1 on node 1 (n2)", 1, BUG, "n2")])
     assert failure.error == "rank_1 on node 1 (n2): KeyError: 'meta'"
     assert failure.cause == "rank_1 on node 1 (n2) ended with exit code 1: KeyError: 'meta'"
 

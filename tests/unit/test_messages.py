@@ -215,9 +215,9 @@ def test_only_who_knows_the_token_gets_in(address: str) -> None:
 
 
 def public_key_of_server(token: str) -> bytes:
-    from rpg_megatron.system.messages import _keys
+    from rpg_megatron.system.socket_keys import derive_keys
 
-    return _keys(token, "server").public
+    return derive_keys(token, "server").public
 
 
 def test_nobody_there_and_a_server_that_dies(address: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sys
 import time
 from pathlib import Path
@@ -14,14 +13,15 @@ from rpg_megatron.commands.eval.output_dir import OutputDir, open_output_dir
 from rpg_megatron.commands.eval.settings import EvalModel, EvalRequest, check_request, make_request
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
-from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.engines import Engines
+from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
+from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
-from rpg_megatron.launcher.run import GRACE
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals, Supervisor
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import explain, user_error
 from rpg_megatron.system.console import PlainTextConsole
 
@@ -68,52 +68,45 @@ def _evaluate(settings: Settings, model: EvalModel, signals: StopSignals, folder
 
 def _run_processes(settings: Settings, signals: StopSignals, folder: OutputDir) -> None:
     """Start all processes at once, since each spends its first seconds importing; wait for the evaluator."""
-    logs, count, tensor = folder.path / LOGS, settings.engine.replicas, settings.engine.tensor
-    token = secrets.token_urlsafe(32)
+    logs, count = folder.path / LOGS, settings.engine.replicas
+    cluster = Cluster(settings, Nodes(), signals)
     with contextlib.ExitStack() as stack:
-        supervisor = Supervisor(logs, signals)
-        stack.callback(supervisor.close, GRACE)
-        work, bridge = supervisor.workspace.work, supervisor.workspace.bridge
+        engines_only = NodeAssignment(range(0), range(count))
+        spec = NodeSpec(settings, folder.path, cluster.token, engines_only, weights="checkpoint")
+        agent = stack.enter_context(NodeAgent(spec, signals))
+        work = agent.workspace.work
         console = PlainTextConsole(stderr=True)
         progress = Progress(work, steps=0, log=logs / LAUNCHER_LOG, console=console, line_seconds=10.0)
         stack.callback(progress.close)
         progress.status(
             f"evaluation {display_path(folder.path)}\nstarting (takes about a minute): engines {count}"
         )
+        cluster.open(folder.path, agent)
         command = [sys.executable, "-P", "-m", EVALUATOR]
         command += map(str, (folder.path, work, settings.model.path))
-        evaluator = supervisor.start("evaluator", command, base_environment(settings, token))
+        evaluator = cluster.start_here("evaluator", command, base_environment(settings, cluster.token))
         # Not restarted: graded responses are on disk, and rerunning the command resumes.
-        engines = Engines(settings, work, supervisor, progress, restarts=0)
-        for index in range(count):
-            signals.check()
-            engine = EngineProcess(
-                settings,
-                index,
-                socket=engine_socket(work, index),
-                log=logs / f"engine_{index}.log",
-                bridge_dir=bridge,
-                token=token,
-                weights="checkpoint",
-                gpus=range(index * tensor, (index + 1) * tensor),
-            )
-            engines.start(engine)
+        engines = Engines(settings, work, cluster, progress, restarts=0)
+        signals.check()
+        engines.start()
 
         def is_ending() -> bool:
             signals.check()
             return False
 
-        while (code := evaluator.exit_code()) is None:
+        while evaluator.code is None:
             progress.pump(0.2)
             signals.check()
+            cluster.pump()
             engines.check(is_ending)
         progress.pump(0.0)
-        if code == 0:
+        if evaluator.code == 0:
             return
         time.sleep(1.0)  # the cause may be a signal to all processes, or an engine that died
         signals.check()
         if (message := user_error(evaluator)) is not None:
             folder.discard = True  # it contains only the message
             raise UserError(message)
+        cluster.pump()
         engines.check(is_ending, closely=True)
         raise RunFailed(explain(evaluator))

@@ -1,0 +1,331 @@
+"""The nodes of a run as its first launcher sees them: an agent on each, engines, ranks and sampler.
+
+Every node, this one too, has an agent (``node_agent.py``) that starts and ends its processes. Requests go to
+the agents, and ends of processes are reported back: by calls on this node, else over a control channel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+import yaml
+
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.engine.process import engine_socket, health, put_to_sleep, write_addresses
+from rpg_megatron.launcher.failures import Failure, own_host
+from rpg_megatron.launcher.node_agent import NodeAgent
+from rpg_megatron.launcher.nodes import Nodes, assign_node
+from rpg_megatron.launcher.rank_env import RankLaunchSpec
+from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
+from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from rpg_megatron.system.child import user_error
+
+_LEAVE_SECONDS = 30.0
+"""How long to wait for other nodes to end their processes; they send SIGKILL after a grace period."""
+
+
+class Agent(Protocol):
+    """A node's agent: that of this node, or a control channel to another."""
+
+    lost: str
+    """Why the node is lost; empty while it is not."""
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Make a request (``NodeAgent``)."""
+        ...
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """What it has reported since the last call."""
+        ...
+
+
+class Place:
+    """Where a process of the run is: its node, and its log in the run's folder, which all nodes share."""
+
+    def __init__(self, name: str, folder: Path, agent: Agent, node: str, host: str):
+        """name: of the process. node: for messages, empty for this one. host: the node's name."""
+        self.log, self.agent, self.node, self.host = folder / LOGS / f"{name}.log", agent, node, host
+        self.log_start = log_size(self.log)
+        """Bytes that the log had before the process started."""
+        self._key, self._opened = name, agent.opened if isinstance(agent, NodeAgent) else {}
+
+    @property
+    def opened(self) -> IO[bytes] | None:
+        """The log as it was when the process started; only on this node."""
+        return self._opened.get(self._key)
+
+
+class Process(Place):
+    """A trainer rank, the sampler, or the parent of forked ranks."""
+
+    def __init__(self, name: str, folder: Path, agent: Agent, node: str, host: str):
+        super().__init__(name, folder, agent, node, host)
+        self.name = f"{name} on {node}" if node else name
+        self.is_rank = name.startswith("rank_")
+        self.code: int | None = None
+
+    def exit_code(self) -> int | None:
+        """None while it runs, as far as is known."""
+        return self.code
+
+    def warn(self) -> None:
+        """Ask it to save and exit, if it runs."""
+        if self.code is None:
+            self.agent.send("warn", name=self._key)
+
+
+class Engine(Place):
+    """An engine, and what the launcher knows of it."""
+
+    def __init__(
+        self, index: int, folder: Path, agent: Agent, node: str, host: str, address: Path | str, token: str
+    ):
+        super().__init__(f"engine_{index}", folder, agent, node, host)
+        self.index, self.address, self._token = index, address, token
+        self.incarnation = 0
+        """How often it was restarted."""
+        self.runs = False
+        """Whether its process runs, as far as is known."""
+        self.is_up = False
+        """Whether it has answered since its start."""
+        self.is_deferred = False
+        """Whether it is restarted when the ranks release the shared GPUs."""
+        self.runner_v1 = False
+        """Whether it uses vLLM's model runner V1, because it did not start with V2."""
+        self.death: tuple[str, int] | None = None
+        """How and after which step it died last, if its log tells how."""
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Start it; does not wait."""
+        self.log_start, self._started = log_size(self.log), time.monotonic()
+        self.runs, self.is_up, self.is_deferred = True, False, False
+        self.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since its last start."""
+        return time.monotonic() - self._started
+
+    def healthy(self, timeout: float = 5.0) -> bool:
+        """Whether it answers requests of this node."""
+        return health(self.address, self._token, timeout) == 200
+
+    def sleep(self) -> None:
+        """See ``engine.process.put_to_sleep``."""
+        put_to_sleep(self.address, self._token)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"engine {self.index} on {self.node}" if self.node else f"engine {self.index}"
+
+
+class Cluster:
+    """All nodes of a run. Call its methods from the main thread only.
+
+    Entering the context waits until all nodes have joined and passed their checks; raises RunFailed and
+    UserError if they do not. Leaving it ends the processes of the other nodes.
+    """
+
+    def __init__(self, settings: Settings, nodes: Nodes, signals: StopSignals):
+        """Raises UserError if the other nodes cannot reach this one."""
+        self.nodes = nodes
+        self.address: str | None = None
+        """This node's; None on a single node."""
+        self.token = secrets.token_urlsafe(32)
+        """The run's secret, shared by all of its processes."""
+        self.engines: dict[int, Engine] = {}
+        self.processes: dict[str, Process] = {}
+        """By the names of their logs; those that were started."""
+        self._settings, self._signals = settings, signals
+        self._folder = Path()
+        self._agents: dict[int, Agent] = {}
+        self._joined: Mapping[int, dict[str, Any]] = {}
+        self._ready: set[int] = set()
+        self._last_line = ""
+        self._server = None
+        if nodes.count > 1:
+            from rpg_megatron.launcher.control_channel import RendezvousServer  # imports asyncio
+
+            self._server = RendezvousServer(settings, nodes)
+            self.address, self.token = self._server.address, self._server.token
+            self._agents |= self._server.channels
+            self._joined = self._server.joined
+
+    def __enter__(self) -> Cluster:
+        try:
+            if self._server:
+                self._wait_ready()
+        except BaseException as e:
+            self.__exit__(type(e), e, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.dismiss(error)
+        if self._server:
+            self._wait_left()
+            self._server.close()
+
+    def open(self, folder: Path, agent: NodeAgent) -> None:
+        """Let all nodes open the run's folder. agent: this node's."""
+        self._folder = folder
+        self._send_others("open", folder=str(folder))
+        self._agents[0] = agent
+        urls = {}
+        for node in range(self.nodes.count):
+            for i, index in enumerate(assign_node(self._settings, node, self.nodes.count).engines):
+                address: Path | str = engine_socket(agent.workspace.work, index)
+                if node:
+                    facts = self._joined[node]
+                    address = urls[index] = f"http://{facts['address']}:{facts['ports'][i]}"
+                self.engines[index] = Engine(index, *self._place(node), address, self.token)
+        write_addresses(agent.workspace.work, urls)
+
+    def start_here(self, name: str, command: list[str], environment: dict[str, str]) -> Process:
+        """Start a process on this node that logs to ``NAME.log``."""
+        self._add(name, 0)
+        self._agents[0].send("start", name=name, command=command, environment=environment)
+        return self.processes[name]
+
+    def start_ranks(self, spec: RankLaunchSpec) -> None:
+        """Start the trainer ranks of all nodes. On the CPUs of a single node, they are forked."""
+        fork = self._settings.device == "cpu" and self.nodes.count == 1 and self._settings.parallel.world > 1
+        if fork:
+            self._add("ranks", 0)
+        for node in range(self.nodes.count):
+            for rank in assign_node(self._settings, node, self.nodes.count).ranks:
+                self._add(f"rank_{rank}", node)
+        for agent in self._agents.values():
+            agent.send("start_ranks", fork=fork, **asdict(spec))
+
+    @property
+    def ranks(self) -> list[Process]:
+        """The trainer ranks, once they are started."""
+        return [process for process in self.processes.values() if process.is_rank]
+
+    def failed(self) -> list[Process]:
+        """Processes that exited with a code other than 0, the most likely cause first."""
+        dead = [p for p in self.processes.values() if p.code not in (None, 0)]
+        # One failure causes others: user errors first, then signals, then the oldest log.
+        return sorted(dead, key=lambda p: (user_error(p) is None, (p.code or 0) > 0, _modified(p.log)))
+
+    def pump(self, *, nodes_matter: bool = True) -> None:
+        """Take reports. Raises RunFailed or UserError if a node is lost, if that matters, or has failed."""
+        for node, agent in self._agents.items():
+            for message in agent.receive():
+                self._handle(node, message)
+        for node, agent in self._agents.items():
+            if agent.lost and nodes_matter:
+                problem = f"{self.name(node)} is lost: {agent.lost}"
+                raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
+
+    def dismiss(self, error: BaseException | None) -> None:
+        """Ask the other nodes to end their processes. error: the reason; None after success."""
+        expected = error is None or (isinstance(error, Interrupted) and error.requeue)
+        reason = "" if expected else (str(error).splitlines() or [repr(error)])[0]
+        self._send_others("end", reason=reason)
+
+    def name(self, node: int) -> str:
+        """A node's number and host name, for messages."""
+        return (
+            f"node {node} ({self._joined[node]['host']})" if node in self._joined else self.nodes.name(node)
+        )
+
+    def _host(self, node: int) -> str:
+        """A node's host name: Slurm's, if it is known."""
+        if self.nodes.hosts:
+            return self.nodes.hosts[node]
+        return str(self._joined[node]["host"]) if node else own_host()
+
+    def _place(self, node: int) -> tuple[Path, Agent, str, str]:
+        return self._folder, self._agents[node], self.name(node) if node else "", self._host(node)
+
+    def _add(self, name: str, node: int) -> None:
+        self.processes[name] = Process(name, *self._place(node))
+
+    def _send_others(self, kind: str, **facts: Any) -> None:
+        for node, agent in self._agents.items():
+            if node:
+                agent.send(kind, **facts)
+
+    def _handle(self, node: int, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "ready":
+            self._ready.add(node)
+        elif kind == "engine":
+            self.engines[message["index"]].runs = False
+        elif kind == "process":
+            self.processes[message["name"]].code = message["code"]
+        elif kind == "signal":
+            # Slurm signals all nodes at once, so do not count the same signal twice.
+            if self._signals.count < message["count"]:
+                self._signals.receive(message["number"])
+        elif kind == "refused":
+            raise UserError(f"{self.name(node)}: {message['message']}")
+        elif kind == "failed":
+            raise RunFailed(f"{self.name(node)}: {message['message']}")
+
+    def _print_once(self, text: str) -> None:
+        if text != self._last_line:
+            self._last_line = text
+            print(text, flush=True)
+
+    def _wait_ready(self) -> None:
+        assert self._server is not None
+        self._server.wait(self._signals.check, self._print_once)
+        expected = resolved_yaml(self._settings)
+        for node, facts in sorted(self._joined.items()):
+            if facts["settings"] != expected:
+                raise UserError(
+                    f"{self.name(node)} was started with other settings: "
+                    f"{_difference(yaml.safe_load(expected), yaml.safe_load(facts['settings']))}; give all "
+                    "nodes the same config, overrides and working directory"
+                )
+        self._send_others("check")
+        while len(self._ready) < self.nodes.count - 1:
+            self._signals.check()
+            self.pump()
+            time.sleep(0.1)
+
+    def _wait_left(self) -> None:
+        """Wait until the other launchers have exited: this one exits last, so its exit code is the job's."""
+        end = time.monotonic() + _LEAVE_SECONDS
+        others = [agent for node, agent in self._agents.items() if node]
+        while time.monotonic() < end and not all(agent.lost for agent in others):
+            for agent in others:
+                list(agent.receive())
+            time.sleep(0.1)
+
+
+def log_size(log: Path) -> int:
+    """Bytes of a log; 0 without one."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _difference(here: Any, there: Any, key: str = "") -> str:
+    """Describes the first value in which two settings differ."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        for name in [*here, *(there.keys() - here.keys())]:
+            if here.get(name) != there.get(name):
+                return _difference(here.get(name), there.get(name), f"{key}.{name}" if key else name)
+    return f"{key} is {there!r} there and {here!r} here"
