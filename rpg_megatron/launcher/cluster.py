@@ -300,7 +300,7 @@ class Cluster:
     def _wait_left(self) -> None:
         """Wait until the other launchers have exited: this one exits last, so its exit code is the job's."""
         end = time.monotonic() + _LEAVE_SECONDS
-        others = [agent for node, agent in self._agents.items() if node]
+        others = [self._agents[node] for node in self._joined]
         while time.monotonic() < end and not all(agent.lost for agent in others):
             for agent in others:
                 list(agent.receive())

@@ -1,9 +1,9 @@
 """The control connections between the first node's launcher and those of the other nodes.
 
-The first launcher writes a rendezvous file into the folder of the runs, which all nodes share: its address, a
-port for each node, and the run's token, readable only by the owner. Messages are JSON objects over ZeroMQ,
-with keys that are derived from the token. ZeroMQ's own thread sends heartbeats, so that a node that fails
-silently is detected. The file is removed when all nodes have joined.
+The first launcher writes a rendezvous file into the folder of the runs, which all nodes share: its address
+and the run's token, readable only by the owner. Messages are JSON objects over ZeroMQ, encrypted with keys
+that are derived from the token. ZeroMQ's own thread sends heartbeats, so that a node that fails silently is
+detected, and one that works for long is not. The file is removed when all nodes have joined.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 import socket
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -39,86 +40,59 @@ _ABANDONED_SECONDS = 86_400.0
 _MAX_MESSAGE_BYTES = 1 << 20
 """Size of the largest valid message."""
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
-_EVENTS = _OPENED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-class ControlChannel:
-    """One end of a connection between two launchers. For one thread; call ``receive`` often."""
+class _Socket:
+    """A socket with heartbeats, and the state of its connections. For one thread."""
 
-    def __init__(self, token: str, silence: float, context: zmq.Context[Any] | None = None):
-        """silence: seconds without a heartbeat after which the other end counts as lost."""
-        self.connected = False
-        self.lost = ""
-        """Why the connection is lost; empty before it is made, and while it is open."""
-        self._token, self._silence = token, silence
-        self._own_context = None if context else zmq.Context()
-        self._socket = (context or self._own_context).socket(zmq.PAIR)  # type: ignore[union-attr]
-        self._socket.heartbeat_ivl = int(250 * silence)
-        self._socket.heartbeat_timeout = int(750 * silence)
-        self._socket.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
-        self._socket.reconnect_ivl = -1
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
-        self._events = self._socket.get_monitor_socket(_EVENTS)
-        self._connections: dict[int, socket.socket | None] = {}
-        """Descriptors of open connections, which may be strangers', and copies, which tell why one ends."""
+    def __init__(self, kind: int, token: str, silence: float):
+        """silence: seconds without a heartbeat after which a connection ends."""
+        self.authenticated = False
+        """Whether an end that knows the token has connected."""
+        self.open: dict[int, socket.socket | None] = {}
+        """Descriptors of open connections, also those of strangers, and copies, which tell why one ends."""
+        self._silence = silence
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.zmq = self._context.socket(kind)
+        secure(self.zmq, token, server=kind == zmq.ROUTER)
+        self.zmq.heartbeat_ivl = int(250 * silence)
+        self.zmq.heartbeat_timeout = int(750 * silence)
+        self.zmq.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
+        self.zmq.reconnect_ivl = -1
+        self.zmq.maxmsgsize = _MAX_MESSAGE_BYTES
+        events = _OPENED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._events = self.zmq.get_monitor_socket(events)
 
-    def listen(self, address: str) -> int:
-        """Wait for the other end; returns the port. Raises zmq.ZMQError."""
-        secure(self._socket, self._token, server=True)
-        return self._socket.bind_to_random_port(f"tcp://{address}")
-
-    def connect(self, address: str, port: int) -> None:
-        """Connect to an end that listens; ``connected`` tells later whether that has succeeded."""
-        secure(self._socket, self._token, server=False)
-        self._socket.connect(f"tcp://{address}:{port}")
-
-    def stop_listening(self) -> None:
-        """Let nobody else connect."""
-        with suppress(zmq.ZMQError):  # it did not listen
-            self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
-
-    def send(self, kind: str, **facts: Any) -> None:
-        """Send a message; has no effect if the connection is lost."""
-        with suppress(zmq.ZMQError):
-            self._socket.send(json.dumps({"kind": kind, **facts}).encode(), zmq.NOBLOCK)
-
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """The messages received since the last call. Then ``connected`` and ``lost`` are up to date."""
-        self.watch()  # before the messages: those that arrived before the end are received before it is told
-        with suppress(zmq.ZMQError):
-            while True:
-                yield json.loads(self._socket.recv(zmq.NOBLOCK))
-
-    def watch(self) -> None:
-        """Update ``connected`` and ``lost``."""
-        while not self._socket.closed and self._events.poll(0):
+    def ended(self) -> list[tuple[int, str]]:
+        """Descriptors of connections that have ended since the last call, and why."""
+        ended = []
+        while self._events.poll(0):
             event = recv_monitor_message(self._events)
-            kind, descriptor = event["event"], event["value"]
+            kind, descriptor = event["event"], int(event["value"])
             if kind & _OPENED:
-                self._connections[descriptor] = None
+                self.open[descriptor] = None
                 with suppress(OSError):  # it has ended already
-                    self._connections[descriptor] = socket.socket(fileno=os.dup(descriptor))
+                    self.open[descriptor] = socket.socket(fileno=os.dup(descriptor))
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected, self.lost = True, ""
-            elif descriptor in self._connections:
-                why = self._why_lost(self._connections.pop(descriptor))
-                if self.connected and not self._connections:
-                    self.lost = why
+                self.authenticated = True
+            elif descriptor in self.open:
+                ended.append((descriptor, self._why_ended(self.open.pop(descriptor))))
+        return ended
 
     def close(self) -> None:
-        """Send what is still to be sent, and close the connection."""
-        self.lost = self.lost or "this end closed it"
-        self._socket.disable_monitor()
-        self._socket.close(linger=1000 * _LAST_WORDS_SECONDS)
-        if self._own_context:
-            self._own_context.term()
-        for copy in self._connections.values():
-            if copy:
-                copy.close()
-        self._connections.clear()
+        """Send what is still to be sent, and close all connections."""
+        if self.zmq.closed:
+            return
+        self.zmq.disable_monitor()
+        self._events.close(linger=0)
+        self.zmq.close(linger=1000 * _LAST_WORDS_SECONDS)
+        self._context.term()
+        for copy in filter(None, self.open.values()):
+            copy.close()
+        self.open.clear()
 
-    def _why_lost(self, connection: socket.socket | None) -> str:
-        """ZeroMQ closes a connection at its end, and after a silence, without telling which."""
+    def _why_ended(self, connection: socket.socket | None) -> str:
+        """ZeroMQ ends a connection after a silence, and when the other end does, without telling which."""
         if connection is not None:
             with connection, suppress(BlockingIOError):
                 if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -128,20 +102,80 @@ class ControlChannel:
         return "its launcher has exited"
 
 
+class ControlChannel:
+    """The end of a launcher that is not the first. For one thread; call ``receive`` often."""
+
+    def __init__(self, node: int, endpoint: Endpoint, silence: float):
+        """Connect; does not wait. silence: see ``_Socket``."""
+        self.lost = ""
+        """Why the connection is lost; empty before it is made, and while it is open."""
+        self._socket = _Socket(zmq.DEALER, endpoint.token, silence)
+        self._socket.zmq.routing_id = str(node).encode()
+        self._socket.zmq.connect(f"tcp://{endpoint.address}:{endpoint.port}")
+
+    def wait(self, seconds: float, poll: Callable[[], None]) -> bool:
+        """Wait until it is connected; returns whether it is. poll: called while waiting."""
+        end = time.monotonic() + seconds
+        while not self._socket.authenticated and not self.lost and time.monotonic() < end:
+            poll()
+            time.sleep(0.05)
+            self._watch()
+        return self._socket.authenticated
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message; has no effect if the connection is lost."""
+        with suppress(zmq.ZMQError):
+            self._socket.zmq.send(json.dumps({"kind": kind, **facts}).encode(), zmq.NOBLOCK)
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The messages received since the last call. Then ``lost`` is up to date."""
+        self._watch()  # before the messages: those that arrived before the end are received before it is told
+        with suppress(zmq.ZMQError):
+            while True:
+                yield json.loads(self._socket.zmq.recv(zmq.NOBLOCK))
+
+    def close(self) -> None:
+        """Send what is still to be sent, and close the connection."""
+        self._socket.close()
+
+    def _watch(self) -> None:
+        for _, why in self._socket.ended():
+            self.lost = why
+
+
 @dataclass
 class Endpoint:
     """Address at which the first launcher listens; the content of a rendezvous file."""
 
     address: str
-    ports: list[int]
-    """For nodes 1, 2, ..."""
+    port: int
     token: str
     machine: str
     """Boot id: a loopback address is valid on the same machine only."""
 
 
+class NodeChannel:
+    """The first launcher's end of its connection to another node."""
+
+    def __init__(self, server: RendezvousServer, node: int):
+        self.lost = ""
+        """Why the connection is lost; empty before it is made, and while it is open."""
+        self.inbox: deque[dict[str, Any]] = deque()
+        self._server, self._node = server, str(node).encode()
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a message; has no effect if the connection is lost."""
+        self._server.socket.zmq.send_multipart([self._node, json.dumps({"kind": kind, **facts}).encode()])
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """The messages received since the last call. Then ``lost`` is up to date."""
+        self._server.pump()
+        while self.inbox:
+            yield self.inbox.popleft()
+
+
 class RendezvousServer:
-    """The first launcher's end: listens until all nodes have joined."""
+    """The first launcher's end of all connections."""
 
     def __init__(self, settings: Settings, nodes: Nodes):
         """Raises UserError if it cannot listen, or cannot write the rendezvous file."""
@@ -149,32 +183,47 @@ class RendezvousServer:
         self.token = secrets.token_urlsafe(32)
         self.joined: dict[int, dict[str, Any]] = {}
         """Node -> its message "join"."""
+        self.channels = {node: NodeChannel(self, node) for node in range(1, nodes.count)}
         self._settings, self._nodes = settings, nodes
+        self._by_connection: dict[int, int] = {}
+        """Descriptor of a connection -> the node that has joined over it."""
         self._file = rendezvous_file(settings, nodes)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._context.max_sockets = 1024 + 4 * nodes.count  # a channel and its monitor are three
-        self.channels = {
-            node: ControlChannel(self.token, settings.cluster.silence, self._context)
-            for node in range(1, nodes.count)
-        }
+        self.socket = _Socket(zmq.ROUTER, self.token, settings.cluster.silence)
         try:
-            ports = [channel.listen(self.address) for channel in self.channels.values()]
+            port = self.socket.zmq.bind_to_random_port(f"tcp://{self.address}")
             remove_abandoned_files(self._file.parent)
-            endpoint = Endpoint(self.address, ports, self.token, boot_id())
+            endpoint = Endpoint(self.address, port, self.token, boot_id())
             # Atomic, readable only by the owner; it replaces the file of an earlier start.
             self._file.parent.mkdir(parents=True, exist_ok=True)
             atomic_write_text(self._file, json.dumps(asdict(endpoint)), private=True)
-        except zmq.ZMQError as e:
-            self.close()
+        except zmq.ZMQBaseError as e:
+            self.socket.close()
             raise UserError(
-                f"cannot listen at {self.address} ({e.strerror}), this node's address; "
+                f"cannot listen at {self.address} ({e}), this node's address; "
                 "set another one with cluster.interface=..."
             ) from None
         except OSError as e:
-            self.close()
+            self.socket.close()
             raise UserError(
                 f"runs: {e.filename or self._file}: {e.strerror}; choose another folder"
             ) from None
+
+    def pump(self) -> None:
+        """Receive the messages of all nodes; notice which are lost."""
+        ended = self.socket.ended()  # before the messages: those that arrived before the end are received
+        with suppress(zmq.Again):
+            while True:
+                sender, body = self.socket.zmq.recv_multipart(zmq.NOBLOCK, copy=False)
+                node, message = int(sender.bytes), json.loads(body.bytes)
+                if message["kind"] == "join":
+                    self._by_connection[body.get(zmq.SRCFD)] = node
+                    self.joined[node], self.channels[node].lost = message, ""
+                else:
+                    self.channels[node].inbox.append(message)
+        for descriptor, why in ended:
+            # Another connection may have its descriptor by now.
+            if descriptor in self._by_connection and descriptor not in self.socket.open:
+                self.channels[self._by_connection.pop(descriptor)].lost = why
 
     def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
         """Wait until all nodes have joined. Raises RunFailed after a timeout.
@@ -187,9 +236,7 @@ class RendezvousServer:
             status(f"waiting for {names}")
             poll()
             time.sleep(0.1)
-            for node in missing:
-                for message in self.channels[node].receive():
-                    self.joined[node] = message
+            self.pump()
             if time.monotonic() > end:
                 seconds = self._settings.cluster.join_timeout
                 problem = f"{names} did not join within {seconds:.0f} s (cluster.join_timeout)"
@@ -199,19 +246,12 @@ class RendezvousServer:
                     f"can reach {self.address} and sees {self._file.parent}",
                     Failure(problem, machine=True, nodes=hosts),
                 )
-        self._stop_listening()
+        remove(self._file)
 
     def close(self) -> None:
         """Close all connections."""
-        self._stop_listening()
-        for channel in self.channels.values():
-            channel.close()
-        self._context.term()
-
-    def _stop_listening(self) -> None:
         remove(self._file)
-        for channel in self.channels.values():
-            channel.stop_listening()
+        self.socket.close()
 
 
 def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[ControlChannel, Endpoint]:
@@ -225,22 +265,15 @@ def join(settings: Settings, nodes: Nodes, poll: Callable[[], None]) -> tuple[Co
     while time.monotonic() < end:
         poll()
         endpoint = _read_endpoint(file)
-        if endpoint is not None and len(endpoint.ports) >= nodes.rank:
+        if endpoint is not None:
             if endpoint.address.startswith("127.") and endpoint.machine != boot_id():
                 raise UserError(
                     f"the first node gives {endpoint.address} as its address, a loopback address; set "
                     "cluster.interface to the name of the cluster's network interface (ip -brief address)"
                 )
-            port = endpoint.ports[nodes.rank - 1]
-            problem = f"no answer at {endpoint.address}:{port}, the address in its rendezvous file"
-            channel = ControlChannel(endpoint.token, settings.cluster.silence)
-            channel.connect(endpoint.address, port)
-            limit = min(end, time.monotonic() + 5)
-            while time.monotonic() < limit and not channel.connected and _read_endpoint(file) == endpoint:
-                poll()
-                time.sleep(0.05)
-                channel.watch()
-            if channel.connected:
+            problem = f"no answer at {endpoint.address}:{endpoint.port}, the address in its rendezvous file"
+            channel = ControlChannel(nodes.rank, endpoint, settings.cluster.silence)
+            if channel.wait(min(5, end - time.monotonic()), poll):
                 return channel, endpoint
             channel.close()
         time.sleep(0.2)
@@ -271,7 +304,7 @@ def _is_closed(endpoint: Endpoint | None) -> bool:
     if endpoint is None or (endpoint.address.startswith("127.") and endpoint.machine != boot_id()):
         return False
     try:
-        socket.create_connection((endpoint.address, endpoint.ports[0]), timeout=2).close()
+        socket.create_connection((endpoint.address, endpoint.port), timeout=2).close()
     except ConnectionRefusedError:
         return True
     except OSError:

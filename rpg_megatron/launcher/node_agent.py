@@ -234,7 +234,7 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
         stack.callback(channel.close)
         try:
             interface, assignment = settings.cluster.interface, assign_node(settings, nodes.rank, nodes.count)
-            towards = (endpoint.address, endpoint.ports[0])
+            towards = (endpoint.address, endpoint.port)
             address = own_address(interface) if interface else address_towards(*towards)
             ports = _free_ports(address, len(assignment.engines))
             channel.send(
@@ -250,7 +250,9 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             channel.send("ready")
             folder = Path(_wait_for("open", channel, signals)["folder"])
             by_index = dict(zip(assignment.engines, ports, strict=True))
-            spec = NodeSpec(settings, folder, endpoint.token, assignment, nodes.rank, address, by_index)
+            spec = NodeSpec(
+                settings, folder, endpoint.token, assignment, nodes.rank, address, by_index, rank_module=RANK
+            )
             agent = stack.enter_context(NodeAgent(spec, signals))
             agent.note(f"node {nodes.rank} ({own_host()}) starts")
             _serve(agent, channel, signals)

@@ -76,7 +76,7 @@ def dead(tmp_path: Path):
         ([("rank_1", -signal.SIGKILL, "", "n2")], True, ("n2",)),
         ([("rank_1", -signal.SIGKILL, "", "n2"), ("rank_0", 1, GLOO, "")], True, ("n2",)),
         ([("rank_3", 1, ECC, "n2"), ("rank_0", 1, GLOO, "")], True, ("n2",)),
-        ([("rank_0", -signal.SIGBUS, "", "")], True, ("here",)),
+        ([("rank_0", -signal.SIGBUS, "", "here")], True, ("here",)),
         ([("rank_0", 1, BUG, "")], False, ()),
         ([("rank_0", 1, GLOO, ""), ("rank_1", 1, BUG, "n2")], False, ()),  # the bug broke the connection
         ([("rank_0", 1, MEMORY, "")], False, ()),  # it would not fit elsewhere either

@@ -7,20 +7,29 @@ takes a cluster for a single node starts as many runs as there are nodes. Not co
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher import control_channel
 from rpg_megatron.launcher.bandwidth import Bandwidth
-from rpg_megatron.launcher.control_channel import RendezvousServer, join, rendezvous_file
+from rpg_megatron.launcher.control_channel import (
+    ControlChannel,
+    NodeChannel,
+    RendezvousServer,
+    join,
+    rendezvous_file,
+)
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -209,16 +218,19 @@ def settings(config_file: Path) -> Settings:
     return load_settings(config_file, ["cluster={interface: lo, join_timeout: 20}"])
 
 
-def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_meet_though_strangers_knock(settings: Settings) -> None:
     host = RendezvousServer(settings, Nodes(0, 2, "job-x"))
     file = rendezvous_file(settings, Nodes(1, 2, "job-x"))
     try:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        place = control_channel._read_endpoint(file)
-        assert place is not None
-        silent = socket.create_connection((place.address, place.port))  # says nothing, and blocks nobody
-        guessing = socket.create_connection((place.address, place.port))
-        assert control_channel._handshake(guessing, "a guess", host=False) is None
+        endpoint = control_channel._read_endpoint(file)
+        assert endpoint is not None
+        silent = socket.create_connection((endpoint.address, endpoint.port))  # says nothing, blocks nobody
+        guess = dataclasses.replace(endpoint, token="a guess")
+        stranger = ControlChannel(1, guess, settings.cluster.silence)
+        stranger.send("join", node=1, host="stranger")
+        assert not stranger.wait(1.0, host.pump)
+        assert host.joined == {}
 
         results = []
         thread = threading.Thread(
@@ -226,28 +238,37 @@ def test_nodes_meet_though_strangers_knock(settings: Settings, monkeypatch: pyte
         )
         thread.start()
         thread.join(20)
-        line = results[0][0]
-        line.send("join", node=1, host="b")
+        channel = results[0][0]
+        channel.send("join", host="b")
         host.wait(lambda: None, lambda _: None)
         assert host.joined[1]["host"] == "b"
         assert not file.exists()
-        with pytest.raises(OSError, match=r"refused"):  # nobody else can come
-            socket.create_connection((place.address, place.port))
-        host.channels[1].send("hello", word=host.token[:0])
-        wait_for_message(line)
+        second = ControlChannel(1, endpoint, settings.cluster.silence)  # has the token, but comes too late
+        second.send("rank", code=0)
+        second.wait(1.0, host.pump)
+        assert list(host.channels[1].receive()) == []
+        host.channels[1].send("hello", word="x")
+        assert wait_for_message(channel) == {"kind": "hello", "word": "x"}
+        for other in (silent, stranger, second):
+            other.close()
+        time.sleep(0.2)
+        channel.send("still here")
+        assert wait_for_message(host.channels[1]) == {"kind": "still here"}
+        assert host.channels[1].lost == ""
         host.close()
-        while not line.lost:
-            line.receive()
-        assert line.lost == "its launcher has exited"
-        silent.close()
+        while not channel.lost:
+            list(channel.receive())
+        assert channel.lost == "its launcher has exited"
+        channel.close()
     finally:
         host.close()
 
 
-def wait_for_message(line: control_channel.ControlChannel) -> None:
-    while (message := line.receive_one()) is None:
-        assert not line.lost
-    assert message == {"kind": "hello", "word": ""}
+def wait_for_message(channel: ControlChannel | NodeChannel) -> dict[str, Any]:
+    while True:
+        for message in channel.receive():
+            return message
+        assert not channel.lost
 
 
 def test_a_rendezvous_file_that_others_can_read_is_refused(settings: Settings) -> None:
