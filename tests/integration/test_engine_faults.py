@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.engine.process import EngineProcess
 from rpg_megatron.launcher import engines as module
+from rpg_megatron.launcher import node_agent
+from rpg_megatron.launcher.cluster import Engine
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.supervisor import RunFailed
-from tests.support.launcher import wait_for
+from tests.support.launcher import single_node, wait_for
 
 SAYS_AND_ENDS = (
     'echo "ImportError: of no importance"; while [ ! -e "$0" ]; do sleep 0.01; done; cat "$0"; rm "$0"'
@@ -30,51 +32,57 @@ DEAD = LINE.format(1, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore enc
 
 
 class StandIn(EngineProcess):
-    """Healthy when the test sets ``up``."""
+    """Runs a script of ``scripts``; healthy when the test adds its index to ``up``."""
 
-    up = False
+    scripts: ClassVar[list[list[str]]] = []
+    up: ClassVar[set[int]] = set()
+
+    def __init__(self, settings: Settings, index: int, **places: Any):
+        super().__init__(settings, index, **places)
+        self._command = self.scripts[index]
 
     def start(self) -> None:
-        self.up = False
+        self.up.discard(self.index)
         super().start()
 
-    def healthy(self, timeout: float = 5.0) -> bool:
-        return self.up
 
-    def has_begun(self) -> bool:
-        return "no importance" in self.log.read_text()[self.log_start :]
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_agent, "EngineProcess", StandIn)
+    monkeypatch.setattr(Engine, "healthy", lambda self, timeout=5.0: self.index in StandIn.up)
+    monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
+    StandIn.up.clear()
 
 
 def test_an_engine_that_dies_twice_in_the_same_way(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic))
-    words, log = tmp_path / "words", tmp_path / "engine_0.log"
-    places: Any = {"log": log, "bridge_dir": tmp_path, "token": "secret", "socket": tmp_path / "0.sock"}
-    engine = StandIn(load_settings(config_file), 0, **places)
-    engine._command = ["sh", "-c", SAYS_AND_ENDS, str(words)]
+    words, settings = tmp_path / "words", load_settings(config_file)
+    StandIn.scripts = [["sh", "-c", SAYS_AND_ENDS, str(words)]]
     messages: list[str] = []
-    shown: Any = SimpleNamespace(
-        status=messages.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
-    )
-    engines = Engines(load_settings(config_file), tmp_path, shown, shown, restarts=99)
+    shown: Any = SimpleNamespace(status=messages.append, step=0)
 
-    def die(message: str, step: int) -> str:
-        """The message that is shown when it dies after a step with a message in its log."""
-        wait_for(engine.has_begun, 30)
-        engine.up = True
-        engines.check(lambda: False)
-        assert engines.all_up
-        shown.step = step
-        (tmp_path / "w").write_text(message)
-        (tmp_path / "w").rename(words)
-        wait_for(lambda: not engine.alive(), 30)
-        engines.check(lambda: False)
-        return next(text for text in reversed(messages) if "restart" in text)
+    with single_node(settings, tmp_path) as (cluster, agent):
+        engines, engine = Engines(settings, tmp_path, cluster, shown, restarts=99), cluster.engines[0]
 
-    engines.start(engine)
-    try:
+        def has_begun() -> bool:
+            return "no importance" in engine.log.read_text()[agent._engines[0].log_start :]
+
+        def die(message: str, step: int) -> str:
+            """The message that is shown when it dies after a step with a message in its log."""
+            wait_for(has_begun, 30)
+            StandIn.up.add(0)
+            engines.check(lambda: False)
+            assert engines.all_up
+            shown.step = step
+            (tmp_path / "w").write_text(message)
+            (tmp_path / "w").rename(words)
+            wait_for(lambda: cluster.pump() or not engine.runs, 30)
+            engines.check(lambda: False)
+            return next(text for text in reversed(messages) if "restart" in text)
+
+        engines.start()
         first = die(LINE.format(10, OUT_OF_RANGE.format(10)), step=0)
         assert first.startswith(f"warning: engine 0 died: {OUT_OF_RANGE.format(10)}; restart 1 of 99; log: ")
         die(LINE.format(11, OUT_OF_RANGE.format(11)), step=1)  # a step was completed
@@ -86,8 +94,6 @@ def test_an_engine_that_dies_twice_in_the_same_way(
         die(LINE.format(14, OUT_OF_RANGE.format(14)), step=1)
         with pytest.raises(RunFailed) as error:
             die(LINE.format(15, OUT_OF_RANGE.format(15)), step=1)
-    finally:
-        engines.stop(0.0)
     assert str(error.value).startswith(
         "engine 0 died twice of the same error, without a step in between, and is not restarted again: "
         f"{OUT_OF_RANGE.format(15)}; a new engine would get the same requests: "
@@ -128,29 +134,26 @@ def test_a_failed_start_is_repeated_once_with_runner_v1(
     another: str,
     starts: int,
 ) -> None:
-    monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if variable:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-    settings = load_settings(config_file, [f"device={device}", "engine.replicas=2"])
+    settings = load_settings(config_file, [f"device={device}", f"engine.replicas={2 if another else 1}"])
+    StandIn.scripts = [["sh", "-c", script], ["sh", "-c", "sleep 60"]]
     messages: list[str] = []
-    shown: Any = SimpleNamespace(
-        status=messages.append, step=0, adopt=lambda engine: None, guard_shared_memory=lambda engines: None
-    )
-    engines = Engines(settings, tmp_path, shown, shown, restarts=0)
-    processes = []
-    for index in range(2 if another else 1):
-        places: Any = {"log": tmp_path / f"{index}.log", "bridge_dir": tmp_path, "token": "secret"}
-        processes.append(StandIn(settings, index, socket=tmp_path / f"{index}.sock", **places))
-        processes[-1]._command = ["sh", "-c", script if index == 0 else "sleep 60"]
-        engines.start(processes[-1])
-    first = processes[0]
-    try:
+    shown: Any = SimpleNamespace(status=messages.append, step=0)
+    with single_node(settings, tmp_path) as (cluster, _):
+        engines, first = Engines(settings, tmp_path, cluster, shown, restarts=0), cluster.engines[0]
+
+        def has_ended() -> bool:
+            cluster.pump()
+            return not first.runs
+
+        engines.start()
         if another:
-            processes[1].up = True
+            StandIn.up.add(1)
         if another == "is up":
             engines.check(lambda: False)
-        wait_for(lambda: not first.alive(), 30)
+        wait_for(has_ended, 30)
         if starts == 2:
             engines.check(lambda: False)
             (warning,) = [text for text in messages if text.startswith("warning")]
@@ -160,15 +163,13 @@ def test_a_failed_start_is_repeated_once_with_runner_v1(
             )
             wait_for(lambda: "runner V1" in first.log.read_text(), 30)
         if "sleep" in script:
-            first.up = True
+            StandIn.up.add(0)
             engines.check(lambda: False)
             assert engines.all_up
         else:
-            wait_for(lambda: not first.alive(), 30)
+            wait_for(has_ended, 30)
             with pytest.raises(UserError, match="arguments" if script is REFUSES else "ended while starting"):
                 engines.check(lambda: False)
-    finally:
-        engines.stop(0.0)
     assert first.log.read_text().count("no kernel") + first.log.read_text().count("runner V1") == (
         0 if script is REFUSES else starts
     )

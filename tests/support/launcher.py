@@ -8,10 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rpg_megatron.config import Settings
+from rpg_megatron.launcher.cluster import Cluster
+from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
+from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
+from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system import process_groups
 from tests.support.commands import without_notice
 
@@ -138,6 +144,17 @@ class Launch:
     def finish(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=60)
         return self.process.returncode, out, without_notice(err)
+
+
+@contextmanager
+def single_node(settings: Settings, folder: Path) -> Iterator[tuple[Cluster, NodeAgent]]:
+    """A run's nodes, which is this one with all engines, and its agent. folder: the run's."""
+    cluster = Cluster(settings, Nodes(), StopSignals())
+    assignment = NodeAssignment(range(0), range(settings.engine.replicas))
+    (folder / "logs").mkdir(exist_ok=True)
+    with NodeAgent(NodeSpec(settings, folder, cluster.token, assignment), StopSignals()) as agent:
+        cluster.open(folder, agent)
+        yield cluster, agent
 
 
 def wait_for(
