@@ -24,7 +24,6 @@ from rpg_megatron.engine.process import (
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, join
 from rpg_megatron.launcher.failures import own_host
-from rpg_megatron.launcher.network import NodeProbe
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -165,7 +164,7 @@ class NodeAgent:
         channel: ControlChannel,
         signals: StopSignals,
     ):
-        self._settings, self._rank, self._assignment = settings, rank, assignment
+        self._settings, self._assignment = settings, assignment
         self._endpoint, self._token = node_endpoint, token
         self._channel, self._signals = channel, signals
         self._logs = folder / LOGS
@@ -174,7 +173,6 @@ class NodeAgent:
         self._ranks: dict[int, Child] = {}
         self._engines: dict[int, EngineProcess] = {}
         self._starts: dict[int, int] = {}
-        self._network: NodeProbe | None = None
         self._reported: set[object] = set()
         self._healthy: set[int] = set()
         self._probed = 0.0
@@ -206,15 +204,7 @@ class NodeAgent:
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
-        if kind == "start_probe":
-            own = self._endpoint.address
-            self._network = NodeProbe(
-                self._supervisor, self._settings.device, own, rank=self._rank, **message
-            )
-        elif kind == "end_probe" and self._network is not None:
-            self._network.end()
-            self._network = None
-        elif kind == "start_engine":
+        if kind == "start_engine":
             self._start_engine(message["index"], message["starts"], runner_v1=message["runner_v1"])
         elif kind == "stop_engines":
             stop_engines([self._engines[index] for index in message["indices"]], message["grace"])
@@ -255,10 +245,6 @@ class NodeAgent:
         self._starts[index] = starts
 
     def _report(self) -> None:
-        result = self._network.result() if self._network and "probe" not in self._reported else None
-        if result is not None:
-            self._reported.add("probe")
-            self._channel.send("probe", result=result)
         for rank, child in self._ranks.items():
             code = child.exit_code()
             if code is not None and rank not in self._reported:

@@ -43,8 +43,6 @@ class RemoteNodes:
         self.assignment = assign_node(settings, 0, nodes.count)
         self.engines: dict[int, RemoteEngine] = {}
         self.ranks: dict[int, RemoteRank] = {}
-        self.probes: dict[int, dict[str, Any]] = {}
-        """Results of the nodes' probes of the network (``network.NodeProbe``)."""
         self._settings, self._signals = settings, signals
         self._server = RendezvousServer(settings, nodes)
         self._ready: set[int] = set()
@@ -185,8 +183,6 @@ class RemoteNodes:
             self.engines[message["index"]].update(message["starts"], message["alive"])
         elif kind == "rank":
             self.ranks[message["rank"]].code = message["code"]
-        elif kind == "probe":
-            self.probes[node] = message["result"]
         elif kind == "signal":
             # Slurm signals all nodes at once, so do not count the same signal twice.
             if self._signals.count < message["count"]:

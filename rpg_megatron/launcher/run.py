@@ -18,10 +18,10 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.cluster import JOB_END_VARIABLE
 from rpg_megatron.config.files import remove
 from rpg_megatron.engine.process import EngineProcess, engine_socket, write_addresses
+from rpg_megatron.launcher.bandwidth import MEASURE
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import record_end
 from rpg_megatron.launcher.failures import judge, note_failure, own_host
-from rpg_megatron.launcher.network import measure_network
 from rpg_megatron.launcher.nodes import assign_node, end_of_job, free_port, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
@@ -159,7 +159,7 @@ class RunLauncher:
         for line in settings.notes() if self._trains else ():
             self._progress.status(f"note: {line}")
         if remote and settings.cluster.min_bandwidth != 0:
-            self._measure_network(remote)
+            self._progress.status(f"note: {MEASURE}")
         if self._uses_engines:
             self._progress.status(
                 "starting (takes about a minute): "
@@ -209,18 +209,6 @@ class RunLauncher:
         self._check_children()
         if self._warned is None:
             self._check_engines()
-
-    def _measure_network(self, remote: RemoteNodes) -> None:
-        """Before engines and ranks start, which use the GPUs, and would wait for a network that is dead."""
-
-        def poll() -> None:
-            self._progress.pump(0.1)
-            self._check_signals()
-            self._check_nodes()
-
-        self._progress.status("measuring the network between the nodes")
-        for line in measure_network(self._settings, remote, self._supervisor, poll):
-            self._progress.status(line)
 
     def _start_rollouts(self, token: str) -> None:
         """Start engines and the sampler."""

@@ -13,7 +13,6 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.explanation import explained_yaml
 from rpg_megatron.config.files import atomic_write_text, is_ours, read_json, read_text, remove
-from rpg_megatron.launcher.own_defaults import with_own_defaults
 
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
@@ -67,11 +66,10 @@ def is_finished(run: Path) -> bool:
 
 
 def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:
-    """All settings, with the defaults of own code, as YAML with absolute paths, valid from any folder.
+    """All settings as YAML with absolute paths, valid from any folder.
 
     explained: with the meaning of each key as a comment above it.
     """
-    settings = with_own_defaults(settings)
     values = _absolute(settings.model_dump())
     return explained_yaml(settings, values) if explained else yaml.safe_dump(values, sort_keys=False)
 

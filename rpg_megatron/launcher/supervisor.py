@@ -151,13 +151,6 @@ class Supervisor:
         self._groups[engine.index] = engine.pid
         self._reaper.guard_group(engine.pid)
 
-    def end(self, child: Child) -> None:
-        """End a child, with all that it has started, and forget it."""
-        child.kill()
-        child.reap()
-        self._reaper.drop_group(child.pid)
-        self.children.remove(child)
-
     def failed(self) -> list[ProcessStatus]:
         """Processes that exited with a code other than 0, the most likely cause first."""
         known: list[ProcessStatus] = [*self.children, *self.elsewhere]
