@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from benchmarks.setup import ROOT, Report, benchmark, main, python_path
 from rpg_megatron.policy.device import start_process_group
@@ -29,7 +28,6 @@ from rpg_megatron.system import collectives
 from rpg_megatron.system.collectives import (
     any_rank,
     barrier,
-    control_group,
     gather_objects,
     gather_on_first,
     new_host_group,
@@ -84,14 +82,8 @@ def groups(
         table.row(n, *(1e3 * statistics.median(r[name] for r in everyone) for name in EXCHANGES))
 
 
-def _flag_by_all_reduce() -> None:
-    flag = torch.zeros(1, dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=control_group())
-
-
 EXCHANGES: dict[str, Callable[[], object]] = {
-    "flag, any_rank": lambda: any_rank(False),
-    "flag, all_reduce": _flag_by_all_reduce,
+    "flag": lambda: any_rank(False),
     "flag, gather_objects": lambda: gather_objects(False, bool),
     "100 bytes to rank 0": lambda: gather_on_first("x" * 100, str),
     "barrier": barrier,

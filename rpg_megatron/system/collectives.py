@@ -22,11 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.encoding import decode, encode
-from rpg_megatron.system.single_rank_group import SINGLE_RANK
 
+SINGLE_RANK = "single_rank"
+"""Backend for a rank alone. Gloo would listen on a port for each group, which any user can connect to."""
 TIMEOUT = timedelta(hours=12)
 """Long, because ranks wait while rank 0 waits for rollouts; the launcher detects dead ranks."""
 _LARGEST = 1 << 32
@@ -35,8 +37,6 @@ _LARGEST_MESH = 32
 """Ranks of a gloo group that are all connected with each other when it is created."""
 _HEADER = 8
 """Bytes before an object that is gathered: its size."""
-_TAG = 1
-"""Of messages between two ranks that are part of a collective of this module."""
 
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """The default process group -> the control group over its ranks; one entry at most."""
@@ -45,6 +45,16 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def host_backend(world: int) -> str:
     """Torch's backend for collectives on the host in a world of ``world`` ranks."""
     return "gloo" if world > 1 else SINGLE_RANK
+
+
+def _single_rank_group(_store: Any, rank: int, size: int, _timeout: Any) -> FakeProcessGroup:
+    """Torch's group without a network: each output is a copy of the input."""
+    if (rank, size) != (0, 1):
+        raise ValueError(f"rank {rank} of {size}: the backend {SINGLE_RANK} is for one rank")
+    return FakeProcessGroup._create_internal(rank, size)
+
+
+dist.Backend.register_backend(SINGLE_RANK, _single_rank_group, devices=["cpu", "cuda"])
 
 
 def share_gloo_devices() -> None:
@@ -222,21 +232,8 @@ def max_over_ranks(value: int) -> int:
 
 
 def _maximum(value: int, *, group: dist.ProcessGroup) -> int:
-    """``max_over_ranks`` in log2(ranks) rounds, as gloo's barrier.
-
-    Gloo's all_reduce passes a single number from rank to rank, twice round all of them.
-    """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    held, received = torch.tensor([value]), torch.zeros(1, dtype=torch.int64)
-    distance = 1
-    while distance < world:
-        to, source = (rank + distance) % world, (rank - distance) % world
-        sending = dist.isend(held, group=group, group_dst=to, tag=_TAG)
-        dist.recv(received, group=group, group_src=source, tag=_TAG)
-        if sending is not None:
-            sending.wait()
-        held = torch.maximum(held, received)
-        distance *= 2
+    held = torch.tensor([value])
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
     return int(held)
 
 
