@@ -151,11 +151,6 @@ class Progress:
         except (ValueError, KeyError, TypeError):
             return
 
-    @property
-    def phase(self) -> str | None:
-        """Name of the present phase."""
-        return self._phase[0] if self._phase else None
-
     def show_phase(self, name: str, done: int, total: int) -> None:
         """Show how much of a phase is done; a new name begins a phase. total: 0 if unknown."""
         new = self._phase is None or self._phase[0] != name
