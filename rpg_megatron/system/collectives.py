@@ -156,7 +156,7 @@ def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | Non
 
 def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
     """The bytes of every rank, on every rank or only on rank 0."""
-    longest = _maximum(len(data), group=group)
+    longest = max_over_ranks(len(data), group)
     _check_size("a rank", longest, _LARGEST)
     padded = torch.zeros(_HEADER + longest, dtype=torch.uint8)
     message = len(data).to_bytes(_HEADER, "little") + data
@@ -223,17 +223,15 @@ def any_rank(flag: bool) -> bool:
     return bool(max_over_ranks(int(flag)))
 
 
-def max_over_ranks(value: int) -> int:
+def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest of all ranks' values, on every rank; ``value`` without an initialised process group.
 
-    No rank returns before all have called it.
+    No rank returns before all have called it. group: as for ``gather_objects``.
     """
-    return _maximum(value, group=control_group()) if dist.is_initialized() else value
-
-
-def _maximum(value: int, *, group: dist.ProcessGroup) -> int:
+    if not dist.is_initialized():
+        return value
     held = torch.tensor([value])
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group or control_group())
     return int(held)
 
 
@@ -268,19 +266,16 @@ def run_together[T](step: Callable[[], T]) -> T:
     OSError) or a RuntimeError with rank and message.
     """
     error: Exception | None = None
-    result: T | None = None
     try:
         result = step()
     except Exception as e:
         error = e
-    failed: list[tuple[int, tuple[bool, str]]] = []
-    if any_rank(error is not None):
-        failure = error and (isinstance(error, UserError | OSError), f"{error}" or repr(error))
-        failures = gather_objects(failure, tuple[bool, str] | None)
-        failed = [(r, p) for r, p in enumerate(failures) if p is not None]
+    if not any_rank(error is not None):
+        return result
+    failure = error and (isinstance(error, UserError | OSError), f"{error}" or repr(error))
+    failures = gather_objects(failure, tuple[bool, str] | None)
     if error is not None:
         raise error
-    if failed:
-        message = "; ".join(f"rank {r}: {p[1]}" for r, p in failed)
-        raise (UserError if all(p[0] for _, p in failed) else RuntimeError)(message)
-    return result  # type: ignore[return-value]
+    failed = [(rank, *each) for rank, each in enumerate(failures) if each is not None]
+    message = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
+    raise (UserError if all(is_users for _, is_users, _ in failed) else RuntimeError)(message)
