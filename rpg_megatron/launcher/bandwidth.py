@@ -28,10 +28,9 @@ _TIMES = 3
 _BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 """On GPUs, large enough that many nodes reach their bandwidth too."""
 
-_PORTS = {"A100": 25.0, "H100": 50.0, "H200": 50.0, "B200": 50.0}
-"""Card -> GB/s of the network port that usual servers have for each of them: 200 Gb/s or 400 Gb/s."""
-_FRACTION = 0.5
-"""Of the port: a working network reaches more, TCP and a port shared by many cards less."""
+_LEAST = {"A100": 12.5, "H100": 25.0, "H200": 25.0, "B200": 25.0}
+"""Card -> GB/s, half of the port that usual servers have for each of them (200 Gb/s or 400 Gb/s): a working
+network reaches more, TCP and a port shared by many cards less."""
 
 SLOW_FIX = (
     "set NCCL_IB_HCA to the InfiniBand cards between the nodes or, without InfiniBand, cluster.interface (or "
@@ -47,8 +46,8 @@ def shortfall(rate: float, card: str | None, setting: float | None) -> str | Non
     rate: GB/s. card: name of the GPU; None on a CPU. setting: ``cluster.min_bandwidth``; None: half of the
     card's port, no threshold for other cards and CPUs.
     """
-    known = re.search(rf"\b({'|'.join(_PORTS)})\b", card or "")
-    least = setting if setting is not None else known and _FRACTION * _PORTS[known[1]]
+    known = re.search(rf"\b({'|'.join(_LEAST)})\b", card or "")
+    least = setting if setting is not None else known and _LEAST[known[1]]
     if least is None or rate >= least:
         return None
     whose = "" if setting is not None or not known else f", half of the usual port for {known[1]}"

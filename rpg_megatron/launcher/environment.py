@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -159,7 +158,7 @@ def _cpu() -> str:
 def _gpus() -> list[str]:
     """One line per GPU: name, memory, driver."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return (output_of(*query) or "").splitlines() if shutil.which("nvidia-smi") else []
+    return (output_of(*query) or "").splitlines()
 
 
 def output_of(*command: str) -> str | None:

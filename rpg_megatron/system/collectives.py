@@ -158,9 +158,8 @@ def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memo
     """The bytes of every rank, on every rank or only on rank 0."""
     longest = max_over_ranks(len(data), group)
     _check_size("a rank", longest, _LARGEST)
-    padded = torch.zeros(_HEADER + longest, dtype=torch.uint8)
-    message = len(data).to_bytes(_HEADER, "little") + data
-    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    message = (len(data).to_bytes(_HEADER, "little") + data).ljust(_HEADER + longest, b"\0")
+    padded = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     count = dist.get_world_size(group) if to_all or dist.get_rank(group) == 0 else 0
     rows = padded.new_empty(count, len(padded))
     if to_all:
