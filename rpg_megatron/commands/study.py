@@ -162,7 +162,7 @@ def _check_runs(study: Study, numbers: Sequence[int], has: frozenset[Need]) -> N
         if not here and not settings.model.path.is_dir():  # jobs may see other files
             continue
         try:
-            warnings = run_checks(CheckedRun(settings, needs, prepares=not here), told=True)
+            warnings = run_checks(CheckedRun(settings, needs, offline=not here), told=True)
             if here:
                 check_memory(settings, 1)
         except UserError as e:

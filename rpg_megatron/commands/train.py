@@ -23,7 +23,7 @@ from rpg_megatron.launcher.fine_tuning import with_steps
 from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.run import RunLauncher
-from rpg_megatron.launcher.run_dir import is_finished
+from rpg_megatron.launcher.run_dir import finished_steps
 from rpg_megatron.launcher.summary import summarise
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
@@ -80,7 +80,7 @@ def _train(
     summary = summarise(run.folder)
     append_to_log(run.log, f"finished\n{summary}")
     print(summary, flush=True)
-    if not is_finished(run.folder):
+    if finished_steps(run.folder) is None:
         raise typer.Exit(UNSAVED)
     return run.folder
 

@@ -33,8 +33,8 @@ class ClusterSettings(Section, affects="placement"):
     """Network interface between nodes, such as ib0, the same on each node; null: the interface that the
     node's host name resolves to."""
     min_bandwidth: float | None = Field(None, ge=0)
-    """Least bandwidth between nodes in GB/s. It is measured before a run begins, by an all-reduce over the
-    first GPU of each node (gloo on a CPU); a warning tells if it is lower. null: half of the card's usual
+    """Least bandwidth between nodes in GB/s. ``doctor`` under ``srun`` measures it by an all-reduce over the
+    first GPU of each node (gloo on a CPU), and warns if it is lower. null: half of the card's usual
     port, 25 for H100, H200 and B200, 12.5 for A100, none for other cards and CPUs; 0: it is not measured."""
     join_timeout: float = Field(300.0, gt=0)
     """Time limit for all nodes to connect at the start, in seconds."""

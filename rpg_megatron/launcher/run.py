@@ -15,6 +15,7 @@ from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.cluster import JOB_END_VARIABLE
 from rpg_megatron.config.files import remove
+from rpg_megatron.launcher.bandwidth import MEASURE
 from rpg_megatron.launcher.cluster import Cluster, Process
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import record_end
@@ -151,6 +152,8 @@ class RunLauncher:
             self._progress.status(line)
         for line in settings.notes() if self._trains else ():
             self._progress.status(f"note: {line}")
+        if cluster.nodes.count > 1 and settings.cluster.min_bandwidth != 0:
+            self._progress.status(f"note: {MEASURE}")
         if self._uses_engines:
             self._progress.status(
                 "starting (takes about a minute): "

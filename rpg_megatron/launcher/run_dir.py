@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.explanation import explained_yaml
 from rpg_megatron.config.files import atomic_write_text, is_ours, read_json, read_text, remove
-from rpg_megatron.launcher.own_defaults import with_own_defaults
 
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
@@ -36,14 +36,11 @@ def create_run(settings: Settings) -> Path:
     folder: Path | None = None
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        number = _last_number(runs, settings.name) + 1
         while folder is None:
-            candidate = runs / f"{settings.name}-{number:03d}"
-            try:
-                candidate.mkdir()  # fails if it exists, so that only one process gets it
+            candidate = next_folder(settings)
+            with suppress(FileExistsError):  # another process has got it
+                candidate.mkdir()
                 folder = candidate
-            except FileExistsError:
-                number += 1
         (folder / LOGS).mkdir()
         atomic_write_text(folder / CONFIG, resolved_yaml(settings))
     except OSError as e:
@@ -55,23 +52,22 @@ def create_run(settings: Settings) -> Path:
     return folder
 
 
-def is_finished(run: Path) -> bool:
-    """Whether a run has ended and its last checkpoint was written."""
+def finished_steps(run: Path) -> int | None:
+    """Steps of a run that has ended and whose last checkpoint was written; None of any other."""
     try:
         facts = read_json(run / SUMMARY)
+        return None if "unsaved" in facts else int(facts["steps"])
     except FileNotFoundError:
-        return False
-    except (OSError, ValueError):
-        return True  # the file is damaged, but it is written at the end of a run
-    return not (isinstance(facts, dict) and "unsaved" in facts)
+        return None
+    except (OSError, ValueError, OverflowError, KeyError, TypeError):
+        return sys.maxsize  # the file is damaged, but it is written at the end of a run, which is not resumed
 
 
 def resolved_yaml(settings: Settings, *, explained: bool = False) -> str:
-    """All settings, with the defaults of own code, as YAML with absolute paths, valid from any folder.
+    """All settings as YAML with absolute paths, valid from any folder.
 
     explained: with the meaning of each key as a comment above it.
     """
-    settings = with_own_defaults(settings)
     values = _absolute(settings.model_dump())
     return explained_yaml(settings, values) if explained else yaml.safe_dump(values, sort_keys=False)
 
@@ -145,12 +141,9 @@ def newest_run(path: Path) -> Path:
 def next_folder(settings: Settings) -> Path:
     """The folder that ``create_run`` would create now."""
     runs = settings.runs.absolute()
-    number = _last_number(runs, settings.name) + 1 if runs.is_dir() else 1
+    numbers = _numbers(runs, settings.name) if runs.is_dir() else []
+    number = 1 + max((number for number, _ in numbers), default=0)
     return runs / f"{settings.name}-{number:03d}"
-
-
-def _last_number(runs: Path, name: str) -> int:
-    return max((number for number, _ in _numbers(runs, name)), default=0)
 
 
 def _numbers(runs: Path, name: str) -> list[tuple[int, str]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.checkpoints.run_folder import list_steps
-from rpg_megatron.config import UserError, load_settings
+from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import read_json
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.launcher.progress import clock
@@ -70,34 +71,24 @@ def display_path(path: Path) -> str:
 
 
 def _next_command(run: Path, export: Path) -> list[str]:
+    prompt = _literal("1 + 1 =")
+    with suppress(UserError, OSError):
+        settings = load_settings(run / CONFIG)
+        if settings.rollout.episode is not None:
+            command = f"  rpg-megatron sample {shlex.quote(display_path(run))}"
+            return ["", "next: look at its conversations", command]
+        prompt = _sample_prompt(settings) or prompt
     # Do not resolve sys.executable: in a virtual environment it is a link that must be kept.
-    python, model, prompt = (
-        shlex.quote(display_path(Path(sys.executable))),
-        display_path(export),
-        _sample_prompt(run),
-    )
+    python, model = shlex.quote(display_path(Path(sys.executable))), _literal(display_path(export))
     code = (
         "from transformers import pipeline; "
-        f"print(pipeline('text-generation', {_literal(model)})({prompt})[0]['generated_text'])"
+        f"print(pipeline('text-generation', {model})({prompt})[0]['generated_text'])"
     )
-    if _has_episode(run):
-        return [
-            "",
-            "next: look at its conversations",
-            f"  rpg-megatron sample {shlex.quote(display_path(run))}",
-        ]
     return [
         "",
         "next: it is a standard Hugging Face checkpoint; generate a sample",
         f'  {python} -c "{code}"',
     ]
-
-
-def _has_episode(run: Path) -> bool:
-    try:
-        return load_settings(run / CONFIG).rollout.episode is not None
-    except (UserError, OSError):
-        return False
 
 
 def _literal(text: str) -> str:
@@ -106,24 +97,20 @@ def _literal(text: str) -> str:
     return f"'{text.translate(special)}'"
 
 
-def _sample_prompt(run: Path) -> str:
+def _sample_prompt(settings: Settings) -> str | None:
     """A problem of the held-out data, or else of the training data, in the prompt template, as Python source.
 
-    Of a conversation, the messages before the assistant's first.
+    Of a conversation, the messages before the assistant's first; None if there are none. Raises UserError.
     """
-    try:
-        settings = load_settings(run / CONFIG)
-        sft = settings.sft.heldout or settings.sft.data if settings.sft is not None else None
-        data = settings.evaluation.heldout[0].data if settings.evaluation else sft or settings.data
-        if data is sft and sft is not None and sft.rollouts is not None:
-            return _literal("1 + 1 =")
-        problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}), first=1)
-        prompt = problems[0].prompt
-        if isinstance(prompt, str):
-            text = _literal(data.template.replace("{prompt}", prompt))
-            return f"[{{'role': 'user', 'content': {text}}}]" if data.chat and data is not sft else text
-        asked = takewhile(lambda message: message.role != "assistant", prompt)
-        turns = [f"{{'role': {_literal(m.role)}, 'content': {_literal(m.text)}}}" for m in asked]
-        return f"[{', '.join(turns)}]" if turns else _literal("1 + 1 =")
-    except UserError:
-        return _literal("1 + 1 =")
+    sft = settings.sft.heldout or settings.sft.data if settings.sft is not None else None
+    data = settings.evaluation.heldout[0].data if settings.evaluation else sft or settings.data
+    if data is sft and sft is not None and sft.rollouts is not None:
+        return None
+    problems, *_ = read_problems_with_counts(data.model_copy(update={"limit": 1}), first=1)
+    prompt = problems[0].prompt
+    if isinstance(prompt, str):
+        text = _literal(data.template.replace("{prompt}", prompt))
+        return f"[{{'role': 'user', 'content': {text}}}]" if data.chat and data is not sft else text
+    asked = takewhile(lambda message: message.role != "assistant", prompt)
+    turns = [f"{{'role': {_literal(m.role)}, 'content': {_literal(m.text)}}}" for m in asked]
+    return f"[{', '.join(turns)}]" if turns else None

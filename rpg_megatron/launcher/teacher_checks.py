@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rpg_megatron.checkpoints.hf_hub import with_local_model
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.launcher.layer_checks import check_delta_kernels, check_rows
@@ -18,6 +19,7 @@ def check_teacher(
     shape: the policy's. weights: whether its weights and tokenizer are here, and not only its config.json.
     machine: whether the run's packages are.
     """
+    settings = with_local_model(settings) if weights else settings
     teacher = settings.teacher
     if teacher is None or teacher.path is None:
         return
@@ -43,12 +45,12 @@ def check_teacher(
         check_tokenizers(settings.model.path, teacher.path)
 
 
-def check_teacher_server(settings: Settings) -> list[str]:
+def check_teacher_server(settings: Settings, *, offline: bool = False) -> list[str]:
     """Ask the server of the teacher for log-probs, and for the tokens of a text; returns warnings.
 
     Raises UserError if it cannot be used, or tokenizes otherwise than the policy's tokenizer.
     """
-    if settings.teacher is None or settings.teacher.url is None:
+    if offline or settings.teacher is None or settings.teacher.url is None:
         return []
     import asyncio
 

@@ -22,11 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.encoding import decode, encode
-from rpg_megatron.system.single_rank_group import SINGLE_RANK
 
+SINGLE_RANK = "single_rank"
+"""Backend for a rank alone. Gloo would listen on a port for each group, which any user can connect to."""
 TIMEOUT = timedelta(hours=12)
 """Long, because ranks wait while rank 0 waits for rollouts; the launcher detects dead ranks."""
 _LARGEST = 1 << 32
@@ -45,6 +47,16 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def host_backend(world: int) -> str:
     """Torch's backend for collectives on the host in a world of ``world`` ranks."""
     return "gloo" if world > 1 else SINGLE_RANK
+
+
+def _single_rank_group(_store: Any, rank: int, size: int, _timeout: Any) -> FakeProcessGroup:
+    """Torch's group without a network: each output is a copy of the input."""
+    if (rank, size) != (0, 1):
+        raise ValueError(f"rank {rank} of {size}: the backend {SINGLE_RANK} is for one rank")
+    return FakeProcessGroup._create_internal(rank, size)
+
+
+dist.Backend.register_backend(SINGLE_RANK, _single_rank_group, devices=["cpu", "cuda"])
 
 
 def share_gloo_devices() -> None:
@@ -146,11 +158,10 @@ def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | Non
 
 def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
     """The bytes of every rank, on every rank or only on rank 0."""
-    longest = _maximum(len(data), group=group)
+    longest = max_over_ranks(len(data), group)
     _check_size("a rank", longest, _LARGEST)
-    padded = torch.zeros(_HEADER + longest, dtype=torch.uint8)
-    message = len(data).to_bytes(_HEADER, "little") + data
-    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    message = (len(data).to_bytes(_HEADER, "little") + data).ljust(_HEADER + longest, b"\0")
+    padded = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     count = dist.get_world_size(group) if to_all or dist.get_rank(group) == 0 else 0
     rows = padded.new_empty(count, len(padded))
     if to_all:
@@ -213,19 +224,15 @@ def any_rank(flag: bool) -> bool:
     return bool(max_over_ranks(int(flag)))
 
 
-def max_over_ranks(value: int) -> int:
+def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest of all ranks' values, on every rank; ``value`` without an initialised process group.
 
-    No rank returns before all have called it.
+    No rank returns before all have called it. group: as for ``gather_objects``.
     """
-    return _maximum(value, group=control_group()) if dist.is_initialized() else value
-
-
-def _maximum(value: int, *, group: dist.ProcessGroup) -> int:
-    """``max_over_ranks`` in log2(ranks) rounds, as gloo's barrier.
-
-    Gloo's all_reduce passes a single number from rank to rank, twice round all of them.
-    """
+    if not dist.is_initialized():
+        return value
+    group = group or control_group()
+    # Log2(ranks) rounds, as in a barrier of gloo, whose all_reduce passes a number twice round all ranks.
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     held, received = torch.tensor([value]), torch.zeros(1, dtype=torch.int64)
     distance = 1
@@ -271,19 +278,16 @@ def run_together[T](step: Callable[[], T]) -> T:
     OSError) or a RuntimeError with rank and message.
     """
     error: Exception | None = None
-    result: T | None = None
     try:
         result = step()
     except Exception as e:
         error = e
-    failed: list[tuple[int, tuple[bool, str]]] = []
-    if any_rank(error is not None):
-        failure = error and (isinstance(error, UserError | OSError), f"{error}" or repr(error))
-        failures = gather_objects(failure, tuple[bool, str] | None)
-        failed = [(r, p) for r, p in enumerate(failures) if p is not None]
+    if not any_rank(error is not None):
+        return result
+    failure = error and (isinstance(error, UserError | OSError), f"{error}" or repr(error))
+    failures = gather_objects(failure, tuple[bool, str] | None)
     if error is not None:
         raise error
-    if failed:
-        message = "; ".join(f"rank {r}: {p[1]}" for r, p in failed)
-        raise (UserError if all(p[0] for _, p in failed) else RuntimeError)(message)
-    return result  # type: ignore[return-value]
+    failed = [(rank, *each) for rank, each in enumerate(failures) if each is not None]
+    message = "; ".join(f"rank {rank}: {text}" for rank, _, text in failed)
+    raise (UserError if all(is_users for _, is_users, _ in failed) else RuntimeError)(message)

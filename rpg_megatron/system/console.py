@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from rpg_megatron.system.terminal import printable, unfiltered
+from rpg_megatron.system.terminal import printable
 
 
 class PlainTextConsole(Console):
@@ -18,7 +18,8 @@ class PlainTextConsole(Console):
 
     def __init__(self, *, stderr: bool = False, **options: Any):
         """stderr: standard error instead of standard output. options: of ``Console``."""
-        defaults: dict[str, Any] = {"file": unfiltered(sys.stderr if stderr else sys.stdout)}
+        stream = sys.stderr if stderr else sys.stdout
+        defaults: dict[str, Any] = {"file": getattr(stream, "unfiltered", stream)}
         defaults["emoji"] = False  # in "module:x: ..." there is none
         super().__init__(**defaults | options)
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import IO, Any, cast
+from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSAFE = re.compile(
@@ -75,32 +75,15 @@ class _Stream(io.FileIO):
 class _Text(io.TextIOWrapper):
     """Text of a standard stream, without control characters."""
 
+    unfiltered: io.TextIOWrapper
+    """The same stream for a writer that removes foreign control characters itself, such as a console."""
+
     def write(self, text: str) -> int:
         """Write a text as ``printable`` shows it."""
         bar = _PROGRESS_BAR.match(text)
         end = bar.end() if bar else 0
         super().write(text[:end] + printable(text[end:]))
         return len(text)
-
-    def write_unfiltered(self, text: str) -> int:
-        """Write a text as it is."""
-        return super().write(text)
-
-
-class _Unfiltered:
-    """A ``_Text`` for a writer that removes foreign control characters itself."""
-
-    def __init__(self, stream: _Text):
-        self._stream = stream
-        self.write = stream.write_unfiltered
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def unfiltered(stream: IO[str]) -> IO[str]:
-    """A stream of ``protect_streams`` that also takes control characters, such as those of colours."""
-    return cast("IO[str]", _Unfiltered(stream)) if isinstance(stream, _Text) else stream
 
 
 def protect_streams() -> None:
@@ -117,12 +100,15 @@ def protect_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))
         elif name != "stdin" and stream is getattr(sys, f"__{name}__"):
             stream.flush()
-            protected = _Text(
-                io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False)),
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering or stream.write_through,
-            )
+            buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
+            options: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
+            # Both pass on at once what they get, in order.
+            options |= {
+                "write_through": True,
+                "line_buffering": stream.line_buffering or stream.write_through,
+            }
+            protected = _Text(buffer, **options)
+            protected.unfiltered = io.TextIOWrapper(buffer, **options)
             setattr(sys, name, protected)
 
 

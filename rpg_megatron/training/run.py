@@ -435,7 +435,7 @@ class RankRun:
             self._summary.setdefault("rates", []).append(row["throughput/tokens_per_second"])
         self._best.add({"step": step, **row})
         self._metrics.write({"step": step, **row})
-        self.events.send({"kind": "step", "row": {"step": step, **row}, "steps": self.steps})
+        self.events.send({"kind": "step"})  # the launcher reads the row
 
     # -- the end ---------------------------------------------------------------------------------------------
 

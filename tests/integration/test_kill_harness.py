@@ -304,7 +304,7 @@ def test_phases_by_events_and_files() -> None:
 
             def phase(event: str | None, published: bool | None = None) -> tuple[str, ...]:
                 if event == "step":
-                    sender.send({"kind": "step", "row": {}})
+                    sender.send({"kind": "step"})
                     with (run / "metrics.jsonl").open("a") as file:
                         file.write("{}\n")
                 elif event:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rpg_megatron.engine.restarts import ask_restart
+from rpg_megatron.launcher.bandwidth import MEASURE
 from rpg_megatron.launcher.environment import ends_of_starts
 from rpg_megatron.launcher.failures import RESTART_FILE
 from tests.support.launcher import wait_for
@@ -24,19 +25,21 @@ from tests.support.launcher_pair import DRIVER, WELL
 
 def test_a_run_that_ends_well_ends_everywhere(pair) -> None:
     nodes = pair(rank_0=WELL, rank_1=WELL)
-    nodes.begin()
+    nodes.begin("cluster.min_bandwidth=1")
     assert sorted(nodes.acted()) == ["engine_0", "engine_1", "rank_0", "rank_1", "sampler"]
     wait_for(lambda: "engine 1 is up" in nodes.out(0), 30, nodes.logs)
     nodes.go()
     assert nodes.finish() == [0, 0], nodes.logs()
     assert (nodes.err(0), nodes.err(1)) == ("", "")
-    assert "network" not in nodes.out(0)  # not measured, by cluster.min_bandwidth=0
+    note = f"note: {MEASURE}\n"
+    assert (nodes.out(0).count(note), nodes.out(1).count(note)) == (1, 0)
 
 
 def test_colocated_ranks_start_when_all_engines_sleep(pair) -> None:
     """Engines and ranks that build themselves at the same time may need more memory than a GPU has."""
     nodes = pair(rank_0=WELL, rank_1=WELL)
     nodes.begin("engine.colocated=true", acts=7)
+    assert "network" not in nodes.out(0)  # by cluster.min_bandwidth=0
     assert sorted(nodes.acted()[:3]) == ["engine_0", "engine_1", "sampler"]
     assert sorted(nodes.acted()[3:5]) == ["sleep_0", "sleep_1"]
     assert sorted(nodes.acted()[5:]) == ["rank_0", "rank_1"]

@@ -611,8 +611,8 @@ def _pretend_groups() -> None:
         require_host("broadcast_object", group or collectives.control_group())
         return decode(encode(value), kind)
 
-    def maximum(value: int, *, group: Any) -> int:
-        require_host("maximum", group)
+    def maximum(value: int, group: Any = None) -> int:
+        require_host("maximum", group or collectives.control_group())
         return value
 
     changes = dict(
@@ -629,7 +629,7 @@ def _pretend_groups() -> None:
         gather_objects=gather_objects,
         gather_on_first=gather_on_first,
         broadcast_object=broadcast_object,
-        _maximum=maximum,
+        max_over_ranks=maximum,
     )
     for name, function in (changes | product_functions).items():
         real = getattr(collectives if name in product_functions else c10d, name)

@@ -67,7 +67,10 @@ def functions_of(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    """Names, and attributes such as the function of ``preflight.check_gpus``."""
+    nodes = list(ast.walk(node))
+    attributes = {child.attr for child in nodes if isinstance(child, ast.Attribute)}
+    return {child.id for child in nodes if isinstance(child, ast.Name)} | attributes
 
 
 def test_every_function_that_refuses_is_reached_from_the_table() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from rpg_megatron.commands.plan.command import run_plan
 from rpg_megatron.commands.plan.plan import find_target
@@ -21,7 +20,7 @@ from rpg_megatron.config.policy import OptimizerSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.launcher import input_checks
 from rpg_megatron.launcher.input_checks import check_custom_code
-from rpg_megatron.launcher.run_dir import create_run, resolved_yaml
+from rpg_megatron.launcher.run_dir import create_run
 from rpg_megatron.objectives import ResponseTokens
 from rpg_megatron.policy.schedules import build_schedule
 from rpg_megatron.rollout.dynamic_sampling import passes_filter
@@ -91,18 +90,6 @@ class Takes:
 
 def taken(scores, rounds=1):
     return True
-
-def reward(response, row=None, *, near: int = 3, far: float = 2, ratio=0.5, note: str = None, most=[1]):
-    return float(near)
-
-def answers(text, truth=None, scale=2.0, token_ids=()):
-    return 1.0
-
-@dataclasses.dataclass
-class Tracker:
-    run: str
-    url: str = "x"
-    parts: list = dataclasses.field(default_factory=list)
 """
 
 
@@ -186,36 +173,6 @@ def test_train_doctor_and_plan_tell_of_it(config_file: Path) -> None:
     assert message in f"{failed.found}; {failed.fix}"
     with pytest.raises(UserError, match="did you mean 'beta'"):
         run_plan(bad, find_target(bad, None), sweep=False, as_json=True)
-
-
-def test_the_settings_of_a_run_have_the_defaults_of_own_code(config_file: Path) -> None:
-    """Only those that are used unchanged; values that the code converts or computes are left out."""
-    module = "own_module_of_test"
-    settings = load_settings(
-        config_file,
-        [
-            f"objective={{type: {module}:Loss, beta: 0.1}}",
-            f"advantage.type={module}:advantage",
-            f"optimizer.schedule.type={module}:schedule",
-            f"rollout.dynamic.type={module}:varied",
-            f"trackers=[{{type: {module}:Tracker}}]",
-            f"reward.terms={{a: {{type: {module}:reward, ratio: 1}}, b: {{type: {module}:answers}}}}",
-            f"data={{source: {{type: {module}:missing}}}}",
-        ],
-    )
-    typed = make_settings(json.loads(settings.model_dump_json()), [f"objective={{type: {module}:Typed}}"], "")
-    assert yaml.safe_load(resolved_yaml(typed))["objective"]["beta"] == 0.1, "of a pydantic model"
-    run = create_run(settings)
-    loaded = load_settings(run / "config.yaml")
-    assert loaded.objective.keywords == {"beta": 0.1, "kind": "a"}
-    assert (loaded.advantage.keywords, loaded.optimizer.schedule.keywords) == ({"scale": 1.0}, {"low": 0.5})
-    assert loaded.rollout.dynamic.keywords == {"least": 0.1}
-    assert loaded.trackers[0].keywords == {"url": "x"}
-    terms = loaded.reward.terms
-    assert (terms["a"].model_extra, terms["b"].model_extra) == ({"ratio": 1, "near": 3}, {"scale": 2.0})
-    assert loaded.data.source.keywords == {}
-    check_custom_code(loaded)
-    assert resolved_yaml(loaded) == (run / "config.yaml").read_text()
 
 
 def test_an_import_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import stat
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.launcher import control_channel
-from rpg_megatron.launcher.bandwidth import Bandwidth
+from rpg_megatron.launcher.bandwidth import shortfall, start_measurement
 from rpg_megatron.launcher.control_channel import (
     ControlChannel,
     NodeChannel,
@@ -370,7 +371,15 @@ def test_the_norm_of_a_network_is_the_setting_or_the_cards(
     card: str | None, setting: float | None, rate: float, norm: str | None
 ) -> None:
     expected = norm and f"{norm} (cluster.min_bandwidth)"
-    assert Bandwidth(rate, "NCCL", card).shortfall(setting) == expected
+    assert shortfall(rate, card, setting) == expected
+
+
+def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^\[Errno \d+\] Cannot assign requested address"):
+        start_measurement(("0", "1", "cpu", "192.0.2.1", "15000"), os.environ)
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(UserError, match=r"^its process ended with code 1$"):
+        start_measurement((), os.environ)
 
 
 def test_both_numbers_of_nodes_are_named(config_file: Path) -> None:

@@ -18,16 +18,22 @@ from rpg_megatron.config import UserError
 from rpg_megatron.launcher.progress import Progress, clock
 from rpg_megatron.launcher.summary import summarise
 from rpg_megatron.system.events import EVENTS, EventSender
+from rpg_megatron.system.metrics_file import METRICS
+
+
+def write_rows(run: Path, *rows: dict[str, object]) -> None:
+    (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_plain_progress_is_one_line_a_step_despite_broken_events(tmp_path: Path):
     file = tmp_path / "out"
     with file.open("w") as out:
-        progress = Progress(tmp_path, steps=4, console=Console(file=out, width=40))
+        progress = Progress(
+            tmp_path, steps=4, metrics=tmp_path / METRICS, console=Console(file=out, width=40)
+        )
         sender = EventSender(tmp_path / EVENTS)
         sender.send({"kind": "phase", "name": "loading", "done": 0, "total": 1})
-        sender.send({"kind": "step", "row": {"step": 0, "eval/heldout/avg@1": 0.25}, "steps": 4})
-        sender.send({"kind": "step", "row": {"no": "step"}, "steps": 4})
+        sender.send({"kind": "phase", "name": "no numbers"})
         sender.send({"kind": "nonsense"})
         row = {
             "step": 1,
@@ -38,7 +44,7 @@ def test_plain_progress_is_one_line_a_step_despite_broken_events(tmp_path: Path)
             "time/step": 30.0,
         }
         row |= {"mismatch/logp_max": 1e-5, "throughput/tokens_per_second": 8000.0}
-        sender.send({"kind": "step", "row": row, "steps": 4})
+        write_rows(tmp_path, {"step": 0, "eval/heldout/avg@1": 0.25}, {"no": "step"}, row)
         progress.pump(0.5)
         progress.close()
     lines = file.read_text().splitlines()
@@ -54,11 +60,11 @@ def test_plain_progress_is_one_line_a_step_despite_broken_events(tmp_path: Path)
 def test_a_narrow_terminal_shows_fewer_numbers_and_those_whole(tmp_path: Path, width: int, last: str):
     with (tmp_path / "out").open("w") as out:
         console = Console(file=out, width=width, force_terminal=True, color_system=None)
-        progress = Progress(tmp_path, steps=10, console=console)
+        progress = Progress(tmp_path, steps=10, metrics=tmp_path / METRICS, console=console)
         row = {"reward/mean": -0.281, "reward/accuracy": 0.359, "policy/entropy": 0.151}
         row |= {"groups/equal_rewards": 0.25}
         row |= {"step": 9, "mismatch/logp_max": 5.0e-6, "throughput/tokens_per_second": 1837.0}
-        EventSender(tmp_path / EVENTS).send({"kind": "step", "row": row, "steps": 10})
+        write_rows(tmp_path, row)
         progress.pump(0.5)
         progress.close()
     *_, head, numbers = (tmp_path / "out").read_text().splitlines()
@@ -137,30 +143,31 @@ def test_a_fine_tuning_ends_with_a_held_out_prompt_without_its_answer(
     assert "SECRET" not in command
 
 
-def test_a_step_whose_event_was_lost_is_read_from_the_metrics(tmp_path: Path):
-    metrics, file = tmp_path / "metrics.jsonl", tmp_path / "out"
+def test_rows_of_a_resumed_run_are_shown_once_and_whole(tmp_path: Path):
+    metrics, file = tmp_path / METRICS, tmp_path / "out"
+    write_rows(tmp_path, {"step": 0}, {"step": 1, "reward/mean": 0.5})
     with file.open("w") as out:
         progress = Progress(tmp_path, steps=4, metrics=metrics, console=Console(file=out, width=40))
-        sender = EventSender(tmp_path / EVENTS)
-        metrics.write_text('{"step": 0}\n{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
-        sender.send({"kind": "step", "row": {"step": 1, "reward/mean": 0.5}, "steps": 4})
-        progress.pump(0.3)
+        assert (progress.step, progress.started_training) == (1, False)
+        with metrics.open("a") as more:
+            more.write('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "rew')
+        progress.pump(0.1)
         with metrics.open("a") as more:
             more.write('ard/mean": -1}\n')
         progress.pump(0.1)
         progress.close()
-    lines = file.read_text().splitlines()
-    assert [line[:25] for line in lines] == ["step 1/4  reward +0.500  ", "step 2/4  reward -1.000  "]
+    assert [line[:25] for line in file.read_text().splitlines()] == ["step 2/4  reward -1.000  "]
 
 
 def test_live_progress_draws_and_leaves_the_rows(tmp_path: Path):
     file = tmp_path / "out"
     with file.open("w") as out:
-        progress = Progress(tmp_path, steps=4, console=Console(file=out, width=100, force_terminal=True))
+        console = Console(file=out, width=100, force_terminal=True)
+        progress = Progress(tmp_path, steps=4, metrics=tmp_path / METRICS, console=console)
         sender = EventSender(tmp_path / EVENTS)
         sender.send({"kind": "phase", "name": "rollout", "done": 3, "total": 8})
         progress.pump(0.3)
-        sender.send({"kind": "step", "row": {"step": 1, "reward/mean": 0.5}, "steps": 4})
+        write_rows(tmp_path, {"step": 1, "reward/mean": 0.5})
         progress.pump(0.3)
         progress.close()
     text = file.read_text()

@@ -20,7 +20,7 @@ from rpg_megatron.bridge.transports import process_group_publisher
 from rpg_megatron.config import load_settings
 from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.engine.command import engine_environment, engine_threads
-from rpg_megatron.launcher.bandwidth import _measure
+from rpg_megatron.launcher.bandwidth import measure
 from rpg_megatron.launcher.nodes import NodeAssignment, free_port
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
 from rpg_megatron.policy import device
@@ -163,7 +163,7 @@ def test_the_measurement_of_the_network_listens_at_one_address_only(
 
     monkeypatch.setattr(torch.distributed, "init_process_group", look)
     with pytest.raises(RuntimeError, match="seen"):
-        _measure(0, 1, "cpu", "127.0.0.1", port)
+        measure(0, 1, "cpu", "127.0.0.1", port)
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
 
 

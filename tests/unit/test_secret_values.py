@@ -17,7 +17,6 @@ import pytest
 import rpg_megatron
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.secret_values import looks_secret, refuse_secrets
-from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.system.forked_workers import ForkServer, Loader
 from tests.support.ranks import ROOT
 
@@ -112,17 +111,6 @@ def test_long_texts_take_no_time(part: str) -> None:
     for key in ("key", "password", "text"):
         with suppress(ValueError):
             refuse_secrets({key: text})
-
-
-def test_a_secret_in_the_signature_of_own_code_is_not_recorded(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = f"def score(response, answer, api_key='{HIDDEN}', scale=2.5):\n    return 1.0\n"
-    (tmp_path / "my_secret_reward.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    text = resolved_yaml(load_settings(config_file, ["reward.type=my_secret_reward:score"]))
-    assert "scale: 2.5" in text
-    assert HIDDEN not in text
 
 
 def test_settings_of_a_child_are_not_in_its_command_line(

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import time
 import zlib
 from collections.abc import Iterator
 
 from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_applicable, ok, warning
 from rpg_megatron.config import UserError
-from rpg_megatron.launcher.bandwidth import DEAD_FIX, SECONDS, SLOW_FIX, probe_command, read_bandwidth
+from rpg_megatron.launcher.bandwidth import DEAD_FIX, SLOW_FIX, shortfall, start_measurement
 from rpg_megatron.launcher.nodes import Nodes, address_towards, find_nodes, own_address
 from rpg_megatron.launcher.rank_env import cluster_environment
 
@@ -34,36 +32,25 @@ def probe_network(subject: Subject) -> Iterator[Check]:
         yield not_applicable(NAME, "a single task; srun with a task on each node tries it")
         return
     try:
-        result = read_bandwidth(_run(nodes, subject.device, cluster.interface if cluster else None))
+        rate, card = _measure(nodes, subject.device, cluster.interface if cluster else None)
     except (UserError, OSError) as e:
         yield failed(NAME, f"all-reduce over {nodes.count} nodes: {e}", DEAD_FIX)
         return
-    found = result.describe(f"{nodes.count} nodes")
-    if shortfall := result.shortfall(least):
-        yield warning(NAME, f"{found}, {shortfall}", SLOW_FIX)
+    backend = "NCCL" if subject.device == "cuda" else "gloo"
+    found = f"all-reduce over {nodes.count} nodes, {backend}: {rate:.1f} GB/s each"
+    if missed := shortfall(rate, card, least):
+        yield warning(NAME, f"{found}, {missed}", SLOW_FIX)
     else:
         yield ok(NAME, found)
 
 
-def _run(nodes: Nodes, device: str, interface: str | None) -> list[str]:
-    """What this node's process printed. Raises UserError."""
-    end = time.monotonic() + SECONDS - 5
+def _measure(nodes: Nodes, device: str, interface: str | None) -> tuple[float, str | None]:
+    """GB/s of each node, and this node's card. Raises UserError."""
     if not nodes.hosts:
         raise UserError("srun did not list the nodes")
     # They meet at the address of the first node's name; the data go over the interface.
     address = own_address(None, {"SLURMD_NODENAME": nodes.hosts[0]})
     port = _FIRST_PORT + zlib.crc32(nodes.job.encode()) % _PORTS  # without a message the same on all nodes
     own = own_address(interface) if interface else address_towards(address, port)
-    try:
-        done = subprocess.run(
-            probe_command(nodes.rank, nodes.count, device, address, port),
-            capture_output=True,
-            text=True,
-            timeout=end - time.monotonic(),
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | cluster_environment(own),
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(f"no answer within {SECONDS - 5:.0f} s") from None
-    return done.stdout.splitlines() or done.stderr.splitlines()
+    place = (str(nodes.rank), str(nodes.count), device, address, str(port))
+    return start_measurement(place, os.environ | cluster_environment(own))

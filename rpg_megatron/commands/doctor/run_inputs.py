@@ -63,7 +63,7 @@ def probe_check(check: RunCheck, subject: Subject) -> Iterator[Check]:
         return
     try:
         with told_if_slow(check, run.settings):
-            warnings = check.run(run) or ()
+            warnings = check.run(run)
     except UserError as e:  # a row for each problem
         yield from (of_message(check.name, line) for line in str(e).splitlines())
         return
