@@ -146,7 +146,9 @@ class Judge:
         """
         s, variable = self._settings, self._settings.key_variable
         try:
-            await self._http.request(f"{s.url}/models", seconds=min(s.timeout, _ASK_SECONDS), limit=_MAX_BYTES)
+            await self._http.request(
+                f"{s.url}/models", seconds=min(s.timeout, _ASK_SECONDS), limit=_MAX_BYTES
+            )
         except ServerError as e:
             if e.status in (401, 403):
                 key = f"the key in {variable}" if variable else "a request without a key (key_variable)"

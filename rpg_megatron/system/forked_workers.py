@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import wait
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -95,6 +95,28 @@ class Loader(NamedTuple):
     """Address space of a worker beyond what its imports take, in bytes."""
     imports: str
     """What it imports, and the key in the settings: for messages."""
+
+
+class WorkerSource(Protocol):
+    """Starts the workers of ``WorkerProcess``."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a worker runs many calls at the same time."""
+        ...
+
+    @property
+    def deadline(self) -> float:
+        """Seconds for one call."""
+        ...
+
+    def fork(self) -> ForkedWorker:
+        """A new worker."""
+        ...
+
+    def remove(self, worker: ForkedWorker) -> None:
+        """Forget a worker that has ended."""
+        ...
 
 
 class ForkServer:
@@ -241,7 +263,7 @@ class _Call(NamedTuple):
 class WorkerProcess(asyncio.Protocol):
     """A worker and its calls: one at a time, or many."""
 
-    def __init__(self, server: ForkServer, worker: ForkedWorker):
+    def __init__(self, server: WorkerSource, worker: ForkedWorker):
         self.is_full = False
         """Whether it gets no more calls: its memory has grown, it is for a single call, or it has ended."""
         self._server, self._worker = server, worker
@@ -251,7 +273,7 @@ class WorkerProcess(asyncio.Protocol):
         self._ended = False
 
     @classmethod
-    async def start(cls, server: ForkServer) -> WorkerProcess:
+    async def start(cls, server: WorkerSource) -> WorkerProcess:
         """A new worker, for the running event loop."""
         worker = await asyncio.to_thread(server.fork)
         loop = asyncio.get_running_loop()
