@@ -14,12 +14,14 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rollout.episode import OWN_METRICS, Episode, EpisodeLost, EpisodeTask, Generate, ScoreText
+from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import send_line
 from rpg_megatron.system.forked_workers import ForkedWorker, Outcome, WorkerProcess
 
@@ -71,7 +73,7 @@ class _Server:
     def __init__(self, venv: str, settings: str):
         self._venv, self.settings = venv, settings
         self._started: asyncio.Future[WorkerProcess] | None = None
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
 
     async def call(self, arguments: dict[str, Any]) -> Outcome:
         """Run an episode. Raises UserError if the process cannot be started."""
@@ -97,13 +99,16 @@ class _Server:
         programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
         command = [str(python), "-m", "rpg_megatron.cli", "env", "serve", str(theirs.fileno())]
+        options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "env": environment}
         with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            # In this process's group, which is killed as a whole.
+            self._process = process = start_program(command, None, process_group=None, **options)
         worker = ForkedWorker(ours, process.pid, os.pidfd_open(process.pid))
-        self._processes[process.pid] = process
-        ours.sendall(self.settings.encode() + b"\n")
-        with ours.makefile("rb") as lines:
-            answer = json.loads(lines.readline() or _ENDED)
+        line = b""
+        with suppress(ConnectionError), ours.makefile("rb") as lines:  # it may have ended
+            ours.sendall(self.settings.encode() + b"\n")
+            line = lines.readline(_LONGEST)
+        answer = json.loads(line or _ENDED)
         if "failure" in answer:
             ours.close()
             self.remove(worker)
@@ -113,12 +118,12 @@ class _Server:
 
     def remove(self, worker: ForkedWorker) -> None:
         """Wait for the end of the process, which has been told to or killed."""
-        process = self._processes.pop(worker.pid)
+        assert self._process is not None
         try:
-            process.wait(10)  # it ends what the taskset has started
+            self._process.wait(10)  # it ends what the taskset has started
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._process.kill()
+            self._process.wait()
         os.close(worker.handle)
 
 
@@ -142,9 +147,8 @@ def _rows(server: _Server) -> Iterator[dict[str, Any]]:
         send_line(worker.connection, (0, {"tasks": True}))
         with worker.connection.makefile("rb") as lines:
             while "prompt" in (row := json.loads(lines.readline(_LONGEST) or _ENDED)):
-                yield {key: row[key] for key in ("prompt", "answer", "task")} | {
-                    "environment": server.settings
-                }
+                taken = {key: row[key] for key in ("prompt", "answer", "task")}
+                yield taken | {"environment": server.settings}
     finally:
         worker.connection.close()
         server.remove(worker)

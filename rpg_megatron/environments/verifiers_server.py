@@ -42,6 +42,7 @@ from verifiers.v1.utils.loaders import (
 from rpg_megatron.config.files import remove
 from rpg_megatron.environments.tools import FULL, Tool, Toolbox, ToolError, chat
 from rpg_megatron.system.fork_server import Call, send_line, serve_calls
+from rpg_megatron.system.process_groups import ignore_warnings
 
 HARNESS = "rpg_megatron_chat"
 """``id`` of ``ChatHarness`` in settings of verifiers."""
@@ -114,6 +115,7 @@ async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
 
 def main(descriptor: int) -> None:
     """Serve a socket that was inherited."""
+    ignore_warnings()
     sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
     launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
     with (

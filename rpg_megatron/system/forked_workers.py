@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,8 +29,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import msgspec
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system import fork_server
+from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.fork_server import FailureKind
-from rpg_megatron.system.process_groups import holding_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -195,18 +195,8 @@ class ForkServer:
         path, arguments, memory, imports = self._loader
         parent_end, child_end = socket.socketpair()
         with child_end:
-            command = [sys.executable, "-P", "-m", "rpg_megatron.system.fork_server", path]
-            command += [str(memory), str(os.getpid()), str(child_end.fileno())]
-            # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
-            # ``start_child``: any thread may start it, and it watches the process, not the thread.
-            with holding_warnings():
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[child_end.fileno()],
-                    process_group=0,
-                )
+            command = module_command(fork_server.__name__, path, memory, os.getpid(), child_end.fileno())
+            process = start_program(command, None, stdout=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
         parent_end.settimeout(_START_SECONDS)
         try:
             parent_end.sendall(json.dumps(arguments).encode() + b"\n")
