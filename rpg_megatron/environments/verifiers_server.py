@@ -22,11 +22,12 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpcore2
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
@@ -53,11 +54,7 @@ _SECRET = "RPG_MEGATRON_API_KEY"
 it, by its name."""
 
 
-class ChatHarnessConfig(vf.HarnessConfig):
-    """Settings of ``ChatHarness``: those of every harness."""
-
-
-class ChatHarness(vf.Harness[ChatHarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
     """A chat in this process, in which the policy calls the task's tools until it has its answer."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -92,7 +89,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         return vf.ProgramResult(0, "", "")
 
 
-__all__ = ["ChatHarness", "ChatHarnessConfig"]
+__all__ = ["ChatHarness"]
 
 
 async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
@@ -118,6 +115,8 @@ def main(descriptor: int) -> None:
     ignore_warnings()
     sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
     launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
+    # An HTTP client for each episode's tools would read the machine's certificates for 20 ms.
+    httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
     with (
         tempfile.TemporaryDirectory(prefix="verifiers-") as folder,
         socket.socket(fileno=descriptor) as connection,
@@ -125,7 +124,7 @@ def main(descriptor: int) -> None:
     ):
         subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
         connection.set_inheritable(False)  # programs of the environment would answer for this process
-        if line := _first_line(connection):
+        if line := connection.makefile("rb", buffering=0).readline():  # and no byte of the calls
             asyncio.run(serve(connection, json.loads(line)))
     os._exit(0)  # threads that make tasks do not end
 
@@ -137,13 +136,6 @@ async def _read_and_remove(read: Callable[..., Awaitable[int]], runtime: vf.Runt
     finally:
         if runtime.type == "subprocess":
             remove(Path(path), ignore_errors=True)
-
-
-def _first_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and (byte := connection.recv(1)):
-        line += byte
-    return line
 
 
 def _settings(given: dict[str, Any]) -> vf.EnvConfig:
@@ -225,8 +217,6 @@ async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[s
 
 async def _tools(servers: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[Tool]:
     """The tools of MCP servers."""
-    if not servers:
-        return []
     schemas, names, connections = await connect_mcp({"mcpServers": servers}, stack)
     tools = []
     for schema in schemas:
@@ -246,11 +236,7 @@ async def _call_tool(connection: MCPConnection, name: str, arguments: dict[str, 
     return text
 
 
-_sessions: list[aiohttp.ClientSession] = []
-
-
+@cache
 def _session() -> aiohttp.ClientSession:
-    if not _sessions:
-        timeout = aiohttp.ClientTimeout(total=None)
-        _sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout))
-    return _sessions[0]
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
