@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
-import socket
-import subprocess
+import select
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rollout.episode import OWN_METRICS, Episode, EpisodeLost, EpisodeTask, Generate, ScoreText
-from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import send_line
-from rpg_megatron.system.forked_workers import ForkedWorker, Outcome, WorkerProcess
+from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, WorkerProcess
 
 _NAME = "rpg_megatron.environments.verifiers"
 _LONGEST = 64 << 20
 """Bytes of an answer."""
+_NO_LIMIT = 1 << 40
+"""Address space: the programs of tools inherit the limit."""
 
 
 def problems(
@@ -41,8 +39,8 @@ def problems(
     """
     if "id" not in taskset:
         raise UserError(f"{_NAME}: taskset has no id; set it to the name of the taskset's package")
-    environment = (environment or {}) | {"taskset": taskset}
-    return _rows(_Server(venv, json.dumps(environment)))
+    settings = (environment or {}) | {"taskset": taskset}
+    return _rows(_fork_server(venv, settings), settings)
 
 
 async def play(task: EpisodeTask, generate: Generate, score: ScoreText, *, venv: str) -> Episode:
@@ -68,18 +66,15 @@ async def play(task: EpisodeTask, generate: Generate, score: ScoreText, *, venv:
 class _Server:
     """The process that runs episodes, for one event loop. It is started again if it has ended."""
 
-    is_async, deadline = True, math.inf
-
     def __init__(self, venv: str, settings: str):
-        self._venv, self.settings = venv, settings
-        self._started: asyncio.Future[WorkerProcess] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.forks = _fork_server(venv, json.loads(settings), lazy=True)
+        self.started: asyncio.Future[WorkerProcess] | None = None
 
     async def call(self, arguments: dict[str, Any]) -> Outcome:
         """Run an episode. Raises UserError if the process cannot be started."""
-        start = self._started
+        start = self.started
         if start is None or (start.done() and (start.exception() or start.result().is_full)):
-            start = self._started = asyncio.ensure_future(WorkerProcess.start(self))
+            start = self.started = asyncio.ensure_future(WorkerProcess.start(self.forks))
         process = await asyncio.shield(start)  # another episode may wait for it, too
         number, outcome = process.call(arguments, on_request=lambda _: None)
         try:
@@ -88,69 +83,42 @@ class _Server:
             process.send(number, {"cancel": True})
             raise
 
-    def fork(self) -> ForkedWorker:
-        """Start the process. Raises UserError."""
-        python = Path(self._venv).expanduser() / "bin" / "python"
-        if not python.exists():
-            raise UserError(f"{_NAME}: {python} is missing; make that environment as in docs/environments.md")
-        ours, theirs = socket.socketpair()
-        # For the processes of tools, which start in other folders.
-        modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
-        programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
-        command = [str(python), "-m", "rpg_megatron.cli", "env", "serve", str(theirs.fileno())]
-        options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "env": environment}
-        with theirs:
-            # In this process's group, which is killed as a whole.
-            self._process = process = start_program(command, None, process_group=None, **options)
-        worker = ForkedWorker(ours, process.pid, os.pidfd_open(process.pid))
-        line = b""
-        with suppress(ConnectionError), ours.makefile("rb") as lines:  # it may have ended
-            ours.sendall(self.settings.encode() + b"\n")
-            line = lines.readline(_LONGEST)
-        answer = json.loads(line or _ENDED)
-        if "failure" in answer:
-            ours.close()
-            self.remove(worker)
-            taskset = json.loads(self.settings)["taskset"]["id"]
-            raise UserError(f"{_NAME}: taskset {taskset!r} in {self._venv}: {answer['detail']}")
-        return worker
-
-    def remove(self, worker: ForkedWorker) -> None:
-        """Wait for the end of the process, which has been told to or killed."""
-        assert self._process is not None
-        try:
-            self._process.wait(10)  # it ends what the taskset has started
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(worker.handle)
-
-
-def refuse(descriptor: int) -> None:
-    """Answer, as the server, that the library is missing. Raises UserError if there is nobody to answer."""
-    try:
-        with socket.socket(fileno=descriptor) as connection:
-            missing = "the library is not installed there; see docs/environments.md"
-            send_line(connection, {"failure": "error", "detail": missing})
-    except OSError as e:
-        raise UserError(f"file descriptor {descriptor}: {e.strerror}; {_NAME} starts this command") from None
-
 
 _server = lru_cache(_Server)
-_ENDED = '{"failure": "crash", "detail": "it ended without an answer; see its messages in the log"}'
 
 
-def _rows(server: _Server) -> Iterator[dict[str, Any]]:
+def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False) -> ForkServer:
+    """It has imported the library, in its own environment. lazy: see there. Raises UserError."""
+    python = Path(venv).expanduser() / "bin" / "python"
+    if not python.exists():
+        raise UserError(f"{_NAME}: {python} is missing; make that environment as in docs/environments.md")
+    # For the processes of tools, which start in other folders.
+    modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
+    load, arguments = f"{_NAME}_server:load_server", {"settings": settings}
+    try:
+        return ForkServer(Loader(load, arguments, _NO_LIMIT, load, str(python), environment), lazy=lazy)
+    except UserError as e:
+        raise UserError(f"{_NAME}: {venv}: {e}; see docs/environments.md") from None
+
+
+def _rows(server: ForkServer, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     worker = server.fork()
     try:
+        worker.connection.settimeout(None)
         send_line(worker.connection, (0, {"tasks": True}))
         with worker.connection.makefile("rb") as lines:
             while "prompt" in (row := json.loads(lines.readline(_LONGEST) or _ENDED)):
                 taken = {key: row[key] for key in ("prompt", "answer", "task")}
-                yield taken | {"environment": server.settings}
+                yield taken | {"environment": json.dumps(settings)}
     finally:
         worker.connection.close()
-        server.remove(worker)
+        select.select([worker.handle], [], [], 10)  # it ends what the taskset has started
+        server.kill()
+        server.close()
     if "failure" in row:
-        raise UserError(f"{_NAME}: a task cannot be loaded: {row['detail']}")
+        raise UserError(f"{_NAME}: {row['detail']}")
+
+
+_ENDED = '{"failure": "crash", "detail": "it ended without an answer; see its messages in the log"}'

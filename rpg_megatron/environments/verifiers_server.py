@@ -1,10 +1,9 @@
-"""Runs episodes of the library verifiers, in a virtual environment of its own: ``rpg-megatron env serve``.
+"""Runs episodes of the library verifiers: forks of a fork server in the library's own virtual environment.
 
 Its own harnesses start a program for each response, with a package manager; ``ChatHarness`` is a chat in this
 process, with the task's tools. Turns of the policy are sampled at the gateway of the sampler worker.
 
-The first line from its socket is an environment, ``{"taskset": {...}, ...}`` as in verifiers' ``EnvConfig``;
-its answer is ``{}`` or a failure. Calls (``system/fork_server.py``) have an object:
+A call is an object:
 
 - ``tasks``: each task is a line with ``prompt``, ``answer`` and ``task`` before the answer;
 - ``task``, ``base_url`` and ``api_key``: an episode; its value has ``reward`` and ``metrics``.
@@ -21,7 +20,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,7 @@ from verifiers.v1.utils.loaders import (
 
 from rpg_megatron.config.files import remove
 from rpg_megatron.environments.tools import FULL, Tool, Toolbox, ToolError, chat
-from rpg_megatron.system.fork_server import Call, send_line, serve_calls
-from rpg_megatron.system.process_groups import ignore_warnings
+from rpg_megatron.system.fork_server import Call, Serve, send_line, serve_calls
 
 HARNESS = "rpg_megatron_chat"
 """``id`` of ``ChatHarness`` in settings of verifiers."""
@@ -92,41 +90,40 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 __all__ = ["ChatHarness"]
 
 
-async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
-    """Answer calls until the other end is closed. settings: the environment."""
+def load_server(settings: dict[str, Any]) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``). settings: as in verifiers' ``EnvConfig``."""
+    os.dup2(2, 1)  # the library and tasksets print
+    sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
+    launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
+    # An HTTP client for each episode's tools would read the machine's certificates for 20 ms.
+    httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
+
+    def serve(connection: socket.socket) -> None:
+        send_line(connection, os.getpid())
+        with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:
+            subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
+            asyncio.run(_serve(connection, settings))
+
+    return serve, {"async": True, "deadline": 0.0}
+
+
+async def _serve(connection: socket.socket, settings: dict[str, Any]) -> None:
     async with AsyncExitStack() as stack:
+        problem = ""
         try:
             environment = load_environment(_settings(settings))
             await stack.enter_async_context(environment.serving())
         except Exception as e:  # of the library, or of the taskset's package
-            return send_line(connection, _failure(f"{type(e).__name__}: {e}"))
-        send_line(connection, {})
+            problem = f"taskset {settings['taskset']['id']!r}: {type(e).__name__}: {e}"
 
         async def run(call: Call) -> dict[str, Any]:
+            if problem:
+                return _failure(problem)
             if "tasks" in call.value:
                 return await asyncio.to_thread(_send_tasks, call, environment)
             return await _run_episode(environment, call.value)
 
         await serve_calls(connection, run, growth=math.inf)  # it has the tasks
-
-
-def main(descriptor: int) -> None:
-    """Serve a socket that was inherited."""
-    ignore_warnings()
-    sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
-    launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
-    # An HTTP client for each episode's tools would read the machine's certificates for 20 ms.
-    httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
-    with (
-        tempfile.TemporaryDirectory(prefix="verifiers-") as folder,
-        socket.socket(fileno=descriptor) as connection,
-        suppress(ConnectionError),
-    ):
-        subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
-        connection.set_inheritable(False)  # programs of the environment would answer for this process
-        if line := connection.makefile("rb", buffering=0).readline():  # and no byte of the calls
-            asyncio.run(serve(connection, json.loads(line)))
-    os._exit(0)  # threads that make tasks do not end
 
 
 async def _read_and_remove(read: Callable[..., Awaitable[int]], runtime: vf.Runtime, path: str) -> int:
@@ -151,8 +148,11 @@ def _settings(given: dict[str, Any]) -> vf.EnvConfig:
 
 
 def _send_tasks(call: Call, environment: vf.Env[Any]) -> dict[str, Any]:
-    for task in environment.taskset:
-        call.send(**_row(task))
+    try:
+        for task in environment.taskset:
+            call.send(**_row(task))
+    except Exception as e:
+        return _failure(f"a task cannot be loaded: {type(e).__name__}: {e}")
     return {"value": None}
 
 

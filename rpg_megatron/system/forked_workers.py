@@ -19,12 +19,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import wait
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -95,28 +96,9 @@ class Loader(NamedTuple):
     """Address space of a worker beyond what its imports take, in bytes."""
     imports: str
     """What it imports, and the key in the settings: for messages."""
-
-
-class WorkerSource(Protocol):
-    """Starts the workers of ``WorkerProcess``."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether a worker runs many calls at the same time."""
-        ...
-
-    @property
-    def deadline(self) -> float:
-        """Seconds for one call."""
-        ...
-
-    def fork(self) -> ForkedWorker:
-        """A new worker."""
-        ...
-
-    def remove(self, worker: ForkedWorker) -> None:
-        """Forget a worker that has ended."""
-        ...
+    python: str = sys.executable
+    environment: dict[str, str] | None = None
+    """Of the process; None: this process's."""
 
 
 class ForkServer:
@@ -192,11 +174,13 @@ class ForkServer:
             process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        path, arguments, memory, imports = self._loader
+        path, arguments, memory, imports, python, environment = self._loader
         parent_end, child_end = socket.socketpair()
         with child_end:
-            command = module_command(fork_server.__name__, path, memory, os.getpid(), child_end.fileno())
-            process = start_program(command, None, stdout=subprocess.DEVNULL, pass_fds=[child_end.fileno()])
+            number = child_end.fileno()
+            command = [python, *module_command(fork_server.__name__, path, memory, os.getpid(), number)[1:]]
+            options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "pass_fds": [number], "env": environment}
+            process = start_program(command, None, **options)
         parent_end.settimeout(_START_SECONDS)
         try:
             parent_end.sendall(json.dumps(arguments).encode() + b"\n")
@@ -253,7 +237,7 @@ class _Call(NamedTuple):
 class WorkerProcess(asyncio.Protocol):
     """A worker and its calls: one at a time, or many."""
 
-    def __init__(self, server: WorkerSource, worker: ForkedWorker):
+    def __init__(self, server: ForkServer, worker: ForkedWorker):
         self.is_full = False
         """Whether it gets no more calls: its memory has grown, it is for a single call, or it has ended."""
         self._server, self._worker = server, worker
@@ -263,7 +247,7 @@ class WorkerProcess(asyncio.Protocol):
         self._ended = False
 
     @classmethod
-    async def start(cls, server: WorkerSource) -> WorkerProcess:
+    async def start(cls, server: ForkServer) -> WorkerProcess:
         """A new worker, for the running event loop."""
         worker = await asyncio.to_thread(server.fork)
         loop = asyncio.get_running_loop()

@@ -303,7 +303,9 @@ def test_the_check_before_a_run(server: Server, tmp_path: Path) -> None:
     server.answer = lambda body, number: {"choices": [{"text": "hello"}]}
     with pytest.raises(UserError, match=r"the server at http.* answered with something else than log-probs"):
         check_teacher_server(settings)
-    with pytest.raises(UserError, match=r"cannot be reached: Connection refused; start it, or correct the settings"):
+    with pytest.raises(
+        UserError, match=r"cannot be reached: Connection refused; start it, or correct the settings"
+    ):
         check_teacher_server(settings_for(own, "http://127.0.0.1:9/v1"))
 
 
