@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.custom_code import CustomCode, describe_error, load_custom
 from rpg_megatron.system.parent_death import end_with_parent
-from rpg_megatron.system.process_groups import ignore_warnings
+from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.system.terminal import protect_streams
 
 MAX_ROWS = 10_000_000
@@ -104,7 +105,9 @@ def main() -> None:
     os.dup2(2, 1)  # the module may print to stdout; that must not mix with the rows
     parent, limit = map(int, sys.argv[1:])
     end_with_parent(parent)
-    ignore_warnings()
+    for number in WARNINGS:
+        signal.signal(number, lambda *_: None)  # no SIG_IGN, which what it starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
     key, path, settings = json.loads(sys.stdin.readline())
     for line in _lines(key, path, settings, range(limit) if limit else sys.stdin):
         try:

@@ -105,10 +105,10 @@ def module_command(module: str, *arguments: object) -> list[str]:
 def start_program(
     command: Sequence[str], at_parent_death: signal.Signals | None = signal.SIGKILL, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start a program in a process group of its own and without input, unless options of Popen say otherwise.
+    """Start a program without input and in a process group of its own, which Ctrl-C does not reach.
 
-    at_parent_death: see ``start_child``; None: any thread may start it, it sees itself that it ends with this
-    process (``end_with_parent``, or its pipe), and gets no ``WARNINGS``.
+    options: of ``subprocess.Popen``. at_parent_death: see ``start_child``; None: any thread may start it, it
+    sees itself that it ends with this process (``end_with_parent``, or its pipe), and gets no ``WARNINGS``.
     """
     options = {"stdin": subprocess.DEVNULL, "process_group": 0} | options
     if at_parent_death is not None:

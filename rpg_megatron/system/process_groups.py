@@ -34,13 +34,6 @@ def holding_warnings() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_warnings() -> None:
-    """Ignore ``WARNINGS`` in a program that was started while they waited; what it starts does not."""
-    for number in WARNINGS:
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
-
-
 def boot_id() -> str:
     """Identifies this machine since it was booted."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
