@@ -49,7 +49,7 @@ _LATE_SECONDS = 0.05
 class Outcome(NamedTuple):
     """Result of one call."""
 
-    value: Any
+    value: Any = None
     """What it returned; None if it failed."""
     failure: FailureKind | None = None
     """Why it failed: killed at the deadline, crashed, out of memory, or an exception."""
@@ -59,12 +59,6 @@ class Outcome(NamedTuple):
     """Counts that it returned, by name."""
     place: str = ""
     """Where it raised the exception, ``file:line``; empty if that is not known."""
-
-
-def read_answer(answer: dict[str, Any]) -> Outcome:
-    """The outcome in an answer of a worker."""
-    details = (answer.get(key, empty) for key, empty in (("detail", ""), ("counts", {}), ("place", "")))
-    return Outcome(answer.get("value"), answer.get("failure"), *details)
 
 
 class ForkedWorker(NamedTuple):
@@ -316,7 +310,8 @@ class WorkerProcess(asyncio.Protocol):
                     if asking is not None and asking.on_request is not None:
                         asking.on_request(answer)
                     continue
-                outcome, exits = read_answer(answer), answer["exits"]
+                outcome = Outcome(**{key: answer[key] for key in Outcome._fields if key in answer})
+                exits = answer["exits"]
                 if not isinstance(exits, bool):
                     raise ValueError("not an answer")
                 call = self._calls.pop(number)  # from here on nothing raises: its outcome is set
