@@ -10,9 +10,9 @@ import asyncio
 import json
 import os
 import re
-import select
 from collections.abc import Iterator
 from functools import lru_cache
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,9 @@ def _rows(server: ForkServer, settings: dict[str, Any]) -> Iterator[dict[str, An
                 yield taken | {"environment": json.dumps(settings)}
     finally:
         worker.connection.close()
-        select.select([worker.handle], [], [], 10)  # it ends what the taskset has started
+        if not wait([worker.handle], 10):  # it ends what the taskset has started
+            worker.kill()
+        server.remove(worker)
         server.kill()
         server.close()
     if "failure" in row:
