@@ -231,6 +231,14 @@ def test_episodes_with_a_tool_and_a_server_that_dies(rows: list[dict[str, Any]])
             assert isinstance(ended, EpisodeLost)
         again = await rig.play(2)
         assert again == Episode(1.0, again.metrics)
+
+        # The process that has imported the library dies, and the server with it.
+        started = verifiers._server(str(VENV), rows[0]["environment"]).started
+        assert started is not None
+        fork_server.kill()
+        while not started.result().is_full:
+            await asyncio.sleep(0.01)
+        assert (await rig.play(2)).reward == 1
         assert psutil.wait_procs(tools, timeout=30)[1] == []
 
         # What the gateway refuses.
