@@ -62,7 +62,8 @@ async def measure(episodes: int, tool: bool) -> tuple[float, float, float, float
         return play(task, unused, unused, venv=VENV)
 
     await episode(0, "first")  # starts the server
-    [server] = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
+    [fork_server] = psutil.Process().children()
+    [server] = fork_server.children()
     tools = server.children()
     before, began = _cpu(server), time.monotonic()
     of_tools = sum(map(_cpu, tools))
@@ -72,8 +73,8 @@ async def measure(episodes: int, tool: bool) -> tuple[float, float, float, float
     spent = _cpu(server) - before, sum(map(_cpu, tools)) - of_tools, wall
     milliseconds = (1e3 * value / episodes for value in spent)
     memory = server.memory_info().rss / 2**20
-    server.kill()
-    server.wait()
+    fork_server.kill()
+    fork_server.wait()
     await runner.cleanup()
     return *milliseconds, memory  # type: ignore[return-value]
 

@@ -359,28 +359,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-environments = typer.Typer(help="Environments of other libraries; docs/environments.md.")
-app.add_typer(environments, name="env")
-
-
-@environments.command("serve")
-def serve_environment(
-    descriptor: Annotated[int, typer.Argument(metavar="FD", help="Socket that the process inherits.")],
-) -> None:
-    """Run episodes of verifiers for a sampler, which starts this in the library's virtual environment."""
-    with exit_on_interrupt():
-        try:
-            from rpg_megatron.environments.verifiers_server import main
-        except ModuleNotFoundError as e:
-            if e.name != "verifiers":
-                raise
-            from rpg_megatron.environments.verifiers import refuse
-
-            return refuse(descriptor)
-
-    main(descriptor)
-
-
 @app.command()
 def grade(
     file: Annotated[

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from rpg_megatron.config.settings import make_settings
 from rpg_megatron.data.foreign_rollouts import iter_foreign_step
 from rpg_megatron.data.rollout_files import find_rollouts, list_rollouts, step_of
 from rpg_megatron.launcher.run_dir import resolved_yaml
-from rpg_megatron.system.parent_death import with_parent_death_signal
+from rpg_megatron.system.child import module_command, start_program
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +67,7 @@ def train(
     Raises UserError if the settings are wrong or the run fails.
     """
     arguments = [f"{key}={json.dumps(value, default=str)}" for key, value in (overrides or {}).items()]
-    command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train"]
+    command = module_command("rpg_megatron.cli", "train")
     with tempfile.TemporaryDirectory(prefix="rpg-train-") as folder:
         if isinstance(settings, str | Path):
             load_settings(Path(settings), arguments)  # refuses secrets, which all users could read there
@@ -89,14 +88,14 @@ def _stream(command: list[str], named: Path) -> Path:
     """Run the command and print its output; returns the run's folder. named: a file that will name it."""
     from rpg_megatron.commands.train import RUN_FILE  # the launcher
 
-    process = subprocess.Popen(
-        with_parent_death_signal(command, signal.SIGTERM),
-        stdin=subprocess.DEVNULL,
+    # Not in the process group of a notebook, which some interrupt as a whole: the run would get it twice.
+    process = start_program(
+        command,
+        signal.SIGTERM,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # some notebooks interrupt the whole group: the run would get it twice
         env=os.environ | {RUN_FILE: str(named)},
     )
     assert process.stdout is not None

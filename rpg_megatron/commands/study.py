@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import list_runs
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.terminal import ranges
 from rpg_megatron.training.preemption import REQUEUE
 
@@ -179,11 +179,11 @@ def _train_here(study: Study, numbers: Sequence[int]) -> None:
     for number in numbers:
         run = study.runs[number - 1]
         typer.echo(f"\nrun {number} of {len(study.runs)}: {run.settings.name}", nl=True)
-        command = [sys.executable, "-P", "-m", "rpg_megatron.cli", "train", str(study.config), *run.overrides]
+        command = module_command("rpg_megatron.cli", "train", study.config, *run.overrides)
         # Signals are the run's: it saves and exits, and its code says so.
         with StopSignals(resumable=True) as signals:
             signals.raising = False
-            process, sent = subprocess.Popen(command), 0
+            process, sent = start_program(command, signal.SIGTERM, process_group=None), 0
             while (code := process.poll()) is None:
                 # The terminal sends Ctrl-C to the run as well.
                 if signals.count > sent and signals.number != signal.SIGINT:

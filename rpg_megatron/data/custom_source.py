@@ -1,6 +1,6 @@
 """Rows of a custom prompt source (``data.source``).
 
-``python -m rpg_megatron.data.custom_source LIMIT``: the first line of stdin is [key in the settings,
+``python -m rpg_megatron.data.custom_source PARENT LIMIT``: the first line of stdin is [key in the settings,
 module:name, settings] as JSON; each line of stdout is a row, or ``{"error": message}``, which is the last
 line. With LIMIT 0 each further line of stdin asks for a row (``data.streaming``). It is a separate process,
 because the module may import torch, and so that launcher and sampler get the same rows, as JSON.
@@ -21,8 +21,10 @@ from typing import IO, Any
 
 from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.custom_code import CustomCode, describe_error, load_custom
-from rpg_megatron.system.parent_death import with_parent_death_signal
+from rpg_megatron.system.parent_death import end_with_parent
+from rpg_megatron.system.process_groups import WARNINGS
 from rpg_megatron.system.terminal import protect_streams
 
 MAX_ROWS = 10_000_000
@@ -42,40 +44,36 @@ def custom_rows(
     call it in the main thread. Raises UserError if the custom code fails, or if an answer takes longer than
     ``ROW_SECONDS``.
     """
+    name = f"{key}: {source.type}"
     count = 0 if streaming else limit or MAX_ROWS + 1
-    command = [sys.executable, "-P", "-m", "rpg_megatron.data.custom_source", str(count)]
-    command = with_parent_death_signal(command, signal.SIGKILL) if streaming else command
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    command = module_command(__spec__.name, os.getpid(), count)
+    with start_program(command, None, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             _send(process.stdin, json.dumps([key, source.type, source.keywords]))
-            if not streaming:
-                process.stdin.close()
             for index in itertools.count():
                 if streaming:
                     _send(process.stdin, "")
                     if not select.select([process.stdout], [], [], ROW_SECONDS)[0]:
                         raise UserError(
-                            f"{key}: {source.type} gives no row {index + 1} within {ROW_SECONDS} s; the run "
-                            "waits for it, so make it faster"
+                            f"{name} gives no row {index + 1} within {ROW_SECONDS} s; the run waits for it, "
+                            "so make it faster"
                         )
                 if not (line := process.stdout.readline(_LONGEST)):
                     break
                 if not line.endswith(b"\n"):
-                    raise UserError(f"{key}: {source.type}: row {index + 1} has more than {_LONGEST:,} bytes")
+                    raise UserError(f"{name}: row {index + 1} has more than {_LONGEST:,} bytes")
                 message = json.loads(line)
                 if "error" in message:
                     raise UserError(message["error"])
                 if index == MAX_ROWS and limit is None and not streaming:
-                    raise UserError(f"{key}: {source.type} has more than {MAX_ROWS:,} rows; set data.limit")
+                    raise UserError(f"{name} has more than {MAX_ROWS:,} rows; set data.limit")
                 where = f"{source.type}: row {index + 1}"
                 row = message.get("row")
                 yield index, where, row if "row" in message else UserError(f"{where}: {message['bad']}")
             if process.wait():
-                raise UserError(
-                    f"{key}: {source.type} ended its process (exit code {process.returncode}); fix it"
-                )
+                raise UserError(f"{name} ended its process (exit code {process.returncode}); fix it")
         finally:
             process.kill()
 
@@ -91,16 +89,11 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     try:
         rows = load_custom(CustomCode(key, path, settings, 0))()
-    except UserError as e:
-        yield {"error": str(e)}
-        return
-    except Exception as e:
-        yield {"error": f"{key}: {path} {describe_error(e, path)}"}
-        return
-    try:
         for _, row in zip(requests, rows, strict=False):
             bad = None if isinstance(row, dict) else f"it is a {type(row).__name__}; yield a dict of columns"
             yield {"bad": bad} if bad else {"row": row}
+    except UserError as e:
+        yield {"error": str(e)}
     except Exception as e:
         yield {"error": f"{key}: {path} {describe_error(e, path)}"}
 
@@ -110,8 +103,12 @@ def main() -> None:
     protect_streams()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the module may print to stdout; that must not mix with the rows
+    parent, limit = map(int, sys.argv[1:])
+    end_with_parent(parent)
+    for number in WARNINGS:
+        signal.signal(number, lambda *_: None)  # no SIG_IGN, which what it starts would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
     key, path, settings = json.loads(sys.stdin.readline())
-    limit = int(sys.argv[1])
     for line in _lines(key, path, settings, range(limit) if limit else sys.stdin):
         try:
             text = json.dumps(line, default=str, allow_nan=False)

@@ -7,25 +7,25 @@ The library has a virtual environment of its own, since its requirements exclude
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
-import socket
-import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.rollout.episode import OWN_METRICS, Episode, EpisodeLost, EpisodeTask, Generate, ScoreText
 from rpg_megatron.system.fork_server import send_line
+from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, WorkerProcess
 
 _NAME = "rpg_megatron.environments.verifiers"
 _LONGEST = 64 << 20
 """Bytes of an answer."""
+_NO_LIMIT = 1 << 40
+"""Address space: the programs of tools inherit the limit."""
 
 
 def problems(
@@ -40,14 +40,7 @@ def problems(
     if "id" not in taskset:
         raise UserError(f"{_NAME}: taskset has no id; set it to the name of the taskset's package")
     settings = (environment or {}) | {"taskset": taskset}
-    process, connection = _start(venv)
-    lines = connection.makefile("rb")
-    send_line(connection, settings)
-    if error := _read(lines).get("error"):
-        process.wait()
-        raise UserError(f"{_NAME}: taskset {taskset['id']!r} in {venv}: {error}")
-    send_line(connection, (0, {"tasks": True}))
-    return _rows(process, connection, lines, json.dumps(settings))
+    return _rows(_fork_server(venv, settings), settings)
 
 
 async def play(task: EpisodeTask, generate: Generate, score: ScoreText, *, venv: str) -> Episode:
@@ -58,10 +51,13 @@ async def play(task: EpisodeTask, generate: Generate, score: ScoreText, *, venv:
     row = task.row or {}
     if not {"environment", "task"} <= row.keys():
         raise RuntimeError(f"the prompt is no task of verifiers; set data.source.type to {_NAME}:problems")
-    server = _server(venv, row["environment"])
-    answer = await server.call({"task": row["task"], "base_url": task.base_url, "api_key": task.api_key})
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
+    arguments = {"task": row["task"], "base_url": task.base_url, "api_key": task.api_key}
+    outcome = await _server(venv, row["environment"]).call(arguments)
+    if outcome.failure == "crash":
+        raise EpisodeLost("the server of verifiers has ended")
+    if outcome.failure:
+        raise RuntimeError(outcome.detail)
+    answer = outcome.value
     metrics = {re.sub(r"[^A-Za-z0-9_-]", "_", name): value for name, value in answer["metrics"].items()}
     taken = {name: value for name, value in metrics.items() if name[0].isalpha() and name not in OWN_METRICS}
     return Episode(answer["reward"], taken)
@@ -70,116 +66,61 @@ async def play(task: EpisodeTask, generate: Generate, score: ScoreText, *, venv:
 class _Server:
     """The process that runs episodes, for one event loop. It is started again if it has ended."""
 
-    def __init__(self, venv: str, environment: str):
-        self._venv, self._environment = venv, environment
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._starting = asyncio.Lock()
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+    def __init__(self, venv: str, settings: str):
+        self.forks = _fork_server(venv, json.loads(settings), lazy=True)
+        self.started: asyncio.Future[WorkerProcess] | None = None
 
-    async def call(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a call. Raises EpisodeLost if the process ends before, and RuntimeError if it cannot
-        be started.
-        """
-        async with self._starting:
-            if self._writer is None:
-                await self._start()
-        number = next(self._numbers)
-        answer: asyncio.Future[dict[str, Any]]
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._send(number, arguments)
+    async def call(self, arguments: dict[str, Any]) -> Outcome:
+        """Run an episode. Raises UserError if the process cannot be started."""
+        start = self.started
+        if start is None or (start.done() and (start.exception() or start.result().is_full)):
+            start = self.started = asyncio.ensure_future(WorkerProcess.start(self.forks))
+        process = await asyncio.shield(start)  # another episode may wait for it, too
+        number, outcome = process.call(arguments, on_request=lambda _: None)
         try:
-            return await answer
+            return await outcome
         except asyncio.CancelledError:
-            self._send(number, {"cancel": True})
+            process.send(number, {"cancel": True})
             raise
-        finally:
-            del self._calls[number]
-
-    async def _start(self) -> None:
-        process, connection = _start(self._venv)
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_LONGEST)
-        try:
-            writer.write(self._environment.encode() + b"\n")
-            answer = json.loads(await reader.readline() or _ENDED)
-            if error := answer.get("error"):
-                raise RuntimeError(error)
-        except BaseException:  # also the cancellation of the episode that has started it
-            writer.close()
-            process.kill()
-            process.wait()
-            raise
-        self._writer = writer
-        self._reading = asyncio.create_task(self._read(process, reader))
-
-    async def _read(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader) -> None:
-        with suppress(OSError, ValueError, LookupError, TypeError):  # also of a line that is too long
-            while line := await reader.readline():
-                answer = json.loads(line)
-                if (call := self._calls.get(answer["number"])) and not call.done():
-                    call.set_result(answer)
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
-        process.kill()
-        process.wait()
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EpisodeLost("the server of verifiers has ended"))
-
-    def _send(self, number: int, value: dict[str, Any]) -> None:
-        if self._writer is not None:
-            self._writer.write(json.dumps((number, value)).encode() + b"\n")
-
-
-def refuse(descriptor: int) -> None:
-    """Answer, as the server, that the library is missing. Raises UserError if there is nobody to answer."""
-    try:
-        with socket.socket(fileno=descriptor) as connection:
-            send_line(connection, {"error": "the library is not installed there; see docs/environments.md"})
-    except OSError as e:
-        raise UserError(f"file descriptor {descriptor}: {e.strerror}; {_NAME} starts this command") from None
 
 
 _server = lru_cache(_Server)
-_ENDED = '{"error": "it ended without an answer; see its messages in the log"}'
 
 
-def _start(venv: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a server; it, and our end of its connection. Raises UserError."""
+def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False) -> ForkServer:
+    """It has imported the library, in its own environment. lazy: see there. Raises UserError."""
     python = Path(venv).expanduser() / "bin" / "python"
     if not python.exists():
         raise UserError(f"{_NAME}: {python} is missing; make that environment as in docs/environments.md")
-    ours, theirs = socket.socketpair()
     # For the processes of tools, which start in other folders.
     modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
-    command = [str(python), "-m", "rpg_megatron.cli", "env", "serve", str(theirs.fileno())]
-    with theirs:
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    return process, ours
-
-
-def _read(lines: IO[bytes]) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(lines.readline(_LONGEST) or _ENDED)
-    return answer
-
-
-def _rows(
-    process: subprocess.Popen[bytes], connection: socket.socket, lines: IO[bytes], environment: str
-) -> Iterator[dict[str, Any]]:
+    load, arguments = f"{_NAME}_server:load_server", {"settings": settings}
     try:
-        while "prompt" in (row := _read(lines)):
-            yield {key: row[key] for key in ("prompt", "answer", "task")} | {"environment": environment}
+        return ForkServer(Loader(load, arguments, _NO_LIMIT, load, str(python), environment), lazy=lazy)
+    except UserError as e:
+        raise UserError(f"{_NAME}: {venv}: {e}; see docs/environments.md") from None
+
+
+def _rows(server: ForkServer, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    worker = server.fork()
+    try:
+        worker.connection.settimeout(None)
+        send_line(worker.connection, (0, {"tasks": True}))
+        with worker.connection.makefile("rb") as lines:
+            while "prompt" in (row := json.loads(lines.readline(_LONGEST) or _ENDED)):
+                taken = {key: row[key] for key in ("prompt", "answer", "task")}
+                yield taken | {"environment": json.dumps(settings)}
     finally:
-        lines.close()
-        connection.close()
-        try:
-            process.wait(10)  # it ends what the taskset has started
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    if error := row.get("error"):
-        raise UserError(f"{_NAME}: a task cannot be loaded: {error}")
+        worker.connection.close()
+        if not wait([worker.handle], 10):  # it ends what the taskset has started
+            worker.kill()
+        server.remove(worker)
+        server.kill()
+        server.close()
+    if "failure" in row:
+        raise UserError(f"{_NAME}: {row['detail']}")
+
+
+_ENDED = '{"failure": "crash", "detail": "it ended without an answer; see its messages in the log"}'

@@ -1,17 +1,12 @@
-"""Runs episodes of the library verifiers, in a virtual environment of its own: ``rpg-megatron env serve``.
+"""Runs episodes of the library verifiers: forks of a fork server in the library's own virtual environment.
 
 Its own harnesses start a program for each response, with a package manager; ``ChatHarness`` is a chat in this
 process, with the task's tools. Turns of the policy are sampled at the gateway of the sampler worker.
 
-It reads lines of JSON from a socket. The first one is an environment, ``{"taskset": {...}, ...}`` as in
-verifiers' ``EnvConfig``; its answer is ``{}`` or ``{"error": why}``. Other lines are the number of a call and
-an object:
+A call is an object:
 
-- ``tasks``: the answers have ``prompt``, ``answer`` and ``task``; the last one has none of them;
-- ``task``, ``base_url`` and ``api_key``: an episode; the answer has ``reward`` and ``metrics``, or ``error``;
-- ``cancel``: end the episode.
-
-Answers have the call's ``number``.
+- ``tasks``: each task is a line with ``prompt``, ``answer`` and ``task`` before the answer;
+- ``task``, ``base_url`` and ``api_key``: an episode; its value has ``reward`` and ``metrics``.
 """
 
 from __future__ import annotations
@@ -19,21 +14,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import socket
-import ssl
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, suppress
-from functools import partial
+from contextlib import AsyncExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx2
+import httpcore2
 import verifiers.v1 as vf
-from mcp.client import streamable_http
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
 from verifiers.v1.mcp import launch
@@ -47,7 +41,7 @@ from verifiers.v1.utils.loaders import (
 
 from rpg_megatron.config.files import remove
 from rpg_megatron.environments.tools import FULL, Tool, Toolbox, ToolError, chat
-from rpg_megatron.system.fork_server import read_lines, send_line
+from rpg_megatron.system.fork_server import Call, Serve, send_line, serve_calls
 
 HARNESS = "rpg_megatron_chat"
 """``id`` of ``ChatHarness`` in settings of verifiers."""
@@ -58,11 +52,7 @@ _SECRET = "RPG_MEGATRON_API_KEY"
 it, by its name."""
 
 
-class ChatHarnessConfig(vf.HarnessConfig):
-    """Settings of ``ChatHarness``: those of every harness."""
-
-
-class ChatHarness(vf.Harness[ChatHarnessConfig]):
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
     """A chat in this process, in which the policy calls the task's tools until it has its answer."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -97,60 +87,43 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         return vf.ProgramResult(0, "", "")
 
 
-__all__ = ["ChatHarness", "ChatHarnessConfig"]
+__all__ = ["ChatHarness"]
 
 
-async def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
-    """Answer calls until the other end is closed. settings: the environment."""
-    running: dict[int, asyncio.Task[None]] = {}
+def load_server(settings: dict[str, Any]) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``). settings: as in verifiers' ``EnvConfig``."""
+    os.dup2(2, 1)  # the library and tasksets print
+    sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
+    launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
+    # An HTTP client for each episode's tools would read the machine's certificates for 20 ms.
+    httpcore2.default_ssl_context = cache(httpcore2.default_ssl_context)
+
+    def serve(connection: socket.socket) -> None:
+        send_line(connection, os.getpid())
+        with tempfile.TemporaryDirectory(prefix="verifiers-") as folder:
+            subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
+            asyncio.run(_serve(connection, settings))
+
+    return serve, {"async": True, "deadline": 0.0}
+
+
+async def _serve(connection: socket.socket, settings: dict[str, Any]) -> None:
     async with AsyncExitStack() as stack:
+        problem = ""
         try:
             environment = load_environment(_settings(settings))
             await stack.enter_async_context(environment.serving())
         except Exception as e:  # of the library, or of the taskset's package
-            return send_line(connection, {"error": f"{type(e).__name__}: {e}"})
-        send_line(connection, {})
+            problem = f"taskset {settings['taskset']['id']!r}: {type(e).__name__}: {e}"
 
-        def receive(number: int, line: dict[str, Any]) -> None:
-            if "cancel" in line:
-                if number in running:
-                    running[number].cancel()
-            elif "tasks" in line:
-                asyncio.get_running_loop().run_in_executor(None, _send_tasks, connection, number, environment)
-            else:
-                running[number] = asyncio.create_task(answer(number, line))
+        async def run(call: Call) -> dict[str, Any]:
+            if problem:
+                return _failure(problem)
+            if "tasks" in call.value:
+                return await asyncio.to_thread(_send_tasks, call, environment)
+            return await _run_episode(environment, call.value)
 
-        async def answer(number: int, line: dict[str, Any]) -> None:
-            try:
-                result = await _run_episode(environment, line)
-            except asyncio.CancelledError:
-                result = {"error": "cancelled"}
-            except Exception as e:
-                result = {"error": f"{type(e).__name__}: {e}"}
-            del running[number]
-            with suppress(ConnectionError):  # the other end has closed it
-                send_line(connection, {"number": number} | result)
-
-        await read_lines(connection, receive)
-
-
-def main(descriptor: int) -> None:
-    """Serve a socket that was inherited."""
-    sys.modules[HARNESS] = sys.modules[__name__]  # verifiers imports a harness by its id
-    launch._read_back_port = partial(_read_and_remove, launch._read_back_port)
-    # Its helper makes an HTTP client for each episode, and reads the machine's certificates for 20 ms.
-    make_client = partial(httpx2.AsyncClient, verify=ssl.create_default_context(), follow_redirects=True)
-    streamable_http.create_mcp_http_client = make_client  # type: ignore[attr-defined]
-    with (
-        tempfile.TemporaryDirectory(prefix="verifiers-") as folder,
-        socket.socket(fileno=descriptor) as connection,
-        suppress(ConnectionError),
-    ):
-        subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
-        connection.set_inheritable(False)  # programs of the environment would answer for this process
-        if line := _first_line(connection):
-            asyncio.run(serve(connection, json.loads(line)))
-    os._exit(0)  # threads that make tasks do not end
+        await serve_calls(connection, run, growth=math.inf)  # it has the tasks
 
 
 async def _read_and_remove(read: Callable[..., Awaitable[int]], runtime: vf.Runtime, path: str) -> int:
@@ -160,13 +133,6 @@ async def _read_and_remove(read: Callable[..., Awaitable[int]], runtime: vf.Runt
     finally:
         if runtime.type == "subprocess":
             remove(Path(path), ignore_errors=True)
-
-
-def _first_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and (byte := connection.recv(1)):
-        line += byte
-    return line
 
 
 def _settings(given: dict[str, Any]) -> vf.EnvConfig:
@@ -181,15 +147,13 @@ def _settings(given: dict[str, Any]) -> vf.EnvConfig:
     return resolve_env_config(given | seats)
 
 
-def _send_tasks(connection: socket.socket, number: int, environment: vf.Env[Any]) -> None:
+def _send_tasks(call: Call, environment: vf.Env[Any]) -> dict[str, Any]:
     try:
         for task in environment.taskset:
-            send_line(connection, {"number": number, **_row(task)})
-        send_line(connection, {"number": number})
-    except ConnectionError:  # nobody reads more
-        pass
+            call.send(**_row(task))
     except Exception as e:
-        send_line(connection, {"number": number, "error": f"{type(e).__name__}: {e}"})
+        return _failure(f"a task cannot be loaded: {type(e).__name__}: {e}")
+    return {"value": None}
 
 
 def _row(task: vf.Task) -> dict[str, Any]:
@@ -212,6 +176,10 @@ def _texts(messages: Any) -> Iterator[str]:
             yield from (part.text for part in content or () if part.type == "text")
 
 
+def _failure(detail: str) -> dict[str, Any]:
+    return {"failure": "error", "detail": detail}
+
+
 async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[str, Any]:
     task_type = type(environment.taskset).task_type()
     data = task_type.data_type().model_validate_json(call["task"])
@@ -231,25 +199,24 @@ async def _run_episode(environment: vf.Env[Any], call: dict[str, Any]) -> dict[s
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     is_full = bool(errors) and all(FULL in error.message for error in errors)  # truncated: no failure
     if not episode.ok and not is_full:
-        return {"error": f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed"}
+        return _failure(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode has failed")
     for trace in episode.traces:
         agent = trace.agent
         if agent is not None and not agent.trainable and agent.config.client.base_url == client.base_url:
             problem = "is not trained, but its turns would be: give it another model by client.base_url"
-            return {"error": f"agent {agent.name} {problem}"}
+            return _failure(f"agent {agent.name} {problem}")
     if not traces:
-        return {"error": "no agent of the environment is trained"}
+        return _failure("no agent of the environment is trained")
     metrics: dict[str, float] = {}
     for trace in traces:
         named = {name: reward and reward.value for name, reward in trace.rewards.items()} | trace.metrics
         metrics |= {name: float(value) for name, value in named.items() if value is not None}
-    return {"reward": sum(trace.reward for trace in traces) / len(traces), "metrics": metrics}
+    reward = sum(trace.reward for trace in traces) / len(traces)
+    return {"value": {"reward": reward, "metrics": metrics}}
 
 
 async def _tools(servers: dict[str, dict[str, Any]], stack: AsyncExitStack) -> list[Tool]:
     """The tools of MCP servers."""
-    if not servers:
-        return []
     schemas, names, connections = await connect_mcp({"mcpServers": servers}, stack)
     tools = []
     for schema in schemas:
@@ -269,11 +236,7 @@ async def _call_tool(connection: MCPConnection, name: str, arguments: dict[str, 
     return text
 
 
-_sessions: list[aiohttp.ClientSession] = []
-
-
+@cache
 def _session() -> aiohttp.ClientSession:
-    if not _sessions:
-        timeout = aiohttp.ClientTimeout(total=None)
-        _sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout))
-    return _sessions[0]
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)

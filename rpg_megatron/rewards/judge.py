@@ -5,34 +5,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import os
-import random
 import re
 import time
 from typing import Any
 
-import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rpg_megatron.rewards.worker_process import NoReward
+from rpg_megatron.system.http_client import HttpClient, ServerError, with_retries
 
 logger = logging.getLogger(__name__)
 
-_MAX_ANSWER_BYTES = 4 * 1024**2
+_MAX_BYTES = 4 * 1024**2
 """Size of the largest valid answer."""
 _ASK_SECONDS = 10.0
 """Time limit of the request before a run."""
-_MAX_WAIT_SECONDS = 30.0
-"""Longest wait before a retry."""
 _COUNTS = (
     *("requests", "failures", "skipped", "timeouts", "errors", "garbage", "unreadable"),
     *("tokens", "cost"),
 )
-_RETRIED = (408, 409, 425, 429)
-"""Status codes below 500 after which a request is retried."""
 
 
 class JudgeSettings(BaseModel):
@@ -110,17 +103,6 @@ class JudgeSettings(BaseModel):
         return self
 
 
-class _NoAnswer(Exception):
-    """A request without a usable answer."""
-
-    def __init__(self, count: str, detail: str, *, again: bool = True, wait: float = 0.0):
-        """count: the metric that it adds to. again: whether a retry may help. wait: seconds that the server
-        asks to wait before a retry.
-        """
-        super().__init__(detail)
-        self.count, self.again, self.wait = count, again, wait
-
-
 class Judge:
     """Scores one response a call; a response without a score has no reward (``reward.failed``)."""
 
@@ -133,8 +115,7 @@ class Judge:
             settings = JudgeSettings.model_validate(settings.model_dump() | {"url": url})
         self._settings = settings
         self._pattern = re.compile(settings.pattern)
-        self._key = "" if settings.key_variable is None else _variable(settings.key_variable)
-        self._http: aiohttp.ClientSession | None = None
+        self._http = HttpClient("" if settings.key_variable is None else _variable(settings.key_variable))
         self._failures = 0
         """Number of consecutive responses without an answer."""
         self._down_until = 0.0
@@ -151,9 +132,9 @@ class Judge:
         try:
             if time.monotonic() < self._down_until:
                 counts["skipped"] += 1
-                raise _NoAnswer("skipped", f"no request during the rest after {s.rest_after} failures")
+                raise ServerError(f"no request during the rest after {s.rest_after} failures")
             score = await self._score(self._request(response, answer, prompt), counts)
-        except _NoAnswer as e:
+        except ServerError as e:
             counts["failures"] += 1
             raise NoReward(f"judge {self.server}: {e}", counts) from None
         return (score - s.lowest) / (s.highest - s.lowest), counts
@@ -165,51 +146,40 @@ class Judge:
         """
         s, variable = self._settings, self._settings.key_variable
         try:
-            async with (
-                aiohttp.ClientSession(headers=self._headers()) as http,
-                http.get(
-                    f"{s.url}/models",
-                    timeout=aiohttp.ClientTimeout(total=min(s.timeout, _ASK_SECONDS)),
-                    allow_redirects=False,
-                ) as answer,
-            ):
-                status = answer.status
-        except TimeoutError:
-            return f"does not answer within {min(s.timeout, _ASK_SECONDS):g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as e:
-            return f"cannot be reached: {_cause_of(e)}"
-        if status in (401, 403):
-            key = f"the key in {variable}" if variable else "a request without a key (key_variable)"
-            return f"refuses {key} (status {status})"
-        return f"answers with status {status}" if status >= 500 else None
+            await self._http.request(
+                f"{s.url}/models", seconds=min(s.timeout, _ASK_SECONDS), limit=_MAX_BYTES
+            )
+        except ServerError as e:
+            if e.status in (401, 403):
+                key = f"the key in {variable}" if variable else "a request without a key (key_variable)"
+                return f"refuses {key} (status {e.status})"
+            return None if 0 < e.status < 500 else str(e)
+        finally:
+            await self._http.close()
+        return None
 
     async def _score(self, body: dict[str, Any], counts: dict[str, float]) -> float:
-        """The judge's score. Raises _NoAnswer."""
-        s, wait = self._settings, self._settings.backoff
-        failure: _NoAnswer | None = None
-        for attempt in range(s.retries + 1):
+        """The judge's score. Raises ServerError."""
+        s = self._settings
+
+        async def ask() -> str:
             counts["requests"] += 1
             try:
-                text = await self._ask(body, counts)
-            except _NoAnswer as e:
-                counts[e.count] += 1
+                return await self._ask(body, counts)
+            except ServerError as e:
+                counts[e.kind] += 1
                 self._warn_once(str(e))
-                failure = e
-                if not e.again or attempt == s.retries:
-                    break
-                await asyncio.sleep(min(max(wait * random.uniform(0.5, 1.5), e.wait), _MAX_WAIT_SECONDS))
-                wait *= 2
-                continue
-            self._failures = 0
-            return self._read(text, counts)
-        self._failures += 1
-        if self._failures >= s.rest_after:
-            self._down_until = time.monotonic() + s.rest
-        assert failure is not None
-        raise failure
+                raise
 
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        try:
+            text = await with_retries(ask, s.retries, s.backoff)
+        except ServerError:
+            self._failures += 1
+            if self._failures >= s.rest_after:
+                self._down_until = time.monotonic() + s.rest
+            raise
+        self._failures = 0
+        return self._read(text, counts)
 
     def _request(self, response: str, answer: str, prompt: str) -> dict[str, Any]:
         s, values = self._settings, {"prompt": prompt, "response": response, "answer": answer}
@@ -221,41 +191,21 @@ class Judge:
         return {"model": s.model, "messages": messages} | sampling | s.body
 
     async def _ask(self, body: dict[str, Any], counts: dict[str, float]) -> str:
-        """The judge's text. Raises _NoAnswer."""
-        if self._http is None:  # created here, because it needs the event loop
-            connector = aiohttp.TCPConnector(limit=0)
-            self._http = aiohttp.ClientSession(headers=self._headers(), connector=connector)
-        limit = aiohttp.ClientTimeout(total=self._settings.timeout)
+        """The judge's text. Raises ServerError."""
+        s = self._settings
+        url = f"{s.url}/chat/completions"
+        reply = await self._http.request(url, body, seconds=s.timeout, limit=_MAX_BYTES)
         try:
-            # No redirects: the key must only be sent to the server that the settings name.
-            async with self._http.post(
-                f"{self._settings.url}/chat/completions", json=body, timeout=limit, allow_redirects=False
-            ) as answer:
-                status, text = answer.status, await _read_all(answer.content)
-                after = answer.headers.get("Retry-After", "")
-        except TimeoutError:
-            raise _NoAnswer("timeouts", "timed out") from None
-        except (aiohttp.ClientError, OSError, ValueError) as e:
-            raise _NoAnswer("errors", _cause_of(e)) from None
-        if status != 200:
-            again = status >= 500 or status in _RETRIED
-            wait = float(after) if after.isdecimal() else 0.0
-            raise _NoAnswer("errors", f"status {status}", again=again, wait=wait)
-        return self._text(text, counts)
-
-    def _text(self, answer: bytes, counts: dict[str, float]) -> str:
-        try:
-            reply = json.loads(answer)
             text = reply["choices"][0]["message"]["content"]
             if not isinstance(text, str):
                 raise TypeError
-        except (ValueError, LookupError, TypeError, RecursionError):
-            raise _NoAnswer("garbage", "the answer is no chat completion") from None
+        except (LookupError, TypeError):
+            raise ServerError("answered with something else than a chat completion") from None
         usage = reply.get("usage")
         used = usage if isinstance(usage, dict) else {}
         read, written = (_count(used.get(key)) for key in ("prompt_tokens", "completion_tokens"))
         counts["tokens"] += read + written
-        counts["cost"] += (read * self._settings.prompt_cost + written * self._settings.output_cost) / 1e6
+        counts["cost"] += (read * s.prompt_cost + written * s.output_cost) / 1e6
         return text
 
     def _read(self, text: str, counts: dict[str, float]) -> float:
@@ -268,7 +218,7 @@ class Judge:
             counts["unreadable"] += 1
             missing = "no score between lowest and highest where pattern looks for it"
             self._warn_once(missing)
-            raise _NoAnswer("unreadable", missing)
+            raise ServerError(missing)
         return score
 
     def _warn_once(self, problem: str) -> None:
@@ -276,25 +226,6 @@ class Judge:
         if problem not in self._warned:
             self._warned.add(problem)
             logger.warning("judge %s: %s (later ones are only counted)", self.server, problem)
-
-
-def _cause_of(error: Exception) -> str:
-    """A connection's failure in a few words, without headers or the URL, which may hold secrets."""
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "the name of its host is unknown"
-    code = getattr(getattr(error, "os_error", error), "errno", None)
-    return os.strerror(code) if code else type(error).__name__
-
-
-async def _read_all(content: aiohttp.StreamReader) -> bytes:
-    """The whole content. Raises ValueError if it is larger than ``_MAX_ANSWER_BYTES``."""
-    parts, size = [], 0
-    async for part in content.iter_chunked(65536):
-        parts.append(part)
-        size += len(part)
-        if size > _MAX_ANSWER_BYTES:
-            raise ValueError
-    return b"".join(parts)
 
 
 def _variable(name: str) -> str:

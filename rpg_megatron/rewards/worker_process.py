@@ -11,14 +11,8 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rpg_megatron.system.fork_server import (
-    Serve,
-    failure_of,
-    must_exit,
-    peak_memory,
-    read_lines,
-    send_line,
-)
+from rpg_megatron.system import fork_server
+from rpg_megatron.system.fork_server import Serve, failure_of, must_exit, peak_memory, send_line
 from rpg_megatron.system.import_path import load_function
 
 type Call = Callable[[Any], Any]
@@ -53,39 +47,25 @@ def serve(connection: socket.socket, call: Call, file: str = "") -> None:
             return
 
 
-def serve_async(connection: socket.socket, call: Call, deadline: float, file: str = "") -> None:
+def serve_async(connection: socket.socket, function: Call, deadline: float, file: str = "") -> None:
     """Run calls of an async function concurrently, until the other end is closed.
 
     deadline: seconds for each call. file: the function's.
     """
     import asyncio  # other workers do not need it
 
-    start = peak_memory()
-    send_line(connection, os.getpid())
-
-    async def one(number: int, arguments: Any) -> None:
+    async def run(call: fork_server.Call) -> dict[str, Any]:
         limit = asyncio.timeout(deadline)
         try:
             async with limit:
-                answer = read_result(await call(arguments), _group_size(arguments))
+                return read_result(await function(call.value), _group_size(call.value))
         except BaseException as e:  # the function may cancel tasks itself
             expired = isinstance(e, TimeoutError) and limit.expired()  # else the function raised it
             timeout = {"failure": "timeout", "detail": f"ended after {deadline:g} s"}
-            answer = timeout if expired else _failure_of(e, file)
-        exits = must_exit(answer, start)
-        send_line(connection, answer | {"number": number, "exits": exits})
+            return timeout if expired else _failure_of(e, file)
 
-    async def main() -> None:
-        calls: set[asyncio.Task[None]] = set()
-
-        def begin(number: int, arguments: Any) -> None:
-            task = asyncio.create_task(one(number, arguments))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
-
-        await read_lines(connection, begin)
-
-    asyncio.run(main())
+    send_line(connection, os.getpid())
+    asyncio.run(fork_server.serve_calls(connection, run))
 
 
 def read_result(value: Any, count: int | None = None) -> dict[str, Any]:

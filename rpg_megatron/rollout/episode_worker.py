@@ -1,9 +1,8 @@
 """The main loop of an environment worker: runs episodes, for which ``episode_pool`` samples and scores.
 
-A line that it gets is the number of a call and an object: ``task`` begins an episode, ``cancel`` ends it,
+A call's value (``system/fork_server.py``) is an object: ``task`` begins an episode, ``cancel`` ends it,
 ``reply`` answers a request. A request has ``ask`` (its number), ``method`` and ``arguments``, or ``drop`` if
-its answer is no longer needed, or ``read`` if the episode has got it. The last line of a call is as in
-``system/fork_server.py``.
+its answer is no longer needed, or ``read`` if the episode has got it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rpg_megatron.rollout.episode import (
     token_array,
 )
 from rpg_megatron.system.custom_code import CustomCode, load_custom
-from rpg_megatron.system.fork_server import Serve, failure_of, must_exit, peak_memory, read_lines, send_line
+from rpg_megatron.system.fork_server import Call, Serve, send_line, serve_calls
 
 
 def load_server(
@@ -51,41 +50,24 @@ def load_server(
     episode, text_codec = load_custom(code), load_codec(Path(codec), Path(model))
     file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None) or ""
     description = {"async": True, "deadline": deadline}
-    return lambda connection: asyncio.run(_serve(connection, episode, text_codec, file)), description
 
+    async def run(call: Call) -> dict[str, Any]:
+        return {"value": await _Episode(call, text_codec).run(episode)}
 
-async def _serve(connection: socket.socket, function: EpisodeFunction, codec: TextCodec, file: str) -> None:
-    start = peak_memory()
-    send_line(connection, os.getpid())
-    episodes: dict[int, _Episode] = {}
+    def serve(connection: socket.socket) -> None:
+        send_line(connection, os.getpid())
+        asyncio.run(serve_calls(connection, run, file))
 
-    async def run(number: int, episode: _Episode) -> None:
-        try:
-            answer = {"value": await episode.run(function)}
-            line = answer | {"number": number, "exits": must_exit(answer, start)}
-            send_line(connection, line)
-        except BaseException as e:  # also SystemExit, and a panic of a library in Rust
-            answer = failure_of(e, file)
-            send_line(connection, answer | {"number": number, "exits": must_exit(answer, start)})
-        del episodes[number]
-
-    def receive(number: int, line: dict[str, Any]) -> None:
-        if "task" in line:
-            episode = episodes[number] = _Episode(connection, number, line["task"], codec)
-            episode.running = asyncio.create_task(run(number, episode))
-        elif number in episodes:
-            episodes[number].receive(line)
-
-    await read_lines(connection, receive)
+    return serve, description
 
 
 class _Episode:
     """An episode that runs."""
 
-    running: asyncio.Task[None]
-
-    def __init__(self, connection: socket.socket, number: int, inputs: dict[str, Any], codec: TextCodec):
-        self._connection, self._number, self._codec = connection, number, codec
+    def __init__(self, call: Call, codec: TextCodec):
+        self._call, self._codec = call, codec
+        call.receive = self._receive
+        inputs = call.value["task"]
         self._task = EpisodeTask(
             **inputs | {"prompt": tuple(inputs["prompt"])},
             encode=lambda text: tuple(codec.encode(text)),
@@ -104,11 +86,8 @@ class _Episode:
             return EpisodeResult(metrics={}, lost=str(e) or "what it needs has ended")
         return result_of(ended)
 
-    def receive(self, line: dict[str, Any]) -> None:
-        """Take an answer, or end."""
-        if "cancel" in line:
-            self.running.cancel()
-        elif (future := self._waiting.get(line["reply"])) and not future.done():
+    def _receive(self, line: dict[str, Any]) -> None:
+        if (future := self._waiting.get(line["reply"])) and not future.done():
             future.set_result(line)
 
     async def _generate(
@@ -117,7 +96,7 @@ class _Episode:
         before = token_array(tokens)
         most = None if max_tokens is None else operator.index(max_tokens)
         answer = await self._ask("generate", before.tolist(), most, bool(branch))
-        send_line(self._connection, {"number": self._number, "ask": 0, "read": True})
+        self._call.send(ask=0, read=True)
         sampled, finish, logprobs = answer["turn"]
         arrays = before.astype(np.int32), np.array(sampled, np.int32), np.array(logprobs, np.float32)
         return Turn(arrays[0], arrays[1], finish, arrays[2], self._decode)
@@ -130,12 +109,11 @@ class _Episode:
         ask = next(self._numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[ask] = future
-        request = {"number": self._number, "ask": ask}
-        send_line(self._connection, request | {"method": method, "arguments": arguments})
+        self._call.send(ask=ask, method=method, arguments=arguments)
         try:
             answer = await future
         except asyncio.CancelledError:
-            send_line(self._connection, request | {"drop": True})
+            self._call.send(ask=ask, drop=True)
             raise
         finally:
             del self._waiting[ask]

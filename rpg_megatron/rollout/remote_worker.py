@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any, cast
 from rpg_megatron.config.files import remove
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.worker import worker_socket
+from rpg_megatron.system.child import module_command
 from rpg_megatron.system.messages import AsyncClient, remote_calls
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
@@ -46,7 +46,7 @@ class RemoteWorker:
         message if the worker cannot run.
         """
         self.number, self._run, self._work, self._token = number, run, work, token
-        self._stops = [str(token) for token in stop_token_ids]
+        self._stops = stop_token_ids
         self._address = f"tcp://{host}:*" if host else ""
         self._on_restart, self._on_end = on_restart, on_end
         self.calls = cast(GroupWorker, SimpleNamespace(**remote_calls(GroupWorker, self._call)))
@@ -95,9 +95,9 @@ class RemoteWorker:
         first = True
         while True:
             remove(self._socket)
-            command = [sys.executable, "-P", "-m", "rpg_megatron.rollout.worker"]
-            command += [str(self._run), str(self._work), str(self.number), self._address, *self._stops]
-            # Not ``start_child``: asyncio tells when this one ends.
+            arguments = self._run, self._work, self.number, self._address, *self._stops
+            command = module_command("rpg_megatron.rollout.worker", *arguments)
+            # Not ``start_program``: asyncio tells when this one ends.
             self._process = await asyncio.create_subprocess_exec(
                 *with_parent_death_signal(command, signal.SIGKILL)
             )

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from typing import Any
 
-import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.config.teacher import TeacherSettings
 from rpg_megatron.data.trajectory import Floats, Trajectory
+from rpg_megatron.system.http_client import HttpClient, ServerError, with_retries
 
 _BYTES_PER_TOKEN, _MOST_BYTES = 4096, 1 << 20
 """Largest valid answer: for each token, and besides."""
 _LEAST = float(np.finfo(np.float32).min)
 _CONCURRENCY, _REQUEST_SECONDS = 64, 600.0
 """Requests at the same time of each data-parallel replica, and the time limit of one."""
-_TRIES, _WAIT_SECONDS = 3, 1.0
-"""Requests for a trajectory, and the time before the first retry, which doubles."""
+_RETRIES, _WAIT_SECONDS = 2, 1.0
+"""Retries for a trajectory, and the time before the first one."""
 _CHECK_SECONDS = 30.0
-
-
-class TeacherError(Exception):
-    """The server gave no log-probs."""
 
 
 class TeacherClient:
@@ -41,32 +36,25 @@ class TeacherClient:
         self._url, self._settings = settings.url.rstrip("/"), settings
         self._model = settings.model
         self._running = asyncio.Semaphore(max(1, _CONCURRENCY // share))
-        self._http: aiohttp.ClientSession | None = None
-        self._key = ""
-        if (name := settings.api_key_variable) is not None:
-            self._key = os.environ.get(name, "")
-            if not self._key:
-                raise UserError(f"teacher.api_key_variable: the variable {name} is not set; export it")
+        key, name = "", settings.api_key_variable
+        if name is not None and not (key := os.environ.get(name, "")):
+            raise UserError(f"teacher.api_key_variable: the variable {name} is not set; export it")
+        self._http = HttpClient(key)
 
     async def score(self, t: Trajectory) -> None:
         """Set ``anchor`` of a trajectory, and with ``top_k`` its likeliest tokens.
 
-        Raises TeacherError, after retries, if the server gives none.
+        Raises ServerError, after retries, if the server gives none.
         """
         tokens = [*t.prompt.tolist(), *t.response.tolist()]
-        wait = _WAIT_SECONDS
-        for last in (False,) * (_TRIES - 1) + (True,):
-            try:
-                async with self._running:
-                    values, top_ids, top_logps = await self._ask(tokens)
-                start = len(t.prompt) - 1
-                t.anchor, t.top_ids, t.top_logps = values[start:], top_ids[start:], top_logps[start:]
-                return
-            except TeacherError:
-                if last:
-                    raise
-            await asyncio.sleep(wait)
-            wait *= 2
+
+        async def ask() -> tuple[Floats, NDArray[np.int32], NDArray[np.float32]]:
+            async with self._running:
+                return await self._ask(tokens)
+
+        values, top_ids, top_logps = await with_retries(ask, _RETRIES, _WAIT_SECONDS)
+        start = len(t.prompt) - 1
+        t.anchor, t.top_ids, t.top_logps = values[start:], top_ids[start:], top_logps[start:]
 
     async def check(self) -> str | None:
         """Ask for a few tokens; returns why the server cannot be used, None if it can."""
@@ -75,7 +63,7 @@ class TeacherClient:
                 await self._ask([1, 2, 3])
         except TimeoutError:
             return f"does not answer within {_CHECK_SECONDS:g} s"
-        except TeacherError as e:
+        except ServerError as e:
             return str(e)
         return None
 
@@ -83,16 +71,15 @@ class TeacherClient:
         """The server's token ids of a text, without special ones; None if it has no such route."""
         body = {"model": await self._name(), "prompt": text, "add_special_tokens": False}
         try:
-            answer = await self._post(self._url.removesuffix("/v1") + "/tokenize", body, _MOST_BYTES)
-        except TeacherError:
+            answer = await self._request(self._url.removesuffix("/v1") + "/tokenize", body, _MOST_BYTES)
+        except ServerError:
             return None
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         return tokens if isinstance(tokens, list) and all(isinstance(x, int) for x in tokens) else None
 
     async def close(self) -> None:
         """Disconnect."""
-        if self._http is not None:
-            await self._http.close()
+        await self._http.close()
 
     async def _ask(self, tokens: list[int]) -> tuple[Floats, NDArray[np.int32], NDArray[np.float32]]:
         """Log-prob of each token but the first, given those before it: float32 [len(tokens) - 1].
@@ -109,58 +96,32 @@ class TeacherClient:
             "prompt_logprobs": k,
         }
         limit = _MOST_BYTES + _BYTES_PER_TOKEN * len(tokens) * (1 + k)
-        answer = await self._post(f"{self._url}/completions", body, limit)
+        answer = await self._request(f"{self._url}/completions", body, limit)
         try:
             rows = answer["choices"][0]["prompt_logprobs"]
             if rows is None:
-                raise TeacherError("gives no prompt_logprobs; use a vLLM server")
+                raise ServerError("gives no prompt_logprobs; use a vLLM server")
             if len(rows) != len(tokens):
-                raise TeacherError(f"gave log-probs of {len(rows)} tokens, not {len(tokens)}")
+                raise ServerError(f"gave log-probs of {len(rows)} tokens, not {len(tokens)}")
             values = [_log_prob(row[str(token)]) for row, token in zip(rows[1:], tokens[1:], strict=True)]
             ids, logps = _likeliest(rows[1:], k)
         except (LookupError, TypeError, ValueError, OverflowError):
-            raise TeacherError("answered with something else than log-probs of the tokens") from None
+            raise ServerError("answered with something else than log-probs of the tokens") from None
         if ids.max(initial=0) >= self._vocab:
-            raise TeacherError(f"gave token {ids.max()}, and the model has {self._vocab} tokens")
+            raise ServerError(f"gave token {ids.max()}, and the model has {self._vocab} tokens")
         return np.array(values, np.float32), ids, logps
 
     async def _name(self) -> str:
         if self._model is None:
-            answer = await self._request("GET", f"{self._url}/models", None, _MOST_BYTES)
+            answer = await self._request(f"{self._url}/models", None, _MOST_BYTES)
             try:
                 self._model = str(answer["data"][0]["id"])
             except (LookupError, TypeError):
-                raise TeacherError("lists no model; set teacher.model") from None
+                raise ServerError("lists no model; set teacher.model") from None
         return self._model
 
-    async def _post(self, url: str, body: dict[str, Any], limit: int) -> Any:
-        return await self._request("POST", url, body, limit)
-
-    async def _request(self, method: str, url: str, body: Any, limit: int) -> Any:
-        if self._http is None:  # created here, because it needs the event loop
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._http = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
-        seconds = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
-        try:
-            # No redirects: the key must only be sent to the server that the settings name.
-            async with self._http.request(
-                method, url, json=body, timeout=seconds, allow_redirects=False
-            ) as answer:
-                if answer.status != 200:
-                    raise TeacherError(f"answered with status {answer.status}")
-                text = await answer.content.read(limit + 1)
-                while len(text) <= limit and not answer.content.at_eof():
-                    text += await answer.content.read(limit + 1 - len(text))
-        except TimeoutError:
-            raise TeacherError(f"did not answer within {_REQUEST_SECONDS:g} s") from None
-        except (aiohttp.ClientError, OSError) as e:
-            raise TeacherError(f"cannot be reached ({type(e).__name__})") from None
-        if len(text) > limit:
-            raise TeacherError("gave a far too long answer")
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise TeacherError("answered with something else than JSON") from None
+    async def _request(self, url: str, body: Any, limit: int) -> Any:
+        return await self._http.request(url, body, seconds=_REQUEST_SECONDS, limit=limit)
 
 
 def _likeliest(rows: list[dict[str, Any]], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -173,7 +134,7 @@ def _likeliest(rows: list[dict[str, Any]], k: int) -> tuple[NDArray[np.int32], N
         if any(type(rank) is not int or rank < 1 for rank, *_ in best):
             raise TypeError
         if len(best) < k or best[k - 1][0] > k:
-            raise TeacherError(f"gave fewer than {k} of the likeliest tokens (teacher.top_k)")
+            raise ServerError(f"gave fewer than {k} of the likeliest tokens (teacher.top_k)")
         ids[place] = [token for _, token, _ in best[:k]]
         logps[place] = [logp for *_, logp in best[:k]]
     return ids, logps
@@ -190,5 +151,5 @@ def _log_prob(entry: dict[str, Any]) -> float:
     if type(value) not in (int, float):  # no text, no bool
         raise TypeError
     if not _LEAST <= (number := float(value)) <= 0:
-        raise TeacherError("gave a log-prob that is above 0 or not finite")
+        raise ServerError("gave a log-prob that is above 0 or not finite")
     return number

@@ -50,8 +50,9 @@ from rpg_megatron.rollout.groups import (
 )
 from rpg_megatron.rollout.running_group import RunningGroup
 from rpg_megatron.rollout.seeds import segment_seed
-from rpg_megatron.rollout.teacher_client import TeacherClient, TeacherError
+from rpg_megatron.rollout.teacher_client import TeacherClient
 from rpg_megatron.rollout.worker_files import CODEC
+from rpg_megatron.system.http_client import ServerError
 from rpg_megatron.system.messages import Server, methods_of
 from rpg_megatron.system.process_groups import WARNINGS
 
@@ -299,7 +300,7 @@ class Worker:
         assert self._teacher is not None
         try:
             await asyncio.gather(*map(self._teacher.score, rows))
-        except TeacherError as e:
+        except ServerError as e:
             return (RewardFailure("teacher", "error", f"the server {e}"),)
         return ()
 

@@ -10,10 +10,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from rpg_megatron.config.files import open_own, open_regular
 from rpg_megatron.system import process_groups
@@ -100,6 +101,26 @@ class Child:
                 pipe.close()
 
 
+def module_command(module: str, *arguments: object) -> list[str]:
+    """Command line that runs a module of this package."""
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+
+
+def start_program(
+    command: Sequence[str], at_parent_death: signal.Signals | None = signal.SIGKILL, **options: Any
+) -> subprocess.Popen[Any]:
+    """Start a program without input and in a process group of its own, which Ctrl-C does not reach.
+
+    options: of ``subprocess.Popen``. at_parent_death: see ``start_child``; None: any thread may start it, it
+    sees itself that it ends with this process (``end_with_parent``, or its pipe), and gets no ``WARNINGS``.
+    """
+    options = {"stdin": subprocess.DEVNULL, "process_group": 0} | options
+    if at_parent_death is not None:
+        return subprocess.Popen(with_parent_death_signal([*command], at_parent_death), **options)
+    with process_groups.holding_warnings():
+        return subprocess.Popen(command, **options)
+
+
 def start_child(
     name: str,
     command: Sequence[str],
@@ -125,8 +146,9 @@ def start_child(
             log.parent.mkdir(exist_ok=True)
             file = stack.enter_context(open_own(log, "ab", permissions=0o600 if private else 0o666))
             start = os.fstat(file.fileno()).st_size
-        process = subprocess.Popen(
-            with_parent_death_signal([*command], at_parent_death),
+        process = start_program(
+            command,
+            at_parent_death,
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else file,
             stderr=file if pipes else subprocess.STDOUT,

@@ -5,8 +5,6 @@ that parses them (a *reader*) runs in a child process. The child imports what th
 every right (``sandbox.py``), then reads. It gets open files and an argument, and its answers are msgpack: the
 worst that a hostile file can do is to give wrong values, which the caller checks as it would check a file's.
 
-It is not started by ``child.py``, which would start one interpreter more for each file, and which keeps logs.
-
 ``python -m rpg_megatron.system.foreign_input MODULE:FUNCTION PARENT MEMORY FD...``: the child.
 """
 
@@ -16,7 +14,7 @@ import contextlib
 import importlib
 import itertools
 import os
-import selectors
+import select
 import signal
 import struct
 import subprocess
@@ -31,10 +29,11 @@ import msgspec
 
 import rpg_megatron
 from rpg_megatron.system import sandbox
+from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.parent_death import end_with_parent
-from rpg_megatron.system.process_groups import holding_warnings
 
-_VALUE, _REFUSED, _FAILED, _END = range(4)
+_VALUE, _END = range(2)
+"""An answer is one of these and a value, or why there are no more; the latter is empty at the end."""
 _LARGEST = 64 << 20
 """Maximum bytes of one value; decoded, small ones take up to 70 times as much."""
 _MESSAGE = msgspec.msgpack.Decoder(Annotated[str, msgspec.Meta(max_length=1000)])
@@ -79,26 +78,16 @@ def read_foreign(
         sent = msgspec.msgpack.encode(argument)
     except UnicodeEncodeError as e:  # JSON's escapes can make half a surrogate pair
         raise ForeignInputError(f"it has text that is not Unicode ({e.reason})") from None
-    with holding_warnings():
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                __spec__.name,
-                reader,
-                str(os.getpid()),
-                str(memory),
-                *map(str, numbers),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=numbers,
-            env=_environment(),
-            cwd="/",
-            start_new_session=True,  # Ctrl-C reaches only this process, which ends the child
-        )
+    process = start_program(
+        module_command(__spec__.name, reader, os.getpid(), memory, *numbers),
+        None,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=numbers,
+        env=_environment(),
+        cwd="/",
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -110,19 +99,16 @@ def read_foreign(
         for count in itertools.count(1):
             try:
                 number, raw = frames.decode(_receive(process, seconds, largest))
-                value = (decoder if number == _VALUE else _MESSAGE).decode(raw)
+                value = (_MESSAGE if number else decoder).decode(raw)
             except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as e:
                 raise ForeignInputError(f"its values have another form ({e})") from None
-            if number == _VALUE:
-                if values is not None and count > values:
-                    raise ForeignInputError("it has more values than it should")
-                yield value
-            elif number == _END:
-                return
-            elif number == _REFUSED:
+            if number and value:
                 raise ForeignInputError(value)
-            else:
-                raise ForeignInputError(f"cannot be read ({value})")
+            if number:
+                return
+            if values is not None and count > values:
+                raise ForeignInputError("it has more values than it should")
+            yield value
     finally:
         process.kill()
         process.stdout.close()
@@ -172,20 +158,18 @@ def _environment() -> dict[str, str]:
 def _receive(process: subprocess.Popen[bytes], seconds: float, largest: int) -> bytes:
     """One answer of the child, at most ``seconds`` from now."""
     assert process.stdout is not None
-    end = time.monotonic() + seconds
-    pipe = process.stdout.fileno()
+    end, pipe = time.monotonic() + seconds, process.stdout.fileno()
+    readable = select.poll()  # any descriptor, unlike ``select``
+    readable.register(pipe, select.POLLIN)
 
     def take(count: int) -> bytes:
         data = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            while len(data) < count:
-                if not selector.select(max(0.0, end - time.monotonic())):
-                    raise ForeignInputError(f"not read after {seconds:.0f} s")
-                chunk = os.read(pipe, min(count - len(data), 1 << 20))
-                if not chunk:
-                    raise ForeignInputError(f"its reader ended: {_reason(process)}")
-                data += chunk
+        while len(data) < count:
+            if not readable.poll(max(0.0, 1e3 * (end - time.monotonic()))):
+                raise ForeignInputError(f"not read after {seconds:.0f} s")
+            if not (chunk := os.read(pipe, min(count - len(data), 1 << 20))):
+                raise ForeignInputError(f"its reader ended: {_reason(process)}")
+            data += chunk
         return bytes(data)
 
     (length,) = struct.unpack(">I", take(4))
@@ -222,16 +206,17 @@ def main() -> None:
     read: Callable[..., Iterable[Any]] = getattr(loaded, function)
     getattr(loaded, "prepare", lambda: None)()
     sandbox.enter(int(memory))
+    why = ""
     try:
         for value in read(files, argument):
             _send(answer, _VALUE, value)
-        _send(answer, _END, "")
     except ValueError as e:
-        _send(answer, _REFUSED, _text(e))
+        why = _text(e)
     except MemoryError:
-        _send(answer, _FAILED, "more memory than allowed")
+        why = "cannot be read (more memory than allowed)"
     except Exception as e:
-        _send(answer, _FAILED, f"{type(e).__name__}: {_text(e)}")
+        why = f"cannot be read ({type(e).__name__}: {_text(e)})"
+    _send(answer, _END, why)
     os._exit(0)
 
 

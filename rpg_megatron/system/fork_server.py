@@ -27,7 +27,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -54,11 +54,57 @@ def send_line(connection: socket.socket, value: Any) -> None:
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
-async def read_lines(connection: socket.socket, receive: Callable[[int, Any], None]) -> None:
-    """Call ``receive`` with what the parent sends, in this event loop, until the other end is closed."""
+class Call:
+    """A call that a worker runs beside others."""
+
+    def __init__(self, connection: socket.socket, number: int, value: Any):
+        self._connection, self._number, self.value = connection, number, value
+        self.receive: Callable[[Any], None] = lambda value: None
+        """Gets what the parent sends to it later."""
+
+    def send(self, **line: Any) -> None:
+        """Send something before the answer."""
+        send_line(self._connection, line | {"number": self._number})
+
+
+async def serve_calls(
+    connection: socket.socket,
+    run: Callable[[Call], Awaitable[dict[str, Any]]],
+    file: str = "",
+    growth: float = _MAX_GROWTH,
+) -> None:
+    """Run calls beside each other until the other end is closed.
+
+    run: returns the answer, or raises. file: the user's. growth: see ``must_exit``. A second value with a
+    call's number goes to that call; ``{"cancel": true}`` cancels it.
+    """
     import asyncio  # workers without an event loop do not need it
 
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    start, loop, ended = peak_memory(), asyncio.get_running_loop(), asyncio.Event()
+    running: dict[int, tuple[Call, asyncio.Task[None]]] = {}
+    newest = -1
+
+    async def answer(number: int, call: Call) -> None:
+        try:
+            value = await run(call)
+            call.send(**value, exits=must_exit(value, start, growth))
+        except BaseException as e:  # also SystemExit, and a panic of a library in Rust
+            value = failure_of(e, file)
+            with suppress(ConnectionError):  # nobody waits for it
+                call.send(**value, exits=must_exit(value, start, growth))
+        del running[number]
+
+    def receive(number: int, value: Any) -> None:
+        nonlocal newest
+        if number > newest:
+            newest, call = number, Call(connection, number, value)
+            running[number] = call, asyncio.create_task(answer(number, call))
+        elif number in running:
+            call, task = running[number]
+            if value == {"cancel": True}:
+                loop.call_soon(task.cancel)  # after its begin: it answers then
+            else:
+                call.receive(value)
 
     def read() -> None:
         try:
@@ -72,9 +118,9 @@ async def read_lines(connection: socket.socket, receive: Callable[[int, Any], No
     await ended.wait()
 
 
-def must_exit(answer: dict[str, Any], start: int) -> bool:
-    """Whether this process must get no more calls. start: ``peak_memory`` when it had begun."""
-    return answer.get("failure") == "memory" or peak_memory() - start > _MAX_GROWTH
+def must_exit(answer: dict[str, Any], start: int, growth: float = _MAX_GROWTH) -> bool:
+    """Whether this process must get no more calls. start: ``peak_memory`` when it had begun. growth: KiB."""
+    return answer.get("failure") == "memory" or peak_memory() - start > growth
 
 
 def failure_of(error: BaseException, file: str) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.system import fork_server
+from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.fork_server import FailureKind
-from rpg_megatron.system.process_groups import holding_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _LATE_SECONDS = 0.05
 class Outcome(NamedTuple):
     """Result of one call."""
 
-    value: Any
+    value: Any = None
     """What it returned; None if it failed."""
     failure: FailureKind | None = None
     """Why it failed: killed at the deadline, crashed, out of memory, or an exception."""
@@ -58,12 +59,6 @@ class Outcome(NamedTuple):
     """Counts that it returned, by name."""
     place: str = ""
     """Where it raised the exception, ``file:line``; empty if that is not known."""
-
-
-def read_answer(answer: dict[str, Any]) -> Outcome:
-    """The outcome in an answer of a worker."""
-    details = (answer.get(key, empty) for key, empty in (("detail", ""), ("counts", {}), ("place", "")))
-    return Outcome(answer.get("value"), answer.get("failure"), *details)
 
 
 class ForkedWorker(NamedTuple):
@@ -95,6 +90,9 @@ class Loader(NamedTuple):
     """Address space of a worker beyond what its imports take, in bytes."""
     imports: str
     """What it imports, and the key in the settings: for messages."""
+    python: str = sys.executable
+    environment: dict[str, str] | None = None
+    """Of the process; None: this process's."""
 
 
 class ForkServer:
@@ -170,21 +168,13 @@ class ForkServer:
             process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        path, arguments, memory, imports = self._loader
+        path, arguments, memory, imports, python, environment = self._loader
         parent_end, child_end = socket.socketpair()
         with child_end:
-            command = [sys.executable, "-P", "-m", "rpg_megatron.system.fork_server", path]
-            command += [str(memory), str(os.getpid()), str(child_end.fileno())]
-            # A process group of its own, so that Ctrl-C does not reach it; the session stays the same. Not
-            # ``start_child``: any thread may start it, and it watches the process, not the thread.
-            with holding_warnings():
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[child_end.fileno()],
-                    process_group=0,
-                )
+            number = child_end.fileno()
+            command = [python, *module_command(fork_server.__name__, path, memory, os.getpid(), number)[1:]]
+            options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "pass_fds": [number], "env": environment}
+            process = start_program(command, None, **options)
         parent_end.settimeout(_START_SECONDS)
         try:
             parent_end.sendall(json.dumps(arguments).encode() + b"\n")
@@ -320,7 +310,8 @@ class WorkerProcess(asyncio.Protocol):
                     if asking is not None and asking.on_request is not None:
                         asking.on_request(answer)
                     continue
-                outcome, exits = read_answer(answer), answer["exits"]
+                outcome = Outcome(**{key: answer[key] for key in Outcome._fields if key in answer})
+                exits = answer["exits"]
                 if not isinstance(exits, bool):
                     raise ValueError("not an answer")
                 call = self._calls.pop(number)  # from here on nothing raises: its outcome is set

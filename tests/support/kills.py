@@ -274,14 +274,15 @@ class KilledRun(WatchedRun):
             return None
         if kill.target == SAMPLER:
             return _listed(command.search("rpg_megatron.rollout.sampler"))
+        forked = [pid for pid in running if "system.fork_server" in name_of(pid)]
+        servers = [pid for pid in forked if name_of(pid).endswith("verifiers_server")]
         if kill.target == WORKER:  # the fork server, the parent of all, is among them
-            workers = [pid for pid in running if "system.fork_server" in name_of(pid)]
+            workers = [pid for pid in forked if pid not in servers]
             return [workers[int(choice * len(workers))]] if workers else None
         if kill.target == SAMPLER_WORKER:
             workers = [pid for pid in running if "rpg_megatron.rollout.worker" in name_of(pid)]
             return [workers[int(choice * len(workers))]] if workers else None
         if kill.target == ENVIRONMENT:
-            servers = [pid for pid in running if name_of(pid) == "rpg_megatron.cli env serve"]
             return [servers[int(choice * len(servers))]] if servers else None
         server = command.search("engine.server", f"engine-{int(choice * self.engines)}.sock")
         if kill.target == SERVER or server is None:

@@ -242,7 +242,5 @@ def name_of(pid: int) -> str:
         return "ended"
     line = " ".join(words)
     # With what a fork server imports.
-    module = re.search(
-        r"-m (rpg_megatron\.system\.fork_server [\w.]+|rpg_megatron\.cli env serve|[\w.]+)", line
-    )
+    module = re.search(r"-m (rpg_megatron\.system\.fork_server [\w.]+|[\w.]+)", line)
     return module[1] if module else line[:60].strip()

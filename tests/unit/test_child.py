@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.system import process_groups
+from rpg_megatron.system import child, process_groups
 from rpg_megatron.system.child import (
     Child,
     describe_end,
@@ -46,6 +46,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
 def wait_for_end(child: Child) -> int:
     wait_for(lambda: child.exit_code() is not None, 30)
     return child.exit_code() or 0
+
+
+def test_programs_that_go_on_are_started_here_only() -> None:
+    """Each ends with its parent then, and Ctrl-C is its parent's."""
+    folder = Path(child.__file__).parents[1]
+    files = [file for file in folder.rglob("*.py") if "Popen(" in file.read_text(encoding="utf-8")]
+    known = {"system/child.py", "launcher/reaper.py"}  # the latter outlives the launcher
+    assert {str(file.relative_to(folder)) for file in files} == known
 
 
 @pytest.mark.parametrize("nested", [False, True])

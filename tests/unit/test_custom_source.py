@@ -59,6 +59,13 @@ def odd():
 def ends():
     os._exit(3)
     yield
+
+def warned():
+    import signal, subprocess
+    os.kill(os.getpid(), signal.SIGTERM)
+    program = subprocess.Popen(["sleep", "60"])
+    program.terminate()
+    yield {"q": "1", "a": program.wait()}
 """
 KEYS = {"prompt_key": "q", "answer_key": "a"}
 
@@ -132,6 +139,11 @@ def test_what_is_wrong_is_one_line(settings: DataSettings, message: str) -> None
         read_problems(settings)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_signal_that_announces_the_end_of_a_job_does_not_end_a_source() -> None:
+    """What it has started can be ended by the same signal."""
+    assert [p.answer for p in read_problems(data("warned"))] == ["-15"]
 
 
 def test_wrong_rows_can_be_left_out() -> None:

@@ -62,8 +62,8 @@ WAYS = {
     "crash": ("crash: the worker died", "def one"),
     "short": ("error: it returned 1 rewards for 2 responses", "def group"),
     "column": ("error: KeyError: 'meta'", 'len(row["meta"])'),
-    "judge is down": ("error: judge JUDGE: ServerDisconnectedError", None),
-    "judge is slow": ("error: judge JUDGE: timed out", None),
+    "judge is down": ("error: judge JUDGE: cannot be reached: ServerDisconnectedError", None),
+    "judge is slow": ("error: judge JUDGE: did not answer within 0.3 s", None),
 }
 
 
@@ -274,7 +274,7 @@ def test_a_group_has_the_size_of_the_run_and_a_plan_asks_nobody(settings: Any) -
     [
         (None, "cannot be reached: Connection refused"),
         (401, "refuses a request without a key (key_variable) (status 401)"),
-        (503, "answers with status 503"),
+        (503, "answered with status 503"),
         (404, None),
         (200, None),
     ],

@@ -27,7 +27,8 @@ from rpg_megatron.data.tokenizer_file import open_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher.teacher_checks import check_teacher_server, check_tokenizers
 from rpg_megatron.rollout import teacher_client
-from rpg_megatron.rollout.teacher_client import TeacherClient, TeacherError
+from rpg_megatron.rollout.teacher_client import TeacherClient
+from rpg_megatron.system.http_client import ServerError
 from tests.support.chat_models import write_chat_tokenizer
 
 PROMPT, RESPONSE = [3, 1, 4], [1, 5, 9, 2]
@@ -153,7 +154,7 @@ def test_the_likeliest_tokens_come_by_rank(server: Server) -> None:
     score(server, t, top_k=2)
     assert t.top_ids.tolist() == [[7777, token] for token in RESPONSE]
     assert [body["prompt_logprobs"] for body in server.bodies] == [1, 2]
-    with pytest.raises(TeacherError, match=r"gave fewer than 3 of the likeliest tokens \(teacher\.top_k\)"):
+    with pytest.raises(ServerError, match=r"gave fewer than 3 of the likeliest tokens \(teacher\.top_k\)"):
         score(server, sampled(), top_k=3)
 
 
@@ -193,11 +194,18 @@ def test_requests_are_limited_and_retried(server: Server, monkeypatch: pytest.Mo
 def test_what_is_no_answer(server: Server, answer: Any, message: str) -> None:
     server.answer = lambda body, number: answer
     t = sampled()
-    with pytest.raises(TeacherError, match=message) as error:
+    with pytest.raises(ServerError, match=message) as error:
         score(server, t)
     assert "secret" not in str(error.value)
     assert len(t.anchor) == 0
     assert len(server.bodies) == 3
+
+
+def test_a_refused_request_is_not_repeated(server: Server) -> None:
+    server.answer = lambda body, number: 401
+    with pytest.raises(ServerError, match="answered with status 401"):
+        score(server, sampled())
+    assert len(server.bodies) == 1
 
 
 def answer_with(**changed: Any) -> dict[str, Any]:
@@ -233,7 +241,7 @@ NONE, WRONG = "above 0 or not finite", "something else than log-probs"
 def test_a_log_prob_that_is_none(server: Server, changed: Any, message: str, top_k: int | None) -> None:
     server.answer = lambda body, number: answer_with(**changed)
     t = sampled()
-    with pytest.raises(TeacherError, match=message):
+    with pytest.raises(ServerError, match=message):
         score(server, t, top_k=top_k)
     assert len(t.anchor) == 0
 
@@ -257,14 +265,14 @@ def test_a_log_prob_that_is_none(server: Server, changed: Any, message: str, top
 )
 def test_a_likely_token_that_is_none(server: Server, changed: Any, message: str) -> None:
     server.answer = lambda body, number: answer_with(**changed)
-    with pytest.raises(TeacherError, match=message):
+    with pytest.raises(ServerError, match=message):
         score(server, sampled(), top_k=2)
 
 
 def test_a_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_client, "_REQUEST_SECONDS", 0.01)
     server.answer = lambda body, number: asyncio.run_coroutine_threadsafe  # never reached in time
-    with pytest.raises(TeacherError, match=r"did not answer within 0\.01 s"):
+    with pytest.raises(ServerError, match=r"did not answer within 0\.01 s"):
         score(server, sampled())
 
 
@@ -295,7 +303,9 @@ def test_the_check_before_a_run(server: Server, tmp_path: Path) -> None:
     server.answer = lambda body, number: {"choices": [{"text": "hello"}]}
     with pytest.raises(UserError, match=r"the server at http.* answered with something else than log-probs"):
         check_teacher_server(settings)
-    with pytest.raises(UserError, match=r"cannot be reached .*; start it, or correct the settings"):
+    with pytest.raises(
+        UserError, match=r"cannot be reached: Connection refused; start it, or correct the settings"
+    ):
         check_teacher_server(settings_for(own, "http://127.0.0.1:9/v1"))
 
 

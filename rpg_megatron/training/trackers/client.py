@@ -10,7 +10,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from typing import Any
 from rpg_megatron.config import Settings
 from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.system.child import Child, start_child
+from rpg_megatron.system.child import Child, module_command, start_child
 from rpg_megatron.training.trackers.tracker import file_name
 
 _QUEUED = 256
@@ -47,10 +46,7 @@ class TrackerClient:
     def __init__(self, run_dir: Path, index: int, kind: str, warn: Callable[[str], None]) -> None:
         """Start it, without waiting. warn: called from a thread with the first problem, and at the end."""
         self.kind = kind
-        self._command = [
-            *(sys.executable, "-P", "-m", "rpg_megatron.training.trackers.process"),
-            *(str(run_dir), str(index)),
-        ]
+        self._command = module_command("rpg_megatron.training.trackers.process", run_dir, index)
         self._log, self._warn = run_dir / "logs" / f"tracker_{file_name(kind)}.log", warn
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
