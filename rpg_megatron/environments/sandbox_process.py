@@ -1,0 +1,396 @@
+"""The process of a sandbox (``sandbox.py``): runs its calls and keeps its files.
+
+Each call is a command of bubblewrap or Apptainer. When it has ended, all that it has started is killed, even
+if that has left its session and its parents. The memory of a call is looked at every 5 to 50 ms, the oftener,
+the less is left: that of its processes, its files outside /work, and what the kernel keeps for them, as far
+as it can be seen (not: locks of files, descriptors in transit). Sources: bwrap(1), proc(5), tmpfs(5).
+
+``python -m rpg_megatron.environments.sandbox_process LIMITS`` tries limits given as JSON: it prints "ok", or
+why they are impossible here.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rpg_megatron.config.errors import UserError
+from rpg_megatron.environments.sandbox import SandboxLimits, find_problem
+from rpg_megatron.system.fork_server import Serve, send_line
+from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
+from rpg_megatron.system.sandbox import LARGEST_SHARED, program_filter
+
+_POLL, _FASTEST = 0.005, 8 << 30
+"""Seconds between two looks at the memory of a call, at least; bytes a second that a program may take."""
+_LARGEST = 8 << 20
+"""Bytes of a file that can be read: it is one line of the connection."""
+_FIRST_USER = 1_000_000_000
+"""As root, the user of a sandbox's programs is this plus its pid: nobody else's."""
+_OF_APPTAINER, _OF_APPTAINER_PROCESSES = 128, 8
+"""MiB and processes of Apptainer itself, which are not counted."""
+_OF_BWRAP_PROCESSES = 3
+"""This process and two of bwrap: they count for the limit of a user who is not root."""
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+"""What programs of the machine need, without its settings and users."""
+_DEVICES = {"/dev/null": "null", "/dev/full": "zero", "/dev/urandom": "urandom", "/dev/random": "random"}
+"""/dev/full reads as /dev/zero does, but cannot be mapped: the size of such memory cannot be seen."""
+_OWN = "/sys"
+"""Where this process mounts its folders: it is on every machine, and no program here needs it."""
+_WORK, _SCRATCH = f"{_OWN}/work", f"{_OWN}/tmp"
+_PRIVATE, _NOSUID_NODEV, _DETACH = 0x4000 | 1 << 18, 2 | 4, 2
+_INODE, _MAPPING, _SOCKET, _PIPE = 1536, 1 << 10, 1 << 19, 1 << 16
+"""Most bytes that the kernel keeps for each; the filter of system calls sees to that."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def load_server(**limits: Any) -> tuple[Serve, dict[str, Any]]:
+    """Loader (``system/forked_workers.py``). Raises UserError if no sandbox can be made."""
+    checked = SandboxLimits(**limits | {"folders": tuple(limits["folders"])})
+    if problem := find_problem(checked):
+        raise UserError(problem)
+    description = {"async": True, "deadline": checked.seconds}
+    return lambda connection: _serve(connection, checked), description
+
+
+def _serve(connection: socket.socket, limits: SandboxLimits) -> None:
+    outside, work = os.getpid(), _WORK
+    if limits.image:
+        work = tempfile.mkdtemp(prefix="sandbox-")
+        if child := _fork_under_guardian(work):
+            connection.close()
+            os.waitpid(child, 0)
+            return
+    else:
+        _mount_folders(limits)
+    os.umask(0)
+    set_child_subreaper()
+    send_line(connection, outside)
+    for line in connection.makefile("rb"):
+        number, arguments = json.loads(line)
+        try:
+            if "exec" in arguments:
+                command, text, seconds = (arguments[key] for key in ("exec", "input", "seconds"))
+                value: Any = _execute(command, text, seconds, limits, work)
+            elif "write" in arguments:
+                value = _write_file(work, arguments["write"], base64.b64decode(arguments["content"]))
+            else:
+                value = _read_file(work, arguments["read"])
+        except OSError as e:
+            value = [e.errno, e.strerror or str(e)]
+        send_line(connection, {"number": number, "exits": False, "value": value})
+
+
+def _fork_under_guardian(work: str) -> int:
+    """Fork. The parent of the child, a process between the two, ends what the child has started, and removes
+    the folder, when one of them has ended, even by kill -9: Apptainer's processes outlive their parent.
+
+    Returns 0 in the child, else the pid of the process between.
+    """
+    read, write = os.pipe()
+    if guardian := os.fork():
+        os.close(read)  # the other end is closed with this process
+        return guardian
+    os.setsid()
+    set_child_subreaper()
+    if (child := os.fork()) == 0:
+        set_parent_death_signal(signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+        return 0
+    try:
+        os.closerange(0, read)
+        os.closerange(read + 1, 4096)
+        select.select([read, os.pidfd_open(child)], [], [])
+        _kill_descendants()
+        shutil.rmtree(work, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _mount_folders(limits: SandboxLimits) -> None:
+    """Mount /work, with its limits, for this process and what it starts; it ends with the last of them."""
+    parent, user, group = os.getppid(), os.geteuid(), os.getegid()
+    if user:
+        os.unshare(os.CLONE_NEWUSER)
+        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+        for name, text in maps.items():
+            Path("/proc/self", name).write_text(text)
+    os.unshare(os.CLONE_NEWNS)
+    end_with_parent(parent)  # new rights have ended that
+    _mount("/", None, _PRIVATE)
+    _mount(_OWN, "tmpfs", _NOSUID_NODEV, "size=64k,mode=755")
+    os.mkdir(_SCRATCH)
+    os.mkdir(_WORK)
+    _mount_tmpfs(_WORK, limits)
+
+
+def _mount_tmpfs(place: str, limits: SandboxLimits) -> None:
+    sizes = f"size={limits.files_mib}m,nr_inodes={256 * limits.files_mib}"
+    _mount(place, "tmpfs", _NOSUID_NODEV, f"{sizes},mode=1777")
+
+
+def _mount(place: str, kind: str | None, flags: int, data: str = "") -> None:
+    encoded = kind.encode() if kind else None
+    if _libc.mount(b"none", place.encode(), encoded, ctypes.c_ulong(flags), data.encode()):
+        raise OSError(ctypes.get_errno(), f"mount {place}: {os.strerror(ctypes.get_errno())}")
+
+
+def _in_sandbox(
+    command: Sequence[str], limits: SandboxLimits, work: str, status: int = -1, rules: int = -1
+) -> list[str]:
+    """The command line that runs a program: in the image, or by bwrap, which writes to ``status``."""
+    limit = ["sh", "-c", f'ulimit -v {4 * limits.memory_mib << 10} && exec "$@"', "sh"]
+    if limits.image:
+        options = ["--containall", "--no-privs", "--net", "--network=none", "--pwd=/work", "--env=HOME=/tmp"]
+        options += [f"--bind={work}:/work", *(f"--bind={folder}:{folder}:ro" for folder in limits.folders)]
+        return ["apptainer", "--silent", "exec", *options, limits.image, *limit, *command]
+    options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(rules)]
+    options += ["--json-status-fd", str(status), "--proc", "/proc", "--bind", work, "/work"]
+    options += ["--bind", _SCRATCH, "/tmp", "--dir", "/dev", "--dir", "/etc", "--symlink", "/tmp", "/dev/shm"]
+    for source, name in _DEVICES.items():
+        options += ["--dev-bind", source, f"/dev/{name}"]
+    for path in filter(os.path.lexists, _SYSTEM):
+        options += ["--symlink", os.readlink(path)] if os.path.islink(path) else ["--ro-bind", path]
+        options.append(path)
+    own = [] if sys.base_prefix.startswith("/usr") else [sys.base_prefix]
+    for folder in [*own, *limits.folders]:
+        for parent in reversed(Path(folder).parents):  # those that bwrap makes by itself are root's only
+            options += ["--dir", str(parent)]
+        options += ["--ro-bind", folder, folder]
+    for path in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
+        options += ["--ro-bind", "/dev/null", path]
+    options += ["--remount-ro", "/", "--chdir", "/work"]
+    if os.geteuid() == 0:  # files that only root can read are bound first
+        user = _FIRST_USER + os.getpid()
+        options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        limit = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *limit]
+    return ["bwrap", *options, "--", *limit, *command]
+
+
+def _execute(
+    command: list[str], text: str, seconds: float, limits: SandboxLimits, work: str
+) -> tuple[str, int | None, str]:
+    """Run a program and end all that it has started; the fields of ``SandboxResult``."""
+    try:
+        if not command or "\0" in "".join(command):
+            raise ValueError
+        os.fsencode("".join(command))
+    except (TypeError, ValueError):
+        return "a command is a list of texts, not empty, without NUL and half characters\n", 127, ""
+    end = time.monotonic() + seconds
+    stdin, rules = _sealed(text.encode(errors="replace")), _sealed(program_filter())
+    read, write = os.pipe()
+    status_read, status = os.pipe()
+    os.set_blocking(read, False)
+    if not limits.image:
+        _mount_tmpfs(_SCRATCH, limits)
+    process = _start(_in_sandbox(command, limits, work, status, rules), (stdin, write, status, rules), limits)
+    for descriptor in (stdin, write, status, rules):
+        os.close(descriptor)
+    ended, look, kept, total, is_open, ready = "", 0.0, b"", 0, True, os.pidfd_open(process.pid)
+    try:
+        while process.poll() is None and not ended:
+            # A program may close its output and go on: that would be ready to read again and again.
+            now = time.monotonic()
+            pause = max(0.0, min(look, end) - now)
+            select.select([read, ready] if is_open else [ready], [], [], pause)
+            kept, total, is_open = _take_output(read, kept, total, limits.output)
+            if total > 100 * limits.output:
+                ended = "output"
+            elif (now := time.monotonic()) > end:
+                ended = "time"
+            elif now >= look:
+                ended, pause = _exceeded(limits)
+                look = time.monotonic() + pause
+    finally:
+        _kill_descendants()
+    kept, *_ = _take_output(read, kept, total, limits.output)
+    with open(status_read, "rb") as file:
+        begun = b"exit-code" in file.read()
+    for descriptor in (read, ready):
+        os.close(descriptor)
+    if not limits.image:
+        _libc.umount2(_SCRATCH.encode(), _DETACH)
+        if not begun and not ended:
+            ended = "closed"
+    return kept.decode(errors="replace"), None if ended else process.returncode, ended
+
+
+def _start(
+    command: list[str], descriptors: tuple[int, ...], limits: SandboxLimits
+) -> subprocess.Popen[bytes]:
+    """Start a command line of ``_in_sandbox``. descriptors: its input and output, and others that it gets."""
+    fixed = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_SIGPENDING: 1024}
+    path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
+    variables = {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
+    if limits.image:  # programs see what Apptainer itself gets
+        fixed[resource.RLIMIT_FSIZE] = limits.files_mib << 20
+        named = ("PATH", "HOME", "TMPDIR")
+        variables = {
+            k: v for k, v in os.environ.items() if k in named or k.startswith(("APPTAINER", "SINGULARITY"))
+        }
+    else:
+        fixed[resource.RLIMIT_NPROC] = limits.processes + _OF_BWRAP_PROCESSES * bool(os.geteuid())
+
+    def limit() -> None:
+        for kind, most in fixed.items():
+            resource.setrlimit(kind, (most, most))
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    stdin, out, *others = descriptors
+    return subprocess.Popen(
+        command,
+        executable=shutil.which(command[0]),
+        stdin=stdin,
+        stdout=out,
+        stderr=out,
+        pass_fds=others,
+        env=variables,
+        start_new_session=True,
+        preexec_fn=limit,
+    )
+
+
+def _sealed(content: bytes) -> int:
+    """A file in memory that nobody can change: it is not counted."""
+    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(file, "wb", closefd=False) as writing:
+        writing.write(content)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _take_output(read: int, kept: bytes, total: int, most: int) -> tuple[bytes, int, bool]:
+    """The first ``most`` bytes so far, the number of bytes in total, and whether more can come."""
+    with suppress(BlockingIOError):
+        while total <= 100 * most:
+            if not (part := os.read(read, 65536)):
+                return kept, total, False
+            kept, total = kept + part[: most - len(kept)], total + len(part)
+    return kept, total, True
+
+
+def _descendants() -> list[int]:
+    """All processes below this one, which is the parent of orphans."""
+    found = [os.getpid()]
+    for pid in found:  # grows
+        with suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found[1:]
+
+
+def _kill_descendants() -> None:
+    with suppress(ChildProcessError):
+        while True:
+            for pid in _descendants():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.001)
+
+
+def _exceeded(limits: SandboxLimits) -> tuple[str, float]:
+    """The limit that the processes have exceeded, and seconds until the next look."""
+    processes = _descendants()
+    if limits.image and len(processes) > limits.processes + _OF_APPTAINER_PROCESSES:
+        return "processes", 0.0
+    left = (limits.memory_mib + _OF_APPTAINER * bool(limits.image) << 20) - _memory(
+        processes, not limits.image
+    )
+    return "memory" if left < 0 else "", max(_POLL, min(0.05, left / _FASTEST))
+
+
+def _memory(processes: list[int], has_folders: bool) -> int:
+    """Bytes that processes take, with what the kernel keeps for them."""
+    total, channels = 0, set()
+    for pid in processes:
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+            sizes = re.findall(r"^(?:VmRSS|VmPTE|VmSwap|HugetlbPages):\s+(\d+)", status, re.MULTILINE)
+            total += sum(map(int, sizes)) << 10
+            maps = Path(f"/proc/{pid}/maps").read_bytes()
+            total += maps.count(b"\n") * _MAPPING + maps.count(b"/dev/zero (deleted)\n") * LARGEST_SHARED
+            for task in Path(f"/proc/{pid}/task").iterdir():  # they may have descriptors of their own
+                channels |= {os.readlink(place) for place in (task / "fd").iterdir()}
+    total += sum(_SOCKET * name.startswith("socket:") + _PIPE * name.startswith("pipe:") for name in channels)
+    if has_folders:
+        work, scratch = os.statvfs(_WORK), os.statvfs(_SCRATCH)
+        total += (scratch.f_blocks - scratch.f_bfree) * scratch.f_frsize
+        total += sum(folder.f_files - folder.f_ffree for folder in (work, scratch)) * _INODE
+    return total
+
+
+def _write_file(work: str, path: str, content: bytes) -> str:
+    place = _inside(work, path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.write_bytes(content)
+    place.chmod(0o666)
+    return ""
+
+
+def _read_file(work: str, path: str) -> str:
+    place = _inside(work, path)
+    if place.exists() and not place.is_file():
+        raise OSError(errno.EINVAL, f"{path} is no file")
+    if place.stat().st_size > _LARGEST:
+        raise OSError(errno.EFBIG, f"{path} has more than {_LARGEST >> 20} MiB")
+    return base64.b64encode(place.read_bytes()).decode()
+
+
+def _inside(work: str, path: str) -> Path:
+    """The path of a file in /work. No program runs that could change it meanwhile."""
+    try:
+        place = Path(path)
+        for _ in range(40):  # links may begin with /work, which is somewhere else here
+            place = Path(
+                work, place.relative_to("/work") if place.is_relative_to("/work") else place
+            ).resolve()
+            if place.is_relative_to(work) and place != Path(work):
+                return place
+            if not place.is_relative_to("/work"):
+                break
+    except (TypeError, ValueError, RuntimeError) as e:  # no text, NUL or half a character, a loop of links
+        raise OSError(errno.EINVAL, f"{path!a} is no path: {e}") from None
+    raise OSError(errno.EACCES, f"{path} is not in /work")
+
+
+def main() -> None:
+    """Try limits."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a fork server ignores it
+    limits, command = SandboxLimits(**json.loads(sys.argv[1])), ["sh", "-c", "echo ok | cat"]
+    try:
+        with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
+            if not limits.image:
+                _mount_folders(limits)
+            set_child_subreaper()
+            print(_execute(command, "", 50.0, limits, folder if limits.image else _WORK)[0])
+    except OSError as e:
+        print(e)
+
+
+if __name__ == "__main__":
+    main()
