@@ -27,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,147 +148,149 @@ def _mount_tmpfs(place: str, limits: SandboxLimits) -> None:
     _mount(place, "tmpfs", _NOSUID_NODEV, f"{sizes},mode=1777")
 
 
+@contextmanager
+def _scratch(limits: SandboxLimits) -> Iterator[None]:
+    """Mount /tmp for a call."""
+    _mount_tmpfs(_SCRATCH, limits)
+    try:
+        yield
+    finally:
+        _libc.umount2(_SCRATCH.encode(), _DETACH)
+
+
 def _mount(place: str, kind: str | None, flags: int, data: str = "") -> None:
     encoded = kind.encode() if kind else None
     if _libc.mount(b"none", place.encode(), encoded, ctypes.c_ulong(flags), data.encode()):
         raise OSError(ctypes.get_errno(), f"mount {place}: {os.strerror(ctypes.get_errno())}")
 
 
-def _in_sandbox(
-    command: Sequence[str], limits: SandboxLimits, work: str, status: int = -1, rules: int = -1
-) -> list[str]:
-    """The command line that runs a program: in the image, or by bwrap, which writes to ``status``."""
+def _in_image(command: Sequence[str], limits: SandboxLimits, work: str) -> list[str]:
+    """The command line that runs a program in the image."""
+    options = ["--containall", "--no-privs", "--net", "--network=none", "--pwd=/work", "--env=HOME=/tmp"]
+    options += [f"--bind={work}:/work", *(f"--bind={folder}:{folder}:ro" for folder in limits.folders)]
+    # In the image: Apptainer itself needs more address space.
     limit = ["sh", "-c", f'ulimit -v {4 * limits.memory_mib << 10} && exec "$@"', "sh"]
-    if limits.image:
-        options = ["--containall", "--no-privs", "--net", "--network=none", "--pwd=/work", "--env=HOME=/tmp"]
-        options += [f"--bind={work}:/work", *(f"--bind={folder}:{folder}:ro" for folder in limits.folders)]
-        return ["apptainer", "--silent", "exec", *options, limits.image, *limit, *command]
+    return ["apptainer", "--silent", "exec", *options, limits.image, *limit, *command]
+
+
+def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int) -> list[str]:
+    """The command line that runs a program of the machine. rules: descriptor of the filter."""
     options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
     options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(rules)]
-    options += ["--json-status-fd", str(status), "--proc", "/proc", "--bind", work, "/work"]
-    options += ["--bind", _SCRATCH, "/tmp", "--dir", "/dev", "--dir", "/etc", "--symlink", "/tmp", "/dev/shm"]
+    options += ["--proc", "/proc", "--bind", _WORK, "/work", "--bind", _SCRATCH, "/tmp"]
+    options += ["--dir", "/dev", "--dir", "/etc", "--symlink", "/tmp", "/dev/shm"]
     for source, name in _DEVICES.items():
         options += ["--dev-bind", source, f"/dev/{name}"]
     for path in filter(os.path.lexists, _SYSTEM):
         options += ["--symlink", os.readlink(path)] if os.path.islink(path) else ["--ro-bind", path]
         options.append(path)
     own = [] if sys.base_prefix.startswith("/usr") else [sys.base_prefix]
-    for folder in [*own, *limits.folders]:
+    for folder in [*own, *folders]:
         for parent in reversed(Path(folder).parents):  # those that bwrap makes by itself are root's only
             options += ["--dir", str(parent)]
         options += ["--ro-bind", folder, folder]
     for path in filter(os.path.exists, ("/proc/keys", "/proc/key-users")):
         options += ["--ro-bind", "/dev/null", path]
     options += ["--remount-ro", "/", "--chdir", "/work"]
-    if os.geteuid() == 0:  # files that only root can read are bound first
+    if os.geteuid() == 0:  # another user, once files that only root can read are there
         user = _FIRST_USER + os.getpid()
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        limit = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *limit]
-    return ["bwrap", *options, "--", *limit, *command]
+        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
+    return ["bwrap", *options, "--", *command]
 
 
 def _execute(
     command: list[str], text: str, seconds: float, limits: SandboxLimits, work: str
 ) -> tuple[str, int | None, str]:
     """Run a program and end all that it has started; the fields of ``SandboxResult``."""
-    try:
-        if not command or "\0" in "".join(command):
-            raise ValueError
-        os.fsencode("".join(command))
-    except (TypeError, ValueError):
-        return "a command is a list of texts, not empty, without NUL and half characters\n", 127, ""
-    end = time.monotonic() + seconds
-    stdin, rules = _sealed(text.encode(errors="replace")), _sealed(program_filter())
-    read, write = os.pipe()
-    status_read, status = os.pipe()
-    os.set_blocking(read, False)
-    if not limits.image:
-        _mount_tmpfs(_SCRATCH, limits)
-    process = _start(_in_sandbox(command, limits, work, status, rules), (stdin, write, status, rules), limits)
-    for descriptor in (stdin, write, status, rules):
-        os.close(descriptor)
-    ended, look, kept, total, is_open, ready = "", 0.0, b"", 0, True, os.pidfd_open(process.pid)
-    try:
-        while process.poll() is None and not ended:
-            # A program may close its output and go on: that would be ready to read again and again.
-            now = time.monotonic()
-            pause = max(0.0, min(look, end) - now)
-            select.select([read, ready] if is_open else [ready], [], [], pause)
-            kept, total, is_open = _take_output(read, kept, total, limits.output)
-            if total > 100 * limits.output:
-                ended = "output"
-            elif (now := time.monotonic()) > end:
-                ended = "time"
-            elif now >= look:
-                ended, pause = _exceeded(limits)
-                look = time.monotonic() + pause
-    finally:
-        _kill_descendants()
-    kept, *_ = _take_output(read, kept, total, limits.output)
-    with open(status_read, "rb") as file:
-        begun = b"exit-code" in file.read()
-    for descriptor in (read, ready):
-        os.close(descriptor)
-    if not limits.image:
-        _libc.umount2(_SCRATCH.encode(), _DETACH)
-        if not begun and not ended:
-            ended = "closed"
-    return kept.decode(errors="replace"), None if ended else process.returncode, ended
+    with nullcontext() if limits.image else _scratch(limits):
+        try:
+            if not command:
+                raise ValueError("it is empty")
+            with _sealed(text.encode(errors="replace")) as stdin, _sealed(program_filter()) as rules:
+                if limits.image:
+                    process = _start(_in_image(command, limits, work), stdin, (), limits)
+                else:
+                    process = _start(_by_bwrap(command, limits.folders, rules), stdin, (rules,), limits)
+        except (TypeError, ValueError, OSError) as e:  # no text, NUL, half a character, too long
+            return f"this command cannot be run: {e}\n", 127, ""
+        try:
+            kept, ended = _watch(process, time.monotonic() + seconds, limits)
+        finally:
+            _kill_descendants()
+    output, code = kept.decode(errors="replace"), process.returncode
+    if code == 1 and output.startswith("bwrap: "):  # not the program
+        code, ended = (127, "") if output.startswith("bwrap: execvp") else (None, "closed")
+    return output, None if ended else code, ended
 
 
 def _start(
-    command: list[str], descriptors: tuple[int, ...], limits: SandboxLimits
+    line: list[str], stdin: int, others: tuple[int, ...], limits: SandboxLimits
 ) -> subprocess.Popen[bytes]:
-    """Start a command line of ``_in_sandbox``. descriptors: its input and output, and others that it gets."""
+    """Start a command line. others: descriptors that it gets too."""
     fixed = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_SIGPENDING: 1024}
     path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
     variables = {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
     if limits.image:  # programs see what Apptainer itself gets
         fixed[resource.RLIMIT_FSIZE] = limits.files_mib << 20
-        named = ("PATH", "HOME", "TMPDIR")
+        names = [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]
         variables = {
-            k: v for k, v in os.environ.items() if k in named or k.startswith(("APPTAINER", "SINGULARITY"))
+            name: os.environ[name] for name in (*names, "PATH", "HOME", "TMPDIR") if name in os.environ
         }
     else:
         fixed[resource.RLIMIT_NPROC] = limits.processes + _OF_BWRAP_PROCESSES * bool(os.geteuid())
+        fixed[resource.RLIMIT_AS] = 4 * limits.memory_mib << 20
 
     def limit() -> None:
         for kind, most in fixed.items():
+            hard = resource.getrlimit(kind)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    stdin, out, *others = descriptors
-    return subprocess.Popen(
-        command,
-        executable=shutil.which(command[0]),
-        stdin=stdin,
-        stdout=out,
-        stderr=out,
-        pass_fds=others,
-        env=variables,
-        start_new_session=True,
-        preexec_fn=limit,
-    )
+    streams: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
+    streams |= {"pass_fds": others, "executable": shutil.which(line[0])}
+    return subprocess.Popen(line, env=variables, start_new_session=True, preexec_fn=limit, **streams)
 
 
-def _sealed(content: bytes) -> int:
-    """A file in memory that nobody can change: it is not counted."""
-    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(file, "wb", closefd=False) as writing:
-        writing.write(content)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
+def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) -> tuple[bytes, str]:
+    """Wait until a process has ended, or must be: what it has written, and why it must be ended."""
+    assert process.stdout is not None
+    read, ready = process.stdout.fileno(), os.pidfd_open(process.pid)
+    os.set_blocking(read, False)
+    look, kept, total, is_open, ended = 0.0, b"", 0, True, ""
+    while not ended:
+        # A program may close its output and go on: that would be ready to read again and again.
+        pause = max(0.0, min(look, end) - time.monotonic())
+        select.select([read, ready] if is_open else [ready], [], [], pause)
+        has_exited = process.poll() is not None
+        with suppress(BlockingIOError):
+            while is_open and total <= 100 * limits.output:
+                part = os.read(read, 65536)
+                kept, total = kept + part[: limits.output - len(kept)], total + len(part)
+                is_open = bool(part)
+        if has_exited:
+            break
+        if total > 100 * limits.output:
+            ended = "output"
+        elif time.monotonic() > end:
+            ended = "time"
+        elif time.monotonic() >= look:
+            ended, pause = _exceeded(limits)
+            look = time.monotonic() + pause
+    os.close(ready)
+    process.stdout.close()
+    return kept, ended
 
 
-def _take_output(read: int, kept: bytes, total: int, most: int) -> tuple[bytes, int, bool]:
-    """The first ``most`` bytes so far, the number of bytes in total, and whether more can come."""
-    with suppress(BlockingIOError):
-        while total <= 100 * most:
-            if not (part := os.read(read, 65536)):
-                return kept, total, False
-            kept, total = kept + part[: most - len(kept)], total + len(part)
-    return kept, total, True
+@contextmanager
+def _sealed(content: bytes) -> Iterator[int]:
+    """A file in memory that nobody can change, since it is not counted."""
+    with open(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
+        file.write(content)
+        file.seek(0)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        yield file.fileno()
 
 
 def _descendants() -> list[int]:

@@ -135,7 +135,7 @@ def test_sandboxes_do_not_see_each_other_and_end_with_their_owner(sandboxes: San
         assert (await second.exec(["cat"], input="x" * 100)).output == "x" * 100
         missing = await second.exec(["no-such-program"])
         assert missing.code == 127
-        assert "no-such-program: not found" in missing.output
+        assert "no-such-program: No such file or directory" in missing.output
 
     asyncio.run(main())
 

@@ -205,9 +205,10 @@ def test_strange_calls_are_told(sandboxes: Sandboxes) -> None:
         for seconds in (float("nan"), -1.0):
             with pytest.raises(ValueError, match="give a number above 0"):
                 await sandbox.exec(["sleep", "100"], seconds=seconds)
-        for command in ([], ["echo", "\0"], ["echo", "\ud800"], [None]):
+        for command in ([], ["echo", "\0"], ["echo", "\ud800"], [None], ["echo", "x" * 200_000]):
             result = await sandbox.exec(command)  # type: ignore[arg-type]
-            assert (result.code, result.output[:26]) == (127, "a command is a list of text"[:26])
+            assert result.code == 127
+            assert result.output.startswith("this command cannot be run: ")
         assert await sandbox.exec(["cat"], input="\ud800") == SandboxResult("?", 0)
         sandbox.close()
 
