@@ -170,9 +170,8 @@ def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
 
 
 def _output(command: list[str]) -> str:
-    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, timeout=60, **options)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:
         return "no answer within a minute"
-    return (done.stdout.strip() or done.stderr.strip())[-300:]
+    return (done.stdout.strip() or done.stderr.strip())[-300:].decode(errors="replace")

@@ -2,8 +2,7 @@
 
 Each call is a command of bubblewrap or Apptainer. When it has ended, all that it has started is killed, even
 if that has left its session and its parents. The memory of a call is looked at every 5 to 50 ms, the oftener,
-the less is left: that of its processes, its files outside /work, and what the kernel keeps for them, as far
-as it can be seen (not: locks of files, descriptors in transit). Sources: bwrap(1), proc(5), tmpfs(5).
+the less is left. Sources: man pages bwrap(1), tmpfs(5).
 
 ``python -m rpg_megatron.environments.sandbox_process LIMITS`` tries limits given as JSON: it prints "ok", or
 why they are impossible here.
@@ -17,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import resource
 import select
 import shutil
@@ -36,10 +34,11 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.sandbox import SandboxLimits, find_problem
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
-from rpg_megatron.system.sandbox import LARGEST_SHARED, program_filter
+from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants, kill_descendants
+from rpg_megatron.system.sandbox import program_filter
 
-_POLL, _FASTEST = 0.005, 8 << 30
-"""Seconds between two looks at the memory of a call, at least; bytes a second that a program may take."""
+_POLL, _FASTEST = 0.005, 2 << 30
+"""Seconds between two looks at the memory of a call, at least; bytes a second that a core can fill."""
 _LARGEST = 8 << 20
 """Bytes of a file that can be read: it is one line of the connection."""
 _FIRST_USER = 1_000_000_000
@@ -56,8 +55,6 @@ _OWN = "/sys"
 """Where this process mounts its folders: it is on every machine, and no program here needs it."""
 _WORK, _SCRATCH = f"{_OWN}/work", f"{_OWN}/tmp"
 _PRIVATE, _NOSUID_NODEV, _DETACH = 0x4000 | 1 << 18, 2 | 4, 2
-_INODE, _MAPPING, _SOCKET, _PIPE = 1536, 1 << 10, 1 << 19, 1 << 16
-"""Most bytes that the kernel keeps for each; the filter of system calls sees to that."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -120,8 +117,8 @@ def _fork_under_guardian(work: str) -> int:
         os.closerange(0, read)
         os.closerange(read + 1, 4096)
         select.select([read, os.pidfd_open(child)], [], [])
-        _kill_descendants()
-        shutil.rmtree(work, ignore_errors=True)
+        kill_descendants()
+        subprocess.run(["rm", "-rf", work])  # of any depth
     finally:
         os._exit(0)
 
@@ -217,7 +214,7 @@ def _execute(
         try:
             kept, ended = _watch(process, time.monotonic() + seconds, limits)
         finally:
-            _kill_descendants()
+            kill_descendants()
     output, code = kept.decode(errors="replace"), process.returncode
     if code == 1 and output.startswith("bwrap: "):  # not the program
         code, ended = (127, "") if output.startswith("bwrap: execvp") else (None, "closed")
@@ -228,7 +225,8 @@ def _start(
     line: list[str], stdin: int, others: tuple[int, ...], limits: SandboxLimits
 ) -> subprocess.Popen[bytes]:
     """Start a command line. others: descriptors that it gets too."""
-    fixed = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_SIGPENDING: 1024}
+    fixed = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_SIGPENDING: 1024}
+    fixed |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE), 0)
     path = os.pathsep.join(["/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"])
     variables = {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
     if limits.image:  # programs see what Apptainer itself gets
@@ -258,7 +256,14 @@ def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) 
     assert process.stdout is not None
     read, ready = process.stdout.fileno(), os.pidfd_open(process.pid)
     os.set_blocking(read, False)
-    look, kept, total, is_open, ended = 0.0, b"", 0, True, ""
+    look, kept, total, is_open, ended, memory = (
+        0.0,
+        b"",
+        0,
+        True,
+        "",
+        MemoryOfProcesses(() if limits.image else (_WORK, _SCRATCH)),
+    )
     while not ended:
         # A program may close its output and go on: that would be ready to read again and again.
         pause = max(0.0, min(look, end) - time.monotonic())
@@ -276,7 +281,7 @@ def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) 
         elif time.monotonic() > end:
             ended = "time"
         elif time.monotonic() >= look:
-            ended, pause = _exceeded(limits)
+            ended, pause = _exceeded(limits, memory)
             look = time.monotonic() + pause
     os.close(ready)
     process.stdout.close()
@@ -293,56 +298,14 @@ def _sealed(content: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-def _descendants() -> list[int]:
-    """All processes below this one, which is the parent of orphans."""
-    found = [os.getpid()]
-    for pid in found:  # grows
-        with suppress(OSError):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-    return found[1:]
-
-
-def _kill_descendants() -> None:
-    with suppress(ChildProcessError):
-        while True:
-            for pid in _descendants():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.001)
-
-
-def _exceeded(limits: SandboxLimits) -> tuple[str, float]:
+def _exceeded(limits: SandboxLimits, memory: MemoryOfProcesses) -> tuple[str, float]:
     """The limit that the processes have exceeded, and seconds until the next look."""
-    processes = _descendants()
+    processes = descendants()
     if limits.image and len(processes) > limits.processes + _OF_APPTAINER_PROCESSES:
         return "processes", 0.0
-    left = (limits.memory_mib + _OF_APPTAINER * bool(limits.image) << 20) - _memory(
-        processes, not limits.image
-    )
-    return "memory" if left < 0 else "", max(_POLL, min(0.05, left / _FASTEST))
-
-
-def _memory(processes: list[int], has_folders: bool) -> int:
-    """Bytes that processes take, with what the kernel keeps for them."""
-    total, channels = 0, set()
-    for pid in processes:
-        with suppress(OSError):
-            status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-            sizes = re.findall(r"^(?:VmRSS|VmPTE|VmSwap|HugetlbPages):\s+(\d+)", status, re.MULTILINE)
-            total += sum(map(int, sizes)) << 10
-            maps = Path(f"/proc/{pid}/maps").read_bytes()
-            total += maps.count(b"\n") * _MAPPING + maps.count(b"/dev/zero (deleted)\n") * LARGEST_SHARED
-            for task in Path(f"/proc/{pid}/task").iterdir():  # they may have descriptors of their own
-                channels |= {os.readlink(place) for place in (task / "fd").iterdir()}
-    total += sum(_SOCKET * name.startswith("socket:") + _PIPE * name.startswith("pipe:") for name in channels)
-    if has_folders:
-        work, scratch = os.statvfs(_WORK), os.statvfs(_SCRATCH)
-        total += (scratch.f_blocks - scratch.f_bfree) * scratch.f_frsize
-        total += sum(folder.f_files - folder.f_ffree for folder in (work, scratch)) * _INODE
-    return total
+    left = (limits.memory_mib + _OF_APPTAINER * bool(limits.image) << 20) - memory.look(processes)
+    fastest = _FASTEST * min(limits.processes, os.cpu_count() or 1)
+    return "memory" if left < 0 else "", max(_POLL, min(0.05, left / fastest))
 
 
 def _write_file(work: str, path: str, content: bytes) -> str:

@@ -19,7 +19,7 @@ import platform
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,6 +93,10 @@ _REFUSED = {
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
     "vmsplice": (278, 75),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
     "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "inotify_init": (253, None),
@@ -208,11 +212,14 @@ def program_filter() -> bytes:
         1031,
         0x21,
     )  # namespaces, F_SETPIPE_SZ, MAP_SHARED | MAP_ANONYMOUS
+    # Of datagrams, a socket keeps those of many others.
+    streams = [(_LOAD, 0, 0, 16), (_EQUAL, 0, 3, socket.AF_UNIX), (_LOAD, 0, 0, 24), (_AND, 0, 0, 15)]
+    streams += [(_EQUAL, 0, 1, socket.SOCK_DGRAM), _REFUSE]
     special = [
         *_when(clone, [(_LOAD, 0, 0, 16), (_ANY_OF, 0, 1, new), _REFUSE]),
         *_when(fcntl, [(_LOAD, 0, 0, 24), (_EQUAL, 0, 1, set_pipe_size), _REFUSE]),
-        *_when(socket_, [(_LOAD, 0, 0, 16), (_EQUAL, 1, 0, socket.AF_UNIX), _REFUSE]),
-        *_when(socketpair, [(_LOAD, 0, 0, 16), (_EQUAL, 1, 0, socket.AF_UNIX), _REFUSE]),
+        *_when(socket_, streams),
+        *_when(socketpair, streams),
         # What is shared without a file is seen by the number of its mappings only, not by their size.
         *_when(
             mmap,
@@ -231,7 +238,7 @@ def program_filter() -> bytes:
     return _assemble(rules, _ALLOW, special)
 
 
-def _numbers(calls: dict[str, tuple[int | None, int | None]]) -> list[int]:
+def _numbers(calls: Mapping[str, tuple[int | None, int | None]]) -> list[int]:
     column = list(_MACHINES).index(platform.machine())
     return [number for each in calls.values() if (number := each[column]) is not None]
 

@@ -95,13 +95,17 @@ TOO_MUCH: dict[str, str] = {
     "files in /dev": "open('/dev/x', 'w')",
     "a network": "import socket; socket.socket(socket.AF_INET)",
     "AF_ALG": "import socket; socket.socket(38, 5)",
+    "datagrams": "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "pairs for datagrams": "import socket; socket.socketpair(type=socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)",
+    "lists of rights": "import struct; open('f', 'w')\nrows = [(tag, 6, 2**32 - 1) for tag in (1, 4, 32)]\n"
+    "packed = b''.join(struct.pack('<HHI', *row) for row in rows)\n"
+    "os.setxattr('f', 'system.posix_acl_access', struct.pack('<I', 2) + packed)",
+    "sockets that nobody accepts": "import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind('s'); s.listen(4096)\n"
+    "for _ in range(4000):\n k = socket.socket(socket.AF_UNIX); k.connect('s'); k.setblocking(False)\n"
+    " try:\n  while True: k.send(bytes(65536))\n except BlockingIOError: k.close()",
     "many small shared mappings": "import mmap\nx = []\nwhile True:\n"
     " m = mmap.mmap(-1, 1 << 20); m.write(bytes(1 << 20)); m.madvise(4); x.append(m)",
     "memory of many": FORK.format("x = bytearray(b'1' * (900 << 20))"),
-    "tables of pages": FORK.format(
-        "import mmap\n  k = [mmap.mmap(-1, 60 << 20, flags=34) for _ in range(15)]\n"
-        "  [m[i] for m in k for i in range(0, 60 << 20, 1 << 16)]\n  x = bytearray(b'1' * (14 << 20))"
-    ),
     "mappings": FORK.format(
         "import ctypes; m = ctypes.CDLL(None).mmap; m.argtypes = [ctypes.c_size_t] * 6\n"
         "  for i in range(65000): m(0, 4096, i & 1, 34, 2**64 - 1, 0)"
