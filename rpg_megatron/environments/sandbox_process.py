@@ -69,14 +69,13 @@ def load_server(**limits: Any) -> tuple[Serve, dict[str, Any]]:
 
 
 def _serve(connection: socket.socket, limits: SandboxLimits) -> None:
-    outside, work = os.getpid(), _WORK
-    if limits.image:
-        work = tempfile.mkdtemp(prefix="sandbox-")
-        if child := _fork_under_guardian(work):
-            connection.close()
-            os.waitpid(child, 0)
-            return
-    else:
+    outside = os.getpid()
+    work = tempfile.mkdtemp(prefix="sandbox-") if limits.image else _WORK
+    if child := _fork_under_guardian(work if limits.image else None):
+        connection.close()
+        os.waitpid(child, 0)
+        return
+    if not limits.image:
         _mount_folders(limits)
     os.umask(0)
     set_child_subreaper()
@@ -96,9 +95,10 @@ def _serve(connection: socket.socket, limits: SandboxLimits) -> None:
         send_line(connection, {"number": number, "exits": False, "value": value})
 
 
-def _fork_under_guardian(work: str) -> int:
+def _fork_under_guardian(folder: str | None) -> int:
     """Fork. The parent of the child, a process between the two, ends what the child has started, and removes
-    the folder, when one of them has ended, even by kill -9: Apptainer's processes outlive their parent.
+    the folder, when one of them has ended, even by kill -9: Apptainer's processes outlive their parent, and
+    so do those of bwrap while it starts.
 
     Returns 0 in the child, else the pid of the process between.
     """
@@ -118,7 +118,8 @@ def _fork_under_guardian(work: str) -> int:
         os.closerange(read + 1, 4096)
         select.select([read, os.pidfd_open(child)], [], [])
         kill_descendants()
-        subprocess.run(["rm", "-rf", work])  # of any depth
+        if folder:
+            subprocess.run(["rm", "-rf", folder])  # of any depth
     finally:
         os._exit(0)
 
@@ -142,7 +143,7 @@ def _mount_folders(limits: SandboxLimits) -> None:
 
 def _mount_tmpfs(place: str, limits: SandboxLimits) -> None:
     sizes = f"size={limits.files_mib}m,nr_inodes={256 * limits.files_mib}"
-    _mount(place, "tmpfs", _NOSUID_NODEV, f"{sizes},mode=1777")
+    _mount(place, "tmpfs", _NOSUID_NODEV, f"{sizes},mode={777 if place == _WORK else 1777}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits,
 from rpg_megatron.environments.tools import ToolUse
 from rpg_megatron.system import sandbox as filters
 from tests.support.ranks import ROOT
-from tests.support.sandboxes import run
+from tests.support.sandboxes import outside, run
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
 
@@ -100,7 +100,8 @@ TOO_MUCH: dict[str, str] = {
     "lists of rights": "import struct; open('f', 'w')\nrows = [(tag, 6, 2**32 - 1) for tag in (1, 4, 32)]\n"
     "packed = b''.join(struct.pack('<HHI', *row) for row in rows)\n"
     "os.setxattr('f', 'system.posix_acl_access', struct.pack('<I', 2) + packed)",
-    "sockets that nobody accepts": "import socket\ns = socket.socket(socket.AF_UNIX)\ns.bind('s'); s.listen(4096)\n"
+    "sockets that nobody accepts": "import socket\n"
+    "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen(4096)\n"
     "for _ in range(4000):\n k = socket.socket(socket.AF_UNIX); k.connect('s'); k.setblocking(False)\n"
     " try:\n  while True: k.send(bytes(65536))\n except BlockingIOError: k.close()",
     "many small shared mappings": "import mmap\nx = []\nwhile True:\n"
@@ -214,6 +215,36 @@ def test_strange_calls_are_told(sandboxes: Sandboxes) -> None:
             assert result.code == 127
             assert result.output.startswith("this command cannot be run: ")
         assert await sandbox.exec(["cat"], input="\ud800") == SandboxResult("?", 0)
+        sandbox.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_left_of_a_sandbox_that_is_closed_at_any_moment(sandboxes: Sandboxes) -> None:
+    """Also while bwrap starts, when nobody ends its processes but a process of ours."""
+    mark = f"1000.{os.getpid()}"
+
+    async def main() -> None:
+        for moment in range(24):
+            sandbox = await sandboxes.open()
+            running = asyncio.create_task(sandbox.exec(["sh", "-c", f"setsid sleep {mark} & sleep {mark}"]))
+            await asyncio.sleep(moment / 1000)
+            sandbox.close()
+            assert (await running).ended == "closed"
+
+    asyncio.run(main())
+    end = time.monotonic() + 30
+    while found := outside(mark):
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+
+
+def test_programs_may_change_what_was_written_for_them(sandboxes: Sandboxes) -> None:
+    async def main() -> None:
+        sandbox = await sandboxes.open()
+        await sandbox.write("a/b", b"1")
+        assert (await sandbox.exec(["sh", "-c", "echo 2 >> a/b; mv a/b c; rmdir a"])) == SandboxResult("", 0)
+        assert await sandbox.read("c") == b"12\n"
         sandbox.close()
 
     asyncio.run(main())
