@@ -122,6 +122,8 @@ type _Instruction = tuple[int, int, int, int]
 # Instructions of filters: load a word of the call (number, architecture, arguments), compare, answer.
 _LOAD, _EQUAL, _ABOVE, _ANY_OF, _AND, _ANSWER = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _REFUSE = (_ANSWER, 0, 0, _DENY)
+_NEW_NAMESPACES, _SET_PIPE_SIZE, _SHARED = 0x7E020000, 1031, 0x21
+"""Flags of clone(2), a command of fcntl(2), and MAP_SHARED | MAP_ANONYMOUS of mmap(2)."""
 _X32 = 1 << 30
 """Calls of x86_64 for pointers of 32 bits have numbers from here."""
 
@@ -205,35 +207,18 @@ def program_filter() -> bytes:
         return b""
     clone, clone3, fcntl, mmap, socket_, socketpair = _numbers(_LIMITED)
     rules = [(number, _DENY) for number in _numbers(_REFUSED)]
-    # libc then uses clone, whose flags can be seen.
-    rules.append((clone3, _NO_SUCH_CALL))
-    new, set_pipe_size, shared = (
-        0x7E020000,
-        1031,
-        0x21,
-    )  # namespaces, F_SETPIPE_SZ, MAP_SHARED | MAP_ANONYMOUS
+    rules.append((clone3, _NO_SUCH_CALL))  # libc then uses clone, whose flags can be seen
     # Of datagrams, a socket keeps those of many others.
     streams = [(_LOAD, 0, 0, 16), (_EQUAL, 0, 3, socket.AF_UNIX), (_LOAD, 0, 0, 24), (_AND, 0, 0, 15)]
     streams += [(_EQUAL, 0, 1, socket.SOCK_DGRAM), _REFUSE]
+    large = [(_LOAD, 0, 0, 28), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 24), (_ABOVE, 0, 1, LARGEST_SHARED)]
     special = [
-        *_when(clone, [(_LOAD, 0, 0, 16), (_ANY_OF, 0, 1, new), _REFUSE]),
-        *_when(fcntl, [(_LOAD, 0, 0, 24), (_EQUAL, 0, 1, set_pipe_size), _REFUSE]),
+        *_when(clone, [(_LOAD, 0, 0, 16), (_ANY_OF, 0, 1, _NEW_NAMESPACES), _REFUSE]),
+        *_when(fcntl, [(_LOAD, 0, 0, 24), (_EQUAL, 0, 1, _SET_PIPE_SIZE), _REFUSE]),
         *_when(socket_, streams),
         *_when(socketpair, streams),
         # What is shared without a file is seen by the number of its mappings only, not by their size.
-        *_when(
-            mmap,
-            [
-                (_LOAD, 0, 0, 40),
-                (_AND, 0, 0, shared),
-                (_EQUAL, 0, 5, shared),
-                (_LOAD, 0, 0, 28),
-                (_EQUAL, 0, 2, 0),
-                (_LOAD, 0, 0, 24),
-                (_ABOVE, 0, 1, LARGEST_SHARED),
-                _REFUSE,
-            ],
-        ),
+        *_when(mmap, [(_LOAD, 0, 0, 40), (_AND, 0, 0, _SHARED), (_EQUAL, 0, 5, _SHARED), *large, _REFUSE]),
     ]
     return _assemble(rules, _ALLOW, special)
 

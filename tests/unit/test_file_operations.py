@@ -53,6 +53,7 @@ MAY_OPEN = {
     "launcher/environment.py": "/proc, and the user's own code, which runs anyway",
     "policy/device.py": "/sys",
     "system/process_groups.py": "/proc",
+    "system/process_tree.py": "/proc",
     "system/sandbox.py": "/proc",
 }
 """Modules that read or write some file without ``config/files.py``, and why others cannot touch it."""
