@@ -13,46 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import msgspec
 
+from rpg_megatron.environments.sandbox_limits import SandboxLimits
 from rpg_megatron.system.forked_workers import ForkServer, Loader, WorkerProcess
 
-LEAST_BWRAP = (0, 4)
 _NO_LIMIT = 1 << 40
 """Address space of the sandbox itself, bytes; its programs have ``SandboxLimits``."""
 _GRACE = 10.0
 """Seconds after which a sandbox that does not answer is killed, in addition to the time of the call."""
-
-
-@dataclass(frozen=True)
-class SandboxLimits:
-    """Limits of a sandbox."""
-
-    seconds: float = 30.0
-    """Time for a call."""
-    memory_mib: int = 512
-    """Of all processes of a call together, with /tmp and what the kernel keeps for them; the address space of
-    each is limited to four times as much."""
-    processes: int = 32
-    files_mib: int = 64
-    """Files in /work in total; they are in memory. There are at most 256 for each MiB."""
-    output: int = 65536
-    """Bytes of a call's output that are kept; if it writes more than 100 times as much, it is ended."""
-    folders: tuple[str, ...] = ()
-    """Folders of the machine that programs can read, such as a virtual environment."""
-    image: str = ""
-    """File or folder of an Apptainer image, in which programs run; empty: no Apptainer. ``files_mib`` is then
-    the limit of each file, on the disk of $TMPDIR."""
 
 
 class SandboxResult(NamedTuple):
@@ -121,9 +94,9 @@ class Sandbox:
 class Sandboxes:
     """Starts sandboxes: each is a fork of a process that has imported what it needs."""
 
-    def __init__(self, limits: SandboxLimits = SandboxLimits()):
+    def __init__(self, limits: SandboxLimits | None = None):
         """Raises UserError if this machine allows none."""
-        self._limits = limits
+        self._limits = limits = limits or SandboxLimits()
         load = "rpg_megatron.environments.sandbox_process:load_server"
         self._server = ForkServer(Loader(load, asdict(limits), _NO_LIMIT, "sandbox"))
 
@@ -135,43 +108,3 @@ class Sandboxes:
         """End all of them."""
         if self._server.kill():
             self._server.close()
-
-
-def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
-    """Why this machine cannot run programs with these limits; None if it can. Another process tries it."""
-    image, least = limits.image, ".".join(map(str, LEAST_BWRAP))
-    if shutil.which("apptainer" if image else "bwrap") is None:
-        return (
-            "apptainer is not on the PATH; install it or load its module, or use sandboxes without image"
-            if image
-            else f"bwrap is not on the PATH; install the package bubblewrap ({least} or newer) on each node"
-        )
-    if "://" in image or (image and not os.path.exists(image)):
-        return f"{image} is no image on this machine; make one with: apptainer pull FILE.sif docker://NAME"
-    for folder in map(os.path.normpath, limits.folders):
-        if not os.path.isabs(folder) or not os.path.isdir(folder):
-            return f"folders: {folder} is no folder of this machine; give absolute paths of folders"
-        if folder in ("/", "/tmp", "/work") or folder.split("/")[1] in ("sys", "proc", "dev"):
-            return f"folders: {folder} is a sandbox's own; name folders in it, or others"
-    if not image:
-        said = _output(["bwrap", "--version"])
-        if tuple(map(int, re.findall(r"\d+", said))) < LEAST_BWRAP:
-            return f"{said or 'bwrap'} is too old; install the package bubblewrap, {least} or newer"
-    module = "rpg_megatron.environments.sandbox_process"
-    said = _output([sys.executable, "-P", "-m", module, json.dumps(asdict(limits))])
-    if said == "ok":  # its exit code is not known in a fork server, whose children the kernel reaps
-        return None
-    if image:
-        return f"apptainer cannot run {image}: {said}"
-    return (
-        f"bwrap cannot make a sandbox ({said}); it needs Linux 5.14 and user namespaces: sysctl "
-        "user.max_user_namespaces above 0, and kernel.apparmor_restrict_unprivileged_userns=0 or a profile"
-    )
-
-
-def _output(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "no answer within a minute"
-    return (done.stdout.strip() or done.stderr.strip())[-300:].decode(errors="replace")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.environments.sandbox import SandboxLimits, find_problem
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
 from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants, kill_descendants

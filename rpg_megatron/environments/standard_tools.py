@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits, find_problem
+from rpg_megatron.environments.sandbox import Sandbox, Sandboxes
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.environments.tools import ToolError
 
 

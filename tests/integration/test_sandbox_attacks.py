@@ -25,7 +25,8 @@ from pydantic import ValidationError
 
 from rpg_megatron.config import UserError
 from rpg_megatron.environments import standard_tools
-from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxLimits, SandboxResult, find_problem
+from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
+from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.environments.tools import ToolUse
 from rpg_megatron.system import sandbox as filters
 from tests.support.ranks import ROOT

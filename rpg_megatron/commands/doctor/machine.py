@@ -14,7 +14,7 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import gib
-from rpg_megatron.environments.sandbox import find_problem
+from rpg_megatron.environments.sandbox_limits import find_problem
 from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.launcher.nodes import end_of_job
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
