@@ -1,14 +1,13 @@
 """The taskset of the example, as verifiers has them: products of two numbers, and a calculator.
 
-It knows nothing of rpg_megatron, except that the calculator is the one that it has.
+It knows nothing of rpg_megatron; the calculator is that of the file beside this one.
 """
 
 import random
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
-
-from rpg_megatron.environments.standard_tools import calculator
+from calculator import calculator
 
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):

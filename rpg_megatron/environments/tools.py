@@ -27,7 +27,7 @@ from rpg_megatron.system.custom_code import CustomCode, load_custom
 from rpg_megatron.system.import_path import load_function
 
 STANDARD = "rpg_megatron.environments.standard_tools"
-"""Module of the tools that are named without a module."""
+"""Module of the tool that is named without a module."""
 FULL = "context_length_exceeded"
 """Code of the gateway's refusal when no token or turn is left."""
 _THREADS = 256
@@ -184,8 +184,7 @@ class ToolUse(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     tools: list[str | dict[str, dict[str, Any]]] = Field(min_length=1)
-    """Tools by name (``calculator``, ``python``, ``search``) or import path ``module:function``; with
-    settings: ``{name: {setting: value}}``."""
+    """Tools: ``python``, or import paths ``module:function``; with settings: ``{name: {setting: value}}``."""
     system: str = ""
     """System prompt."""
     seconds: float = Field(60.0, gt=0)

@@ -1,26 +1,32 @@
-"""Limits of a process that reads foreign input: it can then only compute, read open files and write to pipes.
+"""What processes can ask of the kernel: those that read foreign input, and programs that a model writes.
 
-Two means of Linux, each enough to protect files: a seccomp filter with a list of allowed system calls (no
-file can be opened, no socket, process or signal created), and Landlock without any rule (no access to the
-file system, no TCP, no signals to processes outside). ``enter`` uses those that the kernel has. Both last
-until the process ends. Sources: man pages seccomp(2), landlock(7), and bpf filters in linux/filter.h.
+What reads foreign input can only compute, read open files and write to pipes. Two means of Linux, each enough
+to protect files: a seccomp filter with a list of allowed system calls (no file can be opened, no socket,
+process or signal created), and Landlock without any rule (no access to the file system, no TCP, no signals to
+processes outside). ``enter`` uses those that the kernel has. Both last until the process ends.
+
+A model's programs run in a sandbox (``environments/sandbox.py``) and need most system calls:
+``program_filter`` refuses those that would take memory which cannot be counted, that would outlast a call, or
+that open the kernel further. Sources: man pages seccomp(2), landlock(7), and bpf filters in linux/filter.h.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 _NO_NEW_PRIVILEGES = 38
 _SET_FILTER, _ACTION_AVAILABLE, _ALL_THREADS = 1, 2, 1
-_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | 1  # errno EPERM
+_ALLOW, _DENY = 0x7FFF0000, 0x00050000 | errno.EPERM
+_NO_SUCH_CALL = 0x00050000 | errno.ENOSYS
 _KILL = 0x80000000
 # machine -> audit architecture, number of seccomp(2)
 _MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}
@@ -67,6 +73,59 @@ _ALLOWED = {
     "getrandom": (318, 278),
     "rseq": (334, 293),
 }
+
+# What a model's programs do not get: memory and messages that outlast a process or are not counted, keys,
+# namespaces, other processes' memory, and large or rarely used parts of the kernel.
+_REFUSED = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    "vmsplice": (278, 75),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "io_setup": (206, 0),
+    "io_uring_setup": (425, 425),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "syslog": (103, 116),
+}
+_LIMITED = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "fcntl": (72, 25),
+    "mmap": (9, 222),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+}
+LARGEST_SHARED = 1 << 20
+"""Bytes of a mapping that a model's programs share without a file."""
+
+type _Instruction = tuple[int, int, int, int]
+# Instructions of filters: load a word of the call (number, architecture, arguments), compare, answer.
+_LOAD, _EQUAL, _ABOVE, _ANY_OF, _AND, _ANSWER = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
+_REFUSE = (_ANSWER, 0, 0, _DENY)
+_NEW_NAMESPACES, _SET_PIPE_SIZE, _SHARED = 0x7E020000, 1031, 0x21
+"""Flags of clone(2), a command of fcntl(2), and MAP_SHARED | MAP_ANONYMOUS of mmap(2)."""
+_X32 = 1 << 30
+"""Calls of x86_64 for pointers of 32 bits have numbers from here."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -134,23 +193,62 @@ class _Program(ctypes.Structure):
 
 
 def _enter_filter() -> None:
-    column = list(_MACHINES).index(platform.machine())
-    architecture, seccomp = _MACHINES[platform.machine()]
-    numbers = [syscall for each in _ALLOWED.values() if (syscall := each[column]) is not None]
-    load, equal, answer = 0x20, 0x15, 0x06
-    program = [
-        (load, 0, 0, 4),  # the architecture: on x86_64, programs can also use 32-bit calls
-        (equal, 1, 0, architecture),
-        (answer, 0, 0, _KILL),
-        (load, 0, 0, 0),  # the system call's number
-        *((equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
-        (answer, 0, 0, _DENY),
-        (answer, 0, 0, _ALLOW),
-    ]
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    described = _Program(len(program), code)
+    allowed = [(number, _ALLOW) for number in _numbers(_ALLOWED)]
+    code = _assemble(allowed, _DENY)
+    described = _Program(len(code) // 8, code)
+    seccomp = _MACHINES[platform.machine()][1]
     if _libc.syscall(seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(described)) != 0:
         raise OSError(ctypes.get_errno(), "seccomp failed")
+
+
+def program_filter() -> bytes:
+    """The filter of a model's programs, as ``bwrap --seccomp`` reads it; empty on an unknown machine."""
+    if platform.machine() not in _MACHINES:
+        return b""
+    clone, clone3, fcntl, mmap, socket_, socketpair = _numbers(_LIMITED)
+    rules = [(number, _DENY) for number in _numbers(_REFUSED)]
+    rules.append((clone3, _NO_SUCH_CALL))  # libc then uses clone, whose flags can be seen
+    # Of datagrams, a socket keeps those of many others.
+    streams = [(_LOAD, 0, 0, 16), (_EQUAL, 0, 3, socket.AF_UNIX), (_LOAD, 0, 0, 24), (_AND, 0, 0, 15)]
+    streams += [(_EQUAL, 0, 1, socket.SOCK_DGRAM), _REFUSE]
+    large = [(_LOAD, 0, 0, 28), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 24), (_ABOVE, 0, 1, LARGEST_SHARED)]
+    special = [
+        *_when(clone, [(_LOAD, 0, 0, 16), (_ANY_OF, 0, 1, _NEW_NAMESPACES), _REFUSE]),
+        *_when(fcntl, [(_LOAD, 0, 0, 24), (_EQUAL, 0, 1, _SET_PIPE_SIZE), _REFUSE]),
+        *_when(socket_, streams),
+        *_when(socketpair, streams),
+        # What is shared without a file is seen by the number of its mappings only, not by their size.
+        *_when(mmap, [(_LOAD, 0, 0, 40), (_AND, 0, 0, _SHARED), (_EQUAL, 0, 5, _SHARED), *large, _REFUSE]),
+    ]
+    return _assemble(rules, _ALLOW, special)
+
+
+def _numbers(calls: Mapping[str, tuple[int | None, int | None]]) -> list[int]:
+    column = list(_MACHINES).index(platform.machine())
+    return [number for each in calls.values() if (number := each[column]) is not None]
+
+
+def _when(number: int, then: Sequence[_Instruction]) -> list[_Instruction]:
+    """Instructions for one system call; what follows them sees its number again."""
+    return [(_EQUAL, 0, len(then) + 1, number), *then, (_LOAD, 0, 0, 0)]
+
+
+def _assemble(
+    rules: Sequence[tuple[int, int]], otherwise: int, special: Sequence[_Instruction] = ()
+) -> bytes:
+    """A filter: an answer for each of some system calls, instructions for others, an answer for the rest."""
+    program = [
+        (_LOAD, 0, 0, 4),  # the architecture: on x86_64, programs can also use 32-bit calls
+        (_EQUAL, 1, 0, _MACHINES[platform.machine()][0]),
+        (_ANSWER, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),  # the system call's number
+        (_ABOVE, 0, 1, _X32 - 1),
+        _REFUSE,
+        *(each for number, answer in rules for each in ((_EQUAL, 0, 1, number), (_ANSWER, 0, 0, answer))),
+        *special,
+        (_ANSWER, 0, 0, otherwise),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
 def find_reachable(_files: object, parent: int) -> Iterator[list[str]]:

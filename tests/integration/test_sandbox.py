@@ -1,14 +1,15 @@
 """Sandboxes: what a model's programs cannot do, whatever they try.
 
 Why: an environment runs programs that a policy wrote, which learns to do whatever pays. Real programs try it
-here, each in a real sandbox of this machine's kernel, as root and as another user. Not covered: faults of the
-kernel.
+here, each in a real sandbox of this machine's kernel. What may reach the next call, memory and other users:
+test_sandbox_attacks. Not covered: faults of the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,18 +21,16 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.config import UserError
 from rpg_megatron.environments.sandbox import Sandboxes, SandboxResult
 from tests.support.ranks import ROOT
 from tests.support.sandboxes import ENDED, LIMITS, OWNER, REFUSED, outside, run
 
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
+
 
 @pytest.fixture(scope="module")
 def sandboxes() -> Iterator[Sandboxes]:
-    try:
-        started = Sandboxes(LIMITS)
-    except UserError as e:
-        pytest.skip(str(e))
+    started = Sandboxes(LIMITS)
     yield started
     started.close()
 
@@ -76,7 +75,7 @@ def test_nothing_is_left_of_a_call(sandboxes: Sandboxes) -> None:
     left, after = run(sandboxes, daemon, seen)
     assert left.code == 0
     processes, files = after.output.splitlines()
-    assert len(eval(processes)) == 2, "the sandbox and the program"
+    assert len(eval(processes)) == 2, "bwrap and the program"
     assert files == "['kept']"
     assert outside(mark) == []
 
@@ -134,9 +133,9 @@ def test_sandboxes_do_not_see_each_other_and_end_with_their_owner(sandboxes: San
         with pytest.raises(OSError, match="closed"):
             await first.write("x", b"")
         assert (await second.exec(["cat"], input="x" * 100)).output == "x" * 100
-        assert await second.exec(["no-such-program"]) == SandboxResult(
-            "no-such-program: No such file or directory\n", 127
-        )
+        missing = await second.exec(["no-such-program"])
+        assert missing.code == 127
+        assert "no-such-program: No such file or directory" in missing.output
 
     asyncio.run(main())
 
@@ -183,26 +182,3 @@ def test_a_killed_owner_leaves_no_sandbox() -> None:
     while outside(mark) or outside(f"1099511627776 {owner.pid}"):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-AS_OTHER = """
-import ctypes, os, sys
-from rpg_megatron.system.namespaces import enter_namespaces
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process that never was root: its /proc is its own
-pid = enter_namespaces(1 << 20)
-if pid:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-assert os.getpid() == 1 and os.getuid() == 65534
-program = "echo x > f; cat f; echo y > /usr/y; mount -t tmpfs x /work"
-os.execvp("sh", ["sh", "-c", program])
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_makes_one_by_a_user_namespace(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", AS_OTHER], capture_output=True, text=True, env=environment)
-    assert done.stdout.startswith("x\n"), done.stderr
-    assert "Read-only file system" in done.stderr
-    assert "mount" in done.stderr

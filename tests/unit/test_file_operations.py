@@ -36,8 +36,7 @@ READS = {"read_text", "read_bytes", "write_text", "write_bytes"}
 
 MAY_CHANGE = {
     "config/files.py": "the module",
-    "environments/sandbox.py": "in a sandbox's folder, while no program runs there",
-    "system/namespaces.py": "/proc, and a new root in memory",
+    "environments/sandbox_process.py": "in a sandbox's folder, while no program runs there",
     "system/sandbox.py": "tries to open /dev/null, for doctor",
     "system/terminal.py": "opens /dev/null",
 }
@@ -49,11 +48,12 @@ MAY_OPEN = {
     "commands/plan/gpus.py": "/sys",
     "commands/report/render.py": "files of this package",
     "data/prompts.py": "in the run's work folder, mode 0700",
-    "environments/sandbox.py": "in a sandbox's folder, while no program runs there",
+    "environments/sandbox_process.py": "/proc, and in a sandbox's folder, while no program runs there",
     "environments/standard_tools.py": "opens a sandbox",
     "launcher/environment.py": "/proc, and the user's own code, which runs anyway",
     "policy/device.py": "/sys",
     "system/process_groups.py": "/proc",
+    "system/process_tree.py": "/proc",
     "system/sandbox.py": "/proc",
 }
 """Modules that read or write some file without ``config/files.py``, and why others cannot touch it."""

@@ -106,6 +106,12 @@ integration/test_sandbox.py::test_what_a_program_cannot_do
   they get no open file but their standard streams;
 integration/test_sandbox.py::test_nothing_is_left_of_a_call
   what they have started is killed after each call
+integration/test_sandbox_attacks.py::test_nothing_of_a_call_reaches_the_next
+  only files in `/work` reach the next one
+integration/test_sandbox_attacks.py::test_memory_of_every_kind_is_refused_or_counted
+  a filter refuses system calls that would take memory which cannot be counted
+integration/test_sandbox_attacks.py::test_calls_that_the_filter_refuses
+  keys, namespaces and tracing
 limit: Apptainer's own work
   as far as Apptainer prevents it
 integration/test_apptainer_sandbox.py::test_what_a_program_cannot_do

@@ -22,12 +22,15 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
+from examples.calculator.calculator import calculator
+from examples.search.search import make_database, search
 from rpg_megatron.environments import tools
-from rpg_megatron.environments.standard_tools import calculator, make_database, search
 from rpg_megatron.environments.tools import Toolbox, ToolError, ToolUse, function_tool, use_tools
 from rpg_megatron.rewards.reward import Score
 from rpg_megatron.rollout.episode import Episode, EpisodeTask
+from tests.support.ranks import ROOT
 
+CALCULATOR, SEARCH = "examples.calculator.calculator:calculator", "examples.search.search:search"
 Reply = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 
 
@@ -304,8 +307,10 @@ def test_search(tmp_path: Path) -> None:
 def test_the_program_that_makes_a_database(tmp_path: Path) -> None:
     (tmp_path / "documents.jsonl").write_text('{"title": "a", "text": "b"}\n{"title": "c"}\n')
 
+    search_program = str(ROOT / "examples" / "search" / "search.py")
+
     def make() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", tools.STANDARD, "documents.jsonl", "d.db"]
+        command = [sys.executable, search_program, "documents.jsonl", "d.db"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
@@ -321,10 +326,10 @@ def test_the_program_that_makes_a_database(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (["calculators"], "has no 'calculators'; check the name"),
-        (["calculator", "calculator"], "two tools are called calculator"),
-        ([{"calculator": {"digits": 3}}], "calculator is a function, which has no settings"),
-        ([{"search": {"database": "nowhere.db"}}], "unable to open database file; make it with python -m"),
+        (["pythons"], "has no 'pythons'; check the name"),
+        ([CALCULATOR, CALCULATOR], "two tools are called calculator"),
+        ([{CALCULATOR: {"digits": 3}}], "calculator is a function, which has no settings"),
+        ([{SEARCH: {"database": "nowhere.db"}}], "unable to open database file; make it with python "),
         ([{"python": {"hours": 1}}], "python has no setting 'hours'"),
         ([{"python": {"seconds": "many"}}], "tools.seconds: Input should be a valid number"),
         ([{"tests.unit.test_tools:Holder": {"a": 1}}], "has no setting 'a'"),
@@ -395,7 +400,7 @@ def test_a_chat_with_calls() -> None:
             return said("", ("calculator", '{"expression": "37*48"}'), ("calculator", "{"), ("browser", "{}"))
         return said(f"It is {results[0]}.")
 
-    episode, requests = sample(reply, tools=["calculator"], system="Be brief.")
+    episode, requests = sample(reply, tools=[CALCULATOR], system="Be brief.")
     assert [len(r["messages"]) for r in requests] == [2, 6]
     assert requests[1]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert [m["tool_call_id"] for m in requests[1]["messages"][3:]] == ["c0", "c1", "c2"]
@@ -412,7 +417,7 @@ def test_it_ends_when_no_token_is_left() -> None:
             return 400, {"error": {"code": "context_length_exceeded", "message": "no token is left"}}
         return said("It is 1776.", ("calculator", '{"expression": "1"}'))
 
-    episode, requests = sample(reply, tools=["calculator"])
+    episode, requests = sample(reply, tools=[CALCULATOR])
     assert isinstance(episode.reward, Score)
     assert not episode.reward.correct, "a message with a call is no answer"
     assert len(requests) == 2
@@ -420,7 +425,7 @@ def test_it_ends_when_no_token_is_left() -> None:
 
 def test_tools_that_leave_no_token_fail_the_episode() -> None:
     with pytest.raises(RuntimeError, match="the text of the tools leave no token for a turn"):
-        sample(lambda request: (400, {"error": {"code": "context_length_exceeded"}}), tools=["calculator"])
+        sample(lambda request: (400, {"error": {"code": "context_length_exceeded"}}), tools=[CALCULATOR])
 
 
 def test_an_exception_of_a_tool_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,7 +440,7 @@ def test_an_exception_of_a_tool_is_said_once(capsys: pytest.CaptureFixture[str])
 
 def test_an_error_of_the_gateway_fails_the_episode() -> None:
     with pytest.raises(RuntimeError, match=r"answers with status 500: .*no engine"):
-        sample(lambda request: (500, {"error": "no engine"}), tools=["calculator"])
+        sample(lambda request: (500, {"error": "no engine"}), tools=[CALCULATOR])
 
 
 class Holder:

@@ -14,10 +14,10 @@ from rpg_megatron.commands.doctor.probe import Check, Subject, failed, not_appli
 from rpg_megatron.commands.plan.plan import make_plan
 from rpg_megatron.config import UserError
 from rpg_megatron.config.errors import gib
+from rpg_megatron.environments.sandbox_limits import find_problem
 from rpg_megatron.launcher.input_checks import nearest_folder
 from rpg_megatron.launcher.nodes import end_of_job
 from rpg_megatron.system.foreign_input import ForeignInputError, read_foreign
-from rpg_megatron.system.namespaces import find_problem
 from rpg_megatron.system.sandbox import means
 
 SMALLEST_TEMPORARY = 64 * 1024**2
@@ -72,7 +72,7 @@ def probe_sandboxes(_subject: Subject) -> Iterator[Check]:
     if problem and not apptainer:
         yield not_applicable("sandboxes", f"{problem}; {in_images}")
     else:
-        spaces = f"not in namespaces ({problem})" if problem else "in namespaces of their own"
+        spaces = f"not by bwrap ({problem})" if problem else "by bwrap"
         yield ok("sandboxes", f"programs that a model writes can run {spaces}; {in_images}")
 
 

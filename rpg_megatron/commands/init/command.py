@@ -53,7 +53,7 @@ _EPISODE = """\
   episode:                   # a chat in which the model may call tools; docs/environments.md
     type: rpg_megatron.environments.tools:use_tools
     tools:
-      - my_tools:calculator  # in my_tools.py; there are also calculator, python and search
+      - my_tools:calculator  # in my_tools.py; there is also python, in a sandbox
     seconds: 60              # limit of a call
 """
 
