@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,8 @@ def test_cost_of_linear_attention() -> None:
     # At this length the pairs take as long as everything else.
     length = shape.attention_length
     assert shape.forward_flops(0, shape.squares(length)) == pytest.approx(length * parts)
+    # 8 value heads of 5, keys of 6: three products with the state, and 32 tokens on average within a chunk.
+    assert shape.state_products == 3 * 8 * (3 * 6 * 5 + 32 * (3 * 6 + 2 * 5))
     tensors = mapping_for(shape).hf_tensors().items()
     vectors = ("embed_tokens", "conv1d")
     matrices = sum(math.prod(s) for n, s in tensors if len(s) > 1 and not any(v in n for v in vectors))
@@ -458,6 +461,76 @@ def test_sizes_that_no_model_has_are_refused(tmp_path: Path, raw: dict[str, obje
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path, LLAMA | raw)
     assert str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "largest"),
+    [
+        (LLAMA, "num_hidden_layers", 10_000),
+        (LLAMA, "hidden_size", 1_048_576),
+        (LLAMA, "intermediate_size", 4_194_304),
+        (LLAMA, "num_attention_heads", 65_536),
+        (LLAMA, "num_key_value_heads", 65_536),
+        (LLAMA, "head_dim", 65_536),
+        (LLAMA, "vocab_size", 2_147_483_647),
+        (LLAMA, "max_position_embeddings", 2_147_483_647),
+        (MISTRAL, "sliding_window", 2_147_483_647),
+        (QWEN3_5, "linear_num_key_heads", 65_536),
+        (QWEN3_5, "linear_num_value_heads", 65_536),
+        (QWEN3_5, "linear_key_head_dim", 65_536),
+        (QWEN3_5, "linear_value_head_dim", 65_536),
+        (QWEN3_5, "linear_conv_kernel_dim", 1_024),
+        (QWEN3_5, "full_attention_interval", 10_000),
+        (QWEN3_MOE, "num_experts", 65_536),
+        (QWEN3_MOE | {"num_experts": 65_536}, "num_local_experts", 65_536),
+        (QWEN3_MOE, "num_experts_per_tok", 65_536),
+        (QWEN3_MOE, "moe_intermediate_size", 4_194_304),
+        (QWEN3_MOE, "decoder_sparse_step", 10_000),
+    ],
+)
+def test_the_largest_sizes(tmp_path: Path, raw: dict[str, object], key: str, largest: int) -> None:
+    """What is larger is a damaged file, which would take hours, or all memory, before anything is said."""
+    message = rf"{key} is {largest + 1}; it must be an integer of 1 to {largest:,}"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, raw | {key: largest + 1})
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [(GRANITE, key) for key in ("layer_types", "layer_rope_theta", "attention_sinks", "logit_scale")]
+    + [(QWEN3_5, key) for key in ("layer_scale", "qkv_bias", "dual_chunk_attention_config")],
+)
+def test_keys_of_variants_that_a_family_refuses(tmp_path: Path, raw: dict[str, object], key: str) -> None:
+    for value in [["full_attention"] * 4] if key == "layer_types" else (1.5, True):
+        with pytest.raises(UserError, match=rf"{key}: not supported for (granite|qwen3_5); released models"):
+            read(tmp_path, raw | {key: value})
+    assert read(tmp_path, raw | {key: None}) == read(tmp_path, raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "works"),
+    [
+        (OLMO3 | {"rope_scaling": YARN | {"truncate": True}}, True),
+        (OLMO3 | {"rope_scaling": YARN | {"truncate": False}}, False),
+        (OLMO3 | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, False),
+        (LLAMA | {"rope_scaling": SCALING | {"factor": 1.0}}, True),
+        (LLAMA | {"rope_scaling": SCALING | {"factor": 0.9}}, False),
+        (LLAMA | {"rope_scaling": SCALING | {"low_freq_factor": 4.0}}, False),  # as high_freq_factor
+        (LLAMA | {"rope_scaling": SCALING | {"low_freq_factor": 0}}, False),
+        (PHI3 | {"partial_rotary_factor": 1}, True),
+        (QWEN3_MOE | {"num_experts_per_tok": 16}, True),  # all of them
+        (QWEN3_MOE | {"num_experts": 21_845}, True),  # 131,070 in 6 layers
+        (QWEN3_MOE | {"num_experts": 21_846}, False),  # 131,076, more than 2^17
+        (QWEN3_MOE | {"decoder_sparse_step": 6}, True),  # the last layer
+        (QWEN3_5 | {"linear_conv_kernel_dim": 2}, True),
+        (QWEN3_5 | {"output_gate_type": "swish"}, True),
+        (QWEN3_5 | {"full_attention_interval": 4}, True),
+        (QWEN3_5 | {"full_attention_interval": 5}, False),  # of 4 layers none would have attention
+    ],
+)
+def test_values_on_both_sides_of_a_bound(tmp_path: Path, raw: dict[str, object], works: bool) -> None:
+    with nullcontext() if works else pytest.raises(UserError, match=r"config\.json"):
+        read(tmp_path, raw)
 
 
 @pytest.mark.parametrize("raw", [LLAMA, QWEN2, QWEN3, QWEN3_MOE, GRANITE])

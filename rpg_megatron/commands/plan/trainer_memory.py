@@ -29,9 +29,9 @@ Basis = Literal["exact", "estimated"]
 RESERVE = 3 * 1024**3
 """On a GPU: CUDA context, workspaces, fragmentation. Not measured; a rule of thumb."""
 IMPORTS, SHARED, RUNTIME = 780_000_000, 330_000_000, 50_000_000
-"""On a CPU: memory of a rank that has imported torch, Megatron and transformers, 712 and 846 MB with two kernels'
-pages of files; what of it the ranks of a run share, which are forks; and what gloo, oneDNN and Python objects
-add; measured."""
+"""On a CPU: memory of a rank after importing torch, Megatron and transformers (712 MB with one kernel's pages
+of files, 846 with another's); what of it the ranks of a run share, which are forks; and what gloo, oneDNN and
+Python objects add; measured."""
 FREED, FREED_OF_BATCH = 0.12, 0.5
 """On a CPU: allowance for freed memory that malloc keeps, per byte of tensors (measured: 2% to 29%), and with
 frozen weights in addition per byte of a batch's tensors, which are most of what is freed (with the former 40%
