@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import http.client
 import json
 import os
 import re
 import signal
 import socket as sockets
-import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,14 +187,12 @@ class EngineProcess:
         self.log = log
         self.opened: IO[bytes] | None = None
         """Its log file, which can be read here also after it was deleted."""
-        self._timeout = settings.engine.start_timeout
         self._token = token
         self._command = engine_command(settings, index, socket, weights=weights, listen=listen)
         self._environment = engine_environment(settings, index, bridge_dir, token, gpus) | dict(extra or {})
         if len(str(socket.parent)) + 48 <= _SOCKET_LIMIT:  # vLLM's internal sockets: the folder and a UUID
             self._environment["VLLM_RPC_BASE_PATH"] = str(socket.parent)
         self._child: Child | None = None
-        self._started = 0.0
         self.log_start = 0
         """Bytes that its log had before its start."""
         self._answered = False
@@ -215,7 +211,11 @@ class EngineProcess:
         """Start the engine without waiting for it. Raises UserError if the socket's path cannot be used."""
         if self.alive():
             raise RuntimeError(f"engine {self.index} runs already (pid {self.pid})")
-        _check_socket_path(self.index, self.socket)
+        if len(os.fsencode(self.socket)) > _SOCKET_LIMIT:
+            raise UserError(
+                f"engine {self.index}: the socket path {self.socket} is longer than {_SOCKET_LIMIT} bytes; "
+                "set TMPDIR to a shorter one"
+            )
         self._answered = False
         self._segments.clear()
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -225,7 +225,6 @@ class EngineProcess:
             name, self._command, self._environment, self.log, at_parent_death=how, private=True
         )
         self.opened = self._child.opened
-        self._started = time.monotonic()
 
     def alive(self) -> bool:
         """Whether the engine's main process runs. The exit code is no help: a failed engine exits with 0."""
@@ -241,28 +240,6 @@ class EngineProcess:
     def note_answer(self) -> None:
         """Let ``stop`` give it time: it may have requests."""
         self._answered = True
-
-    def wait_healthy(self, timeout: float | None = None) -> float:
-        """Wait until the engine answers; returns the seconds since its start.
-
-        timeout: seconds since the start; None: engine.start_timeout.
-        If the engine exits or takes longer, stops it and raises UserError with the end of its log.
-        """
-        limit = self._timeout if timeout is None else timeout
-        while True:
-            if not self.alive():
-                problem = "ended while starting"
-                break
-            well = self.healthy()
-            note_segments([self])
-            if well:
-                return time.monotonic() - self._started
-            if time.monotonic() - self._started > limit:
-                problem = f"did not answer within {limit:.0f} s (engine.start_timeout)"
-                break
-            time.sleep(0.2)
-        self.stop(grace=2.0)
-        raise start_error(f"engine {self.index}", problem, self.log, self.log_start, self.opened)
 
     def stop(self, grace: float = 20.0) -> None:
         """End the engine and all its processes and remove its socket and shared memory. Safe to call at any
@@ -309,31 +286,3 @@ def stop_engines(engines: Iterable[EngineProcess], grace: float) -> None:
     process_groups.end_groups(groups, grace=0)
     for engine in running.values():
         engine._clean_up()
-
-
-def _check_socket_path(index: int, path: Path) -> None:
-    """Raise UserError unless a server can create its socket at this path."""
-    if len(os.fsencode(path)) > _SOCKET_LIMIT:
-        raise UserError(
-            f"engine {index}: the socket path {path} is longer than {_SOCKET_LIMIT} bytes; "
-            "set TMPDIR to a shorter one"
-        )
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise UserError(f"engine {index}: {path} exists and is no socket; move it")
-    probe = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    try:
-        probe.settimeout(5.0)
-        probe.connect(str(path))
-    except OSError as e:
-        if e.errno in (errno.ECONNREFUSED, errno.ENOENT):
-            raise UserError(f"engine {index}: {path} was left by a dead process; delete it") from None
-        raise UserError(
-            f"engine {index}: {path} cannot be used ({e}); delete it or choose another TMPDIR"
-        ) from None
-    finally:
-        probe.close()
-    raise UserError(f"engine {index}: another process listens on {path}; end it or choose another TMPDIR")

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 _POLL_SECONDS = 0.1
-_SEGMENTS_SECONDS = 2.0
+_SEGMENTS_SECONDS = 0.5
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ from rpg_megatron.bridge.controller import SyncReport, sync_engine
 from rpg_megatron.bridge.manifest import Manifest, read_manifest
 from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
-from rpg_megatron.engine.process import EngineProcess, engine_socket
+from rpg_megatron.engine.process import EngineProcess, engine_socket, note_segments
 from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.rollout.sampler_client import SOCKET, SamplerClient
+from rpg_megatron.system.child import tail_of
 from rpg_megatron.system.process_groups import leftover_segments, members
 from tests.support.forking import forked_starts
 from tests.support.ranks import run_to_end
@@ -138,10 +140,20 @@ def running_engines(
             stack.callback(_end, process, process.pid)
             engines.append(Engine(process, engine_settings.engine.tensor, bridge, token))
         for engine in engines:
-            engine.process.wait_healthy()
+            wait_healthy(engine.process, settings[engine.process.index].engine.start_timeout)
             for segment in leftover_segments([engine.process.pid or 0]):
                 reaper.guard_path(segment)
         yield engines
+
+
+def wait_healthy(process: EngineProcess, seconds: float) -> None:
+    """Wait until an engine answers; its log is the error if it ends or takes longer."""
+    end = time.monotonic() + seconds
+    while not process.healthy():
+        assert process.alive(), tail_of(process.log)
+        assert time.monotonic() < end, tail_of(process.log)
+        note_segments([process])
+        time.sleep(0.1)
 
 
 def _end(process: EngineProcess, leader: int) -> None:
