@@ -299,8 +299,8 @@ distributed/test_weight_fan_out.py::test_a_wait_for_a_request_blocks_in_the_stor
 unit/test_progress.py::test_an_event_socket_that_is_taken_is_one_message
   launchers | unix socket in the work folder
 unit/test_nodes.py::test_nodes_meet_though_strangers_knock
-  until all nodes have joined
-  the token, in a file of mode 0600
+  TCP at the first node's address for the others
+  encrypted with keys that follow from the token
 integration/test_slurm.py::test_a_warned_run_is_requeued_and_goes_on_to_its_end
   The token is new for each start
 distributed/test_control_group.py::test_a_rank_alone_listens_on_no_port
