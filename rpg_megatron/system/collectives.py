@@ -158,7 +158,7 @@ def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | Non
 
 def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
     """The bytes of every rank, on every rank or only on rank 0."""
-    longest = max_over_ranks(len(data), group)
+    longest = _maximum(len(data), group=group)
     _check_size("a rank", longest, _LARGEST)
     message = (len(data).to_bytes(_HEADER, "little") + data).ljust(_HEADER + longest, b"\0")
     padded = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -224,15 +224,19 @@ def any_rank(flag: bool) -> bool:
     return bool(max_over_ranks(int(flag)))
 
 
-def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
+def max_over_ranks(value: int) -> int:
     """The largest of all ranks' values, on every rank; ``value`` without an initialised process group.
 
-    No rank returns before all have called it. group: as for ``gather_objects``.
+    No rank returns before all have called it.
     """
-    if not dist.is_initialized():
-        return value
-    group = group or control_group()
-    # Log2(ranks) rounds, as in a barrier of gloo, whose all_reduce passes a number twice round all ranks.
+    return _maximum(value, group=control_group()) if dist.is_initialized() else value
+
+
+def _maximum(value: int, *, group: dist.ProcessGroup) -> int:
+    """``max_over_ranks`` in log2(ranks) rounds, as gloo's barrier.
+
+    Gloo's all_reduce passes a single number from rank to rank, twice round all of them.
+    """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     held, received = torch.tensor([value]), torch.zeros(1, dtype=torch.int64)
     distance = 1

@@ -55,7 +55,7 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
             "all_gather_object",
         )
     ]
-    for module, name in (*functions, (collectives, "max_over_ranks")):
+    for module, name in (*functions, (collectives, "_maximum")):
         real = getattr(module, name)
 
         def noted(*args: object, real=real, name=name, group=None, **kwargs: object) -> object:
@@ -72,7 +72,7 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
     weight_sync.sleep(2)
     weight_sync.wake()
     weight_sync.check_stop()
-    assert recorder.order == [*sent * 3, "max_over_ranks"]
+    assert recorder.order == [*sent * 3, "_maximum"]
 
 
 class Stopping(Recorder):
