@@ -193,7 +193,7 @@ def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int) -> lis
     if os.geteuid() == 0:  # another user, once files that only root can read are there
         user = _FIRST_USER + os.getpid()
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
+        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *command]
     return ["bwrap", *options, "--", *command]
 
 
