@@ -76,4 +76,6 @@ def _output(command: list[str]) -> str:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:
         return "no answer within a minute"
+    except OSError as e:
+        return str(e)
     return (done.stdout.strip() or done.stderr.strip())[-300:].decode(errors="replace")

@@ -423,8 +423,10 @@ def test_what_a_machine_lacks_is_told_before_anything_starts(
     refused = stand_in(tmp_path, monkeypatch, no_rights)
     assert refused is not None
     assert "bwrap cannot make a sandbox (bwrap: No permissions); it needs Linux 5.14 and user" in refused
-    (tmp_path / "bwrap").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "bwrap").write_text("#!/no/such\n")
+    assert "bwrap cannot make a sandbox (this command cannot be run: " in (find_problem() or "")
+    (tmp_path / "bwrap").unlink()
     standard_tools._problem.cache_clear()
     with pytest.raises(
         ValidationError, match=r"install the package bubblewrap \(0.4 or newer\) on each node"
