@@ -32,6 +32,7 @@ from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
+from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
 from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants, kill_descendants
@@ -257,7 +258,8 @@ def _start(
 
     streams: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
     streams |= {"pass_fds": others, "executable": shutil.which(line[0])}
-    return subprocess.Popen(line, env=variables, start_new_session=True, preexec_fn=limit, **streams)
+    streams |= {"start_new_session": True, "process_group": None}
+    return start_program(line, None, env=variables, preexec_fn=limit, **streams)
 
 
 def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) -> tuple[bytes, str]:
