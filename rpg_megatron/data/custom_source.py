@@ -60,10 +60,11 @@ def custom_rows(
                             f"{name} gives no row {index + 1} within {ROW_SECONDS} s; the run waits for it, "
                             "so make it faster"
                         )
-                if not (line := process.stdout.readline(_LONGEST)):
-                    break
-                if not line.endswith(b"\n"):
+                line = process.stdout.readline(_LONGEST)
+                if len(line) == _LONGEST and not line.endswith(b"\n"):
                     raise UserError(f"{name}: row {index + 1} has more than {_LONGEST:,} bytes")
+                if not line.endswith(b"\n"):
+                    break
                 message = json.loads(line)
                 if "error" in message:
                     raise UserError(message["error"])
@@ -72,7 +73,7 @@ def custom_rows(
                 where = f"{source.type}: row {index + 1}"
                 row = message.get("row")
                 yield index, where, row if "row" in message else UserError(f"{where}: {message['bad']}")
-            if process.wait():
+            if process.wait() or line:  # which it did not end
                 raise UserError(f"{name} ended its process (exit code {process.returncode}); fix it")
         finally:
             process.kill()
@@ -94,7 +95,7 @@ def _lines(
             yield {"bad": bad} if bad else {"row": row}
     except UserError as e:
         yield {"error": str(e)}
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         yield {"error": f"{key}: {path} {describe_error(e, path)}"}
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     for line in _lines(key, path, settings, range(limit) if limit else sys.stdin):
         try:
             text = json.dumps(line, default=str, allow_nan=False)
-        except ValueError as e:
+        except (ValueError, TypeError, RecursionError) as e:
             text = json.dumps({"bad": f"it is no JSON object ({e}); change it"})
         out.write(text + "\n")
         if not limit:

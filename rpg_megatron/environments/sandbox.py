@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -45,14 +46,16 @@ class Sandbox:
 
     def __init__(self, process: WorkerProcess, limits: SandboxLimits):
         self._process, self._limits = process, limits
+        self._unfinished: dict[asyncio.Future[Any], float] = {}
+        """Calls, which run one after the other, and the most seconds of each."""
 
     async def exec(
         self, command: Sequence[str], *, input: str = "", seconds: float | None = None
     ) -> SandboxResult:
         """Run a program in ``/work``. seconds: less than the limit. Never raises for what it does."""
-        if seconds is not None and not seconds >= 0:
+        if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds is {seconds}; give a number above 0")
-        limit = min(seconds or self._limits.seconds, self._limits.seconds)
+        limit = min(seconds or math.inf, self._limits.seconds)
         answer = await self._call({"exec": list(command), "input": input, "seconds": limit}, limit)
         closed = SandboxResult("", None, "closed")
         try:
@@ -85,7 +88,9 @@ class Sandbox:
 
     async def _call(self, arguments: dict[str, Any], seconds: float) -> Any:
         _, outcome = self._process.call(arguments, on_request=lambda request: None)
-        done, _ = await asyncio.wait([outcome], timeout=seconds + _GRACE)
+        self._unfinished = {each: most for each, most in self._unfinished.items() if not each.done()}
+        self._unfinished[outcome] = seconds + _GRACE
+        done, _ = await asyncio.wait([outcome], timeout=sum(self._unfinished.values()))
         if not done:
             self.close()
         return (await outcome).value

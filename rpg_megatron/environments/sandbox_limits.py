@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,9 @@ class SandboxLimits:
 
 def find_problem(limits: SandboxLimits = SandboxLimits()) -> str | None:
     """Why this machine cannot run programs with these limits; None if it can. Another process tries it."""
+    for name in ("seconds", "memory_mib", "processes", "files_mib", "output"):
+        if not 0 < (value := getattr(limits, name)) < math.inf:
+            return f"{name} is {value}; give a number above 0"
     image, least = limits.image, ".".join(map(str, LEAST_BWRAP))
     if shutil.which("apptainer" if image else "bwrap") is None:
         return (
@@ -72,4 +76,6 @@ def _output(command: list[str]) -> str:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:
         return "no answer within a minute"
+    except OSError as e:
+        return str(e)
     return (done.stdout.strip() or done.stderr.strip())[-300:].decode(errors="replace")

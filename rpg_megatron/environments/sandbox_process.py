@@ -26,12 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
+from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
 from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
 from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants, kill_descendants
@@ -148,12 +149,14 @@ def _mount_tmpfs(place: str, limits: SandboxLimits) -> None:
 
 @contextmanager
 def _scratch(limits: SandboxLimits) -> Iterator[None]:
-    """Mount /tmp for a call."""
-    _mount_tmpfs(_SCRATCH, limits)
+    """Mount /tmp for a call, unless Apptainer does."""
+    if not limits.image:
+        _mount_tmpfs(_SCRATCH, limits)
     try:
         yield
     finally:
-        _libc.umount2(_SCRATCH.encode(), _DETACH)
+        if not limits.image:
+            _libc.umount2(_SCRATCH.encode(), _DETACH)
 
 
 def _mount(place: str, kind: str | None, flags: int, data: str = "") -> None:
@@ -171,10 +174,14 @@ def _in_image(command: Sequence[str], limits: SandboxLimits, work: str) -> list[
     return ["apptainer", "--silent", "exec", *options, limits.image, *limit, *command]
 
 
-def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int) -> list[str]:
-    """The command line that runs a program of the machine. rules: descriptor of the filter."""
+def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int, status: int) -> list[str]:
+    """The command line that runs a program of the machine.
+
+    rules: descriptor of the filter. status: one where bwrap says what it does, which programs do not get.
+    """
     options = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
     options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(rules)]
+    options += ["--json-status-fd", str(status)]
     options += ["--proc", "/proc", "--bind", _WORK, "/work", "--bind", _SCRATCH, "/tmp"]
     options += ["--dir", "/dev", "--dir", "/etc", "--symlink", "/tmp", "/dev/shm"]
     for source, name in _DEVICES.items():
@@ -193,7 +200,7 @@ def _by_bwrap(command: Sequence[str], folders: Sequence[str], rules: int) -> lis
     if os.geteuid() == 0:  # another user, once files that only root can read are there
         user = _FIRST_USER + os.getpid()
         options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
+        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *command]
     return ["bwrap", *options, "--", *command]
 
 
@@ -201,7 +208,7 @@ def _execute(
     command: list[str], text: str, seconds: float, limits: SandboxLimits, work: str
 ) -> tuple[str, int | None, str]:
     """Run a program and end all that it has started; the fields of ``SandboxResult``."""
-    with nullcontext() if limits.image else _scratch(limits):
+    with open(os.memfd_create("status"), "rb") as status, _scratch(limits):
         try:
             if not command:
                 raise ValueError("it is empty")
@@ -209,15 +216,17 @@ def _execute(
                 if limits.image:
                     process = _start(_in_image(command, limits, work), stdin, (), limits)
                 else:
-                    process = _start(_by_bwrap(command, limits.folders, rules), stdin, (rules,), limits)
+                    others = rules, status.fileno()
+                    process = _start(_by_bwrap(command, limits.folders, *others), stdin, others, limits)
         except (TypeError, ValueError, OSError) as e:  # no text, NUL, half a character, too long
             return f"this command cannot be run: {e}\n", 127, ""
         try:
             kept, ended = _watch(process, time.monotonic() + seconds, limits)
         finally:
             kill_descendants()
+        has_run = b"exit-code" in os.pread(status.fileno(), 4096, 0)
     output, code = kept.decode(errors="replace"), process.returncode
-    if code == 1 and output.startswith("bwrap: "):  # not the program
+    if code == 1 and not has_run and output.startswith("bwrap: "):  # not the program, which may write that
         code, ended = (127, "") if output.startswith("bwrap: execvp") else (None, "closed")
     return output, None if ended else code, ended
 
@@ -249,7 +258,8 @@ def _start(
 
     streams: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
     streams |= {"pass_fds": others, "executable": shutil.which(line[0])}
-    return subprocess.Popen(line, env=variables, start_new_session=True, preexec_fn=limit, **streams)
+    streams |= {"start_new_session": True, "process_group": None}
+    return start_program(line, None, env=variables, preexec_fn=limit, **streams)
 
 
 def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) -> tuple[bytes, str]:
@@ -353,7 +363,8 @@ def main() -> None:
             if not limits.image:
                 _mount_folders(limits)
             set_child_subreaper()
-            print(_execute(command, "", 50.0, limits, folder if limits.image else _WORK)[0])
+            output, _, ended = _execute(command, "", 50.0, limits, folder if limits.image else _WORK)
+            print(output or f"limit of {ended}: too low for any program" if ended else output)
     except OSError as e:
         print(e)
 

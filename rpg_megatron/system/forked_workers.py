@@ -185,6 +185,9 @@ class ForkServer:
             reply = None
         if not isinstance(reply, dict) or "error" in reply:
             parent_end.close()
+            if reply is None:  # it ends, and says why
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5.0)
             process.kill()
             code = process.wait()
             raise UserError(

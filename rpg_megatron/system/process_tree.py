@@ -19,8 +19,10 @@ from rpg_megatron.system.sandbox import LARGEST_SHARED
 
 _INODE, _MAPPING, _SOCKET, _PIPE, _EPOLL = 1536, 1 << 10, 1 << 19, 1 << 16, 1 << 16
 """Most bytes that the kernel keeps for each."""
+_HIDDEN = f"VmRSS:\t{1 << 40} kB"
+"""What a process counts whose memory cannot be read."""
 _MAPS = 1 << 19
-"""Bytes of a list of mappings that are read; a longer one counts as the longest, 65,536 mappings."""
+"""Bytes of a list of mappings that are read; a longer one counts as the longest, of the largest mappings."""
 
 
 def descendants() -> list[int]:
@@ -60,12 +62,12 @@ class MemoryOfProcesses:
         total, networks = 0, {self._outside}
         for pid in processes:
             with suppress(OSError):
-                status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+                place, status = _thread_of(pid)
                 sizes = re.findall(r"^(?:VmRSS|VmPTE|VmSwap|HugetlbPages):\s+(\d+)", status, re.MULTILINE)
                 total += sum(map(int, sizes)) << 10
-                if (network := os.readlink(f"/proc/{pid}/ns/net")) not in networks:
+                if (network := os.readlink(place / "ns/net")) not in networks:
                     networks.add(network)  # its sockets, also those that no process has yet, or any more
-                    total += Path(f"/proc/{pid}/net/unix").read_bytes().count(b"\n") * _SOCKET
+                    total += (place / "net/unix").read_bytes().count(b"\n") * _SOCKET
         kept = self._of_kernel = {pid: seen for pid, seen in self._of_kernel.items() if pid in processes}
         unseen = [pid for pid in processes if pid not in kept]
         for pid in [*unseen[:1], *[*kept][:1]]:
@@ -79,14 +81,28 @@ class MemoryOfProcesses:
         return total
 
 
+def _thread_of(pid: int) -> tuple[Path, str]:
+    """Folder and status of a thread that tells of its process, as the first does not when it has ended."""
+    for _ in range(10):
+        threads = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda place: place.name != str(pid))
+        for place in threads:
+            with suppress(OSError):
+                if "VmRSS" in (status := (place / "status").read_text(errors="replace")):
+                    return place, status
+        if len(threads) < 2:
+            return Path(f"/proc/{pid}"), ""
+    return Path(f"/proc/{pid}"), _HIDDEN  # each was replaced by another before it could be read
+
+
 def _of_kernel(pid: int) -> tuple[int, set[str]]:
     """Bytes that the kernel keeps for a process, and its pipes, which it may share."""
     total, pipes = 0, set()
     with suppress(OSError):
-        with open(f"/proc/{pid}/maps", "rb") as file:
+        with open(_thread_of(pid)[0] / "maps", "rb") as file:
             maps = file.read(_MAPS)
-        total += (maps.count(b"\n") if len(maps) < _MAPS else 1 << 16) * _MAPPING
-        total += maps.count(b"/dev/zero (deleted)\n") * LARGEST_SHARED
+        total += maps.count(b"\n") * _MAPPING
+        unread = (len(maps) == _MAPS) << 16
+        total += (maps.count(b"/dev/zero (deleted)\n") + unread) * LARGEST_SHARED
         for task in Path(f"/proc/{pid}/task").iterdir():  # they may have descriptors of their own
             names = [os.readlink(place) for place in (task / "fd").iterdir()]
             pipes |= {name for name in names if name.startswith("pipe:")}

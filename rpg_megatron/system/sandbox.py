@@ -105,6 +105,7 @@ _REFUSED = {
     "userfaultfd": (323, 282),
     "perf_event_open": (298, 241),
     "bpf": (321, 280),
+    "landlock_create_ruleset": (444, 444),
     "syslog": (103, 116),
 }
 _LIMITED = {
@@ -112,6 +113,8 @@ _LIMITED = {
     "clone3": (435, 435),
     "fcntl": (72, 25),
     "mmap": (9, 222),
+    "prctl": (157, 167),
+    "setsockopt": (54, 208),
     "socket": (41, 198),
     "socketpair": (53, 199),
 }
@@ -122,8 +125,8 @@ type _Instruction = tuple[int, int, int, int]
 # Instructions of filters: load a word of the call (number, architecture, arguments), compare, answer.
 _LOAD, _EQUAL, _ABOVE, _ANY_OF, _AND, _ANSWER = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
 _REFUSE = (_ANSWER, 0, 0, _DENY)
-_NEW_NAMESPACES, _SET_PIPE_SIZE, _SHARED = 0x7E020000, 1031, 0x21
-"""Flags of clone(2), a command of fcntl(2), and MAP_SHARED | MAP_ANONYMOUS of mmap(2)."""
+_NEW_NAMESPACES, _SET_PIPE_SIZE, _SHARED, _FUTEX_HASH = 0x7E020000, 1031, 0x21, 78
+"""Flags of clone(2), a command of fcntl(2), MAP_SHARED | MAP_ANONYMOUS of mmap(2), an option of prctl(2)."""
 _X32 = 1 << 30
 """Calls of x86_64 for pointers of 32 bits have numbers from here."""
 
@@ -205,16 +208,20 @@ def program_filter() -> bytes:
     """The filter of a model's programs, as ``bwrap --seccomp`` reads it; empty on an unknown machine."""
     if platform.machine() not in _MACHINES:
         return b""
-    clone, clone3, fcntl, mmap, socket_, socketpair = _numbers(_LIMITED)
+    clone, clone3, fcntl, mmap, prctl, setsockopt, socket_, socketpair = _numbers(_LIMITED)
     rules = [(number, _DENY) for number in _numbers(_REFUSED)]
     rules.append((clone3, _NO_SUCH_CALL))  # libc then uses clone, whose flags can be seen
     # Of datagrams, a socket keeps those of many others.
     streams = [(_LOAD, 0, 0, 16), (_EQUAL, 0, 3, socket.AF_UNIX), (_LOAD, 0, 0, 24), (_AND, 0, 0, 15)]
     streams += [(_EQUAL, 0, 1, socket.SOCK_DGRAM), _REFUSE]
+    buffer = [(_LOAD, 0, 0, 24), (_EQUAL, 0, 3, socket.SOL_SOCKET), (_LOAD, 0, 0, 32)]
+    buffer += [(_EQUAL, 0, 1, socket.SO_SNDBUF), _REFUSE]
     large = [(_LOAD, 0, 0, 28), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 24), (_ABOVE, 0, 1, LARGEST_SHARED)]
     special = [
         *_when(clone, [(_LOAD, 0, 0, 16), (_ANY_OF, 0, 1, _NEW_NAMESPACES), _REFUSE]),
         *_when(fcntl, [(_LOAD, 0, 0, 24), (_EQUAL, 0, 1, _SET_PIPE_SIZE), _REFUSE]),
+        *_when(prctl, [(_LOAD, 0, 0, 16), (_EQUAL, 0, 1, _FUTEX_HASH), _REFUSE]),
+        *_when(setsockopt, buffer),
         *_when(socket_, streams),
         *_when(socketpair, streams),
         # What is shared without a file is seen by the number of its mappings only, not by their size.

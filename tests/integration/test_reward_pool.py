@@ -81,6 +81,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "odd_reward.py").write_text(ODD)
     (tmp_path / "broken_reward.py").write_text("1 / 0\n")
     (tmp_path / "fatal_reward.py").write_text("import os; os.abort()\n")
+    (tmp_path / "leaving_reward.py").write_text("raise SystemExit(5)\n")
     monkeypatch.chdir(tmp_path)
     return "odd_reward:reward"
 
@@ -310,6 +311,7 @@ def test_a_schedulers_warning_leaves_the_fork_server(
         ("odd_reward:constant", "is a int, not a function"),
         ("broken_reward:reward", "importing broken_reward fails: ZeroDivisionError"),
         ("fatal_reward:reward", "ended the process (exit code -6)"),
+        ("leaving_reward:reward", "exit code 5"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_one_message(odd: str, name: str, says: str) -> None:

@@ -9,6 +9,7 @@ kernel keeps for locks of files and for descriptors in transit.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import subprocess
@@ -107,6 +108,16 @@ TOO_MUCH: dict[str, str] = {
     " try:\n  while True: k.send(bytes(65536))\n except BlockingIOError: k.close()",
     "many small shared mappings": "import mmap\nx = []\nwhile True:\n"
     " m = mmap.mmap(-1, 1 << 20); m.write(bytes(1 << 20)); m.madvise(4); x.append(m)",
+    "shared memory behind many mappings": "import mmap\nm = c.mmap; m.argtypes = [ctypes.c_size_t] * 6\n"
+    "x = [mmap.mmap(-1, 1 << 20) for _ in range(400)]\n"
+    "for i in range(20000): m(0, 4096, i & 1, 34, 2**64 - 1, 0)\n"
+    "for s in x: s.write(bytes(1 << 20)); s.madvise(4)\nimport time; time.sleep(1)",
+    "memory of a process whose first thread has ended": "import threading, time\n"
+    "def run():\n time.sleep(0.1); x = [bytearray(b'1' * (1 << 20)) for _ in range(500)]; time.sleep(5)\n"
+    "threading.Thread(target=run).start()\nc.syscall(EXIT, 0)",
+    "large sockets": "import socket\nsocket.socketpair()[0].setsockopt(socket.SOL_SOCKET, 7, 9)",
+    "rules of Landlock": "assert c.syscall(444, b'\\1' + bytes(7), 8, 0) >= 0",
+    "a table of futexes": "assert c.prctl(78, 1, ctypes.c_ulong(1 << 20), 0, 0) == 0",
     "memory of many": FORK.format("x = bytearray(b'1' * (900 << 20))"),
     "mappings": FORK.format(
         "import ctypes; m = ctypes.CDLL(None).mmap; m.argtypes = [ctypes.c_size_t] * 6\n"
@@ -145,9 +156,10 @@ def sandboxes() -> Iterator[Sandboxes]:
 
 def numbered(code: str) -> str:
     machine = os.uname().machine == "x86_64"
-    return BEGIN + code.replace("KEY", "248" if machine else "217").replace(
-        "CLONE", "56" if machine else "220"
-    )
+    numbers = {"KEY": (248, 217), "CLONE": (56, 220), "EXIT": (60, 93)}
+    for name, (here, there) in numbers.items():
+        code = code.replace(name, str(here if machine else there))
+    return BEGIN + code
 
 
 @pytest.mark.parametrize("what", LEAKS)
@@ -208,7 +220,7 @@ def test_strange_paths_are_told(sandboxes: Sandboxes, what: str) -> None:
 def test_strange_calls_are_told(sandboxes: Sandboxes) -> None:
     async def main() -> None:
         sandbox = await sandboxes.open()
-        for seconds in (float("nan"), -1.0):
+        for seconds in (float("nan"), -1.0, 0.0):
             with pytest.raises(ValueError, match="give a number above 0"):
                 await sandbox.exec(["sleep", "100"], seconds=seconds)
         for command in ([], ["echo", "\0"], ["echo", "\ud800"], [None], ["echo", "x" * 200_000]):
@@ -216,6 +228,43 @@ def test_strange_calls_are_told(sandboxes: Sandboxes) -> None:
             assert result.code == 127
             assert result.output.startswith("this command cannot be run: ")
         assert await sandbox.exec(["cat"], input="\ud800") == SandboxResult("?", 0)
+        sandbox.close()
+
+    asyncio.run(main())
+
+
+def test_a_command_is_a_program_and_no_option_of_ours(sandboxes: Sandboxes) -> None:
+    """As root, ``setpriv`` starts it: it would leave a program the right to become root."""
+
+    async def main() -> None:
+        sandbox = await sandboxes.open()
+        rights = ["--inh-caps=+setuid", "--ambient-caps=+setuid"]
+        for options in (rights, ["--bind", "/", "/tmp"], ["--help"]):
+            result = await sandbox.exec([*options, "sh", "-c", "id; echo started"])
+            assert result.code == 127, result
+            assert "started" not in result.output
+        sandbox.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("line", ["bwrap: cannot start", "bwrap: execvp x"])
+def test_a_program_cannot_say_that_it_has_not_run(sandboxes: Sandboxes, line: str) -> None:
+    """Who grades it would blame the machine, and try again or leave it out."""
+    (result,) = run(sandboxes, f"echo {line}; exit 1", program="sh")
+    assert result == SandboxResult(f"{line}\n", 1)
+
+
+def test_calls_wait_for_each_other(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for one that was cancelled, whose program goes on: the sandbox answers, only later."""
+    monkeypatch.setattr("rpg_megatron.environments.sandbox._GRACE", 0.5)
+
+    async def main() -> None:
+        sandbox = await sandboxes.open()
+        calls = [sandbox.exec(["sleep", "0.9"], seconds=1.0) for _ in range(4)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sandbox.exec(["sleep", "0.9"], seconds=1.0), 0.1)
+        assert all(result.ended in ("", "time") for result in await asyncio.gather(*calls))
         sandbox.close()
 
     asyncio.run(main())
@@ -343,6 +392,20 @@ def test_another_user_has_the_same_sandboxes() -> None:
     assert fourth == "('', None, 'memory')"
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("seconds", math.nan), ("seconds", 0.0), ("seconds", math.inf), ("files_mib", 0), ("output", -1)],
+)
+def test_limits_that_are_none_are_refused(setting: str, value: float) -> None:
+    """With nan no call would end, and files of 0 MiB are to the kernel files without a limit."""
+    limits: dict[str, Any] = {setting: value}
+    assert find_problem(SandboxLimits(**limits)) == f"{setting} is {value}; give a number above 0"
+
+
+def test_too_little_memory_is_told() -> None:
+    assert "limit of memory: too low for any program" in (find_problem(SandboxLimits(memory_mib=1)) or "")
+
+
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> str | None:
     (folder / "bwrap").write_text(f"#!/bin/sh\n{says}\n")
     (folder / "bwrap").chmod(0o755)
@@ -360,8 +423,10 @@ def test_what_a_machine_lacks_is_told_before_anything_starts(
     refused = stand_in(tmp_path, monkeypatch, no_rights)
     assert refused is not None
     assert "bwrap cannot make a sandbox (bwrap: No permissions); it needs Linux 5.14 and user" in refused
-    (tmp_path / "bwrap").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "bwrap").write_text("#!/no/such\n")
+    assert "bwrap cannot make a sandbox (this command cannot be run: " in (find_problem() or "")
+    (tmp_path / "bwrap").unlink()
     standard_tools._problem.cache_clear()
     with pytest.raises(
         ValidationError, match=r"install the package bubblewrap \(0.4 or newer\) on each node"

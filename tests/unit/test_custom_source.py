@@ -60,6 +60,21 @@ def ends():
     os._exit(3)
     yield
 
+def dies_within_a_row():
+    yield {"q": "1", "a": "1"}
+    pipes = [n for n in range(3, 32) if os.path.exists(f"/proc/self/fd/{n}")]
+    for n in pipes:
+        if os.readlink(f"/proc/self/fd/{n}").startswith("pipe:"):
+            os.write(n, b'{"row": {"q": "2')
+    os._exit(0)
+
+def leaves():
+    yield {"q": "1", "a": "1"}
+    exit(0)
+
+def pairs():
+    yield {("q", 1): "1", "a": "1"}
+
 def warned():
     import signal, subprocess
     os.kill(os.getpid(), signal.SIGTERM)
@@ -132,6 +147,12 @@ def test_a_resumed_run_has_the_same_prompts_or_is_refused() -> None:
         (data("broken"), "own_source_of_test.py:22: RuntimeError: no more; fix it"),
         (data("odd"), "own_source_of_test:odd: row 2: it is a str; yield a dict of columns"),
         (data("ends"), "data.source: own_source_of_test:ends ended its process (exit code 3); fix it"),
+        (
+            data("dies_within_a_row"),
+            "own_source_of_test:dies_within_a_row ended its process (exit code 0); fix",
+        ),
+        (data("leaves"), "SystemExit: 0; fix it"),
+        (data("pairs"), "own_source_of_test:pairs: row 1: it is no JSON object (keys must be str, int"),
     ],
 )
 def test_what_is_wrong_is_one_line(settings: DataSettings, message: str) -> None:

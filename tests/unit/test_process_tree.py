@@ -21,6 +21,12 @@ BEGIN = "import mmap, os, select, socket, sys, threading, time, ctypes\nsys.stdi
 KINDS: dict[str, tuple[str, int]] = {
     "memory": ("x = bytearray(b'1' * (50 << 20))", 50 * MIB),
     "memory of a child": ("os.fork() or [bytearray(b'1' * (50 << 20)), time.sleep(100)]", 50 * MIB),
+    "memory of a process whose first thread has ended": (
+        "def run():\n time.sleep(0.1); x = bytearray(b'1' * (50 << 20))\n"
+        " print('taken', flush=True); time.sleep(99)\n"
+        "threading.Thread(target=run).start()\nctypes.CDLL(None).syscall(EXIT, 0)",
+        50 * MIB,
+    ),
     "pipes": ("x = [os.pipe() for _ in range(100)]", 100 << 16),
     "links of epoll": ("x = [select.epoll() for _ in range(100)]", 100 << 16),
     "mappings": (
@@ -43,6 +49,7 @@ KINDS: dict[str, tuple[str, int]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_memory_is_seen(kind: str) -> None:
     code, least = KINDS[kind]
+    code = code.replace("EXIT", "60" if os.uname().machine == "x86_64" else "93")
     code = BEGIN + code + "\nprint('taken', flush=True)\ntime.sleep(100)"
     memory = MemoryOfProcesses([])
     pipe = subprocess.PIPE
