@@ -52,8 +52,7 @@ def test_programs_that_go_on_are_started_here_only() -> None:
     """Each ends with its parent then, and Ctrl-C is its parent's."""
     folder = Path(child.__file__).parents[1]
     files = [file for file in folder.rglob("*.py") if "Popen(" in file.read_text(encoding="utf-8")]
-    # The reaper outlives the launcher; a sandbox's programs are ended after each call.
-    known = {"system/child.py", "launcher/reaper.py", "environments/sandbox_process.py"}
+    known = {"system/child.py", "launcher/reaper.py"}  # the latter outlives the launcher
     assert {str(file.relative_to(folder)) for file in files} == known
 
 
