@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import pytest
 from pydantic import ValidationError
 
 from rpg_megatron.config import UserError
-from rpg_megatron.environments import standard_tools
+from rpg_megatron.environments import sandbox_process, standard_tools
 from rpg_megatron.environments.sandbox import Sandbox, Sandboxes, SandboxResult
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.environments.tools import ToolUse
@@ -433,3 +433,23 @@ def test_what_a_machine_lacks_is_told_before_anything_starts(
     ):
         ToolUse(tools=["python"])
     standard_tools._problem.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "users"),
+    [
+        ("0 0 4294967295", {1_000_000_000 + 7}),  # no user namespace
+        ("0 1000 1\n1 100000 65536", range(32_769, 65_537)),  # rootless, with subordinate users
+        ("0 100000 65536", range(32_768, 65_536)),
+    ],
+)
+def test_the_user_of_roots_programs_is_one_that_the_container_has(
+    uid_map: str, users: Collection[int]
+) -> None:
+    assert sandbox_process._own_user(uid_map, 7) in users
+    assert len({sandbox_process._own_user(uid_map, pid) for pid in range(30_000)}) == 30_000
+
+
+def test_root_that_is_the_only_user_is_told() -> None:
+    with pytest.raises(OSError, match="the only user of this container; run as another user than root"):
+        sandbox_process._own_user("0 1000 1", 7)
