@@ -221,13 +221,15 @@ class Cluster:
 
     def pump(self, *, nodes_matter: bool = True) -> None:
         """Take reports. Raises RunFailed or UserError if a node is lost, if that matters, or has failed."""
+        lost = {}
         for node, agent in self._agents.items():
             for message in agent.receive():
                 self._handle(node, message)
-        for node, agent in self._agents.items():
-            if agent.lost and nodes_matter:
-                problem = f"{self.name(node)} is lost: {agent.lost}"
-                raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
+            if agent.lost:  # now: what ``receive`` of another reads may be the last words of this one
+                lost[node] = agent.lost
+        for node, why in lost.items() if nodes_matter else ():
+            problem = f"{self.name(node)} is lost: {why}"
+            raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
 
     def dismiss(self, error: BaseException | None) -> None:
         """Ask the other nodes to end their processes. error: the reason; None after success."""
