@@ -219,15 +219,17 @@ class Cluster:
         # One failure causes others: user errors first, then signals, then the oldest log.
         return sorted(dead, key=lambda p: (user_error(p) is None, (p.code or 0) > 0, _modified(p.log)))
 
-    def pump(self, *, nodes_matter: bool = True) -> None:
-        """Take reports. Raises RunFailed or UserError if a node is lost, if that matters, or has failed."""
+    def pump(self) -> None:
+        """Take reports. Raises RunFailed or UserError if a node is lost or has failed."""
+        lost = {}
         for node, agent in self._agents.items():
             for message in agent.receive():
                 self._handle(node, message)
-        for node, agent in self._agents.items():
-            if agent.lost and nodes_matter:
-                problem = f"{self.name(node)} is lost: {agent.lost}"
-                raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
+            if agent.lost:  # now: what ``receive`` of another reads may be the last words of this one
+                lost[node] = agent.lost
+        for node, why in lost.items():
+            problem = f"{self.name(node)} is lost: {why}"
+            raise RunFailed(problem, Failure(problem, machine=True, nodes=(self._host(node),)))
 
     def dismiss(self, error: BaseException | None) -> None:
         """Ask the other nodes to end their processes. error: the reason; None after success."""

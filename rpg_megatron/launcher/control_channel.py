@@ -16,7 +16,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ class _Socket:
         self.zmq.reconnect_ivl = -1
         self.zmq.maxmsgsize = _MAX_MESSAGE_BYTES
         events = _OPENED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._events = self.zmq.get_monitor_socket(events)
+        self.zmq.monitor("inproc://events", events)
+        self._events = self._context.socket(zmq.PAIR)
+        self._events.rcvhwm = 0  # a full queue would stop ZeroMQ's thread, and with it the heartbeats
+        self._events.connect("inproc://events")
 
     def ended(self) -> list[tuple[int, str]]:
         """Descriptors of connections that have ended since the last call, and why."""
@@ -70,9 +73,7 @@ class _Socket:
             event = recv_monitor_message(self._events)
             kind, descriptor = event["event"], int(event["value"])
             if kind & _OPENED:
-                self.open[descriptor] = None
-                with suppress(OSError):  # it has ended already
-                    self.open[descriptor] = socket.socket(fileno=os.dup(descriptor))
+                self.open[descriptor] = _copy(descriptor)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.authenticated = True
             elif descriptor in self.open:
@@ -93,13 +94,26 @@ class _Socket:
 
     def _why_ended(self, connection: socket.socket | None) -> str:
         """ZeroMQ ends a connection after a silence, and when the other end does, without telling which."""
+        silent = False
         if connection is not None:
-            with connection, suppress(BlockingIOError):
-                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    raise BlockingIOError
-                return "its launcher has exited"
-            return f"it was silent for {self._silence:.0f} s (cluster.silence)"
-        return "its launcher has exited"
+            with connection, suppress(ConnectionError):
+                try:
+                    silent = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+                except (BlockingIOError, TimeoutError):
+                    silent = True
+        after = f"it was silent for {self._silence:.0f} s (cluster.silence)"
+        return after if silent else "its launcher has exited"
+
+
+def _copy(descriptor: int) -> socket.socket | None:
+    """A copy of a connection's descriptor; None if it has ended: the descriptor may be a file's by now."""
+    with suppress(OSError), ExitStack() as undo:
+        copy = os.dup(descriptor)
+        undo.callback(os.close, copy)
+        connection = socket.socket(fileno=copy)
+        undo.pop_all()
+        return connection
+    return None
 
 
 class ControlChannel:
@@ -187,6 +201,9 @@ class RendezvousServer:
         self._settings, self._nodes = settings, nodes
         self._by_connection: dict[int, int] = {}
         """Descriptor of a connection -> the node that has joined over it."""
+        self._ended: list[tuple[int, str]] = []
+        self._stray = ""
+        """What is wrong with a launcher that wants to join."""
         self._file = rendezvous_file(settings, nodes)
         self.socket = _Socket(zmq.ROUTER, self.token, settings.cluster.silence)
         try:
@@ -210,23 +227,34 @@ class RendezvousServer:
 
     def pump(self) -> None:
         """Receive the messages of all nodes; notice which are lost."""
-        ended = self.socket.ended()  # before the messages: those that arrived before the end are received
+        # Before the messages: those that arrived before the end are received.
+        ended, self._ended = [*self._ended, *self.socket.ended()], []
+        # Of connections over which nodes joined earlier: others may have their descriptors by now.
+        lost = {self._by_connection.pop(d): why for d, why in ended if d in self._by_connection}
         with suppress(zmq.Again):
             while True:
                 sender, body = self.socket.zmq.recv_multipart(zmq.NOBLOCK, copy=False)
                 node, message = int(sender.bytes), json.loads(body.bytes)
-                if message["kind"] == "join":
+                if message["kind"] == "join" and message["nodes"] != self._nodes.count:
+                    self._stray = f"node {node} ({message['host']}) was started for {message['nodes']} nodes"
+                elif node not in self.channels:
+                    continue
+                elif message["kind"] == "join":
                     self._by_connection[body.get(zmq.SRCFD)] = node
                     self.joined[node], self.channels[node].lost = message, ""
+                    lost.pop(node, None)
                 else:
                     self.channels[node].inbox.append(message)
+        self._ended = self.socket.ended()  # whose last messages may not be here yet
         for descriptor, why in ended:
-            # Another connection may have its descriptor by now.
             if descriptor in self._by_connection and descriptor not in self.socket.open:
-                self.channels[self._by_connection.pop(descriptor)].lost = why
+                lost[self._by_connection.pop(descriptor)] = why  # it has joined and ended
+        for node, why in lost.items():
+            self.channels[node].lost = why
 
     def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
-        """Wait until all nodes have joined. Raises RunFailed after a timeout.
+        """Wait until all nodes have joined. Raises RunFailed after a timeout, UserError if one was started
+        for another number of nodes.
 
         poll: called while waiting; may raise. status: called with the nodes that are missing.
         """
@@ -237,6 +265,8 @@ class RendezvousServer:
             poll()
             time.sleep(0.1)
             self.pump()
+            if self._stray:
+                raise UserError(f"{self._stray}, this one for {self._nodes.count}; give all the same --nodes")
             if time.monotonic() > end:
                 seconds = self._settings.cluster.join_timeout
                 problem = f"{names} did not join within {seconds:.0f} s (cluster.join_timeout)"

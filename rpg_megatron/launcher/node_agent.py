@@ -239,6 +239,7 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             ports = _free_ports(address, len(assignment.engines))
             channel.send(
                 "join",
+                nodes=nodes.count,
                 host=nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname(),
                 address=address,
                 ports=ports,

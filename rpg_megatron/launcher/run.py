@@ -303,7 +303,8 @@ class RunLauncher:
         end = min((self._warned or now) + self._settings.checkpoint.grace, now + _KEEP_SECONDS)
         while self._sampler.code is None and time.monotonic() < end and self._signals.count < 2:
             self._progress.pump(0.1)
-            self._cluster.pump(nodes_matter=False)
+            with contextlib.suppress(RunFailed, UserError):  # other nodes are no longer needed
+                self._cluster.pump()
 
     def _check_nodes(self) -> None:
         """Receive what the nodes report. Raises UserError or RunFailed if one of them fails or is lost."""

@@ -219,3 +219,31 @@ def test_a_node_that_does_not_come_is_named(pair) -> None:
     nodes.start(0, "cluster.join_timeout=2")
     assert nodes.finish() == [1]
     assert nodes.err(0).startswith("error: node 1 did not join within 2 s (cluster.join_timeout)")
+
+
+def test_a_node_that_fails_after_the_state_is_saved_changes_nothing(pair, tmp_path: Path) -> None:
+    """The sampler, which keeps the groups of the unfinished step, is all that is waited for."""
+    saves = "signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); (here / name).touch()"
+    keeps = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(5), os._exit(0))); (here / name).touch()"
+    nodes = pair(rank_0=saves, rank_1=saves, sampler=keeps)
+    fails = """
+receive = follower.NodeAgent.receive
+def fail(agent):
+    if agent._spec.rank and os.path.exists(os.path.join(os.path.dirname(__file__), "break")):
+        raise OSError("the disk broke")
+    return receive(agent)
+follower.NodeAgent.receive = fail
+launcher.list_steps = lambda folder: {1: folder / "step_1"}
+cli.main()"""
+    (tmp_path / "driver.py").write_text(DRIVER.replace("cli.main()", fails))
+    nodes.begin()
+    nodes.go()
+    names = ("rank_0", "rank_1", "sampler")
+    wait_for(lambda: all((tmp_path / name).exists() for name in names), 30, nodes.logs)
+    nodes.launchers[0].send_signal(signal.SIGUSR1)
+    log = "runs/*/logs/launcher_1.log"
+    wait_for(lambda: any("rank_1 ended" in f.read_text() for f in tmp_path.glob(log)), 30, nodes.logs)
+    time.sleep(2.0)  # the first launcher waits for the sampler
+    (tmp_path / "break").touch()
+    assert nodes.finish() == [75, 1], nodes.logs()
+    assert nodes.err(0).startswith("stopped: SIGUSR1; rerun the same command to resume")

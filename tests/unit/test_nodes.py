@@ -229,7 +229,7 @@ def test_nodes_meet_though_strangers_knock(settings: Settings) -> None:
         silent = socket.create_connection((endpoint.address, endpoint.port))  # says nothing, blocks nobody
         guess = dataclasses.replace(endpoint, token="a guess")
         stranger = ControlChannel(1, guess, settings.cluster.silence)
-        stranger.send("join", node=1, host="stranger")
+        stranger.send("join", nodes=2, host="stranger")
         assert not stranger.wait(1.0, host.pump)
         assert host.joined == {}
 
@@ -240,7 +240,7 @@ def test_nodes_meet_though_strangers_knock(settings: Settings) -> None:
         thread.start()
         thread.join(20)
         channel = results[0][0]
-        channel.send("join", host="b")
+        channel.send("join", nodes=2, host="b")
         host.wait(lambda: None, lambda _: None)
         assert host.joined[1]["host"] == "b"
         assert not file.exists()
