@@ -43,7 +43,7 @@ _POLL, _FASTEST = 0.005, 2 << 30
 _LARGEST = 8 << 20
 """Bytes of a file that can be read: it is one line of the connection."""
 _FIRST_USER = 1_000_000_000
-"""As root, the user of a sandbox's programs is this plus its pid: nobody else's. Containers may have fewer."""
+"""As root, the user of a sandbox's programs is this plus its pid: nobody else's. Containers may have few."""
 _OF_APPTAINER, _OF_APPTAINER_PROCESSES = 128, 8
 """MiB and processes of Apptainer itself, which are not counted."""
 _OF_BWRAP_PROCESSES = 3
