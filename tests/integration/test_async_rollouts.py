@@ -216,14 +216,18 @@ async def interrupted(
     try:
         for version in range(3):
             await sync(version)
-            before = await sampled_tokens(engine)
+            before, _ = await sampled_tokens(engine)
             assert sampler._probes is not None
             _, index = await sampler._probes.collect()
-            probes += await fetch(index)
-            # With the weights of this sync. Counted from it on: on a busy machine the engine may have
-            # sampled all that it may sample ahead when the probes are there.
-            while await sampled_tokens(engine) < before + 4 * SIZE * SAMPLES:
-                await asyncio.sleep(0.01)
+            probes += (own := await fetch(index))
+            # With the weights of this sync, besides the probes. Counted from it on: on a busy machine the
+            # engine may have sampled all that it may sample ahead when the probes are there, or soon after.
+            enough = before + sum(len(t.response) for t in own) + 4 * SIZE * SAMPLES
+            idle = 0
+            while idle < 20:
+                tokens, requests = await sampled_tokens(engine)
+                idle = 20 if tokens >= enough else 0 if requests else idle + 1
+                await asyncio.sleep(0.1 if idle else 0.01)
         await sync(3)
         for step in (1, 2, 3):
             batch = await sampler.rollout(step, 3) if step == 1 else await take(sampler, step)
@@ -240,11 +244,12 @@ async def interrupted(
     return batches, probes
 
 
-async def sampled_tokens(engine: Engine) -> float:
-    """Number of tokens that the engine has sampled since its start."""
+async def sampled_tokens(engine: Engine) -> tuple[float, float]:
+    """Number of tokens that the engine has sampled since its start, and of requests that it has."""
     status, text = await asyncio.to_thread(engine.call, "GET", "/metrics/")
     assert status == 200
-    return read_metrics(text)["vllm:generation_tokens_total"]
+    metrics = read_metrics(text)
+    return metrics["vllm:generation_tokens_total"], metrics["vllm:num_requests_running"]
 
 
 async def take(sampler: Sampler, step: int) -> RolloutBatch:
