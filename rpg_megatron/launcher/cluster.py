@@ -45,30 +45,23 @@ class Agent(Protocol):
         ...
 
 
-class Place:
-    """Where a process of the run is: its node, and its log in the run's folder, which all nodes share."""
+class Process:
+    """A process of the run: its node, and its log in the run's folder, which all nodes share."""
 
     def __init__(self, name: str, folder: Path, agent: Agent, node: str, host: str):
-        """name: of the process. node: for messages, empty for this one. host: the node's name."""
+        """name: that of its log. node: for messages, empty for this one. host: the node's name."""
+        self.name = f"{name} on {node}" if node else name
         self.log, self.agent, self.node, self.host = folder / LOGS / f"{name}.log", agent, node, host
         self.log_start = log_size(self.log)
         """Bytes that the log had before the process started."""
+        self.is_rank = name.startswith("rank_")
+        self.code: int | None = None
         self._key, self._opened = name, agent.opened if isinstance(agent, NodeAgent) else {}
 
     @property
     def opened(self) -> IO[bytes] | None:
         """The log as it was when the process started; only on this node."""
         return self._opened.get(self._key)
-
-
-class Process(Place):
-    """A trainer rank, the sampler, or the parent of forked ranks."""
-
-    def __init__(self, name: str, folder: Path, agent: Agent, node: str, host: str):
-        super().__init__(name, folder, agent, node, host)
-        self.name = f"{name} on {node}" if node else name
-        self.is_rank = name.startswith("rank_")
-        self.code: int | None = None
 
     def exit_code(self) -> int | None:
         """None while it runs, as far as is known."""
@@ -80,14 +73,15 @@ class Process(Place):
             self.agent.send("warn", name=self._key)
 
 
-class Engine(Place):
+class Engine:
     """An engine, and what the launcher knows of it."""
 
-    def __init__(
-        self, index: int, folder: Path, agent: Agent, node: str, host: str, address: Path | str, token: str
-    ):
-        super().__init__(f"engine_{index}", folder, agent, node, host)
+    def __init__(self, index: int, process: Process, address: Path | str, token: str):
         self.index, self.address, self._token = index, address, token
+        self.log, self.agent, self.node, self.host = process.log, process.agent, process.node, process.host
+        self.log_start = process.log_start
+        """Where in the log its last start begins, in bytes; once it is up, where its work begins."""
+        self._process = process
         self.incarnation = 0
         """How often it was restarted."""
         self.runs = False
@@ -101,6 +95,11 @@ class Engine(Place):
         self.death: tuple[str, int] | None = None
         """How and after which step it died last, if its log tells how."""
         self._started = 0.0
+
+    @property
+    def opened(self) -> IO[bytes] | None:
+        """See ``Process.opened``."""
+        return self._process.opened
 
     def start(self) -> None:
         """Start it; does not wait."""
@@ -188,7 +187,9 @@ class Cluster:
                 if node:
                     facts = self._joined[node]
                     address = urls[index] = f"http://{facts['address']}:{facts['ports'][i]}"
-                self.engines[index] = Engine(index, *self._place(node), address, self.token)
+                self.engines[index] = Engine(
+                    index, self._process(f"engine_{index}", node), address, self.token
+                )
         write_addresses(agent.workspace.work, urls)
 
     def start_here(self, name: str, command: list[str], environment: dict[str, str]) -> Process:
@@ -249,11 +250,12 @@ class Cluster:
             return self.nodes.hosts[node]
         return str(self._joined[node]["host"]) if node else own_host()
 
-    def _place(self, node: int) -> tuple[Path, Agent, str, str]:
-        return self._folder, self._agents[node], self.name(node) if node else "", self._host(node)
+    def _process(self, name: str, node: int) -> Process:
+        node_name = self.name(node) if node else ""
+        return Process(name, self._folder, self._agents[node], node_name, self._host(node))
 
     def _add(self, name: str, node: int) -> None:
-        self.processes[name] = Process(name, *self._place(node))
+        self.processes[name] = self._process(name, node)
 
     def _send_others(self, kind: str, **facts: Any) -> None:
         for node, agent in self._agents.items():
