@@ -36,6 +36,7 @@ from tests.support.bridge_trainers import ALONE, alone_params, published
 from tests.support.engine import Engine, running_engines
 
 SIZE, SAMPLES = 4, 4
+MOST_VERSIONS = 20
 
 
 def settings_in(folder: Path, model: Path, **changes: Any) -> Settings:
@@ -101,12 +102,12 @@ def test_tokens_are_those_of_the_version_that_they_name(
     batches, probes = asyncio.run(interrupted(engine, settings, weights, tmp_path))
     trajectories = [t for batch in batches for t in batch]
     assert [t.ticket for t in trajectories[::SAMPLES]] == list(range(len(batches) * SIZE))
-    versions = {v for t in trajectories for v in t.versions.tolist()}
-    assert {0, 1, 2} <= versions
-    assert max(len(set(t.versions.tolist())) for t in trajectories) >= 3  # two updates within a response
-    assert {v for t in probes for v in t.versions.tolist()} == {0, 1, 2, 3}
+    assert {0, 1, 2} <= versions_of(trajectories)
+    assert two_updates_within(trajectories)
+    newest = max(versions_of(probes))
+    assert versions_of(probes) == set(range(newest + 1))
     sampled = [*trajectories, *probes]
-    for version in range(4):
+    for version in range(newest + 1):
         folder = weights.exported(version, tmp_path / f"version-{version}")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for t in sampled:
@@ -194,7 +195,11 @@ def answer(engine: Engine, prompt: list[int]) -> tuple[list[int], np.ndarray]:
 async def interrupted(
     engine: Engine, settings: Settings, weights: Weights, folder: Path
 ) -> tuple[list[list[Trajectory]], list[Trajectory]]:
-    """Three batches, with updates while they are sampled; and all probes."""
+    """Batches with updates while they are sampled, three or more; and all probes.
+
+    How far the engine samples between two updates is its own matter, on a busy machine most of all. So there
+    are updates until the batches hold what the test is about.
+    """
     (folder / "rollouts").mkdir()
     work, tokenizer = engine.process.socket.parent, load_tokenizer(settings.model.path)
     clients = [EngineClient(0, engine.process.socket, engine.token, timeout=120)]
@@ -211,31 +216,38 @@ async def interrupted(
             result = await sampler.sync(manifest, version, False)
         assert len(result.reports) == 1
 
+    async def sampled_between_updates() -> list[Trajectory]:
+        """Wait until the engine has sampled something with these weights; returns the probes."""
+        before, _ = await sampled_tokens(engine)
+        assert sampler._probes is not None
+        _, index = await sampler._probes.collect()
+        own = await fetch(index)
+        # Besides the probes. Counted from the update on: on a busy machine the engine may have sampled all
+        # that it may sample ahead when the probes are there, or soon after.
+        enough = before + sum(len(t.response) for t in own) + 4 * SIZE * SAMPLES
+        idle = 0
+        while idle < 20:
+            tokens, requests = await sampled_tokens(engine)
+            idle = 20 if tokens >= enough else 0 if requests else idle + 1
+            await asyncio.sleep(0.1 if idle else 0.01)
+        return own
+
     batches: list[list[Trajectory]] = []
     probes: list[Trajectory] = []
     try:
-        for version in range(3):
+        for version in range(MOST_VERSIONS):
             await sync(version)
-            before, _ = await sampled_tokens(engine)
-            assert sampler._probes is not None
-            _, index = await sampler._probes.collect()
-            probes += (own := await fetch(index))
-            # With the weights of this sync, besides the probes. Counted from it on: on a busy machine the
-            # engine may have sampled all that it may sample ahead when the probes are there, or soon after.
-            enough = before + sum(len(t.response) for t in own) + 4 * SIZE * SAMPLES
-            idle = 0
-            while idle < 20:
-                tokens, requests = await sampled_tokens(engine)
-                idle = 20 if tokens >= enough else 0 if requests else idle + 1
-                await asyncio.sleep(0.1 if idle else 0.01)
-        await sync(3)
-        for step in (1, 2, 3):
-            batch = await sampler.rollout(step, 3) if step == 1 else await take(sampler, step)
+            if version < 3:
+                probes += await sampled_between_updates()
+                continue
+            batch = await sampler.rollout(version - 2, version)
             assert isinstance(batch, RolloutBatch)
+            assert batch.probes is not None
             batches.append(await fetch(batch.index))
-            if step == 1:
-                assert batch.probes is not None
-                probes += await fetch(batch.probes)
+            probes += await fetch(batch.probes)
+            fetched = [t for batch in batches for t in batch]
+            if len(batches) >= 3 and {0, 1, 2} <= versions_of(fetched) and two_updates_within(fetched):
+                break
     finally:
         sampler.dispatcher.close()
         worker.close()
@@ -252,12 +264,13 @@ async def sampled_tokens(engine: Engine) -> tuple[float, float]:
     return metrics["vllm:generation_tokens_total"], metrics["vllm:num_requests_running"]
 
 
-async def take(sampler: Sampler, step: int) -> RolloutBatch:
-    """A batch without a sync before it, so without probes."""
-    sampler._probes = None
-    batch = await sampler.rollout(step, 3)
-    assert isinstance(batch, RolloutBatch)
-    return batch
+def versions_of(trajectories: list[Trajectory]) -> set[int]:
+    return {version for t in trajectories for version in t.versions.tolist()}
+
+
+def two_updates_within(trajectories: list[Trajectory]) -> bool:
+    """Whether there is a response with tokens of three versions."""
+    return any(len(versions_of([t])) >= 3 for t in trajectories)
 
 
 def reference(model: torch.nn.Module, t: Trajectory) -> np.ndarray:

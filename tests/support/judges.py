@@ -100,3 +100,8 @@ def stand_in_judge() -> Iterator[StandInJudge]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        server.close()
+        for connection in (tasks := asyncio.all_tasks(loop)):
+            connection.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
