@@ -17,18 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain, islice
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 MODULUS = 1 << 64
 BLOCK_BYTES = 1 << 20
 """Unaligned slices are copied into aligned blocks of about this size, which fits the cache of a core."""
-DEVICE_BLOCK_BYTES = 64 << 20
-"""Temporary memory of the sums on a GPU."""
-
-_ROW_SEED = 0x9E3779B97F4A7C15
-_WORD_SEED = 0xD1B54A32D192ED03
+ROW_SEED = 0x9E3779B97F4A7C15
+WORD_SEED = 0xD1B54A32D192ED03
 
 
 def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
@@ -42,15 +41,19 @@ def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
 
 
 def checksums(slices: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]:
-    """``checksum`` of each slice. The host waits once for all slices on a GPU."""
-    sums = [_sum_slice(values, start) for values, start in slices]
-    on_device = [x for x in sums if isinstance(x, torch.Tensor)]
-    copied = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [(next(copied) if isinstance(x, torch.Tensor) else x) % MODULUS for x in sums]
+    """``checksum`` of each slice, all on one device. The host waits once for all slices on a GPU."""
+    left = iter(slices)
+    first = list(islice(left, 1))
+    if first and first[0][0].device.type == "cuda":
+        from rpg_megatron.bridge.slice_table import SliceTable, modulo  # needs Triton
+
+        return modulo(SliceTable([*first, *left]).sums())
+    # One after the other: a slice may be a copy that is made when it is asked for.
+    return [_sum_slice(*as_matrix(values, start)) % MODULUS for values, start in chain(first, left)]
 
 
-def _sum_slice(values: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor:
-    """One slice's checksum, not yet reduced modulo MODULUS; for a slice on a GPU a scalar tensor there."""
+def as_matrix(values: torch.Tensor, start: Sequence[int]) -> tuple[torch.Tensor, tuple[int, int]]:
+    """A slice as a matrix, and the index of its first element, as ``checksum`` counts them."""
     if values.dim() == 3 and values.shape[1] == 1 and tuple(start[1:2]) == (0,):
         values, start = values[:, 0], (start[0], start[2])
     if values.dim() > 2 or values.dim() != len(start):
@@ -59,22 +62,25 @@ def _sum_slice(values: torch.Tensor, start: Sequence[int]) -> int | torch.Tensor
         )
     while values.dim() < 2:
         values, start = values[None], (0, *start)
+    return values, (start[0], start[1])
+
+
+def _sum_slice(values: torch.Tensor, start: tuple[int, int]) -> int:
+    """Checksum of a matrix on a CPU, not yet reduced modulo MODULUS."""
     rows, columns = values.shape
     if not rows or not columns:
         return 0
     per_word = 8 // values.element_size()
     first_word, lead = divmod(start[1], per_word)
     words = -(-(lead + columns) // per_word)
-    device = values.device
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    row_weights = _weights(start[0], rows, _ROW_SEED, device, stream)
-    word_weights = _weights(first_word, words, _WORD_SEED, device, stream)
+    row_weights = _weights(start[0], rows, ROW_SEED)
+    word_weights = _weights(first_word, words, WORD_SEED)
     aligned = _as_words(values) if lead == 0 and words * per_word == columns else None
     if aligned is not None:
         return _weighted_sum(aligned, row_weights, word_weights)
     step = max(1, BLOCK_BYTES // (8 * words))
-    block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype, device=values.device)
-    total: int | torch.Tensor = 0
+    block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype)
+    total = 0
     for row in range(0, rows, step):
         part = values[row : row + step]
         block[: len(part), lead : lead + columns].copy_(part)
@@ -96,34 +102,15 @@ def _as_words(values: torch.Tensor) -> torch.Tensor | None:
 
 
 def _weighted_sum(
-    words: torch.Tensor, row_weights: torch.Tensor, word_weights: torch.Tensor
-) -> int | torch.Tensor:
-    if words.device.type != "cpu":
-        return _weighted_sum_on_device(words, row_weights, word_weights)
+    words: torch.Tensor, row_weights: npt.NDArray[np.uint64], word_weights: npt.NDArray[np.uint64]
+) -> int:
     # einsum multiplies and adds in one pass without a temporary; numpy's integers wrap modulo 2**64.
-    w, by_row, by_word = (x.numpy().view(np.uint64) for x in (words, row_weights, word_weights))
-    return int(np.einsum("ij,j->i", w, by_word).dot(by_row))
-
-
-def _weighted_sum_on_device(
-    words: torch.Tensor, row_weights: torch.Tensor, word_weights: torch.Tensor
-) -> torch.Tensor:
-    """The same with torch's signed integers, which wrap equally; temporaries of ``DEVICE_BLOCK_BYTES``."""
-    step = max(1, (DEVICE_BLOCK_BYTES // 8) // words.shape[1])
-    parts = zip(words.split(step), row_weights.split(step), strict=True)
-    sums = [((w * word_weights).sum(1) * r).sum() for w, r in parts]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    return int(np.einsum("ij,j->i", words.numpy().view(np.uint64), word_weights).dot(row_weights))
 
 
 @lru_cache(maxsize=128)
-def _weights(
-    start: int, count: int, seed: int, device: torch.device, stream: torch.cuda.Stream | None
-) -> torch.Tensor:
-    """Odd pseudo-random numbers for the positions ``start .. start + count`` (splitmix64's finaliser), int64.
-
-    They stay on the device: the time of a GPU's checksums is that of the calls per slice, and copying the
-    numbers for each slice was a quarter of it. stream: the current one of a GPU, on which they arrive.
-    """
+def _weights(start: int, count: int, seed: int) -> npt.NDArray[np.uint64]:
+    """Odd pseudo-random numbers for the positions ``start .. start + count``: splitmix64's finaliser."""
     with np.errstate(over="ignore"):
         z = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(seed)
         z ^= z >> np.uint64(30)
@@ -131,6 +118,4 @@ def _weights(
         z ^= z >> np.uint64(27)
         z *= np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
-    weights = torch.from_numpy((z | np.uint64(1)).view(np.int64))
-    # From pinned memory: otherwise the host would wait for all queued work.
-    return weights.pin_memory().to(device, non_blocking=True) if stream is not None else weights.to(device)
+        return z | np.uint64(1)

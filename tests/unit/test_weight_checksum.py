@@ -9,16 +9,7 @@ import random
 import pytest
 import torch
 
-from rpg_megatron.bridge.checksum import (
-    _ROW_SEED,
-    _WORD_SEED,
-    MODULUS,
-    _weighted_sum,
-    _weighted_sum_on_device,
-    _weights,
-    checksum,
-    checksums,
-)
+from rpg_megatron.bridge.checksum import MODULUS, ROW_SEED, WORD_SEED, _weights, checksum
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,9 +19,8 @@ def by_definition(t):
         t = t[None]
     size = t.element_size()
     w = 8 // size
-    device = torch.device("cpu"), None
-    a = _weights(0, t.shape[0], _ROW_SEED, *device).tolist()
-    b = _weights(0, t.shape[1], _WORD_SEED, *device).tolist()
+    a = _weights(0, t.shape[0], ROW_SEED).tolist()
+    b = _weights(0, t.shape[1], WORD_SEED).tolist()
     bits = t.view(BITS[size]).tolist()
     return (
         sum(
@@ -115,25 +105,3 @@ def test_convolutions_over_single_channels_are_matrices():
     t = torch.randn(6, 1, 4)
     parts = checksum(t[:4], (0, 0, 0)) + checksum(t[4:, :, :3], (4, 0, 0)) + checksum(t[4:, :, 3:], (4, 0, 3))
     assert parts % MODULUS == checksum(t, (0, 0, 0)) == checksum(t[:, 0], (0, 0))
-
-
-def test_sums_of_several_slices_on_a_device_are_copied_together(monkeypatch):
-    """What runs on a GPU, here on the CPU: whole words, and rows that are moved into them in blocks."""
-    t = torch.randint(-(2**15), 2**15, (70, 36), dtype=torch.int16)
-    slices = [(t, (0, 0)), (t[3:, 1:7], (3, 1)), (t[0], (0,)), (t[:0], (0, 0)), (t[5:9], (5, 0))]
-    expected = [checksum(*s) for s in slices]
-    monkeypatch.setattr("rpg_megatron.bridge.checksum._weighted_sum", _weighted_sum_on_device)
-    monkeypatch.setattr("rpg_megatron.bridge.checksum.BLOCK_BYTES", 200)
-    monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 300)
-    assert checksums(slices) == expected
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 40)])
-def test_the_sum_for_gpus_is_the_same(shape, monkeypatch):
-    """Its arithmetic runs anywhere; here on the CPU, in blocks of a few rows."""
-    monkeypatch.setattr("rpg_megatron.bridge.checksum.DEVICE_BLOCK_BYTES", 1000)
-    words = torch.randint(-(2**63), 2**63 - 1, shape)
-    device = torch.device("cpu"), None
-    by_row, by_word = _weights(5, shape[0], _ROW_SEED, *device), _weights(9, shape[1], _WORD_SEED, *device)
-    total = int(_weighted_sum_on_device(words, by_row, by_word)) % MODULUS
-    assert total == _weighted_sum(words, by_row, by_word) % MODULUS
