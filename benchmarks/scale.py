@@ -38,7 +38,7 @@ from benchmarks.setup import (
     python_path,
     seconds,
 )
-from rpg_megatron.bridge.manifest import Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.bridge.manifest import Layout, Manifest, PublishedBox, PublishedTensor, Shard
 from rpg_megatron.bridge.vllm.sync_route import StepsDone, sum_acks
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.config.rollout import EngineSettings
@@ -260,11 +260,12 @@ class Acknowledging(StandIns):
         self._workers = workers
         numbers = random.Random(1)
         self._sums: list[dict[str, tuple[int, int]]] = [{} for _ in range(workers)]
-        for name, tensor in make_manifest().tensors.items():
-            size, remainder = 2 * math.prod(tensor.shape), tensor.checksum
+        manifest = make_manifest()
+        for name, tensor in manifest.tensors.items():
+            size, remainder = 2 * math.prod(tensor.shape), manifest.checksum(name)
             for rank, sums in enumerate(self._sums):
                 if len(tensor.shape) == 1:  # each worker reads all of it
-                    sums[name] = tensor.checksum, size
+                    sums[name] = manifest.checksum(name), size
                     continue
                 part = remainder if rank == workers - 1 else numbers.getrandbits(64)
                 remainder = (remainder - part) % 2**64
@@ -310,13 +311,13 @@ def make_manifest() -> Manifest:
     tensors = {}
     for name, owners in assign_owners(mapping, ranks).items():
         pieces = [(s.rank, s.piece) for s in owners]
-        boxes = (
-            PublishedBox(rank, 0, p.hf.extent, p.local, p.hf, numbers.getrandbits(64)) for rank, p in pieces
-        )
+        boxes = (PublishedBox(rank, 0, p.hf.extent, p.local, p.hf) for rank, p in pieces)
         tensors[name] = PublishedTensor("bfloat16", mapping.hf_tensors()[name], tuple(boxes))
     place = {"address": "10.0.0.1", "port": 29500, "secret": "s" * 22, "timeout": 120.0, "backend": "nccl"}
     shards = tuple(Shard(rank, 1 << 30) for rank in range(len(ranks)))
-    return Manifest("process_group", place, 0, shards, tensors)
+    layout = Layout(shards, tensors)
+    sums = tuple(numbers.getrandbits(64) for _ in range(layout.boxes[-1]))
+    return Manifest("process_group", place, 0, layout.to_json(), sums)
 
 
 @benchmark(engines=4, repeat=1)

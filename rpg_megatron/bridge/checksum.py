@@ -15,9 +15,8 @@ and B fixed tables of odd numbers. Properties:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -33,23 +32,11 @@ WORD_SEED = 0xD1B54A32D192ED03
 def checksum(values: torch.Tensor, start: Sequence[int]) -> int:
     """Contribution of one slice to its tensor's checksum; add the slices' results modulo 2**64.
 
-    values: the slice, on any device, with any strides; elements of 1, 2, 4 or 8 bytes. It has at most two
+    values: the slice, on a CPU, with any strides; elements of 1, 2, 4 or 8 bytes. It has at most two
     dimensions, or is of a convolution over single channels [channels, 1, kernel], summed as a matrix.
     start: index of its first element in the full tensor. A vector counts as one row.
     """
-    return checksums([(values, start)])[0]
-
-
-def checksums(slices: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> list[int]:
-    """``checksum`` of each slice, all on one device. The host waits once for all slices on a GPU."""
-    left = iter(slices)
-    first = list(islice(left, 1))
-    if first and first[0][0].device.type == "cuda":
-        from rpg_megatron.bridge.slice_table import SliceTable, modulo  # needs Triton
-
-        return modulo(SliceTable([*first, *left]).sums())
-    # One after the other: a slice may be a copy that is made when it is asked for.
-    return [_sum_slice(*as_matrix(values, start)) % MODULUS for values, start in chain(first, left)]
+    return _sum_slice(*as_matrix(values, start)) % MODULUS
 
 
 def as_matrix(values: torch.Tensor, start: Sequence[int]) -> tuple[torch.Tensor, tuple[int, int]]:

@@ -177,7 +177,7 @@ def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dic
         times, rest = divmod(nbytes, whole)
         if rest or not times:
             wrong[name] = f"workers read {nbytes} bytes of {whole}"
-        elif total != tensor.checksum * times % CHECKSUM_MODULUS:
+        elif total != manifest.checksum(name) * times % CHECKSUM_MODULUS:
             ranks = ", ".join(map(str, sorted(parts)))
             wrong[name] = f"checksum differs from the published one as read by worker rank {ranks}"
     return wrong

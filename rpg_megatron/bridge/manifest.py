@@ -6,18 +6,18 @@ key-value store. File names have no folder: the reader decides where to look for
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rpg_megatron.config.files import read_text
-from rpg_megatron.models.boxes import Box
+from rpg_megatron.models.boxes import Box, check_cover
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 MANIFEST = "manifest.json"
@@ -79,7 +79,6 @@ class PublishedBox:
     """The box within the parameter."""
     hf: Box
     """The box within the HF tensor."""
-    checksum: int
     shared_with: tuple[int, ...] = ()
     """Only ``process_group``: indices of the other shards that hold the same box (norms under tensor
     parallelism).
@@ -94,10 +93,36 @@ class PublishedTensor:
     shape: tuple[int, ...]
     boxes: tuple[PublishedBox, ...]
 
-    @property
-    def checksum(self) -> int:
-        """Of the whole tensor: the sum of its boxes' checksums, modulo 2**64."""
-        return sum(b.checksum for b in self.boxes) % CHECKSUM_MODULUS
+
+@dataclass(frozen=True)
+class Layout:
+    """What rarely changes from one version to the next: where the weights are."""
+
+    shards: tuple[Shard, ...]
+    tensors: dict[str, PublishedTensor]
+
+    def to_json(self) -> bytes:
+        """JSON for ``Manifest.layout``."""
+        return msgspec.json.encode(self)
+
+    @cached_property
+    def boxes(self) -> npt.NDArray[np.int64]:
+        """Number of boxes before each tensor."""
+        return np.cumsum([0, *(len(t.boxes) for t in self.tensors.values())])
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each tensor."""
+        return {name: i for i, name in enumerate(self.tensors)}
+
+    @cached_property
+    def nbytes(self) -> npt.NDArray[np.uint64]:
+        """Bytes of each tensor."""
+        return np.array([math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in self.tensors.values()], np.uint64)
+
+
+EMPTY = Layout((), {}).to_json()
+"""The layout of nothing."""
 
 
 @dataclass(frozen=True)
@@ -109,99 +134,87 @@ class Manifest:
     place: dict[str, Any]
     """What a reader needs to locate the weights; depends on the transport."""
     version: int
-    shards: tuple[Shard, ...]
-    tensors: dict[str, PublishedTensor]
+    layout: bytes
+    """``Layout`` as JSON: the same bytes for versions that have the same one, so that it is read once."""
+    sums: tuple[int, ...]
+    """Checksum of each box, in the order of the layout."""
     scale: float = 0.0
     """Scale of B A x of the adapters among the tensors; 0: there are none."""
 
     @cached_property
+    def _layout(self) -> Layout:
+        return read_layout(self.layout)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Files or allocations of the trainer ranks."""
+        return self._layout.shards
+
+    @property
+    def tensors(self) -> dict[str, PublishedTensor]:
+        """The tensors by HF name."""
+        return self._layout.tensors
+
+    def box_sums(self, name: str) -> tuple[int, ...]:
+        """Checksum of each box of a tensor."""
+        first = self._layout.index[name]
+        return self.sums[self._layout.boxes[first] : self._layout.boxes[first + 1]]
+
+    def checksum(self, name: str) -> int:
+        """Of a whole tensor: the sum of its boxes' checksums, modulo 2**64."""
+        return sum(self.box_sums(name)) % CHECKSUM_MODULUS
+
+    @cached_property
     def totals(self) -> tuple[list[str], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Names, checksums and bytes of the tensors."""
-        nbytes = [math.prod(t.shape) * ITEM_BYTES[t.dtype] for t in self.tensors.values()]
-        sums = [t.checksum for t in self.tensors.values()]
-        return list(self.tensors), np.array(sums, np.uint64), np.array(nbytes, np.uint64)
+        layout = self._layout
+        before = np.cumsum(np.array((0, *self.sums), np.uint64))  # wraps modulo 2**64
+        return list(layout.tensors), np.diff(before[layout.boxes]), layout.nbytes
 
     def to_json(self) -> str:
         """JSON for ``parse_manifest``; without ``place``, which the reader already has."""
-        tensors = {
-            name: {
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "boxes": [
-                    [
-                        *(
-                            b.shard,
-                            b.offset,
-                            b.param_shape,
-                            b.local.start,
-                            b.hf.start,
-                            b.hf.extent,
-                            b.checksum,
-                        ),
-                        *b.shared_with,
-                    ]
-                    for b in t.boxes
-                ],
-            }
-            for name, t in self.tensors.items()
-        }
-        shards = [
-            {
-                "rank": s.rank,
-                "size": s.size,
-                "file": s.file,
-                "copies": [[c.rank, c.gpu, c.handle] for c in s.copies],
-                "replicas": s.replicas,
-            }
-            for s in self.shards
-        ]
-        whole = {
-            "transport": self.transport,
-            "version": self.version,
-            "scale": self.scale,
-            "shards": shards,
-            "tensors": tensors,
-        }
-        return json.dumps(whole)
+        text = _Text(self.transport, self.version, self.scale, self.sums, msgspec.Raw(self.layout))
+        return msgspec.json.encode(text).decode()
+
+
+class _Text(msgspec.Struct):
+    """A manifest's JSON."""
+
+    transport: str
+    version: int
+    scale: float
+    sums: tuple[int, ...]
+    layout: msgspec.Raw
+
+
+@lru_cache(maxsize=4)
+def read_layout(text: bytes) -> Layout:
+    """The layout that ``Layout.to_json`` wrote. Raises ValueError if it is none, MappingError if boxes do not
+    cover their tensor exactly.
+    """
+    layout = msgspec.json.decode(text, type=Layout)
+    for name, tensor in layout.tensors.items():
+        check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
+        if tensor.dtype not in ITEM_BYTES:
+            raise ValueError(f"{name} has the unknown dtype {tensor.dtype!r}")
+        if any(b.shard not in range(len(layout.shards)) for b in tensor.boxes):
+            raise ValueError(f"{name} is in a shard that is not listed")
+    return layout
 
 
 def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
     """The manifest that ``to_json`` wrote. Raises ValueError if ``text`` is not a manifest."""
     try:
-        raw: dict[str, Any] = json.loads(text)
-        shards = tuple(
-            Shard(
-                int(s["rank"]),
-                int(s["size"]),
-                str(s["file"]),
-                tuple(Copy(int(rank), str(gpu), str(handle)) for rank, gpu, handle in s["copies"]),
-                tuple((int(rank), str(node)) for rank, node in s["replicas"]),
-            )
-            for s in raw["shards"]
-        )
-        tensors = {
-            name: PublishedTensor(str(t["dtype"]), tuple(t["shape"]), tuple(map(_box, t["boxes"])))
-            for name, t in raw["tensors"].items()
-        }
-        scale = float(raw["scale"])
-        return Manifest(str(raw["transport"]), place, int(raw["version"]), shards, tensors, scale)
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raw = msgspec.json.decode(text, type=_Text)
+        layout = bytes(raw.layout)
+        boxes = int(read_layout(layout).boxes[-1])
+        if len(raw.sums) != boxes:
+            raise ValueError(f"{len(raw.sums)} checksums of {boxes} boxes")
+    except ValueError as e:  # also msgspec's errors
         raise ValueError(f"not a manifest of published weights ({type(e).__name__}: {e})") from None
+    return Manifest(raw.transport, place, raw.version, layout, raw.sums, raw.scale)
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest in a file. Raises OSError if the file is missing, ValueError if it is not a manifest."""
     return parse_manifest(read_text(path), {"manifest": str(path)})
-
-
-def _box(raw: list[Any]) -> PublishedBox:
-    shard, offset, shape, local, hf, extent, total, *shared_with = raw
-    return PublishedBox(
-        int(shard),
-        int(offset),
-        tuple(shape),
-        Box(tuple(local), tuple(extent)),
-        Box(tuple(hf), tuple(extent)),
-        int(total),
-        tuple(map(int, shared_with)),
-    )

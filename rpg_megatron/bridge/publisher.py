@@ -10,15 +10,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rpg_megatron.bridge.checksum import checksums
-from rpg_megatron.bridge.manifest import MANIFEST, Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.bridge.manifest import MANIFEST, Layout, Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.bridge.slice_table import SliceTable, TableCache, checksums, modulo
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.lora import AdaptedMapping
@@ -89,6 +89,10 @@ class PublishPlan:
     """Names of HF tensors that are sent in float32, see ``ModelMapping``."""
     group: dist.ProcessGroup | None
     """The host group of the ranks that share the plan; None: the control group."""
+    tables: TableCache[tuple[list[tuple[str, int]], SliceTable | None]] = field(
+        default_factory=TableCache, compare=False, repr=False
+    )
+    """Of ``sum_boxes``."""
 
     @property
     def ranks(self) -> list[int]:
@@ -124,19 +128,31 @@ class PublishPlan:
         """Checksums of this rank's slices after a cast to ``dtype_of``; ``shared``: also of those in
         ``self.shared``.
         """
-        slices_to_sum = self.slices_of(self.rank)
-        if shared:
-            slices_to_sum += [
+
+        def slices_to_sum() -> list[tuple[str, int, str, Piece]]:
+            others = [
                 (name, i, s.param, s.piece)
-                for (name, i), slices in self.shared.items()
+                for (name, i), slices in (self.shared if shared else {}).items()
                 for s in slices
                 if s.rank == self.rank
             ]
-        sums = checksums(
-            (params[param].detach()[piece.local.slices()].to(self.dtype_of(name, dtype)), piece.hf.start)
-            for name, _, param, piece in slices_to_sum
-        )
-        return {(name, i): number for (name, i, _, _), number in zip(slices_to_sum, sums, strict=True)}
+            return self.slices_of(self.rank) + others
+
+        def values() -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+            for name, _, param, piece in slices_to_sum():
+                part = params[param].detach()[piece.local.slices()]
+                yield part.to(self.dtype_of(name, dtype)), piece.hf.start
+
+        def table() -> tuple[list[tuple[str, int]], SliceTable | None]:
+            keys = [(name, i) for name, i, _, _ in slices_to_sum()]
+            # Slices that must be cast are other memory in each sync.
+            cast = any(params[p].dtype != self.dtype_of(n, dtype) for n, _, p, _ in slices_to_sum())
+            on_gpu = bool(keys) and next(iter(params.values())).device.type == "cuda"
+            return keys, SliceTable(list(values())) if on_gpu and not cast else None
+
+        keys, prepared = self.tables.get((dtype, shared, tuple(self.owners)), params.values(), table)
+        sums = modulo(prepared.sums()) if prepared is not None else checksums(values())
+        return dict(zip(keys, sums, strict=True))
 
 
 def make_publish_plan(
@@ -195,67 +211,79 @@ def node_name(folder: Path) -> str:
     return f"{socket.gethostname()}:{folder}"
 
 
-def build_manifest(
-    plan: PublishPlan,
-    mapping: ModelMapping,
-    dtype: torch.dtype,
-    shards: tuple[Shard, ...],
-    where: Mapping[tuple[int, str], tuple[int, int]],
-    sums: Mapping[int, SliceSums],
-    shared: Mapping[tuple[str, int], tuple[int, ...]] | None = None,
-    **header: Any,
-) -> Manifest:
-    """The manifest of one published version.
+class ManifestBuilder:
+    """Builds a publisher's manifests. The layout is made again only if it has changed."""
 
-    where: (rank, Megatron name) -> (index into ``shards``, byte offset of the parameter in that shard).
-    sums: rank -> its ``sum_boxes``. shared: (HF tensor name, index of the slice) -> indices into ``shards``
-    of others that hold the slice. header: the manifest's ``transport``, ``place`` and ``version``.
-    """
-    tensors = {
-        name: PublishedTensor(
-            dtype_name(plan.dtype_of(name, dtype)),
-            shape,
-            tuple(
-                PublishedBox(
-                    *where[s.rank, s.param],
-                    plan.shapes[s.rank, s.param],
-                    s.piece.local,
-                    s.piece.hf,
-                    sums[s.rank][name, i],
-                    (shared or {}).get((name, i), ()),
+    def __init__(self, mapping: ModelMapping, dtype: torch.dtype):
+        """dtype: what engines receive; see ``PublishPlan.dtype_of``."""
+        self._mapping, self._dtype = mapping, dtype
+        self._scale = mapping.adapters.lora.scale if isinstance(mapping, AdaptedMapping) else 0.0
+        self._key: Any = None
+        self._layout = b""
+        self._order: list[tuple[int, tuple[str, int]]] = []
+        """(rank, key of ``SliceSums``) of each box."""
+
+    def build(
+        self,
+        plan: PublishPlan,
+        shards: tuple[Shard, ...],
+        where: Mapping[tuple[int, str], tuple[int, int]],
+        sums: Mapping[int, SliceSums],
+        shared: Mapping[tuple[str, int], tuple[int, ...]] | None = None,
+        **header: Any,
+    ) -> Manifest:
+        """The manifest of one published version.
+
+        where: (rank, Megatron name) -> (index into ``shards``, byte offset of the parameter in that shard).
+        sums: rank -> its ``sum_boxes``. shared: (HF tensor name, index of the slice) -> indices into
+        ``shards`` of others that hold the slice. header: the manifest's ``transport``, ``place`` and
+        ``version``.
+        """
+        shared = dict(shared or {})
+        key = shards, dict(where), shared, list(plan.owners)
+        if key != self._key:
+            shapes = self._mapping.hf_tensors()
+            names = [name for name in shapes if name in plan.owners]
+            tensors = {
+                name: PublishedTensor(
+                    dtype_name(plan.dtype_of(name, self._dtype)),
+                    shapes[name],
+                    tuple(
+                        PublishedBox(
+                            *where[s.rank, s.param],
+                            plan.shapes[s.rank, s.param],
+                            s.piece.local,
+                            s.piece.hf,
+                            shared.get((name, i), ()),
+                        )
+                        for i, s in enumerate(plan.owners[name])
+                    ),
                 )
-                for i, s in enumerate(plan.owners[name])
-            ),
-        )
-        for name, shape in mapping.hf_tensors().items()
-        if name in plan.owners
-    }
-    scale = mapping.adapters.lora.scale if isinstance(mapping, AdaptedMapping) else 0.0
-    return Manifest(shards=shards, tensors=tensors, scale=scale, **header)
+                for name in names
+            }
+            self._layout = Layout(shards, tensors).to_json()
+            self._order = [(s.rank, (name, i)) for name in names for i, s in enumerate(plan.owners[name])]
+            self._key = key
+        in_order = tuple(sums[rank][slice_] for rank, slice_ in self._order)
+        return Manifest(layout=self._layout, sums=in_order, scale=self._scale, **header)
 
+    def write(
+        self,
+        folder: Path,
+        plan: PublishPlan,
+        shards: tuple[Shard, ...],
+        where: Mapping[tuple[int, str], tuple[int, int]],
+        sums: Mapping[int, SliceSums],
+        **header: Any,
+    ) -> Manifest | None:
+        """Write a manifest that engines on the node read in place; called by ``plan.lead``.
 
-def write_manifest(
-    folder: Path,
-    plan: PublishPlan,
-    mapping: ModelMapping,
-    dtype: torch.dtype,
-    shards: tuple[Shard, ...],
-    where: Mapping[tuple[int, str], tuple[int, int]],
-    sums: Mapping[int, SliceSums],
-    *,
-    transport: str,
-    version: int,
-) -> Manifest | None:
-    """Write the manifest of transports that engines on the node read in place; called by ``plan.lead``.
-
-    folder: private folder of the node, the engines' RPG_BRIDGE_DIR. Otherwise as ``build_manifest``. Returns
-    the manifest on rank 0, else None.
-    """
-    path = folder / MANIFEST
-    # With several nodes, each engine reads the manifest in its own node's folder.
-    place = {"manifest": str(path) if plan.alone else MANIFEST}
-    manifest = build_manifest(
-        plan, mapping, dtype, shards, where, sums, transport=transport, place=place, version=version
-    )
-    atomic_write_text(path, manifest.to_json(), private=True)
-    return manifest if plan.rank == 0 else None
+        folder: private folder of the node, the engines' RPG_BRIDGE_DIR. Otherwise as ``build``. Returns the
+        manifest on rank 0, else None.
+        """
+        path = folder / MANIFEST
+        # With several nodes, each engine reads the manifest in its own node's folder.
+        place = {"manifest": str(path) if plan.alone else MANIFEST}
+        manifest = self.build(plan, shards, where, sums, place=place, **header)
+        atomic_write_text(path, manifest.to_json(), private=True)
+        return manifest if plan.rank == 0 else None

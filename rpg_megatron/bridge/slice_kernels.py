@@ -1,32 +1,22 @@
-"""Triton kernels over a table of slices: checksums and copies of all of them in one launch.
+"""Triton kernels over a table of slices (``slice_table``): checksums and copies of all of them in one launch.
 
-A row of the table is a matrix in GPU memory (``slice_table``). A program works on one tile of one slice, ROWS by
-COLUMNS elements; ``tiles`` says of which slice, and a row holds the number of its first tile.
+A program works on one tile of one slice, ROWS by COLUMNS elements; ``tiles`` says of which slice.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
 from rpg_megatron.bridge.checksum import ROW_SEED, WORD_SEED
 
-FIELDS = 11
-"""Numbers in a row of the table: address, rows, columns, strides of both, first tile, index of the first row
-and of the first column in the full tensor, then address and strides of the target of a copy. Strides and
-indices count elements."""
-ROWS, COLUMNS = 64, 256
-_STEP = 8
-"""Rows of a tile that are in registers at the same time."""
-
+_fields = tl.constexpr(11)  # slice_table.FIELDS
 _row_seed, _word_seed = tl.constexpr(ROW_SEED), tl.constexpr(WORD_SEED)
 _mix_1, _mix_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _weight(position, seed: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weight(position, seed: tl.constexpr):
     """``checksum._weights`` of one position."""
     z = (position + 1).to(tl.uint64) * seed
     z ^= z >> 30
@@ -38,7 +28,7 @@ def _weight(position, seed: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pointer(address, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pointer(address, SIZE: tl.constexpr):
     if SIZE == 1:
         return address.to(tl.pointer_type(tl.uint8))
     elif SIZE == 2:
@@ -50,28 +40,27 @@ def _pointer(address, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(table, tiles, FIELDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(table, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """This program's slice, its row of the table, and the tile's first row and column."""
     index = tl.load(tiles + tl.program_id(0)).to(tl.int64)
-    row = table + index * FIELDS
+    row = table + index * _fields
     tile = tl.program_id(0) - tl.load(row + 5)
     across = tl.cdiv(tl.load(row + 2), COLUMNS)
     return index, row, tile // across * ROWS, tile % across * COLUMNS
 
 
 @triton.jit
-def sum_slices(  # type: ignore[no-untyped-def]
+def sum_slices(
     table,
     tiles,
     sums,
     SIZE: tl.constexpr,
-    FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Add each tile's part of its slice's checksum to ``sums``; the order does not matter modulo 2**64."""
-    index, row, first_row, first_column = _tile(table, tiles, FIELDS, ROWS, COLUMNS)
+    index, row, first_row, first_column = _tile(table, tiles, ROWS, COLUMNS)
     memory = _pointer(tl.load(row), SIZE)
     rows, columns = tl.load(row + 1), tl.load(row + 2)
     row_stride, column_stride = tl.load(row + 3), tl.load(row + 4)
@@ -92,17 +81,16 @@ def sum_slices(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def copy_slices(  # type: ignore[no-untyped-def]
+def copy_slices(
     table,
     tiles,
     SIZE: tl.constexpr,
-    FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Copy each slice to its target, bit by bit."""
-    _, row, first_row, first_column = _tile(table, tiles, FIELDS, ROWS, COLUMNS)
+    _, row, first_row, first_column = _tile(table, tiles, ROWS, COLUMNS)
     memory, target = _pointer(tl.load(row), SIZE), _pointer(tl.load(row + 8), SIZE)
     rows, columns = tl.load(row + 1), tl.load(row + 2)
     row_stride, column_stride = tl.load(row + 3), tl.load(row + 4)
@@ -116,8 +104,3 @@ def copy_slices(  # type: ignore[no-untyped-def]
         )
         at = here[:, None] * target_row_stride + column[None, :] * target_column_stride
         tl.store(target + at, value, mask=inside)
-
-
-def launch(kernel: Any, number: int, *arguments: Any, size: int) -> None:
-    """Launch a kernel of this module for ``number`` tiles on the current stream. size: bytes of an element."""
-    kernel[(number,)](*arguments, SIZE=size, FIELDS=FIELDS, ROWS=ROWS, COLUMNS=COLUMNS, STEP=_STEP)

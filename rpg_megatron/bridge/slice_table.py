@@ -1,22 +1,36 @@
-"""Many slices of GPU memory as a table for the kernels of ``slice_kernels``: their checksums, or copies of them.
+"""Many slices of GPU memory as a table, for one kernel that sums or copies all of them (``slice_kernels``).
 
-A sync moves and sums the same slices every time. Per slice, torch needs about eleven calls from the host, 5 to 10 us
-each; a table needs one launch for all slices, and is built again only if memory has moved.
+A sync sums and copies the same slices every time. With torch's own operations a slice takes about eleven
+calls of the host, some microseconds each: for thousands of slices seconds, whatever their size.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rpg_megatron.bridge.checksum import MODULUS, as_matrix
-from rpg_megatron.bridge.slice_kernels import COLUMNS, FIELDS, ROWS, copy_slices, launch, sum_slices
+from rpg_megatron.bridge.checksum import MODULUS, as_matrix, checksum
+
+FIELDS = 11
+"""Numbers in a row of the table: address, rows, columns, strides of both, first tile, index of the first row
+and of the first column in the full tensor, then address and strides of the target of a copy. Strides and
+indices count elements."""
+ROWS, COLUMNS = 64, 256
+"""Size of a tile, in elements."""
+STEP = 8
+"""Rows of a tile that are in registers at the same time."""
+
+_LAUNCHING = threading.Lock()
+"""Links have threads of their own, and Triton compiles a kernel at its first launch."""
 
 Slice = tuple[torch.Tensor, Sequence[int]]
-"""Values on a GPU, and the index of their first element in the full tensor; as ``checksum`` takes them."""
+"""Values, and the index of their first element in the full tensor; as ``checksum`` takes them."""
 
 
 class SliceTable:
@@ -30,7 +44,9 @@ class SliceTable:
         for i, (values, start) in enumerate(slices):
             target = values if targets is None else targets[i]
             if (target.shape, target.dtype) != (values.shape, values.dtype):
-                raise ValueError(f"slice {i}: {values.dtype} {values.shape}, its target {target.dtype} {target.shape}")
+                raise ValueError(
+                    f"slice {i}: {values.dtype} {values.shape}, its target {target.dtype} {target.shape}"
+                )
             if values.numel():
                 size, row = _row(values, start, target)
                 rows.setdefault(size, []).append(row)
@@ -47,29 +63,40 @@ class SliceTable:
         """Checksum of each slice, int64 [slices] on the GPU, in two's complement. The host does not wait."""
         out = torch.zeros(self._slices, dtype=torch.int64, device=self._device)
         for part in self._parts:
-            launch(sum_slices, len(part.tiles), part.table, part.tiles, out, size=part.size)
+            launch("sum_slices", len(part.tiles), part.table, part.tiles, out, size=part.size)
         return out
 
     def copy(self) -> None:
         """Copy every slice to its target, on the current stream."""
         for part in self._parts:
-            launch(copy_slices, len(part.tiles), part.table, part.tiles, size=part.size)
+            launch("copy_slices", len(part.tiles), part.table, part.tiles, size=part.size)
 
 
-class TableCache:
-    """The table of the last sync, as long as it is the one that is needed."""
+class TableCache[T]:
+    """What was made from addresses in the last sync, as long as it holds."""
 
     def __init__(self) -> None:
         self._key: Hashable = None
-        self._table: SliceTable | None = None
+        self._made: list[T] = []
 
-    def get(self, key: Hashable, memory: Iterable[torch.Tensor], make: Callable[[], SliceTable]) -> SliceTable:
-        """The table for ``key``, made anew if the key has changed or if any of ``memory`` has moved."""
+    def get(self, key: Hashable, memory: Iterable[torch.Tensor], make: Callable[[], T]) -> T:
+        """What ``make`` returned, called again if the key has changed or if any of ``memory`` has moved."""
         key = key, tuple(tensor.data_ptr() for tensor in memory)
-        if self._table is None or key != self._key:
-            self._key, self._table = None, None  # not both tables at once
-            self._key, self._table = key, make()
-        return self._table
+        if not self._made or key != self._key:
+            self._made.clear()  # not both at once
+            self._made.append(make())
+            self._key = key
+        return self._made[0]
+
+
+def launch(kernel: str, number: int, *arguments: Any, size: int) -> None:
+    """Launch a kernel of ``slice_kernels`` for that many tiles. size: bytes of an element."""
+    from rpg_megatron.bridge import slice_kernels  # imports Triton, which a CPU does not need
+
+    with _LAUNCHING:
+        getattr(slice_kernels, kernel)[(number,)](
+            *arguments, SIZE=size, ROWS=ROWS, COLUMNS=COLUMNS, STEP=STEP
+        )
 
 
 class _Part:
@@ -89,13 +116,23 @@ class _Part:
         """int32 [tiles]: the slice of each tile."""
 
 
+def checksums(slices: Iterable[Slice]) -> list[int]:
+    """``checksum`` of each slice, all on one device. The host waits once for all slices on a GPU."""
+    left = iter(slices)
+    first = list(islice(left, 1))
+    if first and first[0][0].device.type == "cuda":
+        return modulo(SliceTable([*first, *left]).sums())
+    # One after the other: a slice may be a copy that is made when it is asked for.
+    return [checksum(values, start) for values, start in chain(first, left)]
+
+
 def modulo(sums: torch.Tensor) -> list[int]:
     """``SliceTable.sums`` as checksums of this process; the host waits for them."""
     return [number % MODULUS for number in sums.tolist()]
 
 
 def _row(values: torch.Tensor, start: Sequence[int], target: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Size of the elements and the table's row. Whole words count as elements of 8 bytes wherever possible."""
+    """Size of the elements, 8 bytes wherever slices are of whole words, and the table's row."""
     matrix, (first_row, first_column) = as_matrix(values, start)
     into, _ = as_matrix(target, start)
     size, (rows, columns) = matrix.element_size(), matrix.shape

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -25,8 +24,6 @@ from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, Work
 _NAME = "rpg_megatron.environments.verifiers"
 _LONGEST = 64 << 20
 """Bytes of an answer."""
-_END_SECONDS = 60
-"""Limit for a server to end what the taskset has started, on a busy machine."""
 _NO_LIMIT = 1 << 40
 """Address space: the programs of tools inherit the limit."""
 
@@ -43,14 +40,7 @@ def problems(
     if "id" not in taskset:
         raise UserError(f"{_NAME}: taskset has no id; set it to the name of the taskset's package")
     settings = (environment or {}) | {"taskset": taskset}
-    # Of its own, so that nothing of it is left if it must be killed.
-    folder = tempfile.TemporaryDirectory(prefix="verifiers-", ignore_cleanup_errors=True)
-    try:
-        server = _fork_server(venv, settings, TMPDIR=folder.name)
-    except BaseException:
-        folder.cleanup()
-        raise
-    return _rows(server, settings, folder)
+    return _rows(_fork_server(venv, settings), settings)
 
 
 async def play(task: EpisodeTask, generate: Generate, score: ScoreText, *, venv: str) -> Episode:
@@ -97,17 +87,15 @@ class _Server:
 _server = lru_cache(_Server)
 
 
-def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False, **variables: str) -> ForkServer:
-    """It has imported the library, in its own environment. lazy: see there. variables: of the environment.
-    Raises UserError.
-    """
+def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False) -> ForkServer:
+    """It has imported the library, in its own environment. lazy: see there. Raises UserError."""
     python = Path(venv).expanduser() / "bin" / "python"
     if not python.exists():
         raise UserError(f"{_NAME}: {python} is missing; make that environment as in docs/environments.md")
     # For the processes of tools, which start in other folders.
     modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environment = os.environ | {"PYTHONPATH": modules, "PATH": programs} | variables
+    environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
     load, arguments = f"{_NAME}_server:load_server", {"settings": settings}
     try:
         return ForkServer(Loader(load, arguments, _NO_LIMIT, load, str(python), environment), lazy=lazy)
@@ -115,9 +103,7 @@ def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False, **v
         raise UserError(f"{_NAME}: {venv}: {e}; see docs/environments.md") from None
 
 
-def _rows(
-    server: ForkServer, settings: dict[str, Any], folder: tempfile.TemporaryDirectory[str]
-) -> Iterator[dict[str, Any]]:
+def _rows(server: ForkServer, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     worker = server.fork()
     try:
         worker.connection.settimeout(None)
@@ -128,12 +114,11 @@ def _rows(
                 yield taken | {"environment": json.dumps(settings)}
     finally:
         worker.connection.close()
-        if not wait([worker.handle], _END_SECONDS):
+        if not wait([worker.handle], 30):  # it ends what the taskset has started
             worker.kill()
         server.remove(worker)
         server.kill()
         server.close()
-        folder.cleanup()
     if "failure" in row:
         raise UserError(f"{_NAME}: {row['detail']}")
 

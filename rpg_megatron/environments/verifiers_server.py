@@ -104,7 +104,7 @@ def load_server(settings: dict[str, Any]) -> tuple[Serve, dict[str, Any]]:
             subprocess.CACHE_DIR = Path(folder)  # for the folders of episodes, instead of $HOME
             asyncio.run(_serve(connection, settings))
 
-    return serve, {"async": True, "deadline": 0.0}
+    return serve, {"async": True, "deadline": 0.0, "grace": 30.0}
 
 
 async def _serve(connection: socket.socket, settings: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ with ``number`` and ``exits`` (the worker must get no more calls), and ``value``
 "memory" or "timeout"), ``detail`` and, for an exception in the user's file, ``place``, ``file:line``.
 
 No process outlives the parent, not even after kill -9: the server ends when its socket is closed or its
-parent has changed, and the kernel kills the workers when the server has ended.
+parent has changed, and the kernel kills the workers when the server has ended. Workers that must remove what
+they have made get the "grace" of the description, in seconds: they see that their connection is closed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -176,7 +178,7 @@ def main() -> None:
                 continue
             data, descriptors, _flags, _address = socket.recv_fds(control, 1, 1)
             if not data:
-                return
+                break
             if os.fork() == 0:
                 code = 1
                 try:
@@ -187,6 +189,15 @@ def main() -> None:
                 finally:
                     os._exit(code)
             os.close(descriptors[0])
+    _wait_for_workers(description.get("grace", 0.0))
+
+
+def _wait_for_workers(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    with suppress(ChildProcessError):  # there are none
+        while time.monotonic() < end:
+            os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

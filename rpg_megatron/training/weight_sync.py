@@ -163,9 +163,9 @@ class WeightSync:
         changed = [
             f"{name} (in {manifest.shards[new.shard]})"
             for name, tensor in manifest.tensors.items()
-            if name in before.tensors
-            for old, new in zip(before.tensors[name].boxes, tensor.boxes, strict=True)
-            if old.checksum != new.checksum
+            if before is not manifest and name in before.tensors
+            for new, *sums in zip(tensor.boxes, before.box_sums(name), manifest.box_sums(name), strict=True)
+            if sums[0] != sums[1]
         ]
         if changed:
             more = " and more" if len(changed) > 5 else ""

@@ -1,7 +1,7 @@
-"""The process of test_slice_kernels: ``bridge/slice_kernels`` under Triton's interpreter, on memory of the CPU.
+"""The process of test_slice_kernels: ``bridge/slice_kernels`` under Triton's interpreter, on CPU memory.
 
-``python slices_worker.py FOLDER NUMBER``, with ``TRITON_INTERPRET=1``: compares NUMBER random slices with what
-torch and the CPU's checksums say.
+``python slices_worker.py FOLDER NUMBER``, with ``TRITON_INTERPRET=1``: compares NUMBER random slices with
+what torch and the CPU's checksums say.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rpg_megatron.bridge import slice_kernels
+from rpg_megatron.bridge import slice_table
 from rpg_megatron.bridge.checksum import checksum
-from rpg_megatron.bridge.slice_kernels import COLUMNS, ROWS
-from rpg_megatron.bridge.slice_table import SliceTable, modulo
+from rpg_megatron.bridge.slice_table import COLUMNS, ROWS, SliceTable, modulo
 
 DTYPES = torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.float64
 
 
 def random_slice(rng: random.Random) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A part of a matrix, vector or convolution of any dtype: whole or cut, contiguous or not, at any address."""
+    """A part of a matrix, vector or convolution, of any dtype and strides and at any address."""
     dtype = rng.choice(DTYPES)
     kind = rng.choice(["matrix"] * 6 + ["vector"] * 2 + ["convolution"])
     rows, columns = (rng.choice([rng.randint(1, 9), rng.randint(1, n)]) for n in (2 * ROWS, 2 * COLUMNS))
     shift = rng.choice([0, 0, 1, 3])
-    memory = torch.from_numpy(np.random.default_rng(rng.getrandbits(32)).integers(0, 256, (rows * columns + shift) * 8, np.uint8))
+    memory = torch.from_numpy(
+        np.random.default_rng(rng.getrandbits(32)).integers(0, 256, (rows * columns + shift) * 8, np.uint8)
+    )
     values = memory.view(dtype)[shift : shift + rows * columns]
     if kind == "vector":
         first = rng.choice([0, rng.randrange(rows * columns)])
         return values[first:], (first + rng.choice([0, 4, 7, 10**6]),)
     matrix = values.view(rows, columns)
     row, column = (rng.choice([0, rng.randrange(n)]) for n in (rows, columns))
-    matrix = matrix[row : rng.choice([rows, rng.randint(row + 1, rows)]), column : rng.choice([columns, rng.randint(column + 1, columns)])]
+    matrix = matrix[
+        row : rng.choice([rows, rng.randint(row + 1, rows)]),
+        column : rng.choice([columns, rng.randint(column + 1, columns)]),
+    ]
     start = row + rng.choice([0, 1, 5, 150_000]), column + rng.choice([0, 0, 2, 4, 9])
     if kind == "convolution":
         return matrix[:, None], (start[0], 0, start[1])
@@ -51,7 +55,7 @@ def main() -> None:
     rng = random.Random(number)
     wrong, launches, sums = [], [], set()
     for first in range(0, number, 500):
-        slice_kernels._STEP = 8 if first == 0 else ROWS  # fewer operations, for the interpreter is slow
+        slice_table.STEP = 8 if first == 0 else ROWS  # fewer operations, for the interpreter is slow
         slices = [random_slice(rng) for _ in range(first, min(first + 500, number))]
         # Targets of other strides and addresses, with something around them that must stay.
         around = [torch.zeros((*x.shape[:-1], x.shape[-1] + 3), dtype=x.dtype) for x, _ in slices]
@@ -68,7 +72,12 @@ def main() -> None:
                 wrong.append("wrote beside the target")
         sums |= set(found)
     empty = SliceTable([(torch.zeros(0, 5), (0, 0)), (torch.ones(1), (3,))])
-    result = {"wrong": wrong[:5], "launches": max(launches), "sums": len(sums), "empty": modulo(empty.sums())[0]}
+    result = {
+        "wrong": wrong[:5],
+        "launches": max(launches),
+        "sums": len(sums),
+        "empty": modulo(empty.sums())[0],
+    }
     (folder / "result.json").write_text(json.dumps(result))
 
 

@@ -38,7 +38,7 @@ def publish(folder: Path) -> None:
                 p.normal_()
         manifest = publisher.publish(version)
         assert manifest is not None
-        request = json.dumps([manifest.place, version, {n: t.checksum for n, t in manifest.tensors.items()}])
+        request = json.dumps([manifest.place, version, {n: manifest.checksum(n) for n in manifest.tensors}])
         subprocess.run([*command, request], check=True, env=os.environ)
         weights = {name: p.detach().cpu() for name, p in params.items()}
         save_file(weights, folder / f"wanted_{version}.safetensors")

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.manifest import EMPTY, Manifest
 from rpg_megatron.config import load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.data.trajectory import Trajectory
@@ -191,7 +191,7 @@ def test_groups_that_are_sampled_ahead_survive_their_worker(config_file: Path) -
 
 def ahead(sampling: Sampling, step: int, kill: int = 0) -> list[dict[str, Any]]:
     """A step's rows. kill: both workers die while they wait for probes (2), or before the fetch (1)."""
-    sampling.client.sync(Manifest("shared_memory", {}, 0, (), {}), step - 1)
+    sampling.client.sync(Manifest("shared_memory", {}, 0, EMPTY, ()), step - 1)
     if kill == 2:
         for pid in sampling.workers():
             os.kill(pid, signal.SIGKILL)

@@ -101,7 +101,8 @@ def stand_in_judge() -> Iterator[StandInJudge]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         server.close()
-        for connection in (tasks := asyncio.all_tasks(loop)):
+        for connection in (connections := asyncio.all_tasks(loop)):
             connection.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if connections:
+            loop.run_until_complete(asyncio.wait(connections))
         loop.close()

@@ -36,12 +36,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.cuda._sanitizer import zip_arguments
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rpg_megatron.bridge import slice_table
 from rpg_megatron.bridge.transports.process_group_link import Rendezvous
+from tests.support import slice_launches
 
 aten = torch.ops.aten
 REPOSITORY = str(Path(__file__).resolve().parents[2])
@@ -92,6 +95,8 @@ class Memory:
     """The stream that it was allocated on."""
     pinned: bool = False
     uses: list[Use] = field(default_factory=list)
+    address: int = 0
+    nbytes: int = 0
 
 
 class Process:
@@ -238,7 +243,9 @@ class Order:
             if key not in self._memory:
                 weakref.finalize(storage, self._free, key).atexit = False
             owner = self.current_stream(torch.device("cuda", gpu)) if gpu is not None else None
-            self._memory[key] = memory = Memory(gpu, owner, pinned)
+            with torch.utils._python_dispatch._disable_current_modes():
+                address, nbytes = storage.data_ptr(), storage.nbytes()
+            self._memory[key] = memory = Memory(gpu, owner, pinned, address=address, nbytes=nbytes)
         return memory
 
     def use(self, x: Tensor, timeline: Timeline, number: int, *, writes: bool) -> None:
@@ -248,7 +255,12 @@ class Order:
         memory = self.memory_of(x.untyped_storage()) or self.place(x.untyped_storage(), None)
         low = x.storage_offset() * x.element_size()
         reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
-        new = Use(timeline, number, writes, low, low + reach * x.element_size(), _place())
+        self._use(memory, low, low + reach * x.element_size(), timeline, number, writes=writes)
+
+    def _use(
+        self, memory: Memory, low: int, high: int, timeline: Timeline, number: int, *, writes: bool
+    ) -> None:
+        new = Use(timeline, number, writes, low, high, _place())
         with LOCK:
             remaining = []
             for old in memory.uses:
@@ -300,6 +312,29 @@ class Order:
                 self.use(x, self.host, self.host.tick(), writes=False)
         for x in writes:
             self.use(x, timeline, number, writes=True)
+
+    def launch_on_slices(self, kernel: str, tiles: int, *tensors: Tensor, size: int) -> None:
+        """A kernel of ``bridge/slice_kernels``: it uses the memory at the addresses in its table."""
+        table, *rest = tensors
+        sums = rest[1:]
+        self.launch([table, *rest[:1]], sums)
+        stream = self.current_stream()
+        number = stream.enqueue()
+        with torch.utils._python_dispatch._disable_current_modes(), DisableTorchFunction():
+            values = table.numpy()
+            for _, source, _, target in slice_launches.slices_of(values, size):
+                for matrix, writes in ((source, False), *([(target, True)] if not sums else [])):
+                    low = matrix.address
+                    memory = next(
+                        (m for m in list(self._memory.values()) if m.address <= low < m.address + m.nbytes),
+                        None,
+                    )
+                    if memory is None or memory.gpu is None:
+                        self.fault("a kernel uses memory of the host")
+                    else:
+                        low -= memory.address
+                        self._use(memory, low, low + matrix.reach, stream, number, writes=writes)
+            slice_launches.run(kernel, values, size, sums[0].numpy() if sums else None)
 
     def read(self, x: Tensor) -> None:
         """The host takes the values of a tensor: of a GPU, it waits for the stream."""
@@ -586,11 +621,15 @@ def stream_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
         return real_storage_device.__get__(storage)
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        memory = order.memory_of(storage)
         if size == 0:
             order.free(storage)
-        elif (memory := order.memory_of(storage)) is not None and memory.gpu is not None:
+        elif memory is not None and memory.gpu is not None:
             memory.owner = order.current_stream(torch.device("cuda", memory.gpu))
-        return real_resize(storage, size)
+        real_resize(storage, size)
+        if memory is not None:
+            memory.address, memory.nbytes = storage.data_ptr(), storage.nbytes()
+        return storage
 
     def in_thread(run: Callable[[], None], host: Timeline | None) -> Callable[[], None]:
         def work() -> None:
@@ -657,6 +696,7 @@ def stream_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
             return True
         return any(a <= x.data_ptr() < a + n for a, n in registered.items())
 
+    monkeypatch.setattr(slice_table, "launch", order.launch_on_slices)
     monkeypatch.setattr(order, "_pinned", pinned)
     monkeypatch.setattr(Tensor, "device", property(device_of), raising=False)
     monkeypatch.setattr(torch.UntypedStorage, "device", property(device_of_storage), raising=False)

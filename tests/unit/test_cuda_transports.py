@@ -25,7 +25,7 @@ from rpg_megatron.bridge.transports.buckets import BucketPart
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
 from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_link import LinkError
-from rpg_megatron.bridge.transports.process_group_reader import _Receiver
+from rpg_megatron.bridge.transports.process_group_receiver import Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.placement import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
@@ -56,7 +56,7 @@ def test_a_link_has_one_receive_under_way() -> None:
     """A second one, and other links behind it, would wait in a hardware queue until the first one ends."""
     parts = [BucketPart("w", Box((row,), (16,)), 64) for row in range(0, 96, 16)]
     link = SlowLink()
-    receiver = _Receiver(link, "name")  # type: ignore[arg-type]
+    receiver = Receiver(link, "name")  # type: ignore[arg-type]
     receiver.plan([(part,) for part in parts])
     for _ in range(2):
         receiver.begin()
@@ -74,7 +74,7 @@ def test_a_link_has_one_receive_under_way() -> None:
 def test_parts_are_taken_in_the_order_of_the_request() -> None:
     """Otherwise one weight would be loaded for another of the same size."""
     parts = [BucketPart("w", Box((row,), (16,)), 64) for row in (0, 16)]
-    receiver = _Receiver(SlowLink(), "name")  # type: ignore[arg-type]
+    receiver = Receiver(SlowLink(), "name")  # type: ignore[arg-type]
     receiver.plan([tuple(parts)])
     receiver.begin()
     with pytest.raises(LinkError, match="is next, not"):

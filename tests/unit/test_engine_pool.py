@@ -20,7 +20,7 @@ import pytest
 
 from rpg_megatron.bridge import controller
 from rpg_megatron.bridge.controller import ApplyFailed, CheckFailed, SyncReport
-from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.manifest import EMPTY, Manifest
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.reward import RewardSettings
 from rpg_megatron.config.rollout import EngineSettings, RolloutSettings
@@ -39,7 +39,7 @@ from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.groups import Generated, GroupScores, GroupTask
 from rpg_megatron.rollout.worker import Worker
 
-NOTHING = Manifest("shared_memory", {}, 0, (), {})
+NOTHING = Manifest("shared_memory", {}, 0, EMPTY, ())
 SETTINGS = Settings.model_construct(
     engine=EngineSettings(max_sequences=4), reward=RewardSettings(), rollout=RolloutSettings()
 )
@@ -361,7 +361,7 @@ def test_a_worker_may_wait_for_a_trainer_up_to_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_module, "_MIN_PROBE_SECONDS", 0.01)
-    links = Manifest("process_group", {"timeout": 1.0}, 0, (), {})
+    links = Manifest("process_group", {"timeout": 1.0}, 0, EMPTY, ())
 
     async def sync_engine(post: Any, manifest: Manifest, **_: Any) -> SyncReport:
         post.__self__.core_answers = False

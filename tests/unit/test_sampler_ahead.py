@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.bridge.controller import SyncReport
-from rpg_megatron.bridge.manifest import Manifest
+from rpg_megatron.bridge.manifest import EMPTY, Manifest
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
@@ -42,7 +42,7 @@ from tests.support.episodes import BETWEEN
 from tests.support.ranks import ROOT
 from tests.support.stand_in_engines import ByteTokenizer, write_byte_codec
 
-NOTHING = Manifest("shared_memory", {}, 0, (), {})
+NOTHING = Manifest("shared_memory", {}, 0, EMPTY, ())
 STEPS = 8
 
 

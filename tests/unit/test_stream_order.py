@@ -20,9 +20,10 @@ from rpg_megatron.bridge import publisher
 from rpg_megatron.bridge.controller import compare_checksums
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import Publisher
+from rpg_megatron.bridge.slice_table import TableCache
 from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader, process_group_publisher
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher, gpu_of
-from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardReader, own_stream
+from rpg_megatron.bridge.transports.mapped_reader import Copies, Reader, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.config.objective import AnchorSettings
@@ -101,6 +102,10 @@ class Ranks:
             (manifest, _) = self.all(lambda rank, v=version: publishers[rank].publish(v))
             for engine in engines:
                 engine.sync(manifest)
+                for name, expected in random_state_dict(LAYOUT).items():
+                    for _ in range(version + 1):
+                        expected = expected + 0.25
+                    assert torch.equal(engine.read[name], expected), name
             self.all(lambda rank: publishers[rank].retract())
         self.all(lambda rank: self._update(rank, side_stream))
         self.all(lambda rank: publishers[rank].close())
@@ -136,6 +141,7 @@ class Engine:
         self._order, self.process, self.device = order, Process("engine", gpu), torch.device("cuda", gpu)
         with order.within(self.process):
             self.reader = reader(self.device)
+            self.caches: list[TableCache[Any]] = [TableCache(), TableCache()]
             self.weights = {
                 name: torch.zeros(shape, device=self.device) for name, shape in LAYOUT.hf_tensors().items()
             }
@@ -147,14 +153,18 @@ class Engine:
                 sums = self.reader.check(WANTED)
             with own_stream(self.device):
                 self.reader.begin()
-                for name, box in WANTED:
-                    for part, target in self.reader.cut(name, box):
-                        self.weights[name][target.slices()].copy_(part, non_blocking=True)
+                # Two modules, one after the other: a message has parts of both.
+                for wanted, cache in zip((WANTED[:7], WANTED[7:]), self.caches, strict=True):
+                    targets = [self.weights[name] for name, _ in wanted]
+                    self.reader.load(Copies(wanted, targets, lambda t=targets: t, cache))
                 sums = self.reader.end() or sums
             ack = {"rank": 0, "sums": sums, "ranks_read": {name: [0] for name, _ in WANTED}}
             assert compare_checksums(manifest, [ack]) == {}
             for weight in self.weights.values():
                 weight.mul(2.0)
+            self.read = {
+                name: torch.from_numpy(weight.numpy().copy()) for name, weight in self.weights.items()
+            }
 
 
 @pytest.mark.parametrize("colocated", [False, True])

@@ -20,11 +20,11 @@ import torch
 
 from rpg_megatron.bridge.manifest import MANIFEST, Copy, Manifest, Shard
 from rpg_megatron.bridge.publisher import (
+    ManifestBuilder,
     PublishPlan,
     SliceSums,
     make_publish_plan,
     node_name,
-    write_manifest,
 )
 from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
@@ -62,7 +62,7 @@ class CudaIpcPublisher:
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
-        self._params = params
+        self._params, self._builder = params, ManifestBuilder(mapping, dtype)
         self._plan = make_publish_plan(coordinates, params, mapping, node_name(self.folder))
         replicas = self._plan.replicas
         self._owner = next(owner for owner, ranks in replicas.items() if coordinates.rank in ranks)
@@ -101,10 +101,8 @@ class CudaIpcPublisher:
                 where[rank, param] = len(shards) + index, offset
             shards += self._shards(rank)
         sums_by_rank = {rank: sums_of_rank for rank, sums_of_rank, _ in gathered}
-        return write_manifest(
-            *(self.folder, plan, self.mapping, self.dtype, tuple(shards), where, sums_by_rank),
-            transport="cuda_ipc",
-            version=version,
+        return self._builder.write(
+            *(self.folder, plan, tuple(shards), where, sums_by_rank), transport="cuda_ipc", version=version
         )
 
     def retract(self) -> None:

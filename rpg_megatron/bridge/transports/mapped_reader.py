@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from rpg_megatron.bridge.checksum import MODULUS, checksum, checksums
+from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Copy, Manifest, PublishedBox, Shard, parse_manifest
+from rpg_megatron.bridge.slice_table import SliceTable, TableCache, modulo
 from rpg_megatron.bridge.transports.cuda_ipc import HandleError, choose_copies, open_memory
 from rpg_megatron.config.files import open_own, read_text
-from rpg_megatron.models.boxes import Box, check_cover
+from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import torch_dtype
 
 ReadSums = dict[str, tuple[int, int]]
@@ -34,8 +35,29 @@ class ShardError(Exception):
     """Published weights cannot be read: wrong version, owner or location, or damaged files."""
 
 
+@dataclass
+class Copies:
+    """Boxes of HF tensors, and where a worker copies them to."""
+
+    wanted: list[tuple[str, Box]]
+    memory: list[torch.Tensor]
+    """What the targets are parts of."""
+    targets: Callable[[], list[torch.Tensor]]
+    """Makes the target of each box, of the box's shape."""
+    cache: TableCache[Any]
+    """Of these copies; a sync is the same as the last one unless memory has moved."""
+
+    def parts(
+        self, cut: Callable[[str, Box], Iterable[tuple[Any, Box]]]
+    ) -> Iterator[tuple[str, Any, Box, torch.Tensor]]:
+        """Of each part that ``cut`` returns of a box: name, part, its box in the HF tensor, its target."""
+        for (name, box), target in zip(self.wanted, self.targets(), strict=True):
+            for part, where in cut(name, box):
+                yield name, part, where, target[Box(where.offset_in(box), where.extent).slices()]
+
+
 class Reader(Protocol):
-    """How an engine worker reads weights: ``open``, ``check``, ``begin``, ``cut`` ..., ``end``."""
+    """How an engine worker reads weights: ``open``, ``check``, ``begin``, ``load`` ..., ``end``."""
 
     manifest: Manifest | None
     """Manifest of the open version; None if none is open."""
@@ -64,6 +86,10 @@ class Reader(Protocol):
 
         They cover the box exactly. Values are read-only, and valid until the next part is requested.
         """
+        ...
+
+    def load(self, copies: Copies) -> None:
+        """Copy what ``cut`` returns of each box to its target; on a GPU all at once."""
         ...
 
     def whole(self, name: str) -> torch.Tensor:
@@ -128,6 +154,7 @@ class ShardReader:
         self._path, self._written = self.root, 0
         self._opened_gpu: dict[Copy, torch.Tensor] = {}
         self._copies: list[Copy] = []
+        self._checked: TableCache[tuple[list[tuple[str, int]], SliceTable]] = TableCache()
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Map the files of a manifest after checking location, owner and version.
@@ -156,8 +183,6 @@ class ShardReader:
         else:
             self._files = [self._map(real.parent, s) for s in manifest.shards]
         self._path, self._written = real, real.stat().st_mtime_ns
-        for name, tensor in manifest.tensors.items():
-            check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
         self.check_version()
         return manifest
@@ -185,17 +210,27 @@ class ShardReader:
     def check(self, wanted: Sequence[tuple[str, Box]]) -> ReadSums:
         """Compute the checksums of exactly what will be read."""
         sums: ReadSums = {name: (0, 0) for name, _ in wanted}
-        parts = [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
 
-        def slices() -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-            for _, part, where in parts:
+        def parts() -> list[tuple[str, torch.Tensor, Box]]:
+            return [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
+
+        def table() -> tuple[list[tuple[str, int]], SliceTable]:
+            cuts = parts()
+            slices = [(part, where.start) for _, part, where in cuts]
+            return [(name, part.nbytes) for name, part, _ in cuts], SliceTable(slices)
+
+        if self._on_gpu:
+            sizes, prepared = self._checked.get((self._opened().layout, tuple(wanted)), self._files, table)
+            numbers = modulo(prepared.sums())
+        else:
+            sizes, numbers = [], []
+            for name, part, where in parts():
                 self._on_progress()
-                yield part, where.start
-
-        numbers = checksums(slices())
-        for (name, part, _), number in zip(parts, numbers, strict=True):
+                sizes.append((name, part.nbytes))
+                numbers.append(checksum(part, where.start))
+        for (name, size), number in zip(sizes, numbers, strict=True):
             total, nbytes = sums[name]
-            sums[name] = (total + number) % MODULUS, nbytes + part.nbytes
+            sums[name] = (total + number) % MODULUS, nbytes + size
         self.check_version()
         return sums
 
@@ -222,6 +257,22 @@ class ShardReader:
                 self._on_progress()
                 yield self._view(name, box, common), common
 
+    def load(self, copies: Copies) -> None:
+        """Copy boxes to their targets: on a GPU in one launch, with a table as long as nothing has moved."""
+        if not self._on_gpu:
+            for _, part, _, target in copies.parts(self.cut):
+                target.copy_(part)
+            return
+
+        def table() -> SliceTable:
+            parts = list(copies.parts(self.cut))
+            return SliceTable(
+                [(p, where.start) for _, p, where, _ in parts], [target for *_, target in parts]
+            )
+
+        copies.cache.get(self._opened().layout, [*copies.memory, *self._files], table).copy()
+        self._on_progress()
+
     def whole(self, name: str) -> torch.Tensor:
         """A full HF tensor, as a copy."""
         tensor = self._opened().tensors[name]
@@ -242,8 +293,8 @@ class ShardReader:
         manifest = self._opened()
         return [
             manifest.shards[box.shard]
-            for box in manifest.tensors[name].boxes
-            if checksum(self._view(name, box, box.hf), box.hf.start) % MODULUS != box.checksum
+            for box, expected in zip(manifest.tensors[name].boxes, manifest.box_sums(name), strict=True)
+            if checksum(self._view(name, box, box.hf), box.hf.start) != expected
         ]
 
     def close(self) -> None:
@@ -257,6 +308,10 @@ class ShardReader:
         if self.manifest is None:
             raise ShardError("no publication is open; call open first")
         return self.manifest
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._files) and self._files[0].device.type == "cuda"
 
     def _view(self, name: str, box: PublishedBox, part: Box) -> torch.Tensor:
         dtype = torch_dtype(self._opened().tensors[name].dtype)

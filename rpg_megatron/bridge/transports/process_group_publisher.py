@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 
 from rpg_megatron.bridge.manifest import Manifest, Shard
 from rpg_megatron.bridge.publisher import (
+    ManifestBuilder,
     PublishPlan,
     SliceSums,
-    build_manifest,
     make_publish_plan,
     node_name,
 )
+from rpg_megatron.bridge.slice_table import SliceTable, TableCache
 from rpg_megatron.bridge.transports.buckets import BucketPart, largest, message_bytes
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece
@@ -67,7 +69,7 @@ class GroupPublisher:
         messages then go through host memory by gloo, and workers prefer ranks of their own node.
         """
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
-        self._params = params
+        self._params, self._builder = params, ManifestBuilder(mapping, dtype)
         self._device = next((p.device for p in params.values()), torch.device("cpu"))
         self._plan = make_publish_plan(coordinates, params, mapping)
         backend = "nccl" if self._device.type == "cuda" and colocated_in is None else "gloo"
@@ -125,10 +127,8 @@ class GroupPublisher:
         manifest = None
         if self.coordinates.rank == 0:
             by_rank = dict(gathered)
-            manifest = build_manifest(
+            manifest = self._builder.build(
                 plan,
-                self.mapping,
-                self.dtype,
                 self._shards,
                 self._where,
                 by_rank,
@@ -247,6 +247,8 @@ class _Sender:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buckets: list[list[tuple[BucketPart, str, Box]]] = []
         self._buffers: list[torch.Tensor] = []
+        self._tables: list[TableCache[SliceTable | None]] = []
+        """Of each bucket; None where the slices are cast, or not packed on a GPU."""
 
     @contextmanager
     def on_own_stream(self, published: torch.cuda.Event | None) -> Iterator[None]:
@@ -268,6 +270,7 @@ class _Sender:
         self._buckets = buckets
         size = largest([tuple(p for p, _, _ in b) for b in buckets])
         self._buffers = [self.link.buffer(size) for _ in range(min(2, len(buckets)))]
+        self._tables = [TableCache() for _ in buckets]
 
     def handshake(self, version: int) -> None:
         """Send the worker the version that this rank serves and the number of bytes that it will send."""
@@ -284,14 +287,33 @@ class _Sender:
         pending: Any = None
         for i, bucket in enumerate(self._buckets):
             message = self._buffers[i % 2][: message_bytes(tuple(p for p, _, _ in bucket))]
-            at = 0
-            for part, param, local in bucket:
-                values = params[param].detach()[local.slices()]
-                space = message[at : at + part.nbytes].view(plan.dtype_of(part.hf_name, dtype))
-                space.view(local.extent).copy_(values)
-                at += part.padded_nbytes
+
+            def parts(
+                bucket: Any = bucket, message: Any = message
+            ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+                at = 0
+                for part, param, local in bucket:
+                    space = message[at : at + part.nbytes].view(plan.dtype_of(part.hf_name, dtype))
+                    yield params[param].detach()[local.slices()], space.view(local.extent)
+                    at += part.padded_nbytes
+
+            memory = [message, *(params[param] for _, param, _ in bucket)]
+            table = self._tables[i].get(dtype, memory, partial(_copies, parts))
+            if table is not None:
+                table.copy()
+            else:
+                for values, space in parts():
+                    space.copy_(values)
             if pending is not None:
                 self.link.finish(pending)
             pending = self.link.send(message)
         if pending is not None:
             self.link.finish(pending)
+
+
+def _copies(parts: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]) -> SliceTable | None:
+    """The table of these copies, if they are bit by bit and within a GPU."""
+    pairs = list(parts())
+    if any((a.dtype, a.device) != (b.dtype, b.device) or a.device.type != "cuda" for a, b in pairs):
+        return None
+    return SliceTable([(a, (0,) * a.dim()) for a, _ in pairs], [b for _, b in pairs])

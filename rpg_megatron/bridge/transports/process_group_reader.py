@@ -12,29 +12,31 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from rpg_megatron.bridge.checksum import MODULUS, checksum
+from rpg_megatron.bridge.checksum import MODULUS
 from rpg_megatron.bridge.manifest import Manifest, parse_manifest
+from rpg_megatron.bridge.slice_table import Slice, SliceTable, TableCache, checksums, modulo
 from rpg_megatron.bridge.transports.buckets import (
     Bucket,
     BucketPart,
     choose_shard,
     exclusive_bytes,
-    largest,
-    message_bytes,
     plan_streams,
     split_box,
 )
-from rpg_megatron.bridge.transports.mapped_reader import ReadSums, ShardError, own_stream
-from rpg_megatron.bridge.transports.process_group_link import RECEIVER, Link, LinkError, Rendezvous
+from rpg_megatron.bridge.transports.mapped_reader import Copies, ReadSums, ShardError, own_stream
+from rpg_megatron.bridge.transports.process_group_link import RECEIVER, LinkError, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import inbox
-from rpg_megatron.models.boxes import Box, check_cover
+from rpg_megatron.bridge.transports.process_group_receiver import Receiver
+from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import torch_dtype
 
 Position = tuple[int, int, int]
@@ -62,9 +64,12 @@ class GroupReader:
         self._position = position
         self._rendezvous: Rendezvous | None = None
         self._name = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._links: dict[int, _Receiver] = {}
+        self._links: dict[int, Receiver] = {}
         self._made = 0
         self._sums: ReadSums = {}
+        self._unread: list[tuple[list[tuple[str, int]], torch.Tensor]] = []
+        """Parts and their checksums, which are still on the GPU."""
+        self._planned: TableCache[tuple[Counter[int], int, dict[int, list[Bucket]]]] = TableCache()
         self._max_part_bytes = 0
         self._exclusive: Counter[int] = Counter()
 
@@ -88,8 +93,6 @@ class GroupReader:
             raise ShardError(str(e)) from None
         if manifest.version != version:
             raise ShardError(f"the trainers serve version {manifest.version}, asked for {version}")
-        for name, tensor in manifest.tensors.items():
-            check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         self.manifest = manifest
         return manifest
 
@@ -100,13 +103,19 @@ class GroupReader:
         Raises ShardError that names the rank.
         """
         manifest = self._opened()
-        self._sums = {}
+        self._sums, self._unread = {}, []
         budget = int(manifest.place["bucket_bytes"])
-        # The memory is divided into two buckets per sending rank. Which ranks send does not depend on sizes.
-        self._exclusive = exclusive_bytes(manifest, wanted)
-        ranks = plan_streams(manifest, wanted, 1 << 62, self._exclusive)
-        self._max_part_bytes = max(1, budget // (2 * max(len(ranks), 1)))
-        streams = plan_streams(manifest, wanted, self._max_part_bytes, self._exclusive)
+
+        def plan() -> tuple[Counter[int], int, dict[int, list[Bucket]]]:
+            # The memory is divided into two buckets per sending rank. Which ranks send does not depend on
+            # sizes.
+            exclusive = exclusive_bytes(manifest, wanted)
+            ranks = plan_streams(manifest, wanted, 1 << 62, exclusive)
+            most = max(1, budget // (2 * max(len(ranks), 1)))
+            return exclusive, most, plan_streams(manifest, wanted, most, exclusive)
+
+        key = manifest.layout, tuple(wanted), budget
+        self._exclusive, self._max_part_bytes, streams = self._planned.get(key, [], plan)
         for shard in [s for s in self._links if s not in streams]:
             self._links.pop(shard).close()
         try:
@@ -135,20 +144,75 @@ class GroupReader:
         requested.
         Raises ShardError.
         """
-        manifest = self._opened()
-        for shard, part in split_box(manifest, hf_name, wanted, self._max_part_bytes, self._exclusive):
+        for shard, part in self._split(hf_name, wanted):
             try:
-                raw = self._links[shard].take(part).to(self._device)  # with gloo it is in host memory
+                raw = self._links[shard].take(part)
             except LinkError as e:
-                raise ShardError(f"{manifest.shards[shard]} failed at {hf_name}: {e}") from None
+                raise ShardError(f"{self._opened().shards[shard]} failed at {hf_name}: {e}") from None
             self._on_progress()
-            values = raw.view(torch_dtype(manifest.tensors[hf_name].dtype)).view(part.box.extent)
-            total, nbytes = self._sums[hf_name]
-            self._sums[hf_name] = (
-                (total + checksum(values, part.box.start)) % MODULUS,
-                nbytes + part.nbytes,
-            )
-            yield values, part.box
+            values = self._values(raw, part)
+            self._count([(hf_name, part.nbytes)], checksums([(values, part.box.start)]))
+            yield values.to(self._device), part.box  # with gloo it is in host memory
+
+    def load(self, copies: Copies) -> None:
+        """Copy boxes to their targets; in GPU memory by one launch for a message's checksums, one for copies.
+
+        The next message overwrites the one before, so all of it is copied first.
+        """
+        if not all(receiver.on_gpu for receiver in self._links.values()):
+            for _, part, _, target in copies.parts(self.cut):
+                target.copy_(part)
+            return
+        links = self._links
+        key = self._opened().layout, tuple((shard, *link.position) for shard, link in links.items())
+        memory = [*copies.memory, *(buffer for link in links.values() for buffer in link.buffers)]
+        steps, remaining = copies.cache.get(key, memory, partial(self._plan_steps, copies))
+        for step in steps:
+            if step.shard is not None:
+                try:
+                    links[step.shard].advance()
+                except LinkError as e:
+                    raise ShardError(f"{self._opened().shards[step.shard]} failed: {e}") from None
+            self._unread.append((step.parts, step.table.sums()))
+            step.table.copy()
+            self._on_progress()
+        for shard, number in remaining.items():
+            links[shard].skip_to(number)
+
+    def _plan_steps(self, copies: Copies) -> tuple[list[_Step], dict[int, int]]:
+        """What ``load`` does from here on, and how many parts each link has left then of its last message."""
+        coming = {shard: link.coming_parts() for shard, link in self._links.items()}
+        remaining = {shard: link.left for shard, link in self._links.items()}
+        steps: list[tuple[int | None, list[tuple[str, int]], list[Slice], list[torch.Tensor]]] = []
+
+        def split(name: str, box: Box) -> Iterator[tuple[tuple[int, BucketPart], Box]]:
+            return (((shard, part), part.box) for shard, part in self._split(name, box))
+
+        for name, (shard, part), _, target in copies.parts(split):
+            if remaining[shard] == 0:
+                steps.append((shard, [], [], []))
+            elif not steps:
+                steps.append((None, [], [], []))
+            expected, raw, remaining[shard] = next(coming[shard], (None, None, 0))
+            if expected != part or raw is None:
+                raise ShardError(f"{self._opened().shards[shard]}: {expected} is next, not {part}")
+            _, parts, slices, targets = steps[-1]
+            parts.append((name, part.nbytes))
+            slices.append((self._values(raw, part), part.box.start))
+            targets.append(target)
+        return [_Step(shard, parts, SliceTable(a, b)) for shard, parts, a, b in steps], remaining
+
+    def _split(self, name: str, wanted: Box) -> Iterator[tuple[int, BucketPart]]:
+        return split_box(self._opened(), name, wanted, self._max_part_bytes, self._exclusive)
+
+    def _values(self, raw: torch.Tensor, part: BucketPart) -> torch.Tensor:
+        return raw.view(torch_dtype(self._opened().tensors[part.hf_name].dtype)).view(part.box.extent)
+
+    def _count(self, parts: Sequence[tuple[str, int]], numbers: Sequence[int]) -> None:
+        """Add the checksums of parts, each with its tensor's name and its bytes."""
+        for (name, size), number in zip(parts, numbers, strict=True):
+            total, nbytes = self._sums[name]
+            self._sums[name] = (total + number) % MODULUS, nbytes + size
 
     def whole(self, name: str) -> torch.Tensor:
         """A full HF tensor, as a copy."""
@@ -159,7 +223,11 @@ class GroupReader:
         return out
 
     def end(self) -> ReadSums:
-        """Checksum and bytes of each tensor received since ``begin``."""
+        """Checksum and bytes of each tensor received since ``begin``; the host waits once for a GPU."""
+        if self._unread:
+            numbers = modulo(torch.cat([sums for _, sums in self._unread]))
+            self._count([part for parts, _ in self._unread for part in parts], numbers)
+            self._unread.clear()
         return {name: total for name, total in self._sums.items() if total[1]}
 
     def ranks_read(self, name: str) -> set[int]:
@@ -195,7 +263,7 @@ class GroupReader:
                     if not hasattr(connections, "own"):
                         connections.own = join()
                     link = connections.own.connect(name, RECEIVER, self._device)
-                    self._links[shard] = _Receiver(link, name)
+                    self._links[shard] = Receiver(link, name)
                 if self._links[shard].buckets != buckets:
                     self._links[shard].plan(buckets)
                 self._links[shard].finish_handshake(manifest.version)
@@ -256,73 +324,12 @@ class GroupReader:
         self._links.clear()
 
 
-class _Receiver:
-    """The engine worker's end of one link."""
+@dataclass(frozen=True)
+class _Step:
+    """What ``GroupReader.load`` does between two messages."""
 
-    def __init__(self, link: Link, name: str) -> None:
-        self.name = name
-        self.buckets: list[Bucket] = []
-        self._link = link
-        self._buffers: list[torch.Tensor] = []
-        self._coming: tuple[Bucket, torch.Tensor, Any] | None = None
-        self._next = 0
-        self._parts: deque[tuple[BucketPart, torch.Tensor]] = deque()
-
-    @property
-    def busy(self) -> bool:
-        """Whether messages are still expected."""
-        return self._coming is not None
-
-    def plan(self, buckets: list[Bucket]) -> None:
-        """Set the buckets to receive from now on; allocates memory for two messages."""
-        self.buckets = buckets
-        size = largest(buckets)
-        self._buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
-
-    def finish_handshake(self, version: int) -> None:
-        """Receive the version and size that the rank serves. Raises LinkError if they are not as expected."""
-        message = self._link.buffer(16)
-        self._link.finish(self._link.receive(message))
-        served, total = message.view(torch.int64).tolist()
-        expected = sum(p.nbytes for b in self.buckets for p in b)
-        if (served, total) != (version, expected):
-            raise LinkError(f"it serves {total} bytes of version {served}, expected {expected} of {version}")
-
-    def begin(self) -> None:
-        """Start receiving the first message."""
-        self._next = 0
-        self._parts.clear()
-        self._post()
-
-    def take(self, part: BucketPart) -> torch.Tensor:
-        """The bytes of ``part``, which must be the next one. Raises LinkError."""
-        if not self._parts:
-            if self._coming is None:
-                raise LinkError(f"all messages were received, but {part.hf_name} {part.box} is requested")
-            bucket, message, work = self._coming
-            self._link.finish(work)
-            # The previous message has been consumed, so its memory can receive the next one. Not earlier: on
-            # a GPU, a receive that waits for the previous one may block other links in the same hardware
-            # queue, and with them the rank that this one waits for.
-            self._post()
-            at = 0
-            for p in bucket:
-                self._parts.append((p, message[at : at + p.nbytes]))
-                at += p.padded_nbytes
-        expected, values = self._parts.popleft()
-        if expected != part:
-            raise LinkError(f"{expected.hf_name} {expected.box} is next, not {part.hf_name} {part.box}")
-        return values
-
-    def close(self) -> None:
-        """Close the link."""
-        self._link.close()
-
-    def _post(self) -> None:
-        """Start receiving the next message, if there is one."""
-        self._coming = None
-        if self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            message = self._buffers[self._next % 2][: message_bytes(bucket)]
-            self._coming = bucket, message, self._link.receive(message)
-            self._next += 1
+    shard: int | None
+    """Go on to the next message of this one first."""
+    parts: list[tuple[str, int]]
+    """HF tensor name and bytes of each part of ``table``."""
+    table: SliceTable

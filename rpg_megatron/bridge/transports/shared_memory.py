@@ -23,11 +23,11 @@ import torch
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
 from rpg_megatron.bridge.publisher import (
+    ManifestBuilder,
     PublishPlan,
     SliceSums,
     make_publish_plan,
     node_name,
-    write_manifest,
 )
 from rpg_megatron.config.errors import UserError, gib
 from rpg_megatron.config.files import open_own, open_private, remove
@@ -83,7 +83,7 @@ class SharedMemoryPublisher:
         """
         self.folder = run_together(lambda: require_private_folder(folder))
         self.coordinates, self.mapping, self.dtype = coordinates, mapping, dtype
-        self._params = params
+        self._params, self._builder = params, ManifestBuilder(mapping, dtype)
         self._map: mmap.mmap | None = None
         self._shards: dict[str, torch.Tensor] = {}
         self._adopted: set[str] = set()
@@ -118,10 +118,8 @@ class SharedMemoryPublisher:
             return None
         index = {f.rank: i for i, f in enumerate(self._files)}
         where = {key: (index[key[0]], offset) for key, offset in self._offsets.items()}
-        return write_manifest(
-            *(self.folder, plan, self.mapping, self.dtype, self._files, where, sums),
-            transport="shared_memory",
-            version=version,
+        return self._builder.write(
+            *(self.folder, plan, self._files, where, sums), transport="shared_memory", version=version
         )
 
     def retract(self) -> None:

@@ -13,9 +13,10 @@ There are three ways; the first two are chosen module by module:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ from vllm.model_executor.model_loader.reload.utils import (
     get_tensor_load_numel,
 )
 
-from rpg_megatron.bridge.transports.mapped_reader import Reader, ShardError
+from rpg_megatron.bridge.slice_table import TableCache
+from rpg_megatron.bridge.transports.mapped_reader import Copies, Reader, ShardError
 from rpg_megatron.bridge.vllm.load_recorder import Fill, LoadRecorder, SliceCopy
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import ITEM_BYTES, torch_dtype
@@ -64,6 +66,8 @@ class LayerPlan:
     copies: list[tuple[str, SliceCopy]] = field(default_factory=list)
     fills: list[tuple[str, Fill]] = field(default_factory=list)
     in_place: bool = False
+    tables: TableCache[Any] = field(default_factory=TableCache)
+    """Of the copies of this module and of those that are loaded together with it."""
 
 
 @dataclass
@@ -282,16 +286,19 @@ def _load_slices(plans: list[LayerPlan], reader: Reader, overlap: bool) -> None:
     """
     packing: torch.nn.Module | None = None
     with ThreadPoolExecutor(1) as copier:
-        for plan in plans:
+        # Modules in a row that are loaded in place are loaded together.
+        rows = groupby(plans, lambda plan: None if plan.in_place else plan.layer)
+        for group in (list(group) for _, group in rows):
+            (plan, *_) = group
             if plan.in_place:
-                _copy_slices(plan, reader)
+                _copy_slices(group, reader)
                 continue
             _begin_reload(plan.layer)
             if not overlap:
-                _copy_slices(plan, reader)
+                _copy_slices(group, reader)
                 _finish_reload(plan.layer)
                 continue
-            copying = copier.submit(_copy_slices, plan, reader)
+            copying = copier.submit(_copy_slices, group, reader)
             try:
                 if packing is not None:
                     _finish_reload(packing)
@@ -322,15 +329,22 @@ def _finish_reload(layer: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def _copy_slices(plan: LayerPlan, reader: Reader) -> None:
+def _copy_slices(plans: Sequence[LayerPlan], reader: Reader) -> None:
     """May run in another thread, which has neither the default device nor the torch modes of the main one."""
-    for name, fill in plan.fills:
-        fill.target.on(getattr(plan.layer, name).data).fill_(fill.value)
-    for name, copy in plan.copies:
-        target = copy.target.on(getattr(plan.layer, name).data).view(copy.box.extent)
-        for part, where in reader.cut(copy.hf_name, copy.box):
-            position = Box(where.offset_in(copy.box), where.extent)
-            target[position.slices()].copy_(part, non_blocking=True)
+    for plan in plans:
+        for name, fill in plan.fills:
+            fill.target.on(getattr(plan.layer, name).data).fill_(fill.value)
+
+    def targets() -> list[torch.Tensor]:
+        return [
+            copy.target.on(getattr(plan.layer, name).data).view(copy.box.extent)
+            for plan in plans
+            for name, copy in plan.copies
+        ]
+
+    wanted = [(copy.hf_name, copy.box) for plan in plans for _, copy in plan.copies]
+    memory = [getattr(plan.layer, name).data for plan in plans for name in {n for n, _ in plan.copies}]
+    reader.load(Copies(wanted, memory, targets, plans[0].tables))
 
 
 def _load_whole(model: Any, plans: list[LayerPlan], reader: Reader) -> None:
