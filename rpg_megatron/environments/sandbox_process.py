@@ -34,6 +34,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
+from rpg_megatron.system.limits import lower_limits
 from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
 from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants, kill_descendants
 from rpg_megatron.system.sandbox import program_filter
@@ -263,10 +264,7 @@ def _start(
         fixed[resource.RLIMIT_AS] = 4 * limits.memory_mib << 20
 
     def limit() -> None:
-        for kind, most in fixed.items():
-            hard = resource.getrlimit(kind)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+        lower_limits(fixed)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     streams: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
@@ -280,14 +278,8 @@ def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) 
     assert process.stdout is not None
     read, ready = process.stdout.fileno(), os.pidfd_open(process.pid)
     os.set_blocking(read, False)
-    look, kept, total, is_open, ended, memory = (
-        0.0,
-        b"",
-        0,
-        True,
-        "",
-        MemoryOfProcesses(() if limits.image else (_WORK, _SCRATCH)),
-    )
+    memory = MemoryOfProcesses(() if limits.image else (_WORK, _SCRATCH))
+    look, kept, total, is_open, ended = 0.0, b"", 0, True, ""
     while not ended:
         # A program may close its output and go on: that would be ready to read again and again.
         pause = max(0.0, min(look, end) - time.monotonic())

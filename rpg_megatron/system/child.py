@@ -161,13 +161,6 @@ def start_child(
     return Child(name, process, log or Path(os.devnull), open_own(log) if log else None, start)
 
 
-def end_children(children: Sequence[Child], grace: float = 0.0) -> None:
-    """End children and all that they started, at the same time. grace: seconds from SIGTERM to SIGKILL."""
-    process_groups.end_groups([child.pid for child in children if not child.is_reaped], grace)
-    for child in children:
-        child.reap()
-
-
 # -- logs ----------------------------------------------------------------------------------------------------
 
 

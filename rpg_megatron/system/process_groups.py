@@ -42,11 +42,10 @@ def boot_id() -> str:
 def _stat_fields(pid: int | str) -> list[str]:
     """Fields of /proc/PID/stat from the state on (the name before it may contain spaces); [] if it ended."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    return text.rpartition(")")[2].split()
 
 
 def start_time(pid: int) -> int | None:
