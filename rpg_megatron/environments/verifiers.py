@@ -27,8 +27,6 @@ _LONGEST = 64 << 20
 """Bytes of an answer."""
 _END_SECONDS = 60
 """Limit for a server to end what the taskset has started, on a busy machine."""
-_NO_LIMIT = 1 << 40
-"""Address space: the programs of tools inherit the limit."""
 
 
 def problems(
@@ -108,9 +106,11 @@ def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False, **v
     modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = os.environ | {"PYTHONPATH": modules, "PATH": programs} | variables
-    load, arguments = f"{_NAME}_server:load_server", {"settings": settings}
+    load = f"{_NAME}_server:load_server"
+    # No limit of memory: the programs of tools would inherit it.
+    loader = Loader(load, {"settings": settings}, load, python=str(python), environment=environment)
     try:
-        return ForkServer(Loader(load, arguments, _NO_LIMIT, load, str(python), environment), lazy=lazy)
+        return ForkServer(loader, lazy=lazy)
     except UserError as e:
         raise UserError(f"{_NAME}: {venv}: {e}; see docs/environments.md") from None
 

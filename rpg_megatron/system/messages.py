@@ -115,13 +115,11 @@ class Server:
             kind, value = b"ok", encode(await call(*decode(body, arguments)))
         except UserError as e:
             kind, value = b"user_error", encode(str(e))
+        except ExpectedError as e:
+            kind, value = b"error", encode(str(e))
         except Exception as e:
-            kind = b"error"
-            if isinstance(e, ExpectedError):
-                value = encode(str(e))
-            else:
-                logger.exception("%s failed", method)
-                value = encode(f"{method} failed: {e!r}\n{traceback.format_exc()}")
+            logger.exception("%s failed", method)
+            kind, value = b"error", encode(f"{method} failed: {e!r}\n{traceback.format_exc()}")
         await self._socket.send_multipart([client, number, kind, value])
 
 
@@ -271,26 +269,25 @@ class Client:
         self._number += 1
         number = self._number.to_bytes(8, "big")
         request = [number, method.encode(), encode(arguments)]
-        self._handle_events(0)
         losses: int | None = None  # number of lost connections when the request was sent
-        gone: float | None = None  # time when the connection was lost
+        seen = time.monotonic()  # when it was connected last
         while True:
-            if self._connected and losses != self._losses:
-                if losses is not None and not self._reconnect:
+            self._handle_events(0)
+            if self._connected:
+                seen = time.monotonic()
+                if losses not in (None, self._losses) and not self._reconnect:
                     break
-                self._socket.send_multipart(request)
-                losses, gone = self._losses, None
-            if not self._connected:
-                gone = gone or time.monotonic()
-                if not self._reconnect or time.monotonic() - gone > self._timeout:
-                    break
+                if losses != self._losses:
+                    self._socket.send_multipart(request)
+                    losses = self._losses
+            elif not self._reconnect or time.monotonic() - seen > self._timeout:
+                break
             if not self._socket.poll(1000 * _POLL_SECONDS):
                 self._while_waiting()
             while self._socket.poll(0):
                 reply_to, kind, value = self._socket.recv_multipart()
                 if reply_to == number:
                     return _result(kind, value, returns)
-            self._handle_events(0)
         raise ConnectionLost(f"the {self._name} has ended (while waiting for {method}); see its log")
 
     def close(self) -> None:
