@@ -15,6 +15,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import zmq
@@ -45,16 +46,6 @@ class ConnectionLost(RuntimeError):
 # -- sockets -------------------------------------------------------------------------------------------------
 
 
-class _ClientKeyCheck:
-    """ZeroMQ calls it with the public key of each client that connects."""
-
-    def __init__(self, token: str):
-        self._key = derive_keys(token, "client").public
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        return key == self._key
-
-
 def _client_socket(context: Any, token: str) -> Any:
     socket = context.socket(zmq.DEALER)
     secure(socket, token, server=False)
@@ -77,7 +68,9 @@ class Server:
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(token))
+        own = derive_keys(token, "client").public
+        check = SimpleNamespace(callback=lambda _domain, key: key == own)  # of each client that connects
+        self._authenticator.configure_curve_callback("*", check)
         self._socket = self._context.socket(zmq.ROUTER)
         secure(self._socket, token, server=True)
         self._tasks: set[asyncio.Task[None]] = set()
