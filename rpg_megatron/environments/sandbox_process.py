@@ -256,9 +256,8 @@ def _start(
     if limits.image:  # programs see what Apptainer itself gets
         fixed[resource.RLIMIT_FSIZE] = limits.files_mib << 20
         names = [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]
-        variables = {
-            name: os.environ[name] for name in (*names, "PATH", "HOME", "TMPDIR") if name in os.environ
-        }
+        names += ["PATH", "HOME", "TMPDIR"]
+        variables = {name: os.environ[name] for name in names if name in os.environ}
     else:
         fixed[resource.RLIMIT_NPROC] = limits.processes + _OF_BWRAP_PROCESSES * bool(os.geteuid())
         fixed[resource.RLIMIT_AS] = 4 * limits.memory_mib << 20
@@ -347,9 +346,8 @@ def _inside(work: str, path: str) -> Path:
     try:
         place = Path(path)
         for _ in range(40):  # links may begin with /work, which is somewhere else here
-            place = Path(
-                work, place.relative_to("/work") if place.is_relative_to("/work") else place
-            ).resolve()
+            inside = place.relative_to("/work") if place.is_relative_to("/work") else place
+            place = Path(work, inside).resolve()
             if place.is_relative_to(work) and place != Path(work):
                 return place
             if not place.is_relative_to("/work"):

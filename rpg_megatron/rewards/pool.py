@@ -69,12 +69,6 @@ class WorkerPool:
             self._loop.close()
             self._server.close()
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _begin(self, arguments: Any, future: Future[Outcome]) -> None:

@@ -189,12 +189,8 @@ class ForkServer:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5.0)
             process.kill()
-            code = process.wait()
-            raise UserError(
-                reply["error"]
-                if reply
-                else f"{imports}: importing it ended the process (exit code {code}); fix it"
-            )
+            ended = f"{imports}: importing it ended the process (exit code {process.wait()}); fix it"
+            raise UserError(reply["error"] if reply else ended)
         self.description = reply
         return process, parent_end
 

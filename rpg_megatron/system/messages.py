@@ -39,10 +39,6 @@ class ExpectedError(RuntimeError):
     """An error whose message is sufficient: a client gets it without a traceback."""
 
 
-class ConnectionLost(RuntimeError):
-    """The server's process has ended or closed the connection."""
-
-
 # -- sockets -------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +253,7 @@ class Client:
     def call(self, method: str, returns: Any, *arguments: Any) -> Any:
         """Call a method of the server; returns its result, of type ``returns``.
 
-        Raises UserError and RuntimeError with the server's message, ConnectionLost if the server has died.
+        Raises UserError and RuntimeError with the server's message, RuntimeError also if it has died.
         """
         self._number += 1
         number = self._number.to_bytes(8, "big")
@@ -281,7 +277,7 @@ class Client:
                 reply_to, kind, value = self._socket.recv_multipart()
                 if reply_to == number:
                     return _result(kind, value, returns)
-        raise ConnectionLost(f"the {self._name} has ended (while waiting for {method}); see its log")
+        raise RuntimeError(f"the {self._name} has ended (while waiting for {method}); see its log")
 
     def close(self) -> None:
         """Disconnect."""

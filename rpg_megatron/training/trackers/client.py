@@ -21,7 +21,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.child import Child, module_command, start_child
-from rpg_megatron.training.trackers.tracker import file_name
+from rpg_megatron.training.trackers.tracker import COLUMNS, file_name
 
 _QUEUED = 256
 """Maximum rows in the queue of a tracker; then the oldest row is dropped."""
@@ -262,19 +262,10 @@ def spread[T](items: Sequence[T], count: int) -> list[T]:
 
 def sample_responses(trajectories: Sequence[Trajectory], count: int) -> list[dict[str, Any]]:
     """Rows of the table of responses, for at most ``count`` trajectories; ``prompt`` as token ids."""
-    return [
-        {
-            "prompt": t.prompt.tolist(),
-            "response": t.text,
-            "reward": t.reward,
-            "correct": t.correct,
-            "advantage": float(t.advantage),
-            "tokens": t.sampled,
-            "finish": t.finish,
-            "answer": t.answer,
-            "extracted": t.extracted,
-            "prompt_id": t.prompt_id,
-            "sample": t.sample,
-        }
-        for t in spread(trajectories, count)
-    ]
+    return [_columns_of(t) for t in spread(trajectories, count)]
+
+
+def _columns_of(t: Trajectory) -> dict[str, Any]:
+    values = {"prompt": t.prompt.tolist(), "response": t.text, "advantage": float(t.advantage)}
+    values["tokens"] = t.sampled
+    return {name: values[name] if name in values else getattr(t, name) for name in COLUMNS}
