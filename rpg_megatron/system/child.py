@@ -90,7 +90,7 @@ class Child:
     def kill(self) -> None:
         """End it and all that it has started. Any thread may call it; its pipes stay open."""
         if not self.is_reaped:
-            process_groups.end_groups([self.pid], grace=0)
+            process_groups.end_groups([self.pid])
         self.process.wait()
 
     def reap(self) -> None:

@@ -102,15 +102,11 @@ def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
         time.sleep(0.05)
 
 
-def end_groups(leaders: Iterable[int], grace: float) -> None:
-    """Send SIGTERM, wait up to ``grace`` seconds, then send SIGKILL to the remaining members."""
+def end_groups(leaders: Iterable[int]) -> None:
+    """Send SIGKILL to every member of the given groups, resource trackers last, and wait for their ends."""
     remaining = set(leaders)
-    if grace > 0:
-        send(remaining, signal.SIGTERM)
-        remaining = wait_empty(remaining, grace)
-    if remaining:
-        send(remaining, signal.SIGKILL, trackers=False)
-        remaining = wait_empty(remaining, 3.0)
+    send(remaining, signal.SIGKILL, trackers=False)
+    remaining = wait_empty(remaining, 3.0)
     end = time.monotonic() + 10.0
     while remaining and time.monotonic() < end:
         send(remaining, signal.SIGKILL)
