@@ -283,6 +283,6 @@ def stop_engines(engines: Iterable[EngineProcess], grace: float) -> None:
     groups = [pid for pid, e in running.items() if e._child is not None and not e._child.is_reaped]
     process_groups.send(groups, signal.SIGSTOP, trackers=False)  # stopped processes create no more of it
     note_segments(running.values())
-    process_groups.end_groups(groups, grace=0)
+    process_groups.end_groups(groups)
     for engine in running.values():
         engine._clean_up()

@@ -23,8 +23,6 @@ import msgspec
 from rpg_megatron.environments.sandbox_limits import SandboxLimits
 from rpg_megatron.system.forked_workers import ForkServer, Loader, WorkerProcess
 
-_NO_LIMIT = 1 << 40
-"""Address space of the sandbox itself, bytes; its programs have ``SandboxLimits``."""
 _GRACE = 10.0
 """Seconds after which a sandbox that does not answer is killed, in addition to the time of the call."""
 
@@ -103,7 +101,8 @@ class Sandboxes:
         """Raises UserError if this machine allows none."""
         self._limits = limits = limits or SandboxLimits()
         load = "rpg_megatron.environments.sandbox_process:load_server"
-        self._server = ForkServer(Loader(load, asdict(limits), _NO_LIMIT, "sandbox"))
+        # Its programs have limits, the sandbox itself has none.
+        self._server = ForkServer(Loader(load, asdict(limits), "sandbox"))
 
     async def open(self) -> Sandbox:
         """A new sandbox, without files."""

@@ -34,6 +34,7 @@ from rpg_megatron.config.errors import UserError
 from rpg_megatron.environments.sandbox_limits import SandboxLimits, find_problem
 from rpg_megatron.system.child import start_program
 from rpg_megatron.system.fork_server import Serve, send_line
+from rpg_megatron.system.limits import lower_limits
 from rpg_megatron.system.parent_death import end_with_parent, set_child_subreaper, set_parent_death_signal
 from rpg_megatron.system.process_tree import MemoryOfProcesses, descendants, kill_descendants
 from rpg_megatron.system.sandbox import program_filter
@@ -255,18 +256,14 @@ def _start(
     if limits.image:  # programs see what Apptainer itself gets
         fixed[resource.RLIMIT_FSIZE] = limits.files_mib << 20
         names = [name for name in os.environ if name.startswith(("APPTAINER", "SINGULARITY"))]
-        variables = {
-            name: os.environ[name] for name in (*names, "PATH", "HOME", "TMPDIR") if name in os.environ
-        }
+        names += ["PATH", "HOME", "TMPDIR"]
+        variables = {name: os.environ[name] for name in names if name in os.environ}
     else:
         fixed[resource.RLIMIT_NPROC] = limits.processes + _OF_BWRAP_PROCESSES * bool(os.geteuid())
         fixed[resource.RLIMIT_AS] = 4 * limits.memory_mib << 20
 
     def limit() -> None:
-        for kind, most in fixed.items():
-            hard = resource.getrlimit(kind)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+        lower_limits(fixed)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     streams: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
@@ -280,14 +277,8 @@ def _watch(process: subprocess.Popen[bytes], end: float, limits: SandboxLimits) 
     assert process.stdout is not None
     read, ready = process.stdout.fileno(), os.pidfd_open(process.pid)
     os.set_blocking(read, False)
-    look, kept, total, is_open, ended, memory = (
-        0.0,
-        b"",
-        0,
-        True,
-        "",
-        MemoryOfProcesses(() if limits.image else (_WORK, _SCRATCH)),
-    )
+    memory = MemoryOfProcesses(() if limits.image else (_WORK, _SCRATCH))
+    look, kept, total, is_open, ended = 0.0, b"", 0, True, ""
     while not ended:
         # A program may close its output and go on: that would be ready to read again and again.
         pause = max(0.0, min(look, end) - time.monotonic())
@@ -355,9 +346,8 @@ def _inside(work: str, path: str) -> Path:
     try:
         place = Path(path)
         for _ in range(40):  # links may begin with /work, which is somewhere else here
-            place = Path(
-                work, place.relative_to("/work") if place.is_relative_to("/work") else place
-            ).resolve()
+            inside = place.relative_to("/work") if place.is_relative_to("/work") else place
+            place = Path(work, inside).resolve()
             if place.is_relative_to(work) and place != Path(work):
                 return place
             if not place.is_relative_to("/work"):

@@ -126,12 +126,9 @@ def _object_in(arguments: str) -> dict[str, Any]:
 
 def _place_of(error: BaseException) -> tuple[str, str, str]:
     """Type and message of an exception, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return (
-        type(error).__name__,
-        " ".join(str(error).split())[:200],
-        f"{frames[-1].filename}:{frames[-1].lineno}",
-    )
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = " ".join(str(error).split())[:200]
+    return type(error).__name__, message, f"{frame.filename}:{frame.lineno}"
 
 
 @lru_cache(100)
@@ -140,14 +137,7 @@ def _warn(tool: str, kind: str, message: str, place: str) -> None:
     print(f"tool {tool}: {kind}: {message} ({place}); told to the policy, and counted", file=sys.stderr)
 
 
-async def chat(
-    session: aiohttp.ClientSession,
-    url: str,
-    key: str,
-    messages: list[Message],
-    toolbox: Toolbox,
-    model: str = "",
-) -> None:
+async def chat(url: str, key: str, messages: list[Message], toolbox: Toolbox, model: str = "") -> None:
     """Let the policy answer and call tools until it calls none, or no token or turn is left.
 
     What it answers and what the tools return is appended to ``messages``. url: of an OpenAI API. Raises
@@ -158,7 +148,7 @@ async def chat(
         body["tools"] = toolbox.schemas
     while True:
         headers = {"Authorization": f"Bearer {key}"}
-        async with session.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+        async with _session().post(f"{url}/chat/completions", json=body, headers=headers) as response:
             text = await response.text()
         if response.status != 200:
             if FULL in text and any(message["role"] == "assistant" for message in messages):
@@ -217,7 +207,7 @@ async def use_tools(task: EpisodeTask, generate: Generate, score: ScoreText, set
     messages = [{"role": "system", "content": settings.system}] if settings.system else []
     messages.append({"role": "user", "content": task.text})
     try:
-        await chat(_session(), task.base_url, task.api_key, messages, toolbox)
+        await chat(task.base_url, task.api_key, messages, toolbox)
     finally:
         toolbox.close()
     last = messages[-1]
@@ -276,13 +266,10 @@ def _describe(
     for field, parameter in zip(names, parameters, strict=True):
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD or parameter.annotation is parameter.empty:
             raise ValueError(f"{name}: parameter {parameter.name} needs an annotation, and a name of its own")
-        fields[field] = (
-            parameter.annotation,
-            ... if parameter.default is parameter.empty else parameter.default,
-        )
-    model = create_model(
-        name, __config__=ConfigDict(extra="forbid", alias_generator=names.__getitem__), **fields
-    )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[field] = parameter.annotation, default
+    config = ConfigDict(extra="forbid", alias_generator=names.__getitem__)
+    model = create_model(name, __config__=config, **fields)
     schema = {key: value for key, value in model.model_json_schema().items() if key != "title"}
     for value in schema.setdefault("properties", {}).values():
         value.pop("title", None)

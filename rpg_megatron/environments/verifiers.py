@@ -24,8 +24,6 @@ from rpg_megatron.system.forked_workers import ForkServer, Loader, Outcome, Work
 _NAME = "rpg_megatron.environments.verifiers"
 _LONGEST = 64 << 20
 """Bytes of an answer."""
-_NO_LIMIT = 1 << 40
-"""Address space: the programs of tools inherit the limit."""
 
 
 def problems(
@@ -96,9 +94,11 @@ def _fork_server(venv: str, settings: dict[str, Any], *, lazy: bool = False) -> 
     modules = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     programs = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = os.environ | {"PYTHONPATH": modules, "PATH": programs}
-    load, arguments = f"{_NAME}_server:load_server", {"settings": settings}
+    load = f"{_NAME}_server:load_server"
+    # No limit of memory: the programs of tools would inherit it.
+    loader = Loader(load, {"settings": settings}, load, python=str(python), environment=environment)
     try:
-        return ForkServer(Loader(load, arguments, _NO_LIMIT, load, str(python), environment), lazy=lazy)
+        return ForkServer(loader, lazy=lazy)
     except UserError as e:
         raise UserError(f"{_NAME}: {venv}: {e}; see docs/environments.md") from None
 

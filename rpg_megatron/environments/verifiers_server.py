@@ -25,7 +25,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpcore2
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
@@ -45,8 +44,6 @@ from rpg_megatron.system.fork_server import Call, Serve, send_line, serve_calls
 
 HARNESS = "rpg_megatron_chat"
 """``id`` of ``ChatHarness`` in settings of verifiers."""
-
-
 _SECRET = "RPG_MEGATRON_API_KEY"
 """Environment variable with the first part of the gateway's keys. Programs that verifiers starts do not get
 it, by its name."""
@@ -82,7 +79,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         async with AsyncExitStack() as stack:
             tools = await _tools(servers, stack)
             toolbox = Toolbox(tools, seconds=self.config.tool_timeout)
-            await chat(_session(), endpoint, secret, messages, toolbox, ctx.model)
+            await chat(endpoint, secret, messages, toolbox, ctx.model)
         trace.record_metrics(toolbox.metrics if tools else {})
         return vf.ProgramResult(0, "", "")
 
@@ -234,9 +231,3 @@ async def _call_tool(connection: MCPConnection, name: str, arguments: dict[str, 
     if result.is_error:
         raise ToolError(text)
     return text
-
-
-@cache
-def _session() -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)

@@ -81,7 +81,7 @@ def main() -> None:
         elif word == "done":
             return
     paths |= process_groups.leftover_segments(groups)
-    process_groups.end_groups(groups, grace=0)
+    process_groups.end_groups(groups)
     for path in paths:
         remove(path, ignore_errors=True)
 

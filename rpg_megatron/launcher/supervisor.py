@@ -175,7 +175,7 @@ class Supervisor:
         pids = [child.pid for child in self.children]
         groups = pids + [engine.pid for engine in self.engines if engine.pid is not None]
         with ThreadPoolExecutor(max_workers=2) as pool:
-            work = [pool.submit(process_groups.end_groups, pids, 0)]
+            work = [pool.submit(process_groups.end_groups, pids)]
             work += [pool.submit(stop_engines, self.engines, grace)]
             while not all(future.done() for future in work):
                 if hurry():

@@ -69,12 +69,6 @@ class WorkerPool:
             self._loop.close()
             self._server.close()
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _begin(self, arguments: Any, future: Future[Outcome]) -> None:
@@ -129,7 +123,7 @@ def start_function(path: str, deadline: float, memory: int = MEMORY, *, lazy: bo
     """
     loader = "rpg_megatron.rewards.worker_process:load_function_server"
     arguments = {"path": path, "deadline": deadline}
-    return ForkServer(Loader(loader, arguments, memory, f"reward.type: {path}"), lazy=lazy)
+    return ForkServer(Loader(loader, arguments, f"reward.type: {path}", memory), lazy=lazy)
 
 
 def start_custom_reward(settings: RewardSettings, term: RewardTerm) -> ForkServer:
@@ -142,4 +136,4 @@ def start_custom_reward(settings: RewardSettings, term: RewardTerm) -> ForkServe
         "reserved": term.reserved,
         "deadlines": [settings.deadline, settings.async_deadline],
     }
-    return ForkServer(Loader(loader, arguments, MEMORY, f"{term.where}.type: {term.type}"))
+    return ForkServer(Loader(loader, arguments, f"{term.where}.type: {term.type}", MEMORY))

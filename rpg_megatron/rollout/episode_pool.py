@@ -99,7 +99,7 @@ class EpisodePool:
             "model": str(settings.model.path),
         }
         load = "rpg_megatron.rollout.episode_worker:load_server"
-        self._server = ForkServer(Loader(load, arguments, _MEMORY, f"rollout.episode.type: {section.type}"))
+        self._server = ForkServer(Loader(load, arguments, f"rollout.episode.type: {section.type}", _MEMORY))
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
         """See ``EpisodeRunner``."""

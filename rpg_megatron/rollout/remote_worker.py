@@ -47,7 +47,8 @@ class RemoteWorker:
         """
         self.number, self._run, self._work, self._token = number, run, work, token
         self._stops = stop_token_ids
-        self._address = f"tcp://{host}:*" if host else ""
+        self.address = f"tcp://{host}:*" if host else ""
+        """Address from which the leaders fetch trajectories; valid after ``start``."""
         self._on_restart, self._on_end = on_restart, on_end
         self.calls = cast(GroupWorker, SimpleNamespace(**remote_calls(GroupWorker, self._call)))
         """The worker. Calls wait until it runs, and raise WorkerDied."""
@@ -57,11 +58,6 @@ class RemoteWorker:
         self._deaths = 0
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
-
-    @property
-    def address(self) -> str:
-        """Address from which the leaders fetch trajectories; valid after ``start``."""
-        return self._address
 
     async def start(self) -> None:
         """Start the process and wait until it answers."""
@@ -95,7 +91,7 @@ class RemoteWorker:
         first = True
         while True:
             remove(self._socket)
-            arguments = self._run, self._work, self.number, self._address, *self._stops
+            arguments = self._run, self._work, self.number, self.address, *self._stops
             command = module_command("rpg_megatron.rollout.worker", *arguments)
             # Not ``start_program``: asyncio tells when this one ends.
             self._process = await asyncio.create_subprocess_exec(
@@ -107,7 +103,7 @@ class RemoteWorker:
             await asyncio.wait([hello, ended], return_when=asyncio.FIRST_COMPLETED)
             if hello.done():
                 where = hello.result()
-                self._address = where if self._address else f"ipc://{self._socket}"
+                self.address = where if self.address else f"ipc://{self._socket}"
                 self._up.set()
                 if not first:
                     self._on_restart(self.number)

@@ -90,7 +90,7 @@ class Child:
     def kill(self) -> None:
         """End it and all that it has started. Any thread may call it; its pipes stay open."""
         if not self.is_reaped:
-            process_groups.end_groups([self.pid], grace=0)
+            process_groups.end_groups([self.pid])
         self.process.wait()
 
     def reap(self) -> None:
@@ -159,13 +159,6 @@ def start_child(
             umask=0o077 if private else -1,
         )
     return Child(name, process, log or Path(os.devnull), open_own(log) if log else None, start)
-
-
-def end_children(children: Sequence[Child], grace: float = 0.0) -> None:
-    """End children and all that they started, at the same time. grace: seconds from SIGTERM to SIGKILL."""
-    process_groups.end_groups([child.pid for child in children if not child.is_reaped], grace)
-    for child in children:
-        child.reap()
 
 
 # -- logs ----------------------------------------------------------------------------------------------------

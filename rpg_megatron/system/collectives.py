@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -129,25 +129,20 @@ def control_group() -> dist.ProcessGroup:
     return _control[default]
 
 
-def gather_objects(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(
+    value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None, *, to_all: bool = True
+) -> list[Any]:
     """Every rank's value, in rank order, on every rank; ``[value]`` without an initialised process group.
 
     Meant for a few kilobytes, and not for every step of a run: each rank gets, and decodes, what all others
-    send. group: None: the control group.
+    send. group: None: the control group. to_all: otherwise only rank 0 gets them, the others an empty list.
     """
     if not dist.is_initialized():
         return [value]
-    return _decode_all(_gather(encode(value), group or control_group(), to_all=True), kind)
+    return _decode_all(_gather(encode(value), group or control_group(), to_all=to_all), kind)
 
 
-def gather_on_first(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order, on rank 0; elsewhere an empty list.
-
-    Returns ``[value]`` without an initialised process group. group: as for ``gather_objects``.
-    """
-    if not dist.is_initialized():
-        return [value]
-    return _decode_all(_gather(encode(value), group or control_group(), to_all=False), kind)
+gather_on_first = partial(gather_objects, to_all=False)
 
 
 def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -158,7 +153,7 @@ def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | Non
 
 def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
     """The bytes of every rank, on every rank or only on rank 0."""
-    longest = _maximum(len(data), group=group)
+    longest = max_over_ranks(len(data), group)
     _check_size("a rank", longest, _LARGEST)
     message = (len(data).to_bytes(_HEADER, "little") + data).ljust(_HEADER + longest, b"\0")
     padded = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -224,19 +219,15 @@ def any_rank(flag: bool) -> bool:
     return bool(max_over_ranks(int(flag)))
 
 
-def max_over_ranks(value: int) -> int:
+def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     """The largest of all ranks' values, on every rank; ``value`` without an initialised process group.
 
-    No rank returns before all have called it.
+    No rank returns before all have called it. group: as for ``gather_objects``. Takes log2(ranks) rounds, as
+    gloo's barrier: its all_reduce passes a single number from rank to rank, twice round all of them.
     """
-    return _maximum(value, group=control_group()) if dist.is_initialized() else value
-
-
-def _maximum(value: int, *, group: dist.ProcessGroup) -> int:
-    """``max_over_ranks`` in log2(ranks) rounds, as gloo's barrier.
-
-    Gloo's all_reduce passes a single number from rank to rank, twice round all of them.
-    """
+    if not dist.is_initialized():
+        return value
+    group = group or control_group()
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     held, received = torch.tensor([value]), torch.zeros(1, dtype=torch.int64)
     distance = 1

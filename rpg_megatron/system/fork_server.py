@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.system.import_path import load_function
+from rpg_megatron.system.limits import lower_limits
 from rpg_megatron.system.parent_death import end_with_parent
 from rpg_megatron.system.process_groups import WARNINGS, address_space
 from rpg_megatron.system.terminal import protect_streams
@@ -146,10 +147,7 @@ def _run_worker(fd: int, serve: Serve, memory: int, server: int) -> None:
     os.setpgid(0, 0)
     end_with_parent(server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    lower_limits({resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: memory})
     with socket.socket(fileno=fd) as connection:
         connection.set_inheritable(False)  # a received descriptor is: programs would answer for this process
         serve(connection)

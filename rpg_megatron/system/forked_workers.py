@@ -86,10 +86,10 @@ class Loader(NamedTuple):
     runs many calls at the same time. It may raise ValueError or UserError."""
     arguments: dict[str, Any]
     """JSON-serialisable."""
-    memory: int
-    """Address space of a worker beyond what its imports take, in bytes."""
     imports: str
     """What it imports, and the key in the settings: for messages."""
+    memory: int = 1 << 40
+    """Address space of a worker beyond what its imports take, in bytes; by default without a limit."""
     python: str = sys.executable
     environment: dict[str, str] | None = None
     """Of the process; None: this process's."""
@@ -168,7 +168,7 @@ class ForkServer:
             process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        path, arguments, memory, imports, python, environment = self._loader
+        path, arguments, imports, memory, python, environment = self._loader
         parent_end, child_end = socket.socketpair()
         with child_end:
             number = child_end.fileno()
@@ -189,12 +189,8 @@ class ForkServer:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(5.0)
             process.kill()
-            code = process.wait()
-            raise UserError(
-                reply["error"]
-                if reply
-                else f"{imports}: importing it ended the process (exit code {code}); fix it"
-            )
+            ended = f"{imports}: importing it ended the process (exit code {process.wait()}); fix it"
+            raise UserError(reply["error"] if reply else ended)
         self.description = reply
         return process, parent_end
 

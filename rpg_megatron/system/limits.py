@@ -1,10 +1,11 @@
-"""The limits of this process that its children inherit: open files, and the size of the address space."""
+"""The limits of this process that its children inherit, such as those of open files and of address space."""
 
 from __future__ import annotations
 
 import re
 import resource
 import sys
+from collections.abc import Mapping
 
 from rpg_megatron.config.errors import UserError
 
@@ -41,10 +42,11 @@ def check_files(ranks: int, requests: int) -> list[str]:
     ranks: trainer ranks on all nodes. requests: maximum of concurrent requests to the engines.
     Raises UserError if the hard limit is too low for any run of that size.
     """
-    soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in _files())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in limits)
     most = min(hard, _MOST_FILES)
     if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, _files()[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
         soft = most
     least = _LEAST_FILES + _FILES_PER_RANK * ranks
     needed = max(least, _SPARE_FILES + requests)
@@ -57,8 +59,12 @@ def check_files(ranks: int, requests: int) -> list[str]:
     return [problem] if soft < needed else []
 
 
-def _files() -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
+def lower_limits(most: Mapping[int, int]) -> None:
+    """Set soft and hard limits, ``resource.RLIMIT_...`` -> value, for good; hard ones below that stay."""
+    for kind, limit in most.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def explain_limits(text: str) -> str:

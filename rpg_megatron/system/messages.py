@@ -15,6 +15,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import zmq
@@ -38,21 +39,7 @@ class ExpectedError(RuntimeError):
     """An error whose message is sufficient: a client gets it without a traceback."""
 
 
-class ConnectionLost(RuntimeError):
-    """The server's process has ended or closed the connection."""
-
-
 # -- sockets -------------------------------------------------------------------------------------------------
-
-
-class _ClientKeyCheck:
-    """ZeroMQ calls it with the public key of each client that connects."""
-
-    def __init__(self, token: str):
-        self._key = derive_keys(token, "client").public
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        return key == self._key
 
 
 def _client_socket(context: Any, token: str) -> Any:
@@ -77,7 +64,9 @@ class Server:
         self._context = zmq.asyncio.Context()
         self._authenticator = AsyncioAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(token))
+        own = derive_keys(token, "client").public
+        check = SimpleNamespace(callback=lambda _domain, key: key == own)  # of each client that connects
+        self._authenticator.configure_curve_callback("*", check)
         self._socket = self._context.socket(zmq.ROUTER)
         secure(self._socket, token, server=True)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,13 +104,11 @@ class Server:
             kind, value = b"ok", encode(await call(*decode(body, arguments)))
         except UserError as e:
             kind, value = b"user_error", encode(str(e))
+        except ExpectedError as e:
+            kind, value = b"error", encode(str(e))
         except Exception as e:
-            kind = b"error"
-            if isinstance(e, ExpectedError):
-                value = encode(str(e))
-            else:
-                logger.exception("%s failed", method)
-                value = encode(f"{method} failed: {e!r}\n{traceback.format_exc()}")
+            logger.exception("%s failed", method)
+            kind, value = b"error", encode(f"{method} failed: {e!r}\n{traceback.format_exc()}")
         await self._socket.send_multipart([client, number, kind, value])
 
 
@@ -266,32 +253,31 @@ class Client:
     def call(self, method: str, returns: Any, *arguments: Any) -> Any:
         """Call a method of the server; returns its result, of type ``returns``.
 
-        Raises UserError and RuntimeError with the server's message, ConnectionLost if the server has died.
+        Raises UserError and RuntimeError with the server's message, RuntimeError also if it has died.
         """
         self._number += 1
         number = self._number.to_bytes(8, "big")
         request = [number, method.encode(), encode(arguments)]
-        self._handle_events(0)
         losses: int | None = None  # number of lost connections when the request was sent
-        gone: float | None = None  # time when the connection was lost
+        seen = time.monotonic()  # when it was connected last
         while True:
-            if self._connected and losses != self._losses:
-                if losses is not None and not self._reconnect:
+            self._handle_events(0)
+            if self._connected:
+                seen = time.monotonic()
+                if losses not in (None, self._losses) and not self._reconnect:
                     break
-                self._socket.send_multipart(request)
-                losses, gone = self._losses, None
-            if not self._connected:
-                gone = gone or time.monotonic()
-                if not self._reconnect or time.monotonic() - gone > self._timeout:
-                    break
+                if losses != self._losses:
+                    self._socket.send_multipart(request)
+                    losses = self._losses
+            elif not self._reconnect or time.monotonic() - seen > self._timeout:
+                break
             if not self._socket.poll(1000 * _POLL_SECONDS):
                 self._while_waiting()
             while self._socket.poll(0):
                 reply_to, kind, value = self._socket.recv_multipart()
                 if reply_to == number:
                     return _result(kind, value, returns)
-            self._handle_events(0)
-        raise ConnectionLost(f"the {self._name} has ended (while waiting for {method}); see its log")
+        raise RuntimeError(f"the {self._name} has ended (while waiting for {method}); see its log")
 
     def close(self) -> None:
         """Disconnect."""

@@ -42,11 +42,10 @@ def boot_id() -> str:
 def _stat_fields(pid: int | str) -> list[str]:
     """Fields of /proc/PID/stat from the state on (the name before it may contain spaces); [] if it ended."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    return text.rpartition(")")[2].split()
 
 
 def start_time(pid: int) -> int | None:
@@ -103,15 +102,11 @@ def wait_empty(leaders: Iterable[int], seconds: float) -> set[int]:
         time.sleep(0.05)
 
 
-def end_groups(leaders: Iterable[int], grace: float) -> None:
-    """Send SIGTERM, wait up to ``grace`` seconds, then send SIGKILL to the remaining members."""
+def end_groups(leaders: Iterable[int]) -> None:
+    """Send SIGKILL to every member of the given groups, resource trackers last, and wait for their ends."""
     remaining = set(leaders)
-    if grace > 0:
-        send(remaining, signal.SIGTERM)
-        remaining = wait_empty(remaining, grace)
-    if remaining:
-        send(remaining, signal.SIGKILL, trackers=False)
-        remaining = wait_empty(remaining, 3.0)
+    send(remaining, signal.SIGKILL, trackers=False)
+    remaining = wait_empty(remaining, 3.0)
     end = time.monotonic() + 10.0
     while remaining and time.monotonic() < end:
         send(remaining, signal.SIGKILL)

@@ -21,7 +21,9 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+
+from rpg_megatron.system.limits import lower_limits
+from rpg_megatron.system.process_groups import address_space
 
 _NO_NEW_PRIVILEGES = 38
 _SET_FILTER, _ACTION_AVAILABLE, _ALL_THREADS = 1, 2, 1
@@ -33,91 +35,55 @@ _MACHINES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # the same on both
 _VERSION = 1
 
-# name -> numbers on x86_64 and aarch64. Memory, time, open files, and what threads and exits need. Not fstat:
-# C libraries call newfstatat for it, which also tells of files by path.
-_ALLOWED = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "close": (3, 57),
-    "poll": (7, None),
-    "lseek": (8, 62),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "brk": (12, 214),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "pread64": (17, 67),
-    "readv": (19, 65),
-    "writev": (20, 66),
-    "sched_yield": (24, 124),
-    "mremap": (25, 216),
-    "madvise": (28, 233),
-    "nanosleep": (35, 101),
-    "getpid": (39, 172),
-    "exit": (60, 93),
-    "gettimeofday": (96, 169),
-    "getrusage": (98, 165),
-    "sigaltstack": (131, 132),
-    "gettid": (186, 178),
-    "futex": (202, 98),
-    "sched_getaffinity": (204, 123),
-    "restart_syscall": (219, 128),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115),
-    "exit_group": (231, 94),
-    "ppoll": (271, 73),
-    "set_robust_list": (273, 99),
-    "getrandom": (318, 278),
-    "rseq": (334, 293),
-}
+# name -> numbers on x86_64 and aarch64. Not fstat: C libraries call newfstatat for it, which also tells of
+# files by path.
+_OPEN_FILES = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "lseek": (8, 62), "pread64": (17, 67),
+    "readv": (19, 65), "writev": (20, 66), "poll": (7, None), "ppoll": (271, 73),
+}  # fmt: skip
+_MEMORY = {
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216),
+    "madvise": (28, 233), "brk": (12, 214),
+}  # fmt: skip
+_TIME = {
+    "gettimeofday": (96, 169), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "restart_syscall": (219, 128),
+}  # fmt: skip
+_THREADS_AND_EXIT = {
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getpid": (39, 172), "gettid": (186, 178),
+    "getrusage": (98, 165), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+_ALLOWED = _OPEN_FILES | _MEMORY | _TIME | _THREADS_AND_EXIT
+"""What processes that read foreign input get."""
 
-# What a model's programs do not get: memory and messages that outlast a process or are not counted, keys,
-# namespaces, other processes' memory, and large or rarely used parts of the kernel.
-_REFUSED = {
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "vmsplice": (278, 75),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "io_setup": (206, 0),
-    "io_uring_setup": (425, 425),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    "userfaultfd": (323, 282),
-    "perf_event_open": (298, 241),
-    "bpf": (321, 280),
-    "landlock_create_ruleset": (444, 444),
+_LASTING = {
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75), "setxattr": (188, 5),
+    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+}  # fmt: skip
+"""Memory, messages and keys that outlast a process or are not counted."""
+_OTHERS = {
+    "unshare": (272, 97), "setns": (308, 268), "ptrace": (101, 117), "pidfd_getfd": (438, 438),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+}  # fmt: skip
+"""Namespaces and other processes."""
+_RARE = {
+    "io_setup": (206, 0), "io_uring_setup": (425, 425), "inotify_init": (253, None),
+    "inotify_init1": (294, 26), "fanotify_init": (300, 262), "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241), "bpf": (321, 280), "landlock_create_ruleset": (444, 444),
     "syslog": (103, 116),
-}
+}  # fmt: skip
+"""Large or rarely used parts of the kernel."""
+_REFUSED = _LASTING | _OTHERS | _RARE
+"""What a model's programs do not get."""
 _LIMITED = {
-    "clone": (56, 220),
-    "clone3": (435, 435),
-    "fcntl": (72, 25),
-    "mmap": (9, 222),
-    "prctl": (157, 167),
-    "setsockopt": (54, 208),
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-}
+    "clone": (56, 220), "clone3": (435, 435), "fcntl": (72, 25), "mmap": (9, 222), "prctl": (157, 167),
+    "setsockopt": (54, 208), "socket": (41, 198), "socketpair": (53, 199),
+}  # fmt: skip
+"""What they get with some arguments only."""
 LARGEST_SHARED = 1 << 20
 """Bytes of a mapping that a model's programs share without a file."""
 
@@ -149,15 +115,8 @@ def enter(memory: int) -> None:
     memory: address space that it may use in addition to the present one, bytes. Also sets limits for core
     files and for the size of files that are written (none).
     """
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    for kind, limit in (
-        (resource.RLIMIT_AS, pages * resource.getpagesize() + memory),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+    most = {resource.RLIMIT_AS: address_space() + memory, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
+    lower_limits(most)
     if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS) failed")
     if version := _landlock_version():

@@ -102,11 +102,8 @@ def protect_streams() -> None:
             stream.flush()
             buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
             options: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors}
-            # Both pass on at once what they get, in order.
-            options |= {
-                "write_through": True,
-                "line_buffering": stream.line_buffering or stream.write_through,
-            }
+            options["write_through"] = True  # both pass on at once what they get, in order
+            options["line_buffering"] = stream.line_buffering or stream.write_through
             protected = _Text(buffer, **options)
             protected.unfiltered = io.TextIOWrapper(buffer, **options)
             setattr(sys, name, protected)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def test_helpers_of_the_launcher(trap: Path) -> None:
 
 
 def test_reward_workers(trap: Path) -> None:
-    with WorkerPool(start_function("rpg_megatron.rewards.reward:overlong_penalty", 60, 1 << 33), 1):
+    function = start_function("rpg_megatron.rewards.reward:overlong_penalty", 60, 1 << 33)
+    with closing(WorkerPool(function, 1)):
         assert not trap.exists()
 
 

@@ -19,7 +19,6 @@ from rpg_megatron.system import child, process_groups
 from rpg_megatron.system.child import (
     Child,
     describe_end,
-    end_children,
     explain,
     start_child,
     tail_of,
@@ -40,7 +39,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
         return children[-1]
 
     yield make
-    end_children(children)
+    for made in children:
+        made.kill()
+        made.reap()
 
 
 def wait_for_end(child: Child) -> int:
@@ -66,7 +67,7 @@ def test_a_child_ends_with_all_that_it_started(start: Callable[..., Child], nest
     assert len(process_groups.members(child.pid)) == 2
     child.warn()  # to itself, which ignores it
     assert child.exit_code() is None
-    end_children([child])
+    child.kill()
     assert process_groups.members(child.pid) == []
     assert child.exit_code() == -signal.SIGKILL
 

@@ -54,7 +54,6 @@ MAY_OPEN = {
     "policy/device.py": "/sys",
     "system/process_groups.py": "/proc",
     "system/process_tree.py": "/proc",
-    "system/sandbox.py": "/proc",
 }
 """Modules that read or write some file without ``config/files.py``, and why others cannot touch it."""
 

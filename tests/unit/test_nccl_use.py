@@ -55,10 +55,12 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
             "all_gather_object",
         )
     ]
-    for module, name in (*functions, (collectives, "_maximum")):
+    for module, name in (*functions, (collectives, "max_over_ranks")):
         real = getattr(module, name)
 
-        def noted(*args: object, real=real, name=name, group=None, **kwargs: object) -> object:
+        default = control if module is collectives else None
+
+        def noted(*args: object, real=real, name=name, group=default, **kwargs: object) -> object:
             recorder.order.append(name if group is control else f"{name} on another group")
             return real(*args, group=group, **kwargs)
 
@@ -72,7 +74,7 @@ def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
     weight_sync.sleep(2)
     weight_sync.wake()
     weight_sync.check_stop()
-    assert recorder.order == [*sent * 3, "_maximum"]
+    assert recorder.order == [*sent * 3, "max_over_ranks"]
 
 
 class Stopping(Recorder):

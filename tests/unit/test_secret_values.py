@@ -119,7 +119,7 @@ def test_settings_of_a_child_are_not_in_its_command_line(
     (tmp_path / "my_loader.py").write_text("def load(**arguments):\n    return print, arguments\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     arguments = {"settings": {"note": HIDDEN, "long": "x" * 300_000}}  # also more than a command line takes
-    server = ForkServer(Loader("my_loader:load", {"note": HIDDEN}, 1 << 32, "reward.type: my_loader:load"))
+    server = ForkServer(Loader("my_loader:load", {"note": HIDDEN}, "reward.type: my_loader:load", 1 << 32))
     try:
         assert server._process is not None
         assert server.description == {"note": HIDDEN}
@@ -133,7 +133,7 @@ def test_settings_of_a_child_are_not_in_its_command_line(
     (tmp_path / "my_loader.py").write_text(
         "def load(settings):\n    return print, {'n': len(settings['long'])}\n"
     )
-    server = ForkServer(Loader("my_loader:load", arguments, 1 << 32, "reward.type: my_loader:load"))
+    server = ForkServer(Loader("my_loader:load", arguments, "reward.type: my_loader:load", 1 << 32))
     assert server.description == {"n": 300_000}
     server.kill()
     server.close()

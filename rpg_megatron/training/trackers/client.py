@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import subprocess
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.system.child import Child, module_command, start_child
-from rpg_megatron.training.trackers.tracker import file_name
+from rpg_megatron.training.trackers.tracker import COLUMNS, file_name
 
 _QUEUED = 256
 """Maximum rows in the queue of a tracker; then the oldest row is dropped."""
@@ -162,7 +161,7 @@ class TrackerClient:
         began = time.monotonic()
         answer = bytearray()
         try:
-            for _ in self._exchange(child.process, json.dumps(item).encode() + b"\n", answer):
+            for _ in self._exchange(child, json.dumps(item).encode() + b"\n", answer):
                 seconds = time.monotonic() - began
                 if seconds > _SILENT:
                     self._report(f"no response for {_SILENT:.0f} seconds")
@@ -177,18 +176,16 @@ class TrackerClient:
         problem: str | None = json.loads(answer)
         return problem
 
-    def _exchange(self, process: subprocess.Popen[bytes], line: bytes, answer: bytearray) -> Iterator[None]:
+    def _exchange(self, child: Child, line: bytes, answer: bytearray) -> Iterator[None]:
         """Send the line and read the response; yields about once a second until it is complete."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        os.set_blocking(process.stdin.fileno(), False)  # a hung tracker does not read either
+        requests, answers = child.pipes
+        os.set_blocking(requests.fileno(), False)  # a hung tracker does not read either
         while not answer.endswith(b"\n"):
-            writing = [process.stdin] if line else []
-            readable, writable, _ = select.select([process.stdout], writing, [], 1.0)
+            readable, writable, _ = select.select([answers], [requests] if line else [], [], 1.0)
             if writable:
-                line = line[os.write(process.stdin.fileno(), line) :]
+                line = line[os.write(requests.fileno(), line) :]
             if readable:
-                part = os.read(process.stdout.fileno(), 1 << 16)
+                part = os.read(answers.fileno(), 1 << 16)
                 if not part:
                     break
                 answer += part
@@ -199,8 +196,8 @@ class TrackerClient:
         child, self._process = self._process, None
         if child is None:
             return
-        if patience and child.process.stdin is not None:
-            child.process.stdin.close()  # nothing is buffered: this does not block
+        if patience:
+            child.pipes[0].close()  # nothing is buffered: this does not block
             end = time.monotonic() + patience
             while child.exit_code() is None and time.monotonic() < end:
                 time.sleep(0.05)
@@ -265,19 +262,10 @@ def spread[T](items: Sequence[T], count: int) -> list[T]:
 
 def sample_responses(trajectories: Sequence[Trajectory], count: int) -> list[dict[str, Any]]:
     """Rows of the table of responses, for at most ``count`` trajectories; ``prompt`` as token ids."""
-    return [
-        {
-            "prompt": t.prompt.tolist(),
-            "response": t.text,
-            "reward": t.reward,
-            "correct": t.correct,
-            "advantage": float(t.advantage),
-            "tokens": t.sampled,
-            "finish": t.finish,
-            "answer": t.answer,
-            "extracted": t.extracted,
-            "prompt_id": t.prompt_id,
-            "sample": t.sample,
-        }
-        for t in spread(trajectories, count)
-    ]
+    return [_columns_of(t) for t in spread(trajectories, count)]
+
+
+def _columns_of(t: Trajectory) -> dict[str, Any]:
+    values = {"prompt": t.prompt.tolist(), "response": t.text, "advantage": float(t.advantage)}
+    values["tokens"] = t.sampled
+    return {name: values[name] if name in values else getattr(t, name) for name in COLUMNS}
