@@ -23,10 +23,13 @@ import psutil
 import pytest
 from aiohttp import web
 
+from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.errors import UserError
+from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.environments import verifiers
 from rpg_megatron.environments.verifiers import play, problems
 from rpg_megatron.rollout.episode import Episode, EpisodeLost, EpisodeTask
+from tests.support.launcher import wait_for
 from tests.support.ranks import ROOT
 
 VENV = ROOT / ".venv-verifiers"
@@ -309,3 +312,18 @@ def test_mistakes_are_told_before_anything_starts(
     with pytest.raises(UserError, match=message):
         list(problems(venv=str(venv), taskset=taskset))
     assert not children()
+
+
+def test_a_source_that_is_not_read_to_the_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is killed; what serves its tools ends by itself, and removes its folders."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    settings = {"type": "rpg_megatron.environments.verifiers:problems", "venv": str(VENV), "taskset": TASKSET}
+    rows = custom_rows(ImportedSettings.model_validate(settings), None, "data.source", streaming=True)
+    index, _, row = next(rows)
+    assert index == 0
+    assert isinstance(row, dict)
+    assert list(tmp_path.glob("verifiers-*"))
+    rows.close()
+    wait_for(lambda: not list(tmp_path.iterdir()), 60)
