@@ -40,6 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from rpg_megatron.bridge import slice_table
 from rpg_megatron.system import collectives
 from rpg_megatron.system.encoding import decode, encode
 
@@ -84,6 +85,8 @@ class Recorder:
         self.waits: Counter[tuple[str, str]] = Counter()
         """(owner of the line: rpg_megatron or another package, place and operation) -> count."""
         self.messages: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        """Kernels of ``bridge/slice_kernels``."""
         self.communicators: dict[str, tuple[int, set[str]]] = {}
         """Size of each NCCL group and its operations, by its name."""
 
@@ -523,6 +526,13 @@ def _let_autograd_pass() -> None:
 _KEPT: list[Any] = []
 
 
+def _launch(kernel: str, tiles: int, *tensors: Tensor, size: int) -> None:
+    """In place of ``slice_table.launch``."""
+    RECORDER.launches[kernel] += 1
+    if any(x.device.type != "cuda" for x in tensors):
+        RECORDER.fault(f"{kernel} of a table on {[str(x.device) for x in tensors]}")
+
+
 # --- process groups -----------------------------------------------------------------------------------------
 
 _BACKENDS: dict[str, str] = {}
@@ -688,6 +698,7 @@ def fake_cuda(rank: int, world: int) -> Iterator[Recorder]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % _GPUS))
     _let_autograd_pass()
     _pretend_gpus()
+    slice_table.launch = _launch
     _answer_data_dependent()
     _answer_python()
     _pretend_groups()
