@@ -1,9 +1,9 @@
 """What the hosts ask of the GPUs in a sync does not depend on the number of slices.
 
 Why: each call of the host takes some microseconds, so that a mixture's 18,867 tensors took seconds with
-eleven calls for each, and no GPU was busy. A trainer rank that publishes and an engine worker that checks and loads,
-by CUDA IPC, on fake GPUs (sync_calls_worker); what the kernels compute is test_slice_kernels'. The first sync
-makes the tables. Not covered: vLLM's own loading (test_load_plan), time.
+eleven calls for each, and no GPU was busy. A trainer rank that publishes and an engine worker that checks
+and loads, by CUDA IPC, on fake GPUs (sync_calls_worker); what the kernels compute is test_slice_kernels'. The
+first sync makes the tables. Not covered: vLLM's own loading (test_load_plan), time.
 """
 
 from __future__ import annotations

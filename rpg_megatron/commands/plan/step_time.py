@@ -27,6 +27,8 @@ TAIL_EFFICIENCY = 0.5
 GLOO, LINK_EFFICIENCY = 0.98e9, 0.7
 """Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
 NVLink, network and host link that transfers reach, assumed."""
+SLICE = 10e-6
+"""Seconds of the hosts for each slice of a sync: of a trainer rank, then of an engine worker. docs/plan.md."""
 ALLREDUCE, ALLREDUCE_BETWEEN_NODES = 15e-6, 75e-6
 """Seconds of an all-reduce of an engine's decoding step, two per layer; of one on several nodes."""
 HANDOVER = 2.0
@@ -345,10 +347,12 @@ def _update(case: _Case) -> Phase:
 
 
 def _sync(case: _Case) -> Phase:
-    """Bytes over bandwidth: of the busiest sender or of a worker, whichever transfers more.
+    """Bytes over bandwidth, of the busiest sender or of a worker, whichever transfers more; checksums of both;
+    and what hosts do for each slice. Launches do not count: there are three, or two for each message.
 
-    Workers read from GPUs (``cuda_ipc``), through host memory (``shared_memory``: there and back), or over
-    the network (``process_group``; gloo to colocated engines). Each reads all adapters that it applies.
+    Workers read from GPUs (``cuda_ipc``: for checksums, and again for copies), through host memory
+    (``shared_memory``: there and back), or over the network (``process_group``; gloo to colocated engines).
+    Each reads all adapters that it applies.
     """
     settings, worker, sender = case.plan.settings, case.plan.engine.weights, case.plan.largest.parameters
     if settings.serves_adapters:
@@ -359,10 +363,15 @@ def _sync(case: _Case) -> Phase:
         sent = readers(settings) * worker / (parallel.tensor * parallel.pipeline)
         link, kind = (GLOO, "gloo") if settings.engine.colocated else (case.link(math.inf), "network")
         who = "busiest sender" if sent > worker else "an engine worker"
-        return Phase("sync", max(sent, worker) / link, f"{kind}, {who}")
-    if transport == "cuda_ipc":
-        return Phase("sync", worker / case.link(1), "NVLink")
-    return Phase("sync", (case.item * sender + worker) / case.host_link, "host link")
+        moving, bound = max(sent, worker) / link, f"{kind}, {who}"
+    elif transport == "cuda_ipc":
+        moving, bound = 2 * worker / case.link(1), "NVLink"
+    else:
+        moving, bound = (case.item * sender + worker) / case.host_link, "host link"
+    summing = (case.item * sender + worker) / (case.assumed.memory_bandwidth * case.assumed.decode_efficiency)
+    slices = case.plan.synced_tensors
+    parts = {bound: moving, "checksums": summing, f"hosts, {slices:,} slices": SLICE * slices}
+    return Phase("sync", sum(parts.values()), max(parts, key=parts.__getitem__))
 
 
 def _handover(case: _Case) -> Phase:
