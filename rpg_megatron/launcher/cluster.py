@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,23 +26,13 @@ from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import user_error
 
+if TYPE_CHECKING:
+    from rpg_megatron.launcher.control_channel import NodeChannel
+
+type Agent = NodeAgent | NodeChannel
+"""A node's agent: that of this node, or a control channel to another."""
 _LEAVE_SECONDS = 30.0
 """How long to wait for other nodes to end their processes; they send SIGKILL after a grace period."""
-
-
-class Agent(Protocol):
-    """A node's agent: that of this node, or a control channel to another."""
-
-    lost: str
-    """Why the node is lost; empty while it is not."""
-
-    def send(self, kind: str, **facts: Any) -> None:
-        """Make a request (``NodeAgent``)."""
-        ...
-
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """What it has reported since the last call."""
-        ...
 
 
 class Process:
@@ -53,7 +43,7 @@ class Process:
         self.name = f"{name} on {node}" if node else name
         self.log, self.agent, self.node, self.host = folder / LOGS / f"{name}.log", agent, node, host
         self.log_start = log_size(self.log)
-        """Bytes that the log had before the process started."""
+        """Bytes that the log had before the process started; of an engine that is up, before its work."""
         self.is_rank = name.startswith("rank_")
         self.code: int | None = None
         self._key, self._opened = name, agent.opened if isinstance(agent, NodeAgent) else {}
@@ -77,11 +67,7 @@ class Engine:
     """An engine, and what the launcher knows of it."""
 
     def __init__(self, index: int, process: Process, address: Path | str, token: str):
-        self.index, self.address, self._token = index, address, token
-        self.log, self.agent, self.node, self.host = process.log, process.agent, process.node, process.host
-        self.log_start = process.log_start
-        """Where in the log its last start begins, in bytes; once it is up, where its work begins."""
-        self._process = process
+        self.index, self.process, self.address, self._token = index, process, address, token
         self.incarnation = 0
         """How often it was restarted."""
         self.runs = False
@@ -96,16 +82,11 @@ class Engine:
         """How and after which step it died last, if its log tells how."""
         self._started = 0.0
 
-    @property
-    def opened(self) -> IO[bytes] | None:
-        """See ``Process.opened``."""
-        return self._process.opened
-
     def start(self) -> None:
         """Start it; does not wait."""
-        self.log_start, self._started = log_size(self.log), time.monotonic()
+        self.process.log_start, self._started = log_size(self.process.log), time.monotonic()
         self.runs, self.is_up, self.is_deferred = True, False, False
-        self.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
+        self.process.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
 
     @property
     def seconds(self) -> float:
@@ -123,7 +104,7 @@ class Engine:
     @property
     def name(self) -> str:
         """For messages."""
-        return f"engine {self.index} on {self.node}" if self.node else f"engine {self.index}"
+        return self.process.name.replace("_", " ", 1)
 
 
 class Cluster:
@@ -148,10 +129,9 @@ class Cluster:
         self._agents: dict[int, Agent] = {}
         self._joined: Mapping[int, dict[str, Any]] = {}
         self._ready: set[int] = set()
-        self._last_line = ""
         self._server = None
         if nodes.count > 1:
-            from rpg_megatron.launcher.control_channel import RendezvousServer  # imports asyncio
+            from rpg_megatron.launcher.control_channel import RendezvousServer  # imports ZeroMQ
 
             self._server = RendezvousServer(settings, nodes)
             self.address, self.token = self._server.address, self._server.token
@@ -187,25 +167,24 @@ class Cluster:
                 if node:
                     facts = self._joined[node]
                     address = urls[index] = f"http://{facts['address']}:{facts['ports'][i]}"
-                self.engines[index] = Engine(
-                    index, self._process(f"engine_{index}", node), address, self.token
-                )
+                process = self._process(f"engine_{index}", node)
+                self.engines[index] = Engine(index, process, address, self.token)
         write_addresses(agent.workspace.work, urls)
 
     def start_here(self, name: str, command: list[str], environment: dict[str, str]) -> Process:
         """Start a process on this node that logs to ``NAME.log``."""
-        self._add(name, 0)
-        self._agents[0].send("start", name=name, command=command, environment=environment)
-        return self.processes[name]
+        process = self.processes[name] = self._process(name, 0)
+        process.agent.send("start", name=name, command=command, environment=environment)
+        return process
 
     def start_ranks(self, spec: RankLaunchSpec) -> None:
         """Start the trainer ranks of all nodes. On the CPUs of a single node, they are forked."""
         fork = self._settings.device == "cpu" and self.nodes.count == 1 and self._settings.parallel.world > 1
         if fork:
-            self._add("ranks", 0)
+            self.processes["ranks"] = self._process("ranks", 0)
         for node in range(self.nodes.count):
             for rank in assign_node(self._settings, node, self.nodes.count).ranks:
-                self._add(f"rank_{rank}", node)
+                self.processes[f"rank_{rank}"] = self._process(f"rank_{rank}", node)
         for agent in self._agents.values():
             agent.send("start_ranks", fork=fork, **asdict(spec))
 
@@ -254,9 +233,6 @@ class Cluster:
         node_name = self.name(node) if node else ""
         return Process(name, self._folder, self._agents[node], node_name, self._host(node))
 
-    def _add(self, name: str, node: int) -> None:
-        self.processes[name] = self._process(name, node)
-
     def _send_others(self, kind: str, **facts: Any) -> None:
         for node, agent in self._agents.items():
             if node:
@@ -279,14 +255,9 @@ class Cluster:
         elif kind == "failed":
             raise RunFailed(f"{self.name(node)}: {message['message']}")
 
-    def _print_once(self, text: str) -> None:
-        if text != self._last_line:
-            self._last_line = text
-            print(text, flush=True)
-
     def _wait_ready(self) -> None:
         assert self._server is not None
-        self._server.wait(self._signals.check, self._print_once)
+        self._server.wait(self._signals.check)
         expected = resolved_yaml(self._settings)
         for node, facts in sorted(self._joined.items()):
             if facts["settings"] != expected:

@@ -252,16 +252,16 @@ class RendezvousServer:
         for node, why in lost.items():
             self.channels[node].lost = why
 
-    def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
-        """Wait until all nodes have joined. Raises RunFailed after a timeout, UserError if one was started
-        for another number of nodes.
+    def wait(self, poll: Callable[[], None]) -> None:
+        """Print the nodes that are missing until all have joined. poll: called while waiting; may raise.
 
-        poll: called while waiting; may raise. status: called with the nodes that are missing.
+        Raises RunFailed after a timeout, UserError if a node was started for another number of nodes.
         """
-        end = time.monotonic() + self._settings.cluster.join_timeout
+        names, end = "", time.monotonic() + self._settings.cluster.join_timeout
         while missing := sorted(self.channels.keys() - self.joined.keys()):
-            names = ", ".join(self._nodes.name(node) for node in missing)
-            status(f"waiting for {names}")
+            told, names = names, ", ".join(self._nodes.name(node) for node in missing)
+            if names != told:
+                print(f"waiting for {names}", flush=True)
             poll()
             time.sleep(0.1)
             self.pump()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings
@@ -90,17 +90,16 @@ def judge(dead: Sequence[RunProcess]) -> Failure:
     )
 
 
-def judge_engine(cause: str, log: Path, opened: IO[bytes] | None, host: str, start: int = 0) -> Failure:
-    """The failure of an engine that cannot be used any more; host: name of its node. start: where in the log
-    its last start begins, in bytes.
-    """
-    error = _last_error(log, opened, start)
+def judge_engine(cause: str, engine: RunProcess) -> Failure:
+    """The failure of an engine that cannot be used any more."""
+    error = _last_error(engine)
     machine = _HARDWARE.search(error) is not None
-    return Failure(f"{cause}: {error}" if error else cause, machine, (host,) if machine else ())
+    return Failure(f"{cause}: {error}" if error else cause, machine, (engine.host,) if machine else ())
 
 
-def _last_error(log: Path, opened: IO[bytes] | None, start: int) -> str:
-    errors = [line for line in tail_of(log, 200, opened, start).splitlines() if _ERROR.match(line)]
+def _last_error(process: ProcessStatus) -> str:
+    tail = tail_of(process.log, 200, process.opened, process.log_start)
+    errors = [line for line in tail.splitlines() if _ERROR.match(line)]
     return shorten(errors[-1].strip(), 300) if errors else ""
 
 
@@ -108,7 +107,7 @@ def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
     """Kind of a process's end, and its error, if it has one. Kinds: "network"; "process", whose node is
     suspect; None: not the machine's.
     """
-    last = _last_error(process.log, process.opened, process.log_start)
+    last = _last_error(process)
     if _NETWORK.search(last):
         return "network", last
     if (process.exit_code() or 0) < 0 or _HARDWARE.search(last):

@@ -24,7 +24,7 @@ from rpg_megatron.launcher.nodes import (
     Nodes,
     address_towards,
     assign_node,
-    free_port,
+    free_ports,
     own_address,
 )
 from rpg_megatron.launcher.progress import append_to_log
@@ -92,8 +92,8 @@ class NodeAgent:
         self._starting: set[int] = set()
         """Engines that have not answered yet."""
         self._looked = 0.0
-        self._forking = 0
-        """Number of ranks that are being forked."""
+        self.forking = 0
+        """Number of ranks that are still to be forked."""
         self._supervisor = Supervisor(self._logs, signals)
         self.workspace = self._supervisor.workspace
 
@@ -123,13 +123,13 @@ class NodeAgent:
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """The ends of processes since the last call."""
-        if self._forking and (status := self.workspace.work / STATUS).exists():
+        if self.forking and (status := self.workspace.work / STATUS).exists():
             parent = self._processes["ranks"]
             assert isinstance(parent, Child)
-            for rank in range(self._forking):
+            for rank in range(self.forking):
                 forked = ForkedRank(rank, self._logs, status, parent)
                 self._processes[forked.name], self.opened[forked.name] = forked, forked.opened
-            self._forking = 0
+            self.forking = 0
         for name, process in self._processes.items():
             if name not in self._reported and (code := process.exit_code()) is not None:
                 self._reported.add(name)
@@ -143,11 +143,6 @@ class NodeAgent:
         if self._starting and time.monotonic() > self._looked + _SEGMENTS_SECONDS:
             self._looked = time.monotonic()
             note_segments(self._engines[index] for index in self._starting)
-
-    @property
-    def is_forking(self) -> bool:
-        """Whether ranks are still to be forked."""
-        return self._forking > 0
 
     def note(self, line: str) -> None:
         """Log what happens. The first node's launcher logs what it shows."""
@@ -164,10 +159,10 @@ class NodeAgent:
         starts = list(rank_starts(spec.settings, spec.assignment, RankLaunchSpec(**facts), *arguments))
         if fork:
             self._start("ranks", *forked_start(starts, self._logs))
-            self._forking = len(starts)
-            return
-        for start in starts:
-            self._start(*start)
+            self.forking = len(starts)
+        else:
+            for start in starts:
+                self._start(*start)
 
     def _warn(self, name: str) -> None:
         self._processes[name].warn()
@@ -226,37 +221,33 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
     Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, and Interrupted
     after a signal before it is connected to the first launcher; later signals are forwarded to that.
     """
-    from rpg_megatron.launcher.control_channel import join  # imports asyncio
+    from rpg_megatron.launcher.control_channel import join  # imports ZeroMQ
 
     signals.raising = False
     channel, endpoint = join(settings, nodes, signals.check)
+    requests = _requests(channel, signals)
     with contextlib.ExitStack() as stack:
         stack.callback(channel.close)
         try:
             interface, assignment = settings.cluster.interface, assign_node(settings, nodes.rank, nodes.count)
             towards = (endpoint.address, endpoint.port)
             address = own_address(interface) if interface else address_towards(*towards)
-            ports = _free_ports(address, len(assignment.engines))
-            channel.send(
-                "join",
-                nodes=nodes.count,
-                host=nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname(),
-                address=address,
-                ports=ports,
-                settings=resolved_yaml(settings),
-            )
-            _wait_for("check", channel, signals)
+            ports = free_ports(address, len(assignment.engines))
+            host = nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname()
+            place = {"nodes": nodes.count, "host": host, "address": address, "ports": ports}
+            channel.send("join", **place, settings=resolved_yaml(settings))
+            _next("check", requests)
             # Data and rewards are the sampler's, on the first node.
             check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
             channel.send("ready")
-            folder = Path(_wait_for("open", channel, signals)["folder"])
+            folder = Path(_next("open", requests)["folder"])
             by_index = dict(zip(assignment.engines, ports, strict=True))
             spec = NodeSpec(
                 settings, folder, endpoint.token, assignment, nodes.rank, address, by_index, rank_module=RANK
             )
             agent = stack.enter_context(NodeAgent(spec, signals))
             agent.note(f"node {nodes.rank} ({own_host()}) starts")
-            _serve(agent, channel, signals)
+            _serve(agent, channel, requests)
         except _ChannelLost as e:
             raise RunFailed(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
         except _RunEnded as e:
@@ -270,50 +261,38 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             raise
 
 
-def _serve(agent: NodeAgent, channel: ControlChannel, signals: StopSignals) -> None:
-    """Do what the first launcher asks until the run ends, which raises _RunEnded."""
-    try:
-        while True:
-            _forward_signals(channel, signals)
-            for message in channel.receive():
-                if message["kind"] == "end":
-                    raise _RunEnded(message["reason"])
-                agent.send(**message)
-            if channel.lost:
-                raise _ChannelLost(channel.lost)
-            for report in agent.receive():
-                channel.send(**report)
-            time.sleep(_POLL_SECONDS)
-    except BaseException as e:
-        agent.note(f"the run has ended: {e}" if str(e) else "the run has ended")
-        raise
-
-
-def _wait_for(kind: str, channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
-    """The message of this kind; forwards signals until it is there. Raises _ChannelLost and _RunEnded."""
+def _requests(channel: ControlChannel, signals: StopSignals) -> Iterator[dict[str, Any] | None]:
+    """The first launcher's messages, and None whenever there are no more. Forwards signals to it, which
+    decides how to react. Raises _ChannelLost and _RunEnded.
+    """
     while True:
-        _forward_signals(channel, signals)
+        if signals.count > signals.forwarded:
+            signals.forwarded = signals.count
+            channel.send("signal", number=int(signals.number), count=signals.count)
         for message in channel.receive():
             if message["kind"] == "end":
                 raise _RunEnded(message["reason"])
-            if message["kind"] == kind:
-                return message  # later ones stay in the channel
+            yield message
         if channel.lost:
             raise _ChannelLost(channel.lost)
+        yield None
         time.sleep(_POLL_SECONDS)
 
 
-def _forward_signals(channel: ControlChannel, signals: StopSignals) -> None:
-    """Tell the first launcher, which decides how to react, of new signals."""
-    if signals.count > signals.forwarded:
-        signals.forwarded = signals.count
-        channel.send("signal", number=int(signals.number), count=signals.count)
+def _next(kind: str, requests: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
+    """Wait for the message of this kind; later ones stay."""
+    return next(message for message in requests if message and message["kind"] == kind)
 
 
-def _free_ports(address: str, count: int) -> list[int]:
-    ports: list[int] = []
-    while len(ports) < count:
-        port = free_port(address)
-        if port not in ports:
-            ports.append(port)
-    return ports
+def _serve(agent: NodeAgent, channel: ControlChannel, requests: Iterator[dict[str, Any] | None]) -> None:
+    """Do what the first launcher asks until the run ends, which raises _RunEnded."""
+    try:
+        for message in requests:
+            if message is not None:
+                agent.send(**message)
+                continue
+            for report in agent.receive():
+                channel.send(**report)
+    except BaseException as e:
+        agent.note(f"the run has ended: {e}" if str(e) else "the run has ended")
+        raise

@@ -300,20 +300,22 @@ def interface_of(address: str) -> str:
     return interface
 
 
-def free_port(address: str) -> int:
-    """A TCP port of a local address that is free now. UserError if there is none.
+def free_ports(address: str, count: int) -> list[int]:
+    """TCP ports of a local address that are free now. UserError if there are not so many.
 
-    It is below the kernel's ephemeral ports, which other sockets might use before the caller binds it.
+    They are below the kernel's ephemeral ports, which other sockets might use before the caller binds them.
     """
+    ports: list[int] = []
     for port in random.sample(_PORTS, _TRIES):
+        if len(ports) == count:
+            return ports
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((address, port))
+                ports.append(port)
             except OSError as e:
                 if e.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
-                continue
-            return port
     raise UserError(
         f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; "
         "stop the processes that use them (ss -tlnp)"

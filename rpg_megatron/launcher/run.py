@@ -21,7 +21,7 @@ from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import record_end
 from rpg_megatron.launcher.failures import judge, note_failure
 from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
-from rpg_megatron.launcher.nodes import Nodes, assign_node, end_of_job, free_port, transport_note
+from rpg_megatron.launcher.nodes import Nodes, assign_node, end_of_job, free_ports, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
@@ -171,10 +171,10 @@ class RunLauncher:
                 folder=str(self.folder),
                 checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
                 address=cluster.address or "127.0.0.1",
-                port=free_port(cluster.address) if cluster.address else 0,
+                port=free_ports(cluster.address, 1)[0] if cluster.address else 0,
             )
         )
-        while self._agent.is_forking:
+        while self._agent.forking:
             self._pump(0.1)
         self._all_started = True
 

@@ -150,7 +150,7 @@ def test_a_launcher_of_another_number_of_nodes(meeting: Meeting, node: int) -> N
     meeting.connect(node, nodes=5)
     told = rf"node {node} \(host-{node}\) was started for 5 nodes, this one for 3; .* --nodes"
     with pytest.raises(UserError, match=told):
-        meeting.server.wait(lambda: None, lambda _: None)
+        meeting.server.wait(lambda: None)
     meeting.server.pump()
 
 

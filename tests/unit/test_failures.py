@@ -116,9 +116,8 @@ def test_the_first_error_is_the_programs(dead) -> None:
         ("", False),
     ],
 )
-def test_an_engine_that_cannot_be_used(tmp_path: Path, text: str, machine: bool) -> None:
-    (tmp_path / "log").write_text("INFO started\n" + text)
-    failure = judge_engine("engine 3 died", tmp_path / "log", None, "n4")
+def test_an_engine_that_cannot_be_used(dead, text: str, machine: bool) -> None:
+    failure = judge_engine("engine 3 died", dead("engine_3", 0, text, "n4"))
     assert (failure.machine, failure.nodes) == (machine, ("n4",) if machine else ())
     assert failure.cause.startswith("engine 3 died")
 

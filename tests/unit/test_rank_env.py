@@ -21,7 +21,7 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.engine.command import engine_environment, engine_threads
 from rpg_megatron.launcher.bandwidth import measure
-from rpg_megatron.launcher.nodes import NodeAssignment, free_port
+from rpg_megatron.launcher.nodes import NodeAssignment, free_ports
 from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
 from rpg_megatron.policy import device
 from rpg_megatron.policy.device import _open_store, bind_to_numa_node, start_device
@@ -144,7 +144,7 @@ def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: P
 def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RPG_RENDEZVOUS", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port := free_port("127.0.0.1")))
+    monkeypatch.setenv("MASTER_PORT", str(port := free_ports("127.0.0.1", 1)[0]))
     store = _open_store(0)
     addresses = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
@@ -154,7 +154,7 @@ def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.Mon
 def test_the_measurement_of_the_network_listens_at_one_address_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    port, listening = free_port("127.0.0.1"), []
+    (port,), listening = free_ports("127.0.0.1", 1), []
 
     def look(*_: object, **__: object) -> None:
         connections = psutil.Process().net_connections("tcp")
