@@ -18,9 +18,9 @@ import yaml
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import engine_socket, health, put_to_sleep, write_addresses
-from rpg_megatron.launcher.failures import Failure, own_host
+from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.node_agent import NodeAgent
-from rpg_megatron.launcher.nodes import Nodes, assign_node
+from rpg_megatron.launcher.nodes import Nodes, assign_node, own_host
 from rpg_megatron.launcher.rank_env import RankLaunchSpec
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals

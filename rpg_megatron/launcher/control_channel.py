@@ -335,10 +335,8 @@ def _is_closed(endpoint: Endpoint | None) -> bool:
         return False
     try:
         socket.create_connection((endpoint.address, endpoint.port), timeout=2).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as e:
+        return isinstance(e, ConnectionRefusedError)
     return False
 
 

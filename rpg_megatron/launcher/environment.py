@@ -50,15 +50,10 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     then: dict[str, str] = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
         then = dict(starts[-1]["own_code"])
-    with contextlib.suppress(OSError):
-        start = describe_environment() | {"own_code": now}
-        _write_starts(folder, [*starts, start])
-    return [
-        f"warning: {name} has changed since the last start; the run continues with the new code, "
-        "--fresh starts over"
-        for name, digest in now.items()
-        if then.get(name, digest) != digest
-    ]
+    _write_starts(folder, [*starts, describe_environment() | {"own_code": now}])
+    changed = [name for name, digest in now.items() if then.get(name, digest) != digest]
+    effect = "has changed since the last start; the run continues with the new code, --fresh starts over"
+    return [f"warning: {name} {effect}" for name in changed]
 
 
 def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | None) -> None:
@@ -71,8 +66,7 @@ def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | N
     if starts and isinstance(starts[-1], dict):
         failure = {} if suspects is None else {"failure": True, "nodes": list(suspects)}
         starts[-1]["end"] = {"reason": shorten(reason, 500), "step": step, **failure}
-        with contextlib.suppress(OSError):
-            _write_starts(folder, starts)
+        _write_starts(folder, starts)
 
 
 def ends_of_starts(folder: Path) -> list[dict[str, Any]]:
@@ -89,7 +83,8 @@ def _read_starts(folder: Path) -> list[Any]:
 
 
 def _write_starts(folder: Path, starts: list[Any]) -> None:
-    atomic_write_text(folder / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
+    with contextlib.suppress(OSError):
+        atomic_write_text(folder / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
 
 
 def custom_code_digests(settings: Settings) -> dict[str, str]:
@@ -139,12 +134,8 @@ def _source() -> dict[str, Any]:
     if not (package.parent / ".git").exists():  # not a repository that contains the virtual environment
         return {}
     commit = output_of("git", "-C", str(package), "rev-parse", "HEAD")
-    if not commit:
-        return {}
-    return {
-        "commit": commit,
-        "changed": bool(output_of("git", "-C", str(package), "status", "--porcelain", "-uno")),
-    }
+    changed = output_of("git", "-C", str(package), "status", "--porcelain", "-uno")
+    return {"commit": commit, "changed": bool(changed)} if commit else {}
 
 
 def _cpu() -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +114,6 @@ def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
     return None, last
 
 
-def own_host(environment: Mapping[str, str] = os.environ) -> str:
-    """The name by which Slurm knows this node; else its host name."""
-    return environment.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def note_failure(settings: Settings, failure: Failure, step: int | None = None) -> str:
     """Ask the job script to start the job again, unless that was done ``job.max_restarts`` times in vain.
 
@@ -128,7 +122,8 @@ def note_failure(settings: Settings, failure: Failure, step: int | None = None) 
     the starts of all runs of this name count. Returns a line for the user; empty if no job script asks for
     it, or if the failure is not the machine's.
     """
-    if not failure.machine or not os.environ.get(RESTART_FILE):
+    place = os.environ.get(RESTART_FILE)
+    if not failure.machine or not place:
         return ""
     runs = list_runs(settings)
     if step is None:
@@ -137,19 +132,16 @@ def note_failure(settings: Settings, failure: Failure, step: int | None = None) 
             step = next(iter(list_steps(runs[0])), 0)
             record_end(runs[0], failure.cause, step, failure.nodes)
     ends = [end for run in reversed(runs) for end in ends_of_starts(run)]
-    return request_restart(failure, ends, step, settings.job)
+    return request_restart(Path(place), ends, step, settings.job)
 
 
-def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: int, job: JobSettings) -> str:
-    """See ``note_failure``. ends: those of the starts, this one's last; each has ``failure``, ``step`` and
-    ``nodes`` if it was a failure of the machine.
+def request_restart(place: Path, ends: Sequence[Mapping[str, Any]], step: int, job: JobSettings) -> str:
+    """See ``note_failure``. place: the job script's file. ends: those of the starts, this one's last; each
+    has ``failure``, ``step`` and ``nodes`` if it was a failure of the machine.
     """
-    place = os.environ.get(RESTART_FILE)
-    if not failure.machine or not place:
-        return ""
     count = 0
     nodes: list[str] = []
-    for end in reversed(list(ends)):
+    for end in reversed(ends):
         if "failure" not in end or end.get("step") != step:
             break
         count += 1
@@ -163,9 +155,7 @@ def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: i
     seconds = min(_BACKOFF * 2 ** (count - 1), _LONGEST_WAIT)
     without = ",".join(sorted(set(nodes)))
     with suppress(OSError):
-        atomic_write_text(Path(place), f"{seconds:.0f} {without}\n", private=True)
-        return (
-            f"restart {count} of {job.max_restarts} in {seconds:.0f} s"
-            f"{f', without {without}' if without else ''}"
-        )
+        atomic_write_text(place, f"{seconds:.0f} {without}\n", private=True)
+        left_out = f", without {without}" if without else ""
+        return f"restart {count} of {job.max_restarts} in {seconds:.0f} s{left_out}"
     return f"not started again: {place} cannot be written"

@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket, note_segments, stop_engines
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
-from rpg_megatron.launcher.failures import own_host
 from rpg_megatron.launcher.nodes import (
     NodeAssignment,
     Nodes,
@@ -26,6 +24,7 @@ from rpg_megatron.launcher.nodes import (
     assign_node,
     free_ports,
     own_address,
+    own_host,
 )
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.rank_env import (
@@ -73,7 +72,7 @@ class NodeSpec:
 
 
 class NodeAgent:
-    """The processes and private folders of a node; leaving the context ends and removes them.
+    """The processes and private folders of a node; ``close`` ends and removes them.
 
     ``send`` and ``receive`` are those of a channel from the first launcher, which calls them on its own node.
     Call them from the main thread only.
@@ -96,14 +95,6 @@ class NodeAgent:
         """Number of ranks that are still to be forked."""
         self._supervisor = Supervisor(self._logs, signals)
         self.workspace = self._supervisor.workspace
-
-    def __enter__(self) -> NodeAgent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all processes and remove the private folders."""
@@ -245,7 +236,7 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             spec = NodeSpec(
                 settings, folder, endpoint.token, assignment, nodes.rank, address, by_index, rank_module=RANK
             )
-            agent = stack.enter_context(NodeAgent(spec, signals))
+            agent = stack.enter_context(contextlib.closing(NodeAgent(spec, signals)))
             agent.note(f"node {nodes.rank} ({own_host()}) starts")
             _serve(agent, channel, requests)
         except _ChannelLost as e:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rpg_megatron.config.cluster import (
 )
 from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, engine_threads
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
+from rpg_megatron.system.child import module_command
 
 RANK = "rpg_megatron.training.rank"
 """Module that the ranks of a training run execute; audit and replay have modules of their own."""
@@ -67,7 +67,7 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
 def sampler_command(settings: Settings, folder: Path, work: Path, bridge: Path) -> list[str]:
     """Command line of the sampler. folder: the run's. work, bridge: the first node's private folders."""
     module = SAMPLER if settings.sft is None else CONVERSATION_SAMPLER
-    return [sys.executable, "-P", "-m", module, str(folder), str(work), str(bridge)]
+    return module_command(module, folder, work, bridge)
 
 
 def rank_starts(
@@ -85,20 +85,17 @@ def rank_starts(
     work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what the ranks
     execute.
     """
-    command = [sys.executable, "-P", "-m", module, spec.folder, str(work), str(bridge)]
-    if spec.checkpoint is not None:
-        command.append(spec.checkpoint)
-    for rank in assignment.ranks:
-        environment = base_environment(settings, token) | cluster_environment(address)
-        environment |= _device_environment(settings, len(assignment.ranks))
-        environment |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank - assignment.ranks.start),
-            "WORLD_SIZE": str(settings.parallel.world),
-            "LOCAL_WORLD_SIZE": str(len(assignment.ranks)),
-            **_rendezvous(spec, work if address is None else None),
-        }
-        yield f"rank_{rank}", command, environment
+    checkpoint = [] if spec.checkpoint is None else [spec.checkpoint]
+    command, local = module_command(module, spec.folder, work, bridge, *checkpoint), len(assignment.ranks)
+    shared = base_environment(settings, token) | cluster_environment(address)
+    shared |= _device_environment(settings, local)
+    shared |= {"WORLD_SIZE": str(settings.parallel.world), "LOCAL_WORLD_SIZE": str(local)}
+    if address is None:
+        shared[RENDEZVOUS_VARIABLE] = str(work / "rendezvous")
+    else:
+        shared |= {"MASTER_ADDR": spec.address, "MASTER_PORT": str(spec.port)}
+    for place, rank in enumerate(assignment.ranks):
+        yield f"rank_{rank}", command, shared | {"RANK": str(rank), "LOCAL_RANK": str(place)}
 
 
 def forked_start(
@@ -108,13 +105,6 @@ def forked_start(
     _, command, environment = starts[0]
     own = {name: value for name, value in environment.items() if name not in ("RANK", "LOCAL_RANK")}
     return command, own | {RANK_LOGS_VARIABLE: str(logs)}
-
-
-def _rendezvous(spec: RankLaunchSpec, work: Path | None) -> dict[str, str]:
-    """Variables for the ranks' rendezvous. work: on a single node, the private folder, for a file."""
-    if work is not None:
-        return {RENDEZVOUS_VARIABLE: str(work / "rendezvous")}
-    return {"MASTER_ADDR": spec.address, "MASTER_PORT": str(spec.port)}
 
 
 def _device_environment(settings: Settings, local: int) -> dict[str, str]:

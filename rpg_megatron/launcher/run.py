@@ -117,6 +117,9 @@ class RunLauncher:
     ) -> None:
         with contextlib.suppress(Exception):  # the processes must end even if the terminal fails
             self._progress.close()
+        if isinstance(error, RunFailed):
+            with contextlib.suppress(OSError):  # a file system that fails
+                error.args = (self._keep(str(error)),)
         if error is not None:
             append_to_log(self.log, f"{type(error).__name__}: {error}")
         if self._trains and not self._discard:
@@ -182,7 +185,7 @@ class RunLauncher:
         """Show progress for so long. Raises as ``watch``."""
         self._progress.pump(seconds)
         self._check_signals()
-        self._check_nodes()
+        self._cluster.pump()
         self._check_children()
         if self._warned is None:
             self._check_engines()
@@ -206,10 +209,7 @@ class RunLauncher:
         """
         while not self._engines.all_up:
             self._pump(0.2)
-        try:
-            self._engines.sleep()
-        except RunFailed as e:
-            raise RunFailed(self._keep(str(e)), e.failure) from None
+        self._engines.sleep()
         self._progress.status("engines sleep; starting trainer ranks")
 
     def watch(self) -> None:
@@ -282,7 +282,7 @@ class RunLauncher:
             end = time.monotonic() + GRACE
             while REQUEUE in codes and self._running() and time.monotonic() < end:
                 self._progress.pump(0.1)
-                self._check_nodes()
+                self._cluster.pump()
             self._wait_for_sampler()
             raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
 
@@ -306,13 +306,6 @@ class RunLauncher:
             with contextlib.suppress(RunFailed, UserError):  # other nodes are no longer needed
                 self._cluster.pump()
 
-    def _check_nodes(self) -> None:
-        """Receive what the nodes report. Raises UserError or RunFailed if one of them fails or is lost."""
-        try:
-            self._cluster.pump()
-        except RunFailed as e:
-            raise RunFailed(self._keep(str(e)), e.failure) from None
-
     def _check_children(self) -> None:
         if not self._failed():
             early = [p for p in self._cluster.processes.values() if not p.is_rank and p.code == 0]
@@ -320,11 +313,11 @@ class RunLauncher:
                 time.sleep(1.0)
                 self._check_signals()
                 if not self._warned:
-                    raise RunFailed(self._keep(explain(early[0])), judge(early))
+                    raise RunFailed(explain(early[0]), judge(early))
             return
         time.sleep(1.0)  # other processes may fail as a result; one of their logs may explain more
         self._progress.pump(0.0)  # the last step before the failure
-        self._check_nodes()
+        self._cluster.pump()
         if self._cluster.ranks and all(rank.code == 0 for rank in self._cluster.ranks):
             return  # the run is complete: only the ranks were still needed
         self._check_stopped()
@@ -334,7 +327,7 @@ class RunLauncher:
             if not self._max_restarts:
                 # The cause may be a dying engine, whose main process stays alive for seconds.
                 self._check_engines(closely=True)
-            raise RunFailed(self._keep(explain(dead)), judge(self._failed()))
+            raise RunFailed(explain(dead), judge(self._failed()))
         if self._progress.started_training or not self._opened.is_new:
             raise UserError(self._keep(message))
         self._discard = True  # the folder contains only this message
@@ -345,14 +338,13 @@ class RunLauncher:
             self._engines.check(self._is_ending, closely=closely)
         except UserError as e:
             raise UserError(self._keep(str(e))) from None
-        except RunFailed as e:
-            raise RunFailed(self._keep(str(e)), e.failure) from None
 
     def _is_ending(self) -> bool:
         self._check_signals()
         return self._warned is not None
 
     def _keep(self, message: str) -> str:
+        """The message of a failure with the place of the run's folder, and how to resume it."""
         newest = next(iter(list_steps(self.folder).values()), None) if self._trains else None
         resume = ""
         if newest is not None and "rerun the same command" not in message:

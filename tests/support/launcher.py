@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def single_node(settings: Settings, folder: Path) -> Iterator[tuple[Cluster, Nod
     cluster = Cluster(settings, Nodes(), StopSignals())
     assignment = NodeAssignment(range(0), range(settings.engine.replicas))
     (folder / "logs").mkdir(exist_ok=True)
-    with NodeAgent(NodeSpec(settings, folder, cluster.token, assignment), StopSignals()) as agent:
+    with closing(NodeAgent(NodeSpec(settings, folder, cluster.token, assignment), StopSignals())) as agent:
         cluster.open(folder, agent)
         yield cluster, agent
 
