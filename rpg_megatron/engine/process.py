@@ -197,7 +197,8 @@ class EngineProcess:
         self.log_start = 0
         """Bytes that its log had before its start."""
         self._answered = False
-        self._segments: set[Path] = set()
+        self.segments: set[Path] = set()
+        """Its files in shared memory, as far as they are noted."""
 
     def use_runner_v1(self) -> None:
         """From its next start on, it uses vLLM's model runner V1."""
@@ -218,7 +219,7 @@ class EngineProcess:
                 "set TMPDIR to a shorter one"
             )
         self._answered = False
-        self._segments.clear()
+        self.segments.clear()
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         name, how = f"engine {self.index}", signal.SIGTERM  # the server ends its workers in order
         # Private, because the socket's mode follows the umask.
@@ -253,16 +254,16 @@ class EngineProcess:
         assert self._child is not None
         self._child.reap()
         self._child = None
-        for path in (self.socket, *self._segments):
+        for path in (self.socket, *self.segments):
             remove(path)
-        self._segments.clear()
+        self.segments.clear()
 
 
 def note_segments(engines: Iterable[EngineProcess]) -> None:
     """Note the shared memory of starting engines, to remove it also if they fail before ``stop``."""
     leaders = {engine.pid: engine for engine in engines if engine.pid is not None}
     for leader, segments in process_groups.segments_of(leaders).items():
-        leaders[leader]._segments |= segments
+        leaders[leader].segments |= segments
 
 
 def stop_engines(engines: Iterable[EngineProcess], grace: float) -> None:

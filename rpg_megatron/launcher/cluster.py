@@ -23,7 +23,7 @@ from rpg_megatron.launcher.node_agent import NodeAgent
 from rpg_megatron.launcher.nodes import Nodes, assign_node, own_host
 from rpg_megatron.launcher.rank_env import RankLaunchSpec
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import user_error
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, open_own, remove
 from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.nodes import Nodes, own_address
-from rpg_megatron.launcher.supervisor import RunFailed
+from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.system.process_groups import boot_id
 from rpg_megatron.system.socket_keys import secure
 

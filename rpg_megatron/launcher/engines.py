@@ -25,8 +25,8 @@ from rpg_megatron.engine.restarts import (
 from rpg_megatron.launcher.cluster import Cluster, Engine, log_size
 from rpg_megatron.launcher.failures import judge_engine
 from rpg_megatron.launcher.progress import Progress
+from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.system.child import tail_of
 from rpg_megatron.system.limits import explain_limits
 

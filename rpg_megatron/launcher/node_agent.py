@@ -1,15 +1,18 @@
 """The agent of a node: starts and ends its processes as the first launcher asks, and reports their ends.
 
 On the first node it is a part of the launcher, elsewhere it is the launcher: the first one decides how to
-react. If the connection to that is lost, it ends all processes of its node.
+react. If the connection to that is lost, it ends all processes of its node. If the launcher is killed, the
+reaper does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -34,9 +37,12 @@ from rpg_megatron.launcher.rank_env import (
     forked_start,
     rank_starts,
 )
+from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.supervisor import RunFailed, StopSignals, Supervisor
-from rpg_megatron.system.child import Child, describe_end
+from rpg_megatron.launcher.scratch_dirs import create_workspace
+from rpg_megatron.launcher.stopping import RunFailed, StopSignals
+from rpg_megatron.system import process_groups
+from rpg_megatron.system.child import Child, describe_end, start_child
 from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
 
 if TYPE_CHECKING:
@@ -82,23 +88,53 @@ class NodeAgent:
 
     def __init__(self, spec: NodeSpec, signals: StopSignals):
         """Raises UserError if the private folders cannot be created."""
-        self._spec, self._logs = spec, spec.folder / LOGS
+        self._spec, self._logs, self._signals = spec, spec.folder / LOGS, signals
         self.opened: dict[str, IO[bytes] | None] = {}
         """Logs as they were when their processes started, by name without ``.log``."""
         self._processes: dict[str, Child | ForkedRank] = {}
         self._engines: dict[int, EngineProcess] = {}
+        self._guarded: dict[int, int] = {}
+        """Engine -> its process group, which the reaper ends."""
         self._reported: set[str] = set()
         self._starting: set[int] = set()
         """Engines that have not answered yet."""
         self._looked = 0.0
         self.forking = 0
         """Number of ranks that are still to be forked."""
-        self._supervisor = Supervisor(self._logs, signals)
-        self.workspace = self._supervisor.workspace
+        self._reaper = Reaper()
+        try:
+            self.workspace = create_workspace()
+        except BaseException:
+            self._reaper.dismiss()
+            raise
+        for folder in (self.workspace.work, self.workspace.bridge):
+            self._reaper.guard_path(folder)
 
     def close(self) -> None:
-        """End all processes and remove the private folders."""
-        self._supervisor.close(GRACE)
+        """End all processes and remove the private folders.
+
+        Engines get SIGTERM and, after ``GRACE`` seconds or another signal to this process, SIGKILL. Other
+        children get SIGKILL at once: they hold no resources, and SIGTERM asks ranks to save.
+        """
+        count, engines = self._signals.count, list(self._engines.values())
+        children = [process for process in self._processes.values() if isinstance(process, Child)]
+        pids = [child.pid for child in children]
+        groups = pids + [engine.pid for engine in engines if engine.pid is not None]
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            work = [pool.submit(process_groups.end_groups, pids, 0)]
+            work += [pool.submit(stop_engines, engines, GRACE)]
+            while not all(future.done() for future in work):
+                if self._signals.count > count:
+                    process_groups.send(groups, signal.SIGKILL)
+                time.sleep(0.05)
+        for child in children:
+            child.reap()
+        for group in groups:
+            self._reaper.drop_group(group)
+        for future in work:
+            future.result()
+        self.workspace.remove()
+        self._reaper.dismiss()
 
     def send(self, kind: str, **facts: Any) -> None:
         """Do what a message asks. Raises UserError if an engine cannot be started."""
@@ -141,7 +177,9 @@ class NodeAgent:
             append_to_log(self._logs / f"launcher_{self._spec.rank}.log", line)
 
     def _start(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        child = self._supervisor.start(name, command, environment)
+        log, environment = self._logs / f"{name}.log", environment | {"PYTHONUNBUFFERED": "1"}
+        child = start_child(name, command, environment, log)
+        self._reaper.guard_group(child.pid)
         self._processes[name], self.opened[name] = child, child.opened
 
     def _start_ranks(self, fork: bool, **facts: Any) -> None:
@@ -178,17 +216,27 @@ class NodeAgent:
             engine.use_runner_v1()
         engine.start()
         self.note(f"engine {index} starts, process {engine.pid}")
-        self._supervisor.adopt(engine)
+        if index in self._guarded:
+            self._reaper.drop_group(self._guarded[index])
+        if engine.pid is not None:
+            self._guarded[index] = engine.pid
+            self._reaper.guard_group(engine.pid)
         self._starting.add(index)
         self._reported.discard(f"engine_{index}")
         self.opened[f"engine_{index}"] = engine.opened
 
     def _engine_is_up(self, index: int) -> None:
-        """It has answered. From now on its shared memory is removed also if this launcher is killed."""
-        self._engines[index].note_answer()
+        """It has answered. From now on its shared memory is removed also if this launcher is killed: then the
+        memory maps of its workers may be gone.
+        """
+        engine = self._engines[index]
+        engine.note_answer()
         self._starting.discard(index)
-        note_segments([self._engines[index]])
-        self._supervisor.guard_shared_memory([self._engines[index]])
+        note_segments([engine])
+        for segment in engine.segments:
+            self._reaper.guard_path(segment)
+        if engine.segments:  # the next job removes them if the reaper is killed too
+            self.workspace.note_segments(engine.segments)
 
     def _stop_engines(self, indices: Sequence[int], grace: float) -> None:
         """End engines with all their processes, also those that a dead engine has left."""

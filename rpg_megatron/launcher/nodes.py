@@ -266,9 +266,9 @@ def own_address(interface: str | None, environment: Mapping[str, str] = os.envir
     """
     if interface is not None:
         interfaces = _interfaces()
-        for address, name in interfaces.items():
+        for own, name in interfaces.items():
             if name == interface:
-                return address
+                return own
         raise UserError(
             f"cluster.interface: {socket.gethostname()} has no interface {interface!r} with an IPv4 "
             f"address; it has {', '.join(sorted(set(interfaces.values())))}"

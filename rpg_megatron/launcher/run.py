@@ -32,8 +32,8 @@ from rpg_megatron.launcher.rank_env import (
 )
 from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import explain, user_error
 from rpg_megatron.system.metrics_file import METRICS
 from rpg_megatron.system.process_groups import WARNINGS

@@ -20,7 +20,7 @@ from rpg_megatron.launcher import engines as module
 from rpg_megatron.launcher import node_agent
 from rpg_megatron.launcher.cluster import Engine
 from rpg_megatron.launcher.engines import Engines
-from rpg_megatron.launcher.supervisor import RunFailed
+from rpg_megatron.launcher.stopping import RunFailed
 from tests.support.launcher import single_node, wait_for
 
 SAYS_AND_ENDS = (

@@ -23,7 +23,7 @@ from rpg_megatron.launcher import control_channel
 from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, RendezvousServer, rendezvous_file
 from rpg_megatron.launcher.nodes import Nodes
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from tests.support.launcher import wait_for
 
 SILENCE = 3.0

@@ -20,8 +20,8 @@ from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
 from rpg_megatron.launcher.progress import Progress
 from rpg_megatron.launcher.rank_env import base_environment
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import explain, module_command, user_error
 from rpg_megatron.system.console import PlainTextConsole
 
