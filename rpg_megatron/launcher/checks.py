@@ -28,7 +28,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.combinations import find_problems
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
-from rpg_megatron.launcher import hybrid_checks, input_checks, layer_checks, preflight, teacher_checks
+from rpg_megatron.launcher import input_checks, layer_checks, preflight, teacher_checks
 from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
 from rpg_megatron.launcher.input_checks import check_data, list_custom_code
@@ -154,7 +154,7 @@ CHECKS = (
     RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),
     RunCheck("teacher", ("model", "trainer"), teacher_checks.check_teacher),
     RunCheck("engine layout", ("model", "engines"), preflight.check_engine_layout),
-    RunCheck("linear attention", ("model", "engines"), hybrid_checks.check_linear_attention),
+    RunCheck("linear attention", ("model", "engines"), layer_checks.check_linear_attention),
     RunCheck("routers", ("model", "trainer"), preflight.check_routers),
     RunCheck("head size", ("model", "engines"), preflight.check_head_dim),
     RunCheck("expert columns", ("model", "engines"), preflight.check_expert_columns),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -284,17 +285,15 @@ class Cluster:
 
 def log_size(log: Path) -> int:
     """Bytes of a log; 0 without one."""
-    try:
+    with suppress(OSError):
         return log.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _modified(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _difference(here: Any, there: Any, key: str = "") -> str:

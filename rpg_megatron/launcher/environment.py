@@ -44,7 +44,7 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     reading and writing files, because training does not depend on them.
     """
     starts = _read_starts(folder)
-    if starts and isinstance(starts[-1], dict):
+    if starts:
         starts[-1].setdefault("end", {"reason": "not recorded: the launcher was killed, or its node failed"})
     now = custom_code_digests(settings)
     then: dict[str, str] = {}
@@ -63,7 +63,7 @@ def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | N
     it.
     """
     starts = _read_starts(folder)
-    if starts and isinstance(starts[-1], dict):
+    if starts:
         failure = {} if suspects is None else {"failure": True, "nodes": list(suspects)}
         starts[-1]["end"] = {"reason": shorten(reason, 500), "step": step, **failure}
         _write_starts(folder, starts)
@@ -71,18 +71,17 @@ def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | N
 
 def ends_of_starts(folder: Path) -> list[dict[str, Any]]:
     """What ``record_end`` recorded, the first start first; empty for a start without it."""
-    ends = [start.get("end") if isinstance(start, dict) else None for start in _read_starts(folder)]
+    ends = [start.get("end") for start in _read_starts(folder)]
     return [end if isinstance(end, dict) else {} for end in ends]
 
 
-def _read_starts(folder: Path) -> list[Any]:
-    with contextlib.suppress(OSError, ValueError):
-        recorded = read_json(folder / ENVIRONMENT)
-        return recorded if isinstance(recorded, list) else []
+def _read_starts(folder: Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [start if isinstance(start, dict) else {} for start in read_json(folder / ENVIRONMENT)]
     return []
 
 
-def _write_starts(folder: Path, starts: list[Any]) -> None:
+def _write_starts(folder: Path, starts: list[dict[str, Any]]) -> None:
     with contextlib.suppress(OSError):
         atomic_write_text(folder / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
 
@@ -107,6 +106,8 @@ def custom_code_digests(settings: Settings) -> dict[str, str]:
 
 def describe_environment() -> dict[str, Any]:
     """Time (UTC), source, versions, machine, GPUs and a few variables of this process, for JSON."""
+    # GPUs: name, memory, driver.
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -122,7 +123,7 @@ def describe_environment() -> dict[str, Any]:
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "gpus": _gpus(),
+            "gpus": (output_of(*query) or "").splitlines(),
         },
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
@@ -144,12 +145,6 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _gpus() -> list[str]:
-    """One line per GPU: name, memory, driver."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return (output_of(*query) or "").splitlines()
 
 
 def output_of(*command: str) -> str | None:

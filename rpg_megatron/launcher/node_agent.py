@@ -144,7 +144,7 @@ class NodeAgent:
             "engine_is_up": self._engine_is_up,
             "stop_engines": self._stop_engines,
             "start_ranks": self._start_ranks,
-            "warn": self._warn,
+            "warn": lambda name: self._processes[name].warn(),
         }
         requests[kind](**facts)
 
@@ -192,9 +192,6 @@ class NodeAgent:
         else:
             for start in starts:
                 self._start(*start)
-
-    def _warn(self, name: str) -> None:
-        self._processes[name].warn()
 
     def _start_engine(self, index: int, runner_v1: bool) -> None:
         spec = self._spec

@@ -17,7 +17,7 @@ from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
-from rpg_megatron.launcher.hybrid_checks import check_hybrid_cache
+from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.lora import AdapterMapping, check_heads, projection_shape
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for

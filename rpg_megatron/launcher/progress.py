@@ -186,7 +186,9 @@ class Progress:
         if self.step > 0:
             self.started_training = True
             self._rows.append(row)
-            self._print_line(self._line(row))
+            columns = [f"{name} {_format(row.get(key), form)}" for name, key, form in _columns(row)]
+            parts = (f"step {self.step}/{self.steps}", *columns, self._left())
+            self._print_line("  ".join(filter(None, parts)))
 
     # -- rendering -----------------------------------------------------------------------------------------
 
@@ -198,12 +200,6 @@ class Progress:
             with contextlib.suppress(OSError):
                 self.console.print(text, markup=False, highlight=False, soft_wrap=True)
                 self.console.file.flush()
-
-    def _line(self, row: dict[str, Any]) -> str:
-        parts = [f"step {self.step}/{self.steps}"]
-        parts += [f"{name} {_format(row.get(key), form)}" for name, key, form in _columns(row)]
-        left = self._left()
-        return "  ".join([*parts, left] if left else parts)
 
     def _left(self) -> str:
         """``seconds_left`` for the display; empty before the first step."""
