@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,7 +81,7 @@ class RunCheck(NamedTuple):
 
     name: str
     needs: tuple[Need, ...]
-    check: Callable[..., Sequence[str] | None]
+    check: Callable[..., Iterable[str] | None]
     """Raises UserError; returns warnings, if there are any. ``run`` says what its arguments get."""
     seconds: float = 30.0
     """Time limit in ``doctor``."""
@@ -91,7 +91,7 @@ class RunCheck(NamedTuple):
         """Whether it looks at engines only, which a fine-tuning run may have none of."""
         return "engines" in self.needs and "trainer" not in self.needs
 
-    def run(self, run: CheckedRun) -> Sequence[str]:
+    def run(self, run: CheckedRun) -> list[str]:
         """Call the check with what its arguments name: an attribute of the run, or whether it has a need."""
         given: dict[str, Any] = {}
         for name in signature(self.check).parameters:
@@ -99,7 +99,7 @@ class RunCheck(NamedTuple):
                 given[name] = getattr(run, name)
             elif name in ALL:
                 given[name] = name in run.has
-        return self.check(**given) or ()
+        return list(self.check(**given) or ())
 
 
 def _check_settings(settings: Settings) -> None:

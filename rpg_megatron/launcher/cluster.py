@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -18,11 +17,10 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import engine_socket, health, put_to_sleep, write_addresses
+from rpg_megatron.engine.process import engine_socket, health, write_addresses
 from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.node_agent import NodeAgent
-from rpg_megatron.launcher.nodes import Nodes, assign_node, own_host
-from rpg_megatron.launcher.rank_env import RankLaunchSpec
+from rpg_megatron.launcher.nodes import Nodes, assign_node, free_ports, own_host
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
 from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import user_error
@@ -68,7 +66,7 @@ class Engine:
     """An engine, and what the launcher knows of it."""
 
     def __init__(self, index: int, process: Process, address: Path | str, token: str):
-        self.index, self.process, self.address, self._token = index, process, address, token
+        self.index, self.process, self.address, self.token = index, process, address, token
         self.incarnation = 0
         """How often it was restarted."""
         self.runs = False
@@ -96,11 +94,7 @@ class Engine:
 
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers requests of this node."""
-        return health(self.address, self._token, timeout) == 200
-
-    def sleep(self) -> None:
-        """See ``engine.process.put_to_sleep``."""
-        put_to_sleep(self.address, self._token)
+        return health(self.address, self.token, timeout) == 200
 
     @property
     def name(self) -> str:
@@ -178,7 +172,7 @@ class Cluster:
         process.agent.send("start", name=name, command=command, environment=environment)
         return process
 
-    def start_ranks(self, spec: RankLaunchSpec) -> None:
+    def start_ranks(self, checkpoint: Path | None) -> None:
         """Start the trainer ranks of all nodes. On the CPUs of a single node, they are forked."""
         fork = self._settings.device == "cpu" and self.nodes.count == 1 and self._settings.parallel.world > 1
         if fork:
@@ -186,8 +180,10 @@ class Cluster:
         for node in range(self.nodes.count):
             for rank in assign_node(self._settings, node, self.nodes.count).ranks:
                 self.processes[f"rank_{rank}"] = self._process(f"rank_{rank}", node)
+        port = free_ports(self.address, 1)[0] if self.address else 0
+        start = str(checkpoint) if checkpoint else None
         for agent in self._agents.values():
-            agent.send("start_ranks", fork=fork, **asdict(spec))
+            agent.send("start_ranks", fork=fork, checkpoint=start, address=self.address or "", port=port)
 
     @property
     def ranks(self) -> list[Process]:

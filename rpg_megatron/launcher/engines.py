@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpg_megatron.config import Settings
 from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.command import RUNNER_VARIABLE
-from rpg_megatron.engine.process import call_all, cause_of_death, refused_arguments, start_error
+from rpg_megatron.engine.process import call_all, cause_of_death, put_to_sleep, refused_arguments, start_error
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
     has_answered,
@@ -70,7 +70,7 @@ class Engines:
 
         def sleep(engine: Engine) -> str | None:
             try:
-                engine.sleep()
+                put_to_sleep(engine.address, engine.token)
             except RuntimeError as e:
                 return f"engine {engine.index} {e}; {_end_of(engine)}"
             return None
@@ -89,14 +89,15 @@ class Engines:
         run_ends: whether the run is ending; may raise. closely: also probe engines whose process is alive.
         Raises UserError if an engine does not start, RunFailed if one failed too often.
         """
-        unresponsive = self._unresponsive() if closely else ()
+        up = [engine for engine in self._all if engine.is_up and engine.runs]
+        silent = set(up) - set(_answering(up, _LONG_ANSWER_SECONDS)) if closely else set()
         failed: dict[int, str] = {}
         for engine in self._all:
             if engine.is_deferred:
                 continue
             reason = take_request(self._work, engine.index, engine.incarnation)
             # A dead engine exits with code 0, so the exit code is not shown.
-            if engine.is_up and (not engine.runs or engine.index in unresponsive):
+            if engine.is_up and (not engine.runs or engine in silent):
                 reason = reason or f"engine {engine.index} died"
             if reason:
                 failed[engine.index] = reason
@@ -111,12 +112,6 @@ class Engines:
             self._restart(failed)
         if not self.all_up and time.monotonic() > self._probed + _PROBE_SECONDS:
             self._probe(run_ends)
-
-    def _unresponsive(self) -> Collection[int]:
-        """Indices of engines that were up and do not answer."""
-        probed = [engine for engine in self._all if engine.is_up and engine.runs]
-        answers = call_all(probed, lambda e: e.healthy(_LONG_ANSWER_SECONDS))
-        return {engine.index for engine, ok in zip(probed, answers, strict=True) if not ok}
 
     def _restart(self, failed: dict[int, str]) -> None:
         """Restart engines, which append to their logs. failed: index -> reason. Raises RunFailed if the limit
@@ -194,8 +189,7 @@ class Engines:
         starting = [engine for engine in self._all if not engine.is_up and not engine.is_deferred]
         probed = [engine for engine in starting if engine.seconds <= self._start_timeout and engine.runs]
         sizes = {engine.index: log_size(engine.process.log) for engine in probed}
-        answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
-        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
+        up = _answering(probed, _ANSWER_SECONDS)
         if len(probed) < len(starting):
             time.sleep(0.5)  # as in ``check``
             if run_ends():
@@ -256,6 +250,11 @@ class Engines:
                 raise RunFailed(str(error), failure)
             raise error
         return reason
+
+
+def _answering(engines: Sequence[Engine], timeout: float) -> list[Engine]:
+    answers = call_all(engines, lambda engine: engine.healthy(timeout))
+    return [engine for engine, ok in zip(engines, answers, strict=True) if ok]
 
 
 def _end_of(engine: Engine) -> str:

@@ -136,13 +136,12 @@ def check_prompts(
     ]
 
 
-def warn_of_settings(settings: Settings) -> list[str]:
+def warn_of_settings(settings: Settings) -> Iterator[str]:
     """Warnings of settings that have no effect together, or hardly the wanted one."""
-    return [] if settings.sft is not None else list(_odd_settings(settings))
-
-
-def _odd_settings(s: Settings) -> Iterator[str]:
-    loss, advantage, held = s.objective, s.advantage, "teacher" if s.teacher else "anchor"
+    s, loss, advantage = settings, settings.objective, settings.advantage
+    held = "teacher" if s.teacher else "anchor"
+    if s.sft is not None:
+        return
     across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
     if not across_groups and s.rollout.samples_per_prompt == 1:
         yield (
@@ -217,13 +216,10 @@ def check_trackers(settings: Settings, environment: Mapping[str, str] = os.envir
                 f"trackers[{place}]: the python package {package} is not installed; install it with pip "
                 f"install {package} (the extra 'rpg-megatron[{package}]'), or remove it from trackers"
             )
-    for tracker in settings.trackers:
-        if isinstance(tracker, WandbSettings) and not _has_wandb_key(environment):
-            return [
-                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set "
-                "WANDB_MODE=offline"
-            ]
-    return []
+    if not any(isinstance(tracker, WandbSettings) for tracker in settings.trackers):
+        return []
+    fix = "set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline"
+    return [] if _has_wandb_key(environment) else [f"trackers: wandb finds no API key; {fix}"]
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:
@@ -292,7 +288,5 @@ def has_chat_template(model: Path) -> bool:
         return True
     try:
         return '"chat_template"' in read_text(model / "tokenizer_config.json")
-    except FileNotFoundError:
-        return False
-    except (OSError, UnicodeDecodeError):
-        return True
+    except (OSError, UnicodeDecodeError) as e:
+        return not isinstance(e, FileNotFoundError)

@@ -42,29 +42,20 @@ def check_layers(settings: Settings, shape: ModelShape) -> None:
 
 def check_rows(settings: Settings, shape: ModelShape) -> None:
     """Check that the layers of the policy, or of a teacher, support the run's rows, layout and device."""
-    if shape.windows is not None:
-        _check_windows(settings, shape)
-    if shape.linear is not None:
-        _check_linear(settings, shape)
-
-
-def _check_windows(settings: Settings, shape: ModelShape) -> None:
-    if settings.training.shared_from is not None:
+    parallel, shared = settings.parallel, settings.training.shared_from is not None
+    if shape.windows is not None and shared:
         raise UserError(
             f"training.share_prompts: {shape.family} models have sliding windows, which would begin inside "
             "the shared prompts; set it to false"
         )
-    if settings.parallel.context > 1 and settings.device == "cuda":
+    if shape.windows is not None and parallel.context > 1 and settings.device == "cuda":
         raise UserError(
             "parallel.context: Transformer Engine's attention with context parallelism has no sliding "
             f"windows, and {shape.family} models have; set it to 1"
         )
-
-
-def _check_linear(settings: Settings, shape: ModelShape) -> None:
-    assert shape.linear is not None
-    parallel = settings.parallel
-    if settings.training.shared_from is not None:
+    if shape.linear is None:
+        return
+    if shared:
         raise UserError(
             f"training.share_prompts: {shape.family} models have linear attention, whose state after a "
             "shared prompt would not reach its responses; set it to false"

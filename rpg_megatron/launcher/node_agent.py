@@ -13,15 +13,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket, note_segments, stop_engines
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.nodes import (
-    NodeAssignment,
     Nodes,
     address_towards,
     assign_node,
@@ -32,7 +30,7 @@ from rpg_megatron.launcher.nodes import (
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
-    RankLaunchSpec,
+    NodeSpec,
     cluster_environment,
     forked_start,
     rank_starts,
@@ -52,29 +50,6 @@ GRACE = 15.0
 """Seconds from SIGTERM to SIGKILL."""
 _POLL_SECONDS = 0.1
 _SEGMENTS_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class NodeSpec:
-    """What a node's agent starts."""
-
-    settings: Settings
-    folder: Path
-    """The run's."""
-    token: str
-    assignment: NodeAssignment
-    rank: int = 0
-    """The node's number."""
-    address: str | None = None
-    """This node's in the cluster; None on a single node."""
-    ports: dict[int, int] = field(default_factory=dict)
-    """TCP ports of engines, by index. Those of the first node, without ports, listen on unix sockets."""
-    rank_module: str = RANK
-    """What ranks run with ``python -m``."""
-    engine_settings: Settings | None = None
-    """Of the engines, if not the run's."""
-    weights: Literal["dummy", "checkpoint"] = "dummy"
-    """What engines load."""
 
 
 class NodeAgent:
@@ -183,9 +158,7 @@ class NodeAgent:
         self._processes[name], self.opened[name] = child, child.opened
 
     def _start_ranks(self, fork: bool, **facts: Any) -> None:
-        spec, space = self._spec, self.workspace
-        arguments = (space.work, space.bridge, spec.token, spec.address, spec.rank_module)
-        starts = list(rank_starts(spec.settings, spec.assignment, RankLaunchSpec(**facts), *arguments))
+        starts = list(rank_starts(self._spec, self.workspace, **facts))
         if fork:
             self._start("ranks", *forked_start(starts, self._logs))
             self.forking = len(starts)

@@ -20,12 +20,12 @@ from rpg_megatron.launcher.cluster import Cluster, Process
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import record_end
 from rpg_megatron.launcher.failures import judge, note_failure
-from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
-from rpg_megatron.launcher.nodes import Nodes, assign_node, end_of_job, free_ports, transport_note
+from rpg_megatron.launcher.node_agent import NodeAgent
+from rpg_megatron.launcher.nodes import Nodes, assign_node, end_of_job, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
-    RankLaunchSpec,
+    NodeSpec,
     base_environment,
     cluster_environment,
     sampler_command,
@@ -96,17 +96,15 @@ class RunLauncher:
             )
             self._agent = NodeAgent(spec, signals)
             undo.callback(self._agent.close)
-            self._workspace = self._agent.workspace
             self._progress = Progress(
-                self._workspace.work,
+                self._agent.workspace.work,
                 steps=settings.training.steps if self._trains else 0,
                 metrics=self.folder / METRICS,
                 log=self.log,
                 console=console,
             )
-            self._engines = Engines(
-                settings, self._workspace.work, self._cluster, self._progress, restarts=self._max_restarts
-            )
+            places = self._agent.workspace.work, self._cluster, self._progress
+            self._engines = Engines(settings, *places, restarts=self._max_restarts)
             undo.pop_all()
 
     def __enter__(self) -> RunLauncher:
@@ -169,14 +167,7 @@ class RunLauncher:
             if settings.engine.colocated and self._synced:
                 self._put_engines_to_sleep()
         self._check_signals()
-        cluster.start_ranks(
-            RankLaunchSpec(
-                folder=str(self.folder),
-                checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
-                address=cluster.address or "127.0.0.1",
-                port=free_ports(cluster.address, 1)[0] if cluster.address else 0,
-            )
-        )
+        cluster.start_ranks(self._opened.checkpoint)
         while self._agent.forking:
             self._pump(0.1)
         self._all_started = True
@@ -194,11 +185,11 @@ class RunLauncher:
         """Start engines and the sampler."""
         self._check_signals()
         self._engines.start()
-        work, bridge, cluster = self._workspace.work, self._workspace.bridge, self._cluster
+        cluster = self._cluster
         environment = base_environment(self._settings, cluster.token)
         if cluster.address:
             environment |= cluster_environment(cluster.address)
-        command = sampler_command(self._settings, self.folder, work, bridge)
+        command = sampler_command(self._settings, self.folder, self._agent.workspace)
         self._sampler = cluster.start_here("sampler", command, environment)
 
     def _put_engines_to_sleep(self) -> None:

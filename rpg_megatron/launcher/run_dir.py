@@ -202,8 +202,6 @@ def is_held(folder: Path) -> bool:
     try:
         with open_regular(folder / LOCK, real_path(folder)) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as e:
+        return isinstance(e, BlockingIOError)
     return False

@@ -15,8 +15,9 @@ from typing import Any
 
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.cluster import Cluster
-from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
+from rpg_megatron.launcher.node_agent import NodeAgent
 from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
+from rpg_megatron.launcher.rank_env import NodeSpec
 from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.system import process_groups
 from tests.support.commands import without_notice

@@ -15,10 +15,10 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
 from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.engines import Engines
-from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
+from rpg_megatron.launcher.node_agent import NodeAgent
 from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
 from rpg_megatron.launcher.progress import Progress
-from rpg_megatron.launcher.rank_env import base_environment
+from rpg_megatron.launcher.rank_env import NodeSpec, base_environment
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
 from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.launcher.summary import display_path
