@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -62,35 +63,39 @@ class Process:
             self.agent.send("warn", name=self._key)
 
 
+@dataclass(eq=False)
 class Engine:
     """An engine, and what the launcher knows of it."""
 
-    def __init__(self, index: int, process: Process, address: Path | str, token: str):
-        self.index, self.process, self.address, self.token = index, process, address, token
-        self.incarnation = 0
-        """How often it was restarted."""
-        self.runs = False
-        """Whether its process runs, as far as is known."""
-        self.is_up = False
-        """Whether it has answered since its start."""
-        self.is_deferred = False
-        """Whether it is restarted when the ranks release the shared GPUs."""
-        self.runner_v1 = False
-        """Whether it uses vLLM's model runner V1, because it did not start with V2."""
-        self.death: tuple[str, int] | None = None
-        """How and after which step it died last, if its log tells how."""
-        self._started = 0.0
+    index: int
+    process: Process
+    address: Path | str
+    token: str
+    incarnation: int = 0
+    """How often it was restarted."""
+    runs: bool = False
+    """Whether its process runs, as far as is known."""
+    is_up: bool = False
+    """Whether it has answered since its start."""
+    is_deferred: bool = False
+    """Whether it is restarted when the ranks release the shared GPUs."""
+    runner_v1: bool = False
+    """Whether it uses vLLM's model runner V1, because it did not start with V2."""
+    death: tuple[str, int] | None = None
+    """How and after which step it died last, if its log tells how."""
+    started: float = 0.0
+    """When it was started last, by the monotonic clock."""
 
     def start(self) -> None:
         """Start it; does not wait."""
-        self.process.log_start, self._started = log_size(self.process.log), time.monotonic()
+        self.process.log_start, self.started = log_size(self.process.log), time.monotonic()
         self.runs, self.is_up, self.is_deferred = True, False, False
         self.process.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
 
     @property
     def seconds(self) -> float:
         """Seconds since its last start."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers requests of this node."""

@@ -68,8 +68,6 @@ class NodeAgent:
         """Logs as they were when their processes started, by name without ``.log``."""
         self._processes: dict[str, Child | ForkedRank] = {}
         self._engines: dict[int, EngineProcess] = {}
-        self._guarded: dict[int, int] = {}
-        """Engine -> its process group, which the reaper ends."""
         self._reported: set[str] = set()
         self._starting: set[int] = set()
         """Engines that have not answered yet."""
@@ -186,10 +184,7 @@ class NodeAgent:
             engine.use_runner_v1()
         engine.start()
         self.note(f"engine {index} starts, process {engine.pid}")
-        if index in self._guarded:
-            self._reaper.drop_group(self._guarded[index])
         if engine.pid is not None:
-            self._guarded[index] = engine.pid
             self._reaper.guard_group(engine.pid)
         self._starting.add(index)
         self._reported.discard(f"engine_{index}")
@@ -210,7 +205,11 @@ class NodeAgent:
 
     def _stop_engines(self, indices: Sequence[int], grace: float) -> None:
         """End engines with all their processes, also those that a dead engine has left."""
-        stop_engines([self._engines[index] for index in indices if index in self._engines], grace)
+        engines = [self._engines[index] for index in indices if index in self._engines]
+        groups = [engine.pid for engine in engines if engine.pid is not None]
+        stop_engines(engines, grace)
+        for group in groups:
+            self._reaper.drop_group(group)
 
 
 # -- the launcher of a node that is not the first ------------------------------------------------------------

@@ -121,11 +121,6 @@ class Progress:
                     self.console.print(self._table())
             self._live = None
 
-    def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of recent steps, None before the first step."""
-        paces = [row["time/step"] for row in self._rows if isinstance(row.get("time/step"), int | float)]
-        return sum(paces) / len(paces) * (self.steps - max(self.step, 0)) if paces else None
-
     # -- events --------------------------------------------------------------------------------------------
 
     def _receive(self, events: socket.socket, seconds: float) -> None:
@@ -202,8 +197,11 @@ class Progress:
                 self.console.file.flush()
 
     def _left(self) -> str:
-        """``seconds_left`` for the display; empty before the first step."""
-        return "" if (seconds := self.seconds_left()) is None else f"left {clock(seconds)}"
+        """The time to the end at the pace of recent steps; empty before the first step."""
+        paces = [row["time/step"] for row in self._rows if isinstance(row.get("time/step"), int | float)]
+        if not paces:
+            return ""
+        return f"left {clock(sum(paces) / len(paces) * (self.steps - max(self.step, 0)))}"
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
