@@ -209,10 +209,6 @@ class RunLauncher:
             self._pump(0.2)
         self._check_children()
 
-    def discard(self) -> None:
-        """Remove the run's folder at the end, because nothing in it is needed."""
-        self._discard = True
-
     def explain(self, stop: Interrupted) -> None:
         """Add to the message of an interrupted run how to resume it, or where its folder is."""
         newest = next(iter(list_steps(self.folder).values()), None)
