@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.affects import settings_that_differ
 from rpg_megatron.engine.process import engine_socket, health, write_addresses
 from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.node_agent import NodeAgent
@@ -263,10 +264,11 @@ class Cluster:
         expected = resolved_yaml(self._settings)
         for node, facts in sorted(self._joined.items()):
             if facts["settings"] != expected:
+                both = map(yaml.safe_load, (expected, facts["settings"]))
+                key, (here, there) = next(iter(settings_that_differ(*both).items()))
                 raise UserError(
-                    f"{self.name(node)} was started with other settings: "
-                    f"{_difference(yaml.safe_load(expected), yaml.safe_load(facts['settings']))}; give all "
-                    "nodes the same config, overrides and working directory"
+                    f"{self.name(node)} was started with other settings: {key} is {there!r} there and "
+                    f"{here!r} here; give all nodes the same config, overrides and working directory"
                 )
         self._send_others("check")
         while len(self._ready) < self.nodes.count - 1:
@@ -295,12 +297,3 @@ def _modified(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
-
-
-def _difference(here: Any, there: Any, key: str = "") -> str:
-    """Describes the first value in which two settings differ."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        for name in [*here, *(there.keys() - here.keys())]:
-            if here.get(name) != there.get(name):
-                return _difference(here.get(name), there.get(name), f"{key}.{name}" if key else name)
-    return f"{key} is {there!r} there and {here!r} here"
