@@ -76,9 +76,11 @@ def ends_of_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _read_starts(folder: Path) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return [start if isinstance(start, dict) else {} for start in read_json(folder / ENVIRONMENT)]
-    return []
+    recorded: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        recorded = read_json(folder / ENVIRONMENT)
+    starts = recorded if isinstance(recorded, list) else []
+    return [start if isinstance(start, dict) else {} for start in starts]
 
 
 def _write_starts(folder: Path, starts: list[dict[str, Any]]) -> None:
