@@ -127,9 +127,8 @@ class Engines:
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
                 raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", judge_engine(reason, engine.process))
-            self._progress.status(
-                f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.process.log)}"
-            )
+            log = display_path(engine.process.log)
+            self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {log}")
             if engine.is_up or has_answered(self._work, index, done):
                 was_up.add(index)
             engine.is_up = False
@@ -137,9 +136,9 @@ class Engines:
         for engine in engines:
             engine.incarnation += 1
             engine.process.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
-            with open_own(engine.process.log, "a", encoding="utf-8") as log:
+            with open_own(engine.process.log, "a", encoding="utf-8") as file:
                 number = f"restart {engine.incarnation} of {self._max_restarts}"
-                log.write(f"---- {failed[engine.index]}; {number} ----\n")
+                file.write(f"---- {failed[engine.index]}; {number} ----\n")
             # An engine that was still starting may retry at once: the sampler waits for it before it gives
             # the GPUs to the ranks.
             if engine.index in was_up and is_trainers_turn(self._work):
@@ -223,9 +222,8 @@ class Engines:
         cause = cause_of_death(engine.process)
         why = f"ended while starting{f': {cause}' if cause else ''}"
         how = f"starting it once more with vLLM's model runner V1 ({RUNNER_VARIABLE}=0)"
-        self._progress.status(
-            f"warning: engine {engine.index} {why}; {how}; log: {display_path(engine.process.log)}"
-        )
+        log = display_path(engine.process.log)
+        self._progress.status(f"warning: engine {engine.index} {why}; {how}; log: {log}")
         self._stop([engine], 0.0)
         engine.runner_v1 = True
         engine.start()

@@ -183,10 +183,8 @@ def check_custom_code(settings: Settings) -> None:
 def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
     """Custom code that the settings name by import path, except rewards and prompt sources."""
     if isinstance(settings.objective, ImportedSettings):
-        objective, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
-        yield CustomCode(
-            "objective", objective.type, objective.keywords, 0, instantiate=True, reserved=reserved
-        )
+        loss, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
+        yield CustomCode("objective", loss.type, loss.keywords, 0, instantiate=True, reserved=reserved)
     if isinstance(advantage := settings.advantage, ImportedSettings):
         size, count = settings.rollout.samples_per_prompt, range(settings.sequences)
         trial = [1.0 - i % 2 for i in count], [i // size for i in count], [i % 8 + 1 for i in count]
