@@ -149,7 +149,7 @@ def train(
         from rpg_megatron.launcher.nodes import find_nodes
         from rpg_megatron.launcher.resume import take_weights
         from rpg_megatron.launcher.run_dir import newest_run
-        from rpg_megatron.launcher.supervisor import StopSignals
+        from rpg_megatron.launcher.stopping import StopSignals
 
     source = source and newest_run(source)
     with StopSignals(resumable=True) as signals, exit_codes():
@@ -267,7 +267,7 @@ def audit(
         from rpg_megatron.commands.audit.command import audit
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.run_dir import newest_run
-        from rpg_megatron.launcher.supervisor import StopSignals
+        from rpg_megatron.launcher.stopping import StopSignals
 
     leave_to_first_node("audit")
     with StopSignals() as signals, exit_codes(failed=3):
@@ -294,7 +294,7 @@ def replay(
         from rpg_megatron.commands.replay import command as replay_command
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.run_dir import newest_run
-        from rpg_megatron.launcher.supervisor import StopSignals
+        from rpg_megatron.launcher.stopping import StopSignals
 
     leave_to_first_node("replay")
     with StopSignals() as signals, exit_codes(failed=3):

@@ -21,7 +21,7 @@ def exit_codes(*, failed: int = 1) -> Iterator[None]:
     failed: exit code for RunFailed, a process that died. After a signal, it is ``Interrupted.exit_code``.
     Output that cannot be written does not end the block.
     """
-    from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
+    from rpg_megatron.launcher.stopping import Interrupted, RunFailed
 
     with without_full_disk_errors():  # printed output is also in files
         try:

@@ -9,8 +9,8 @@ from typing import Any
 from rpg_megatron.config import Settings
 from rpg_megatron.config.files import atomic_write_text, read_json, remove
 from rpg_megatron.launcher.run import RunLauncher
+from rpg_megatron.launcher.stopping import Interrupted, StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
 
 RANK = "rpg_megatron.commands.rank"
 """What each rank runs."""

@@ -17,7 +17,7 @@ from rpg_megatron.config.files import atomic_write_text, read_text
 from rpg_megatron.data.problems import read_problems
 from rpg_megatron.evaluation.results_file import results_file
 from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
-from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+from rpg_megatron.launcher.stopping import Interrupted, StopSignals
 from rpg_megatron.system.terminal import one_line, printable
 
 _NAME = "live"

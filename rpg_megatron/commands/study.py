@@ -21,8 +21,8 @@ from rpg_megatron.launcher.checks import ALL, CheckedRun, Need, run_checks
 from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.launcher.resume import find_finished
 from rpg_megatron.launcher.run_dir import list_runs
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.terminal import ranges
 from rpg_megatron.training.preemption import REQUEUE

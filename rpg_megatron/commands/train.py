@@ -24,8 +24,8 @@ from rpg_megatron.launcher.nodes import Nodes
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.run import RunLauncher
 from rpg_megatron.launcher.run_dir import finished_steps
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.launcher.summary import summarise
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 
 RUN_FILE = "RPG_RUN_FILE"
 """Environment variable with a file that will name the run's folder, for ``rpg_megatron.train``."""

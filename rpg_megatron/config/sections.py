@@ -60,6 +60,10 @@ class PromptSet(NamedTuple):
     """Maximum tokens of a response."""
     limited_by: str
     """The key that sets this."""
+    samples: int
+    """Responses per prompt."""
+    name: str = ""
+    """Of a held-out set; empty: the training set."""
 
     @property
     def tokens(self) -> int:
@@ -256,9 +260,11 @@ class Sections(Section):
         limit = self.rollout.max_response_tokens
         sets = []
         if self.sft is None:
-            sets.append(PromptSet("data", self.data, limit, "rollout.max_response_tokens"))
+            samples = self.rollout.samples_per_prompt
+            sets.append(PromptSet("data", self.data, limit, "rollout.max_response_tokens", samples))
         for part in self.evaluation.heldout if self.evaluation is not None else ():
-            sets.append(PromptSet(part.where, part.data, part.response_tokens(limit), part.limited_by))
+            tokens, limited_by = part.response_tokens(limit), part.limited_by
+            sets.append(PromptSet(part.where, part.data, tokens, limited_by, part.samples, part.name))
         return sets
 
     @property

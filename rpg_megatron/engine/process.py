@@ -20,7 +20,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, read_json, remove
 from rpg_megatron.engine.command import RUNNER_VARIABLE, engine_command, engine_environment
 from rpg_megatron.system import process_groups
-from rpg_megatron.system.child import Child, open_log, start_child, tail_of
+from rpg_megatron.system.child import Child, ProcessStatus, open_log, start_child, tail_of
 from rpg_megatron.system.limits import explain_limits
 
 _ADDRESSES = "engines.json"
@@ -134,26 +134,27 @@ def first_error(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> s
     return cause
 
 
-def cause_of_death(log: Path, start: int = 0, opened: IO[bytes] | None = None) -> str | None:
+def cause_of_death(engine: ProcessStatus) -> str | None:
     """``first_error`` of an engine that died; None if its log does not tell why, as when it was killed."""
-    cause = first_error(log, start, opened)
+    cause = first_error(engine.log, engine.log_start, engine.opened)
     # What the server says when its core is gone, whatever the reason.
     return None if cause is None or cause.partition(":")[0].endswith("EngineDeadError") else cause
 
 
-def start_error(name: str, problem: str, log: Path, start: int, opened: IO[bytes] | None) -> UserError:
-    """Why an engine did not start, with the end of its log. start, opened: as for ``first_error``."""
-    if refused := refused_arguments(log, opened):  # after a page of usage
+def start_error(name: str, problem: str, engine: ProcessStatus) -> UserError:
+    """Why an engine did not start, with the end of its log. name: of the engine, for the message."""
+    if refused := refused_arguments(engine):  # after a page of usage
         return UserError(f"{name}: vLLM refuses engine.arguments: {refused}; correct them")
-    cause = first_error(log, start, opened)
+    cause = first_error(engine.log, engine.log_start, engine.opened)
     cause = f": {cause}" if cause else ""
-    tail = tail_of(log, opened=opened)
-    return UserError(f"{name} {problem}{cause}; the end of {log}:\n{tail}{explain_limits(cause + tail)}")
+    tail = tail_of(engine.log, opened=engine.opened)
+    limits = explain_limits(cause + tail)
+    return UserError(f"{name} {problem}{cause}; the end of {engine.log}:\n{tail}{limits}")
 
 
-def refused_arguments(log: Path, opened: IO[bytes] | None = None) -> str | None:
+def refused_arguments(engine: ProcessStatus) -> str | None:
     """What vLLM's parser says of the arguments that it refused; None if it took them."""
-    refused = _REFUSED.search(tail_of(log, opened=opened))
+    refused = _REFUSED.search(tail_of(engine.log, opened=engine.opened))
     return refused[1] if refused else None
 
 
@@ -196,7 +197,8 @@ class EngineProcess:
         self.log_start = 0
         """Bytes that its log had before its start."""
         self._answered = False
-        self._segments: set[Path] = set()
+        self.segments: set[Path] = set()
+        """Its files in shared memory, as far as they are noted."""
 
     def use_runner_v1(self) -> None:
         """From its next start on, it uses vLLM's model runner V1."""
@@ -217,7 +219,7 @@ class EngineProcess:
                 "set TMPDIR to a shorter one"
             )
         self._answered = False
-        self._segments.clear()
+        self.segments.clear()
         self.log_start = self.log.stat().st_size if self.log.exists() else 0
         name, how = f"engine {self.index}", signal.SIGTERM  # the server ends its workers in order
         # Private, because the socket's mode follows the umask.
@@ -252,16 +254,16 @@ class EngineProcess:
         assert self._child is not None
         self._child.reap()
         self._child = None
-        for path in (self.socket, *self._segments):
+        for path in (self.socket, *self.segments):
             remove(path)
-        self._segments.clear()
+        self.segments.clear()
 
 
 def note_segments(engines: Iterable[EngineProcess]) -> None:
     """Note the shared memory of starting engines, to remove it also if they fail before ``stop``."""
     leaders = {engine.pid: engine for engine in engines if engine.pid is not None}
     for leader, segments in process_groups.segments_of(leaders).items():
-        leaders[leader]._segments |= segments
+        leaders[leader].segments |= segments
 
 
 def stop_engines(engines: Iterable[EngineProcess], grace: float) -> None:

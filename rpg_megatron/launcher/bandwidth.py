@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from rpg_megatron.config import UserError
+from rpg_megatron.system.child import module_command
 
 MEASURE = (
     "srun --ntasks-per-node=1 rpg-megatron doctor CONFIG, in this job, measures the network between its nodes"
@@ -95,17 +97,10 @@ def measure(rank: int, nodes: int, device: str, address: str, port: int) -> tupl
 
 def start_measurement(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[float, str | None]:
     """The result of ``measure`` in a process of its own. Raises UserError."""
-    command, limit = [sys.executable, "-P", "-m", __name__, *arguments], SECONDS - 5
+    command, limit = module_command(__name__, *arguments), SECONDS - 5
+    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, **options, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         raise UserError(f"no answer within {limit:.0f} s") from None
     if done.returncode:

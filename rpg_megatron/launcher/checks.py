@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shap
 from rpg_megatron.config.combinations import find_problems
 from rpg_megatron.config.data import DataSettings
 from rpg_megatron.engine.arguments import check_engine_arguments
-from rpg_megatron.launcher import hybrid_checks, input_checks, layer_checks, preflight, teacher_checks
+from rpg_megatron.launcher import input_checks, layer_checks, preflight, teacher_checks
 from rpg_megatron.launcher.episode_trial import try_episode
 from rpg_megatron.launcher.fine_tuning import check_conversations
 from rpg_megatron.launcher.input_checks import check_data, list_custom_code
@@ -81,7 +81,7 @@ class RunCheck(NamedTuple):
 
     name: str
     needs: tuple[Need, ...]
-    check: Callable[..., Sequence[str] | None]
+    check: Callable[..., Iterable[str] | None]
     """Raises UserError; returns warnings, if there are any. ``run`` says what its arguments get."""
     seconds: float = 30.0
     """Time limit in ``doctor``."""
@@ -91,7 +91,7 @@ class RunCheck(NamedTuple):
         """Whether it looks at engines only, which a fine-tuning run may have none of."""
         return "engines" in self.needs and "trainer" not in self.needs
 
-    def run(self, run: CheckedRun) -> Sequence[str]:
+    def run(self, run: CheckedRun) -> list[str]:
         """Call the check with what its arguments name: an attribute of the run, or whether it has a need."""
         given: dict[str, Any] = {}
         for name in signature(self.check).parameters:
@@ -99,7 +99,7 @@ class RunCheck(NamedTuple):
                 given[name] = getattr(run, name)
             elif name in ALL:
                 given[name] = name in run.has
-        return self.check(**given) or ()
+        return list(self.check(**given) or ())
 
 
 def _check_settings(settings: Settings) -> None:
@@ -154,7 +154,7 @@ CHECKS = (
     RunCheck("adapter to start from", ("model", "weights", "trainer"), _check_adapter),
     RunCheck("teacher", ("model", "trainer"), teacher_checks.check_teacher),
     RunCheck("engine layout", ("model", "engines"), preflight.check_engine_layout),
-    RunCheck("linear attention", ("model", "engines"), hybrid_checks.check_linear_attention),
+    RunCheck("linear attention", ("model", "engines"), layer_checks.check_linear_attention),
     RunCheck("routers", ("model", "trainer"), preflight.check_routers),
     RunCheck("head size", ("model", "engines"), preflight.check_head_dim),
     RunCheck("expert columns", ("model", "engines"), preflight.check_expert_columns),

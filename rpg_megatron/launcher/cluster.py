@@ -8,41 +8,32 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.engine.process import engine_socket, health, put_to_sleep, write_addresses
-from rpg_megatron.launcher.failures import Failure, own_host
+from rpg_megatron.config.affects import settings_that_differ
+from rpg_megatron.engine.process import engine_socket, health, write_addresses
+from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.node_agent import NodeAgent
-from rpg_megatron.launcher.nodes import Nodes, assign_node
-from rpg_megatron.launcher.rank_env import RankLaunchSpec
+from rpg_megatron.launcher.nodes import Nodes, assign_node, free_ports, own_host
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import user_error
 
+if TYPE_CHECKING:
+    from rpg_megatron.launcher.control_channel import NodeChannel
+
+type Agent = NodeAgent | NodeChannel
+"""A node's agent: that of this node, or a control channel to another."""
 _LEAVE_SECONDS = 30.0
 """How long to wait for other nodes to end their processes; they send SIGKILL after a grace period."""
-
-
-class Agent(Protocol):
-    """A node's agent: that of this node, or a control channel to another."""
-
-    lost: str
-    """Why the node is lost; empty while it is not."""
-
-    def send(self, kind: str, **facts: Any) -> None:
-        """Make a request (``NodeAgent``)."""
-        ...
-
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """What it has reported since the last call."""
-        ...
 
 
 class Process:
@@ -53,7 +44,7 @@ class Process:
         self.name = f"{name} on {node}" if node else name
         self.log, self.agent, self.node, self.host = folder / LOGS / f"{name}.log", agent, node, host
         self.log_start = log_size(self.log)
-        """Bytes that the log had before the process started."""
+        """Bytes that the log had before the process started; of an engine that is up, before its work."""
         self.is_rank = name.startswith("rank_")
         self.code: int | None = None
         self._key, self._opened = name, agent.opened if isinstance(agent, NodeAgent) else {}
@@ -73,57 +64,48 @@ class Process:
             self.agent.send("warn", name=self._key)
 
 
+@dataclass(eq=False)
 class Engine:
     """An engine, and what the launcher knows of it."""
 
-    def __init__(self, index: int, process: Process, address: Path | str, token: str):
-        self.index, self.address, self._token = index, address, token
-        self.log, self.agent, self.node, self.host = process.log, process.agent, process.node, process.host
-        self.log_start = process.log_start
-        """Where in the log its last start begins, in bytes; once it is up, where its work begins."""
-        self._process = process
-        self.incarnation = 0
-        """How often it was restarted."""
-        self.runs = False
-        """Whether its process runs, as far as is known."""
-        self.is_up = False
-        """Whether it has answered since its start."""
-        self.is_deferred = False
-        """Whether it is restarted when the ranks release the shared GPUs."""
-        self.runner_v1 = False
-        """Whether it uses vLLM's model runner V1, because it did not start with V2."""
-        self.death: tuple[str, int] | None = None
-        """How and after which step it died last, if its log tells how."""
-        self._started = 0.0
-
-    @property
-    def opened(self) -> IO[bytes] | None:
-        """See ``Process.opened``."""
-        return self._process.opened
+    index: int
+    process: Process
+    address: Path | str
+    token: str
+    incarnation: int = 0
+    """How often it was restarted."""
+    runs: bool = False
+    """Whether its process runs, as far as is known."""
+    is_up: bool = False
+    """Whether it has answered since its start."""
+    is_deferred: bool = False
+    """Whether it is restarted when the ranks release the shared GPUs."""
+    runner_v1: bool = False
+    """Whether it uses vLLM's model runner V1, because it did not start with V2."""
+    death: tuple[str, int] | None = None
+    """How and after which step it died last, if its log tells how."""
+    started: float = 0.0
+    """When it was started last, by the monotonic clock."""
 
     def start(self) -> None:
         """Start it; does not wait."""
-        self.log_start, self._started = log_size(self.log), time.monotonic()
+        self.process.log_start, self.started = log_size(self.process.log), time.monotonic()
         self.runs, self.is_up, self.is_deferred = True, False, False
-        self.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
+        self.process.agent.send("start_engine", index=self.index, runner_v1=self.runner_v1)
 
     @property
     def seconds(self) -> float:
         """Seconds since its last start."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self.started
 
     def healthy(self, timeout: float = 5.0) -> bool:
         """Whether it answers requests of this node."""
-        return health(self.address, self._token, timeout) == 200
-
-    def sleep(self) -> None:
-        """See ``engine.process.put_to_sleep``."""
-        put_to_sleep(self.address, self._token)
+        return health(self.address, self.token, timeout) == 200
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"engine {self.index} on {self.node}" if self.node else f"engine {self.index}"
+        return self.process.name.replace("_", " ", 1)
 
 
 class Cluster:
@@ -148,10 +130,9 @@ class Cluster:
         self._agents: dict[int, Agent] = {}
         self._joined: Mapping[int, dict[str, Any]] = {}
         self._ready: set[int] = set()
-        self._last_line = ""
         self._server = None
         if nodes.count > 1:
-            from rpg_megatron.launcher.control_channel import RendezvousServer  # imports asyncio
+            from rpg_megatron.launcher.control_channel import RendezvousServer  # imports ZeroMQ
 
             self._server = RendezvousServer(settings, nodes)
             self.address, self.token = self._server.address, self._server.token
@@ -187,27 +168,28 @@ class Cluster:
                 if node:
                     facts = self._joined[node]
                     address = urls[index] = f"http://{facts['address']}:{facts['ports'][i]}"
-                self.engines[index] = Engine(
-                    index, self._process(f"engine_{index}", node), address, self.token
-                )
+                process = self._process(f"engine_{index}", node)
+                self.engines[index] = Engine(index, process, address, self.token)
         write_addresses(agent.workspace.work, urls)
 
     def start_here(self, name: str, command: list[str], environment: dict[str, str]) -> Process:
         """Start a process on this node that logs to ``NAME.log``."""
-        self._add(name, 0)
-        self._agents[0].send("start", name=name, command=command, environment=environment)
-        return self.processes[name]
+        process = self.processes[name] = self._process(name, 0)
+        process.agent.send("start", name=name, command=command, environment=environment)
+        return process
 
-    def start_ranks(self, spec: RankLaunchSpec) -> None:
+    def start_ranks(self, checkpoint: Path | None) -> None:
         """Start the trainer ranks of all nodes. On the CPUs of a single node, they are forked."""
         fork = self._settings.device == "cpu" and self.nodes.count == 1 and self._settings.parallel.world > 1
         if fork:
-            self._add("ranks", 0)
+            self.processes["ranks"] = self._process("ranks", 0)
         for node in range(self.nodes.count):
             for rank in assign_node(self._settings, node, self.nodes.count).ranks:
-                self._add(f"rank_{rank}", node)
+                self.processes[f"rank_{rank}"] = self._process(f"rank_{rank}", node)
+        port = free_ports(self.address, 1)[0] if self.address else 0
+        start = str(checkpoint) if checkpoint else None
         for agent in self._agents.values():
-            agent.send("start_ranks", fork=fork, **asdict(spec))
+            agent.send("start_ranks", fork=fork, checkpoint=start, address=self.address or "", port=port)
 
     @property
     def ranks(self) -> list[Process]:
@@ -254,9 +236,6 @@ class Cluster:
         node_name = self.name(node) if node else ""
         return Process(name, self._folder, self._agents[node], node_name, self._host(node))
 
-    def _add(self, name: str, node: int) -> None:
-        self.processes[name] = self._process(name, node)
-
     def _send_others(self, kind: str, **facts: Any) -> None:
         for node, agent in self._agents.items():
             if node:
@@ -279,21 +258,17 @@ class Cluster:
         elif kind == "failed":
             raise RunFailed(f"{self.name(node)}: {message['message']}")
 
-    def _print_once(self, text: str) -> None:
-        if text != self._last_line:
-            self._last_line = text
-            print(text, flush=True)
-
     def _wait_ready(self) -> None:
         assert self._server is not None
-        self._server.wait(self._signals.check, self._print_once)
+        self._server.wait(self._signals.check)
         expected = resolved_yaml(self._settings)
         for node, facts in sorted(self._joined.items()):
             if facts["settings"] != expected:
+                both = map(yaml.safe_load, (expected, facts["settings"]))
+                key, (here, there) = next(iter(settings_that_differ(*both).items()))
                 raise UserError(
-                    f"{self.name(node)} was started with other settings: "
-                    f"{_difference(yaml.safe_load(expected), yaml.safe_load(facts['settings']))}; give all "
-                    "nodes the same config, overrides and working directory"
+                    f"{self.name(node)} was started with other settings: {key} is {there!r} there and "
+                    f"{here!r} here; give all nodes the same config, overrides and working directory"
                 )
         self._send_others("check")
         while len(self._ready) < self.nodes.count - 1:
@@ -313,23 +288,12 @@ class Cluster:
 
 def log_size(log: Path) -> int:
     """Bytes of a log; 0 without one."""
-    try:
+    with suppress(OSError):
         return log.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def _modified(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _difference(here: Any, there: Any, key: str = "") -> str:
-    """Describes the first value in which two settings differ."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        for name in [*here, *(there.keys() - here.keys())]:
-            if here.get(name) != there.get(name):
-                return _difference(here.get(name), there.get(name), f"{key}.{name}" if key else name)
-    return f"{key} is {there!r} there and {here!r} here"
+    return 0.0

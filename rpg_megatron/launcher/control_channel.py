@@ -28,7 +28,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import atomic_write_text, open_own, remove
 from rpg_megatron.launcher.failures import Failure
 from rpg_megatron.launcher.nodes import Nodes, own_address
-from rpg_megatron.launcher.supervisor import RunFailed
+from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.system.process_groups import boot_id
 from rpg_megatron.system.socket_keys import secure
 
@@ -252,16 +252,16 @@ class RendezvousServer:
         for node, why in lost.items():
             self.channels[node].lost = why
 
-    def wait(self, poll: Callable[[], None], status: Callable[[str], None]) -> None:
-        """Wait until all nodes have joined. Raises RunFailed after a timeout, UserError if one was started
-        for another number of nodes.
+    def wait(self, poll: Callable[[], None]) -> None:
+        """Print the nodes that are missing until all have joined. poll: called while waiting; may raise.
 
-        poll: called while waiting; may raise. status: called with the nodes that are missing.
+        Raises RunFailed after a timeout, UserError if a node was started for another number of nodes.
         """
-        end = time.monotonic() + self._settings.cluster.join_timeout
+        names, end = "", time.monotonic() + self._settings.cluster.join_timeout
         while missing := sorted(self.channels.keys() - self.joined.keys()):
-            names = ", ".join(self._nodes.name(node) for node in missing)
-            status(f"waiting for {names}")
+            told, names = names, ", ".join(self._nodes.name(node) for node in missing)
+            if names != told:
+                print(f"waiting for {names}", flush=True)
             poll()
             time.sleep(0.1)
             self.pump()
@@ -335,10 +335,8 @@ def _is_closed(endpoint: Endpoint | None) -> bool:
         return False
     try:
         socket.create_connection((endpoint.address, endpoint.port), timeout=2).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as e:
+        return isinstance(e, ConnectionRefusedError)
     return False
 
 

@@ -10,13 +10,14 @@ from rpg_megatron.config import Settings
 from rpg_megatron.engine.command import engine_command
 from rpg_megatron.engine.process import engine_socket
 from rpg_megatron.launcher.nodes import assign_node
-from rpg_megatron.launcher.rank_env import RANK, RankLaunchSpec, rank_starts, sampler_command
+from rpg_megatron.launcher.rank_env import NodeSpec, rank_starts, sampler_command
 from rpg_megatron.launcher.resume import OpenRun, open_run
 from rpg_megatron.launcher.run_dir import resolved_yaml
+from rpg_megatron.launcher.scratch_dirs import Workspace
 from rpg_megatron.launcher.summary import display_path
 
-_WORK, _BRIDGE = Path("WORK"), Path("BRIDGE")
-"""Stand for the private folders that a start creates on each node."""
+_SPACE = Workspace(Path("WORK"), Path("BRIDGE"))
+"""Stands for the private folders that a start creates on each node."""
 
 
 def describe_start(settings: Settings, nodes: int, *, fresh: bool = False, source: Path | None = None) -> str:
@@ -39,16 +40,16 @@ def _processes(settings: Settings, run: OpenRun, node: int, nodes: int) -> Itera
     for index in assignment.engines:
         # Engines of the first node listen on a socket, others at an address that is chosen at the start.
         listen = ("ADDRESS", 0) if node else None
-        command = engine_command(settings, index, engine_socket(_WORK, index), listen=listen)
+        command = engine_command(settings, index, engine_socket(_SPACE.work, index), listen=listen)
         gpus = assignment.gpus(settings, index)[: settings.engine.tensor]
         on = f" (GPUs {', '.join(map(str, gpus))})" if settings.device == "cuda" else ""
         yield f"engine_{index}{on}: {shlex.join(command)}"
     if node == 0:
         workers = settings.rollout.workers
-        yield f"sampler: {shlex.join(sampler_command(settings, run.folder, _WORK, _BRIDGE))}"
+        yield f"sampler: {shlex.join(sampler_command(settings, run.folder, _SPACE))}"
         yield f"  sampler workers: {workers if workers > 1 else 'one, in its process'}"
         yield f"  reward workers: {settings.reward.workers}"
     checkpoint = str(run.checkpoint) if run.checkpoint else None
-    spec = RankLaunchSpec(str(run.folder), checkpoint, "", 0)
-    for name, command, _ in rank_starts(settings, assignment, spec, _WORK, _BRIDGE, "", None, RANK):
+    spec = NodeSpec(settings, run.folder, "", assignment)
+    for name, command, _ in rank_starts(spec, _SPACE, checkpoint, "", 0):
         yield f"{name}: {shlex.join(command)}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpg_megatron.config import Settings
 from rpg_megatron.config.files import open_own
 from rpg_megatron.engine.command import RUNNER_VARIABLE
-from rpg_megatron.engine.process import call_all, cause_of_death, refused_arguments, start_error
+from rpg_megatron.engine.process import call_all, cause_of_death, put_to_sleep, refused_arguments, start_error
 from rpg_megatron.engine.restarts import (
     begin_incarnation,
     has_answered,
@@ -23,10 +23,10 @@ from rpg_megatron.engine.restarts import (
     take_request,
 )
 from rpg_megatron.launcher.cluster import Cluster, Engine, log_size
-from rpg_megatron.launcher.failures import Failure, judge_engine
+from rpg_megatron.launcher.failures import judge_engine
 from rpg_megatron.launcher.progress import Progress
+from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import RunFailed
 from rpg_megatron.system.child import tail_of
 from rpg_megatron.system.limits import explain_limits
 
@@ -61,16 +61,16 @@ class Engines:
 
     def start(self) -> None:
         """Start all engines, without waiting for them."""
-        for engine in self._cluster.engines.values():
+        self._all = list(self._cluster.engines.values())
+        for engine in self._all:
             engine.start()
-            self._all.append(engine)
 
     def sleep(self) -> None:
         """Put all engines to sleep, which frees their GPU memory; all must be up. Raises RunFailed."""
 
         def sleep(engine: Engine) -> str | None:
             try:
-                engine.sleep()
+                put_to_sleep(engine.address, engine.token)
             except RuntimeError as e:
                 return f"engine {engine.index} {e}; {_end_of(engine)}"
             return None
@@ -89,14 +89,15 @@ class Engines:
         run_ends: whether the run is ending; may raise. closely: also probe engines whose process is alive.
         Raises UserError if an engine does not start, RunFailed if one failed too often.
         """
-        unresponsive = self._unresponsive() if closely else ()
+        up = [engine for engine in self._all if engine.is_up and engine.runs]
+        silent = set(up) - set(_answering(up, _LONG_ANSWER_SECONDS)) if closely else set()
         failed: dict[int, str] = {}
         for engine in self._all:
             if engine.is_deferred:
                 continue
             reason = take_request(self._work, engine.index, engine.incarnation)
             # A dead engine exits with code 0, so the exit code is not shown.
-            if engine.is_up and (not engine.runs or engine.index in unresponsive):
+            if engine.is_up and (not engine.runs or engine in silent):
                 reason = reason or f"engine {engine.index} died"
             if reason:
                 failed[engine.index] = reason
@@ -112,12 +113,6 @@ class Engines:
         if not self.all_up and time.monotonic() > self._probed + _PROBE_SECONDS:
             self._probe(run_ends)
 
-    def _unresponsive(self) -> Collection[int]:
-        """Indices of engines that were up and do not answer."""
-        probed = [engine for engine in self._all if engine.is_up and engine.runs]
-        answers = call_all(probed, lambda e: e.healthy(_LONG_ANSWER_SECONDS))
-        return {engine.index for engine, ok in zip(probed, answers, strict=True) if not ok}
-
     def _restart(self, failed: dict[int, str]) -> None:
         """Restart engines, which append to their logs. failed: index -> reason. Raises RunFailed if the limit
         of restarts is reached, or if an engine died twice of the same error without a step in between.
@@ -131,20 +126,19 @@ class Engines:
                 reason = failed[index] = f"{reason}: {cause}"
             if done >= most:
                 limit = f" (already restarted {done} of {most} times: engine.restarts)" if most else ""
-                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", _judge(reason, engine))
-            self._progress.status(
-                f"warning: {reason}; restart {done + 1} of {most}; log: {display_path(engine.log)}"
-            )
+                raise RunFailed(f"{reason}{limit}; {_end_of(engine)}", judge_engine(reason, engine.process))
+            log = display_path(engine.process.log)
+            self._progress.status(f"warning: {reason}; restart {done + 1} of {most}; log: {log}")
             if engine.is_up or has_answered(self._work, index, done):
                 was_up.add(index)
             engine.is_up = False
         self._stop(engines, 0.0)
         for engine in engines:
             engine.incarnation += 1
-            engine.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
-            with open_own(engine.log, "a", encoding="utf-8") as log:
+            engine.process.log.parent.mkdir(exist_ok=True)  # it may have been deleted during the run
+            with open_own(engine.process.log, "a", encoding="utf-8") as file:
                 number = f"restart {engine.incarnation} of {self._max_restarts}"
-                log.write(f"---- {failed[engine.index]}; {number} ----\n")
+                file.write(f"---- {failed[engine.index]}; {number} ----\n")
             # An engine that was still starting may retry at once: the sampler waits for it before it gives
             # the GPUs to the ranks.
             if engine.index in was_up and is_trainers_turn(self._work):
@@ -156,17 +150,17 @@ class Engines:
         """What an engine died of, if its log tells. Raises RunFailed if the one before died of the same and
         no step was completed since: then the next would die of it too.
         """
-        cause = cause_of_death(engine.log, engine.log_start, engine.opened)
+        cause = cause_of_death(engine.process)
         before, engine.death = engine.death, None
         if cause is None:
             return None
         engine.death = (_VARIES.sub("#", cause), self._progress.step)
         if before == engine.death and self._max_restarts:
-            limits = explain_limits(tail_of(engine.log, opened=engine.opened))
+            limits = explain_limits(tail_of(engine.process.log, opened=engine.process.opened))
             raise RunFailed(
                 f"engine {engine.index} died twice of the same error, without a step in between, and is not "
                 f"restarted again: {cause}; a new engine would get the same requests: correct what the error "
-                f"names (model, prompts, engine.arguments); log: {display_path(engine.log)}{limits}"
+                f"names (model, prompts, engine.arguments); log: {display_path(engine.process.log)}{limits}"
             )
         return cause
 
@@ -177,9 +171,9 @@ class Engines:
     def _stop(self, engines: Sequence[Engine], grace: float) -> None:
         """End engines, all at the same time. Raises RunFailed if a node is lost."""
         # Other nodes first: a request to this one returns when it is done.
-        by_node = sorted(engines, key=lambda engine: not engine.node)
-        for agent in {id(engine.agent): engine.agent for engine in by_node}.values():
-            indices = [engine.index for engine in engines if engine.agent is agent]
+        by_node = sorted(engines, key=lambda engine: not engine.process.node)
+        for agent in {id(engine.process.agent): engine.process.agent for engine in by_node}.values():
+            indices = [engine.index for engine in engines if engine.process.agent is agent]
             agent.send("stop_engines", indices=indices, grace=grace)
         self._cluster.pump()
         while any(engine.runs for engine in engines):
@@ -193,9 +187,8 @@ class Engines:
         """
         starting = [engine for engine in self._all if not engine.is_up and not engine.is_deferred]
         probed = [engine for engine in starting if engine.seconds <= self._start_timeout and engine.runs]
-        sizes = {engine.index: log_size(engine.log) for engine in probed}
-        answers = call_all(probed, lambda e: e.healthy(_ANSWER_SECONDS))
-        up = [engine for engine, ok in zip(probed, answers, strict=True) if ok]
+        sizes = {engine.index: log_size(engine.process.log) for engine in probed}
+        up = _answering(probed, _ANSWER_SECONDS)
         if len(probed) < len(starting):
             time.sleep(0.5)  # as in ``check``
             if run_ends():
@@ -209,8 +202,9 @@ class Engines:
                     up.append(engine)
         for engine in up:
             engine.is_up = True
-            engine.log_start = sizes.get(engine.index, engine.log_start)  # where its work begins
-            engine.agent.send("engine_is_up", index=engine.index)
+            if engine.index in sizes:
+                engine.process.log_start = sizes[engine.index]  # where its work begins
+            engine.process.agent.send("engine_is_up", index=engine.index)
             self._progress.status(f"engine {engine.index} is up after {engine.seconds:.0f} s")
         if failed:
             self._restart(failed)
@@ -223,12 +217,13 @@ class Engines:
         first = not any(e.is_up for e in self._all) and not engine.incarnation
         if not self._may_fall_back or not first or engine.runner_v1 or engine.runs:
             return False
-        if has_answered(self._work, engine.index, 0) or refused_arguments(engine.log, engine.opened):
+        if has_answered(self._work, engine.index, 0) or refused_arguments(engine.process):
             return False
-        cause = cause_of_death(engine.log, engine.log_start, engine.opened)
+        cause = cause_of_death(engine.process)
         why = f"ended while starting{f': {cause}' if cause else ''}"
         how = f"starting it once more with vLLM's model runner V1 ({RUNNER_VARIABLE}=0)"
-        self._progress.status(f"warning: engine {engine.index} {why}; {how}; log: {display_path(engine.log)}")
+        log = display_path(engine.process.log)
+        self._progress.status(f"warning: engine {engine.index} {why}; {how}; log: {log}")
         self._stop([engine], 0.0)
         engine.runner_v1 = True
         engine.start()
@@ -246,19 +241,20 @@ class Engines:
                 return None
             problem = f"did not answer within {self._start_timeout:.0f} s (engine.start_timeout)"
         self._stop([engine], 2.0)
-        error = start_error(engine.name, problem, engine.log, engine.log_start, engine.opened)
+        error = start_error(engine.name, problem, engine.process)
         reason = str(error).partition("; the end of")[0]
         if not engine.incarnation:
-            if (failure := _judge(reason, engine)).machine:
+            if (failure := judge_engine(reason, engine.process)).machine:
                 raise RunFailed(str(error), failure)
             raise error
         return reason
 
 
-def _judge(reason: str, engine: Engine) -> Failure:
-    return judge_engine(reason, engine.log, engine.opened, engine.host, engine.log_start)
+def _answering(engines: Sequence[Engine], timeout: float) -> list[Engine]:
+    answers = call_all(engines, lambda engine: engine.healthy(timeout))
+    return [engine for engine, ok in zip(engines, answers, strict=True) if ok]
 
 
 def _end_of(engine: Engine) -> str:
-    tail = tail_of(engine.log, opened=engine.opened)
-    return f"the end of {display_path(engine.log)}:\n{tail}{explain_limits(tail)}"
+    tail = tail_of(engine.process.log, opened=engine.process.opened)
+    return f"the end of {display_path(engine.process.log)}:\n{tail}{explain_limits(tail)}"

@@ -44,21 +44,16 @@ def record_environment(folder: Path, settings: Settings) -> list[str]:
     reading and writing files, because training does not depend on them.
     """
     starts = _read_starts(folder)
-    if starts and isinstance(starts[-1], dict):
+    if starts:
         starts[-1].setdefault("end", {"reason": "not recorded: the launcher was killed, or its node failed"})
     now = custom_code_digests(settings)
     then: dict[str, str] = {}
     with contextlib.suppress(LookupError, TypeError, AttributeError):  # starts of earlier versions have none
         then = dict(starts[-1]["own_code"])
-    with contextlib.suppress(OSError):
-        start = describe_environment() | {"own_code": now}
-        _write_starts(folder, [*starts, start])
-    return [
-        f"warning: {name} has changed since the last start; the run continues with the new code, "
-        "--fresh starts over"
-        for name, digest in now.items()
-        if then.get(name, digest) != digest
-    ]
+    _write_starts(folder, [*starts, describe_environment() | {"own_code": now}])
+    changed = [name for name, digest in now.items() if then.get(name, digest) != digest]
+    effect = "has changed since the last start; the run continues with the new code, --fresh starts over"
+    return [f"warning: {name} {effect}" for name in changed]
 
 
 def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | None) -> None:
@@ -68,28 +63,29 @@ def record_end(folder: Path, reason: str, step: int, suspects: Sequence[str] | N
     it.
     """
     starts = _read_starts(folder)
-    if starts and isinstance(starts[-1], dict):
+    if starts:
         failure = {} if suspects is None else {"failure": True, "nodes": list(suspects)}
         starts[-1]["end"] = {"reason": shorten(reason, 500), "step": step, **failure}
-        with contextlib.suppress(OSError):
-            _write_starts(folder, starts)
+        _write_starts(folder, starts)
 
 
 def ends_of_starts(folder: Path) -> list[dict[str, Any]]:
     """What ``record_end`` recorded, the first start first; empty for a start without it."""
-    ends = [start.get("end") if isinstance(start, dict) else None for start in _read_starts(folder)]
+    ends = [start.get("end") for start in _read_starts(folder)]
     return [end if isinstance(end, dict) else {} for end in ends]
 
 
-def _read_starts(folder: Path) -> list[Any]:
+def _read_starts(folder: Path) -> list[dict[str, Any]]:
+    recorded: Any = None
     with contextlib.suppress(OSError, ValueError):
         recorded = read_json(folder / ENVIRONMENT)
-        return recorded if isinstance(recorded, list) else []
-    return []
+    starts = recorded if isinstance(recorded, list) else []
+    return [start if isinstance(start, dict) else {} for start in starts]
 
 
-def _write_starts(folder: Path, starts: list[Any]) -> None:
-    atomic_write_text(folder / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
+def _write_starts(folder: Path, starts: list[dict[str, Any]]) -> None:
+    with contextlib.suppress(OSError):
+        atomic_write_text(folder / ENVIRONMENT, json.dumps(starts, indent=2) + "\n")
 
 
 def custom_code_digests(settings: Settings) -> dict[str, str]:
@@ -112,6 +108,8 @@ def custom_code_digests(settings: Settings) -> dict[str, str]:
 
 def describe_environment() -> dict[str, Any]:
     """Time (UTC), source, versions, machine, GPUs and a few variables of this process, for JSON."""
+    # GPUs: name, memory, driver.
+    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -127,7 +125,7 @@ def describe_environment() -> dict[str, Any]:
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "gpus": _gpus(),
+            "gpus": (output_of(*query) or "").splitlines(),
         },
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
@@ -139,12 +137,8 @@ def _source() -> dict[str, Any]:
     if not (package.parent / ".git").exists():  # not a repository that contains the virtual environment
         return {}
     commit = output_of("git", "-C", str(package), "rev-parse", "HEAD")
-    if not commit:
-        return {}
-    return {
-        "commit": commit,
-        "changed": bool(output_of("git", "-C", str(package), "status", "--porcelain", "-uno")),
-    }
+    changed = output_of("git", "-C", str(package), "status", "--porcelain", "-uno")
+    return {"commit": commit, "changed": bool(changed)} if commit else {}
 
 
 def _cpu() -> str:
@@ -153,12 +147,6 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _gpus() -> list[str]:
-    """One line per GPU: name, memory, driver."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return (output_of(*query) or "").splitlines()
 
 
 def output_of(*command: str) -> str | None:

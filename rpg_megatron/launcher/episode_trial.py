@@ -22,6 +22,7 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.files import atomic_write_text, read_json
 from rpg_megatron.data.problems import first_problems
 from rpg_megatron.launcher.run_dir import resolved_yaml
+from rpg_megatron.system.child import module_command
 
 _SECONDS, _START = 20.0, 400.0
 """Limit of an episode besides its turns and, with all imports, of the process."""
@@ -45,7 +46,7 @@ def try_episode(settings: Settings, *, offline: bool = False) -> list[str]:
         return [f"{name} was not called: it may need a server; train and doctor call it"]
     with tempfile.TemporaryDirectory(prefix="rpg-trial-") as folder:
         atomic_write_text(Path(folder, "config.yaml"), resolved_yaml(settings))
-        command = [sys.executable, "-P", "-m", "rpg_megatron.launcher.episode_trial", folder]
+        command = module_command("rpg_megatron.launcher.episode_trial", folder)
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START)
         except subprocess.TimeoutExpired:
@@ -70,14 +71,7 @@ def try_episode(settings: Settings, *, offline: bool = False) -> list[str]:
 
 async def _run(settings: Settings, folder: Path) -> list[tuple[str, str, str]]:
     """Kind, detail and text of each failure."""
-    from rpg_megatron.data.prompts import (
-        codec_of,
-        fit_prompts,
-        load_tokenizer,
-        save_chat_template,
-        save_codec,
-        without_torch,
-    )
+    from rpg_megatron.data import prompts
     from rpg_megatron.rollout.gateway import CHAT
     from rpg_megatron.rollout.groups import GroupTask
     from rpg_megatron.rollout.seeds import stop_tokens
@@ -87,13 +81,13 @@ async def _run(settings: Settings, folder: Path) -> list[tuple[str, str, str]]:
     part = settings.prompt_sets[0]
     data = part.data.model_copy(update={"too_long": "cut"})
     problem = next(first_problems(part.data, part.where))
-    with without_torch():
-        tokenizer = load_tokenizer(settings.model.path)
-    save_codec(tokenizer, folder / CODEC)
-    save_chat_template(tokenizer, part.data, folder / CHAT)
-    (prompt,), _ = fit_prompts([problem], data, tokenizer, part.where)
+    with prompts.without_torch():
+        tokenizer = prompts.load_tokenizer(settings.model.path)
+    prompts.save_codec(tokenizer, folder / CODEC)
+    prompts.save_chat_template(tokenizer, part.data, folder / CHAT)
+    (prompt,), _ = prompts.fit_prompts([problem], data, tokenizer, part.where)
     stops = stop_tokens(settings.model.path, tokenizer, settings.rollout.stop_token_ids, chats=True)
-    codec = codec_of(tokenizer)
+    codec = prompts.codec_of(tokenizer)
     engine: Any = _Engine([*codec.encode(prompt.answer), stops[0]], tokenizer.vocab_size)
     worker = Worker(settings, codec, [engine], folder, stops)
     task = GroupTask(

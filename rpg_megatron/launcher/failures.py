@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from rpg_megatron.checkpoints.run_folder import list_steps
 from rpg_megatron.config import Settings
@@ -90,17 +89,16 @@ def judge(dead: Sequence[RunProcess]) -> Failure:
     )
 
 
-def judge_engine(cause: str, log: Path, opened: IO[bytes] | None, host: str, start: int = 0) -> Failure:
-    """The failure of an engine that cannot be used any more; host: name of its node. start: where in the log
-    its last start begins, in bytes.
-    """
-    error = _last_error(log, opened, start)
+def judge_engine(cause: str, engine: RunProcess) -> Failure:
+    """The failure of an engine that cannot be used any more."""
+    error = _last_error(engine)
     machine = _HARDWARE.search(error) is not None
-    return Failure(f"{cause}: {error}" if error else cause, machine, (host,) if machine else ())
+    return Failure(f"{cause}: {error}" if error else cause, machine, (engine.host,) if machine else ())
 
 
-def _last_error(log: Path, opened: IO[bytes] | None, start: int) -> str:
-    errors = [line for line in tail_of(log, 200, opened, start).splitlines() if _ERROR.match(line)]
+def _last_error(process: ProcessStatus) -> str:
+    tail = tail_of(process.log, 200, process.opened, process.log_start)
+    errors = [line for line in tail.splitlines() if _ERROR.match(line)]
     return shorten(errors[-1].strip(), 300) if errors else ""
 
 
@@ -108,17 +106,12 @@ def _end_of(process: ProcessStatus) -> tuple[str | None, str]:
     """Kind of a process's end, and its error, if it has one. Kinds: "network"; "process", whose node is
     suspect; None: not the machine's.
     """
-    last = _last_error(process.log, process.opened, process.log_start)
+    last = _last_error(process)
     if _NETWORK.search(last):
         return "network", last
     if (process.exit_code() or 0) < 0 or _HARDWARE.search(last):
         return "process", last
     return None, last
-
-
-def own_host(environment: Mapping[str, str] = os.environ) -> str:
-    """The name by which Slurm knows this node; else its host name."""
-    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def note_failure(settings: Settings, failure: Failure, step: int | None = None) -> str:
@@ -129,7 +122,8 @@ def note_failure(settings: Settings, failure: Failure, step: int | None = None) 
     the starts of all runs of this name count. Returns a line for the user; empty if no job script asks for
     it, or if the failure is not the machine's.
     """
-    if not failure.machine or not os.environ.get(RESTART_FILE):
+    place = os.environ.get(RESTART_FILE)
+    if not failure.machine or not place:
         return ""
     runs = list_runs(settings)
     if step is None:
@@ -138,19 +132,16 @@ def note_failure(settings: Settings, failure: Failure, step: int | None = None) 
             step = next(iter(list_steps(runs[0])), 0)
             record_end(runs[0], failure.cause, step, failure.nodes)
     ends = [end for run in reversed(runs) for end in ends_of_starts(run)]
-    return request_restart(failure, ends, step, settings.job)
+    return request_restart(Path(place), ends, step, settings.job)
 
 
-def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: int, job: JobSettings) -> str:
-    """See ``note_failure``. ends: those of the starts, this one's last; each has ``failure``, ``step`` and
-    ``nodes`` if it was a failure of the machine.
+def request_restart(place: Path, ends: Sequence[Mapping[str, Any]], step: int, job: JobSettings) -> str:
+    """See ``note_failure``. place: the job script's file. ends: those of the starts, this one's last; each
+    has ``failure``, ``step`` and ``nodes`` if it was a failure of the machine.
     """
-    place = os.environ.get(RESTART_FILE)
-    if not failure.machine or not place:
-        return ""
     count = 0
     nodes: list[str] = []
-    for end in reversed(list(ends)):
+    for end in reversed(ends):
         if "failure" not in end or end.get("step") != step:
             break
         count += 1
@@ -164,9 +155,7 @@ def request_restart(failure: Failure, ends: Iterable[Mapping[str, Any]], step: i
     seconds = min(_BACKOFF * 2 ** (count - 1), _LONGEST_WAIT)
     without = ",".join(sorted(set(nodes)))
     with suppress(OSError):
-        atomic_write_text(Path(place), f"{seconds:.0f} {without}\n", private=True)
-        return (
-            f"restart {count} of {job.max_restarts} in {seconds:.0f} s"
-            f"{f', without {without}' if without else ''}"
-        )
+        atomic_write_text(place, f"{seconds:.0f} {without}\n", private=True)
+        left_out = f", without {without}" if without else ""
+        return f"restart {count} of {job.max_restarts} in {seconds:.0f} s{left_out}"
     return f"not started again: {place} cannot be written"

@@ -14,7 +14,6 @@ import netrc
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,7 +23,7 @@ from rpg_megatron.config.base import ImportedSettings
 from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import gib
 from rpg_megatron.config.files import read_text
-from rpg_megatron.config.losses import DistilSettings, ImportedLossSettings
+from rpg_megatron.config.losses import ImportedLossSettings
 from rpg_megatron.config.rollout import DynamicSamplingSettings, EpisodeSettings
 from rpg_megatron.config.trackers import PACKAGES, ImportedTrackerSettings, WandbSettings
 from rpg_megatron.data.presets import find_preset
@@ -36,6 +35,7 @@ from rpg_megatron.launcher.preflight import has_tokenizer
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.seeds import stop_tokens
+from rpg_megatron.system.child import module_command
 from rpg_megatron.system.custom_code import CustomCode
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -69,8 +69,7 @@ def check_data(settings: Settings, *, trainer: bool = True, offline: bool = Fals
         for at, part in _local_sources(where, data) if offline else [(where, data)]:
             # With the rows, if the sampler needs them: it then finds what this call has kept of large data.
             problems, *_ = read_problems_with_counts(part, at, rows=settings.needs_rows, first=1)
-            loss = settings.objective
-            scored = key != "data" or not isinstance(loss, DistilSettings) or loss.reward > 0
+            scored = key != "data" or settings.uses_rewards
             if "####" in problems[0].answer and scored and not settings.reward.has_custom:
                 fix = f"set {at}.answer_after to '####' (quoted: # begins a comment), or {at}.preset to gsm8k"
                 raise UserError(f"{problems[0].where}: the answer contains ####, so none is right; {fix}")
@@ -137,13 +136,12 @@ def check_prompts(
     ]
 
 
-def warn_of_settings(settings: Settings) -> list[str]:
+def warn_of_settings(settings: Settings) -> Iterator[str]:
     """Warnings of settings that have no effect together, or hardly the wanted one."""
-    return [] if settings.sft is not None else list(_odd_settings(settings))
-
-
-def _odd_settings(s: Settings) -> Iterator[str]:
-    loss, advantage, held = s.objective, s.advantage, "teacher" if s.teacher else "anchor"
+    s, loss, advantage = settings, settings.objective, settings.advantage
+    held = "teacher" if s.teacher else "anchor"
+    if s.sft is not None:
+        return
     across_groups = isinstance(advantage, ImportedSettings) or advantage.across_groups
     if not across_groups and s.rollout.samples_per_prompt == 1:
         yield (
@@ -165,17 +163,15 @@ def check_custom_code(settings: Settings) -> None:
     items = list(list_custom_code(settings))
     if not items:
         return
-    command = [sys.executable, "-P", "-m", "rpg_megatron.system.custom_code"]
+    command = module_command("rpg_megatron.system.custom_code")
     request = json.dumps([item._asdict() for item in items])
-    names = ", ".join(item.path for item in items)
+    names, limit = ", ".join(item.path for item in items), CUSTOM_CODE_SECONDS
     try:
-        done = subprocess.run(
-            command, input=request, capture_output=True, text=True, check=False, timeout=CUSTOM_CODE_SECONDS
-        )
+        done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"importing {names} has not ended after {CUSTOM_CODE_SECONDS} s; do slow work in the first call, "
-            "not in the import"
+            f"importing {names} has not ended after {limit} s; do slow work in the first call, not in the "
+            "import"
         ) from None
     if done.returncode or not done.stdout:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
@@ -187,10 +183,8 @@ def check_custom_code(settings: Settings) -> None:
 def list_custom_code(settings: Settings) -> Iterator[CustomCode]:
     """Custom code that the settings name by import path, except rewards and prompt sources."""
     if isinstance(settings.objective, ImportedSettings):
-        objective, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
-        yield CustomCode(
-            "objective", objective.type, objective.keywords, 0, instantiate=True, reserved=reserved
-        )
+        loss, reserved = settings.objective, tuple(ImportedLossSettings.model_fields)
+        yield CustomCode("objective", loss.type, loss.keywords, 0, instantiate=True, reserved=reserved)
     if isinstance(advantage := settings.advantage, ImportedSettings):
         size, count = settings.rollout.samples_per_prompt, range(settings.sequences)
         trial = [1.0 - i % 2 for i in count], [i // size for i in count], [i % 8 + 1 for i in count]
@@ -220,13 +214,10 @@ def check_trackers(settings: Settings, environment: Mapping[str, str] = os.envir
                 f"trackers[{place}]: the python package {package} is not installed; install it with pip "
                 f"install {package} (the extra 'rpg-megatron[{package}]'), or remove it from trackers"
             )
-    for tracker in settings.trackers:
-        if isinstance(tracker, WandbSettings) and not _has_wandb_key(environment):
-            return [
-                "trackers: wandb finds no API key; set WANDB_API_KEY, run `wandb login`, or set "
-                "WANDB_MODE=offline"
-            ]
-    return []
+    if not any(isinstance(tracker, WandbSettings) for tracker in settings.trackers):
+        return []
+    fix = "set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline"
+    return [] if _has_wandb_key(environment) else [f"trackers: wandb finds no API key; {fix}"]
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:
@@ -295,7 +286,5 @@ def has_chat_template(model: Path) -> bool:
         return True
     try:
         return '"chat_template"' in read_text(model / "tokenizer_config.json")
-    except FileNotFoundError:
-        return False
-    except (OSError, UnicodeDecodeError):
-        return True
+    except (OSError, UnicodeDecodeError) as e:
+        return not isinstance(e, FileNotFoundError)

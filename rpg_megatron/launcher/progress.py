@@ -85,12 +85,9 @@ class Progress:
             self.step = max((row["step"] for row in self._read_rows()), default=-1)
         self._drawn = 0.0
         self._socket = None if work is None else _bind(work / EVENTS)
-        self._live = (
-            Live(console=self.console, auto_refresh=False, transient=True)
-            if self.console.is_terminal
-            else None
-        )
-        if self._live:
+        self._live: Live | None = None
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
 
     def pump(self, seconds: float) -> None:
@@ -124,32 +121,22 @@ class Progress:
                     self.console.print(self._table())
             self._live = None
 
-    def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of recent steps, None before the first step."""
-        paces = [row["time/step"] for row in self._rows if isinstance(row.get("time/step"), int | float)]
-        return sum(paces) / len(paces) * (self.steps - max(self.step, 0)) if paces else None
-
     # -- events --------------------------------------------------------------------------------------------
 
     def _receive(self, events: socket.socket, seconds: float) -> None:
         events.settimeout(seconds)
-        try:
+        with contextlib.suppress(TimeoutError, BlockingIOError):
             while True:
                 self._handle_event(events.recv(1 << 20))
                 events.settimeout(0)  # the rest of what has arrived, without waiting again
-        except (TimeoutError, BlockingIOError):
-            pass
 
     def _handle_event(self, data: bytes) -> None:
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             event = json.loads(data)
-            kind = event["kind"]
-            if kind == "status":
+            if event["kind"] == "status":
                 self.status(str(event["text"]))
-            elif kind == "phase":
+            elif event["kind"] == "phase":
                 self.show_phase(str(event["name"]), int(event["done"]), int(event["total"]))
-        except (ValueError, KeyError, TypeError):
-            return
 
     def show_phase(self, name: str, done: int, total: int) -> None:
         """Show how much of a phase is done; a new name begins a phase. total: 0 if unknown."""
@@ -194,7 +181,9 @@ class Progress:
         if self.step > 0:
             self.started_training = True
             self._rows.append(row)
-            self._print_line(self._line(row))
+            columns = [f"{name} {_format(row.get(key), form)}" for name, key, form in _columns(row)]
+            parts = (f"step {self.step}/{self.steps}", *columns, self._left())
+            self._print_line("  ".join(filter(None, parts)))
 
     # -- rendering -----------------------------------------------------------------------------------------
 
@@ -207,16 +196,17 @@ class Progress:
                 self.console.print(text, markup=False, highlight=False, soft_wrap=True)
                 self.console.file.flush()
 
-    def _line(self, row: dict[str, Any]) -> str:
-        parts = [f"step {self.step}/{self.steps}"]
-        parts += [f"{name} {_format(row.get(key), form)}" for name, key, form in _columns(row)]
-        seconds_left = self.seconds_left()
-        return "  ".join(parts + ([f"left {clock(seconds_left)}"] if seconds_left is not None else []))
+    def _left(self) -> str:
+        """The time to the end at the pace of recent steps; empty before the first step."""
+        paces = [row["time/step"] for row in self._rows if isinstance(row.get("time/step"), int | float)]
+        if not paces:
+            return ""
+        return f"left {clock(sum(paces) / len(paces) * (self.steps - max(self.step, 0)))}"
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        first = max((len(f"{row['step']}/{self.steps}") for row in self._rows), default=4)
-        fitting = max((self.console.width - max(first, 4) - 1) // 10, 1)
+        first = max(4, *(len(f"{row['step']}/{self.steps}") for row in self._rows))
+        fitting = max((self.console.width - first - 1) // 10, 1)
         shown = _columns(self._rows[-1])[:fitting]
         table.add_column("step", justify="right", no_wrap=True)
         for name, _, _ in shown:
@@ -228,20 +218,14 @@ class Progress:
 
     def _render(self) -> Group:
         bars = Table.grid(padding=(0, 2))
-        seconds_left = self.seconds_left()
-        note = f"left {clock(seconds_left)}" if seconds_left is not None else ""
-        if self._evaluation:
-            note += f"   {self._evaluation}"
         if self.steps:
-            bars.add_row(
-                Text(f"step {max(self.step, 0)}/{self.steps}"),
-                ProgressBar(self.steps, max(self.step, 0), width=30),
-                Text(note.strip()),
-            )
+            done, note = max(self.step, 0), f"{self._left()}   {self._evaluation}".strip()
+            bar = ProgressBar(self.steps, done, width=30)
+            bars.add_row(Text(f"step {done}/{self.steps}"), bar, Text(note))
         if self._phase:
             name, done, total = self._phase
-            bar = ProgressBar(total, done, width=30) if total > 1 else Text("")
-            bars.add_row(Text(name), bar, Text(f"{done}/{total}" if total > 1 else ""))
+            counted = (ProgressBar(total, done, width=30), Text(f"{done}/{total}")) if total > 1 else ()
+            bars.add_row(Text(name), *counted)
         else:
             bars.add_row(Text(self.text))
         return Group(self._table(), Text(""), bars) if self._rows else Group(bars)

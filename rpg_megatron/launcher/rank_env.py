@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rpg_megatron.config import Settings
 from rpg_megatron.config.cluster import (
@@ -17,6 +17,8 @@ from rpg_megatron.config.cluster import (
 )
 from rpg_megatron.engine.command import CONNECTIONS_VARIABLE, engine_threads
 from rpg_megatron.launcher.nodes import NodeAssignment, interface_of
+from rpg_megatron.launcher.scratch_dirs import Workspace
+from rpg_megatron.system.child import module_command
 
 RANK = "rpg_megatron.training.rank"
 """Module that the ranks of a training run execute; audit and replay have modules of their own."""
@@ -25,16 +27,26 @@ CONVERSATION_SAMPLER = "rpg_megatron.rollout.fine_tuning"
 
 
 @dataclass(frozen=True)
-class RankLaunchSpec:
-    """Arguments of the trainer ranks on all nodes."""
+class NodeSpec:
+    """What a node's agent starts."""
 
-    folder: str
-    """The run's folder."""
-    checkpoint: str | None
-    address: str
-    """torch.distributed's MASTER_ADDR, the node of trainer rank 0; it and the port are used on several nodes.
-    """
-    port: int
+    settings: Settings
+    folder: Path
+    """The run's."""
+    token: str
+    assignment: NodeAssignment
+    rank: int = 0
+    """The node's number."""
+    address: str | None = None
+    """This node's in the cluster; None on a single node."""
+    ports: dict[int, int] = field(default_factory=dict)
+    """TCP ports of engines, by index. Those of the first node, without ports, listen on unix sockets."""
+    rank_module: str = RANK
+    """What ranks run with ``python -m``."""
+    engine_settings: Settings | None = None
+    """Of the engines, if not the run's."""
+    weights: Literal["dummy", "checkpoint"] = "dummy"
+    """What engines load."""
 
 
 def cluster_environment(address: str | None) -> dict[str, str]:
@@ -64,41 +76,32 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
     return environment
 
 
-def sampler_command(settings: Settings, folder: Path, work: Path, bridge: Path) -> list[str]:
-    """Command line of the sampler. folder: the run's. work, bridge: the first node's private folders."""
+def sampler_command(settings: Settings, folder: Path, space: Workspace) -> list[str]:
+    """Command line of the sampler. folder: the run's. space: the first node's private folders."""
     module = SAMPLER if settings.sft is None else CONVERSATION_SAMPLER
-    return [sys.executable, "-P", "-m", module, str(folder), str(work), str(bridge)]
+    return module_command(module, folder, space.work, space.bridge)
 
 
 def rank_starts(
-    settings: Settings,
-    assignment: NodeAssignment,
-    spec: RankLaunchSpec,
-    work: Path,
-    bridge: Path,
-    token: str,
-    address: str | None,
-    module: str,
+    spec: NodeSpec, space: Workspace, checkpoint: str | None, address: str, port: int
 ) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """Name, command line and environment of each of this node's trainer ranks.
+    """Name, command line and environment of each of a node's trainer ranks.
 
-    work, bridge: this node's private folders. address: as for ``cluster_environment``. module: what the ranks
-    execute.
+    space: the node's private folders. checkpoint: what they start from. address, port: torch.distributed's on
+    several nodes, of the first one.
     """
-    command = [sys.executable, "-P", "-m", module, spec.folder, str(work), str(bridge)]
-    if spec.checkpoint is not None:
-        command.append(spec.checkpoint)
-    for rank in assignment.ranks:
-        environment = base_environment(settings, token) | cluster_environment(address)
-        environment |= _device_environment(settings, len(assignment.ranks))
-        environment |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank - assignment.ranks.start),
-            "WORLD_SIZE": str(settings.parallel.world),
-            "LOCAL_WORLD_SIZE": str(len(assignment.ranks)),
-            **_rendezvous(spec, work if address is None else None),
-        }
-        yield f"rank_{rank}", command, environment
+    settings, assignment, local = spec.settings, spec.assignment, len(spec.assignment.ranks)
+    more = [] if checkpoint is None else [checkpoint]
+    command = module_command(spec.rank_module, spec.folder, space.work, space.bridge, *more)
+    shared = base_environment(settings, spec.token) | cluster_environment(spec.address)
+    shared |= _device_environment(settings, local)
+    shared |= {"WORLD_SIZE": str(settings.parallel.world), "LOCAL_WORLD_SIZE": str(local)}
+    if spec.address is None:
+        shared[RENDEZVOUS_VARIABLE] = str(space.work / "rendezvous")
+    else:
+        shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    for place, rank in enumerate(assignment.ranks):
+        yield f"rank_{rank}", command, shared | {"RANK": str(rank), "LOCAL_RANK": str(place)}
 
 
 def forked_start(
@@ -108,13 +111,6 @@ def forked_start(
     _, command, environment = starts[0]
     own = {name: value for name, value in environment.items() if name not in ("RANK", "LOCAL_RANK")}
     return command, own | {RANK_LOGS_VARIABLE: str(logs)}
-
-
-def _rendezvous(spec: RankLaunchSpec, work: Path | None) -> dict[str, str]:
-    """Variables for the ranks' rendezvous. work: on a single node, the private folder, for a file."""
-    if work is not None:
-        return {RENDEZVOUS_VARIABLE: str(work / "rendezvous")}
-    return {"MASTER_ADDR": spec.address, "MASTER_PORT": str(spec.port)}
 
 
 def _device_environment(settings: Settings, local: int) -> dict[str, str]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rpg_megatron.config.files import remove
 from rpg_megatron.system import process_groups
+from rpg_megatron.system.child import module_command
 
 
 class Reaper:
@@ -24,7 +26,7 @@ class Reaper:
     def __init__(self) -> None:
         with process_groups.holding_warnings():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rpg_megatron.launcher.reaper"],
+                module_command("rpg_megatron.launcher.reaper"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -34,11 +36,9 @@ class Reaper:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # it was killed; the launcher itself still cleans up
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it was killed; the launcher itself still cleans up
-            return
 
     def guard_group(self, leader: int) -> None:
         """Kill this process group if the launcher dies."""

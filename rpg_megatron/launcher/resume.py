@@ -46,16 +46,17 @@ from rpg_megatron.config.files import (
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.config.policy import is_hub_id
 from rpg_megatron.launcher.run_dir import (
+    LOCK,
     LOGS,
     SUMMARY,
     create_run,
     finished_steps,
+    hold_folder,
     list_runs,
     next_folder,
     replace_settings,
     resolved_yaml,
 )
-from rpg_megatron.launcher.run_lock import LOCK, hold_folder
 from rpg_megatron.launcher.summary import display_path
 from rpg_megatron.system.metrics_file import METRICS, parse_row
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 from rpg_megatron.config import Settings, UserError
-from rpg_megatron.config.data import DataSettings
 from rpg_megatron.config.errors import shorten
 from rpg_megatron.config.reward import RewardSettings
+from rpg_megatron.config.sections import PromptSet
 from rpg_megatron.data.problems import first_problems
 from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.data.tokenizer_file import open_tokenizer
@@ -24,18 +25,6 @@ if TYPE_CHECKING:
     from rpg_megatron.rewards.reward import Response, Scorer
 
 _ADVICE = "correct it, or set guards.reward_failures=warn to start anyway"
-
-
-class _TrialSet(NamedTuple):
-    """A data set, and how its responses are scored."""
-
-    name: str
-    """Of a held-out set; empty: the training set."""
-    where: str
-    """Its key in the settings."""
-    data: DataSettings
-    samples: int
-    """Size of a group."""
 
 
 def try_reward(settings: Settings, *, offline: bool = False, trainer: bool = True) -> list[str]:
@@ -62,9 +51,8 @@ def try_reward(settings: Settings, *, offline: bool = False, trainer: bool = Tru
     finally:
         scorer.close()
     problems = [f"{failure}; {_ADVICE}" for failure in failures]
-    notes = doubts
     if offline:
-        notes += [
+        doubts += [
             f"{term.where}.type {term.type} was not called: it may need a server; train and doctor call it"
             for name, term in reward.all_terms.items()
             if name in scorer.async_terms
@@ -73,7 +61,7 @@ def try_reward(settings: Settings, *, offline: bool = False, trainer: bool = Tru
         problems += _ask_judges(reward)
     if problems and guard == "stop":
         raise UserError("\n".join(problems))
-    return problems + notes
+    return problems + doubts
 
 
 def _try_sets(
@@ -82,31 +70,15 @@ def _try_sets(
     """Yield the failures; a reference answer that gets 0 or less is added to ``doubts``."""
     import asyncio
 
-    sets = (
-        [_TrialSet("", "data", settings.data, settings.rollout.samples_per_prompt)]
-        if trainer and not settings.sft
-        else []
-    )
-    if (evaluation := settings.evaluation) is not None:
-        sets += [
-            _TrialSet(part.name, part.where, part.data, evaluation.samples) for part in evaluation.heldout
-        ]
-    for part in sets:
-        if offline and any(source.on_hub for source in part.data.sources):
+    for part in settings.prompt_sets:
+        if not (part.name or trainer) or (offline and any(source.on_hub for source in part.data.sources)):
             continue
+        group: dict[str, Any] = {"samples": part.samples, "first_only": bool(part.name), "offline": offline}
         try:
             for problem in first_problems(part.data, part.where):
                 text, response, context = _first_response(settings, part, problem)
-                failures, values = asyncio.run(
-                    scorer.try_once(
-                        response,
-                        problem.answer,
-                        context,
-                        samples=part.samples,
-                        first_only=bool(part.name),
-                        offline=offline,
-                    )
-                )
+                trial = scorer.try_once(response, problem.answer, context, **group)
+                failures, values = asyncio.run(trial)
                 yield from (failure.at(part.name, problem.id, text) for failure in failures)
                 answer = shorten(one_line(problem.answer))
                 doubts += [
@@ -119,18 +91,19 @@ def _try_sets(
             continue
 
 
-def _first_response(settings: Settings, part: _TrialSet, problem: Problem) -> tuple[str, Response, str]:
+def _first_response(settings: Settings, part: PromptSet, problem: Problem) -> tuple[str, Response, str]:
     """The prompt's text, the reference answer as a response, and ``Prompt.context``.
 
     Without a tokenizer that can be read here, the text lacks the chat template.
     """
-    data, answer, ids = part.data, problem.answer, []
+    from rpg_megatron.rewards.reward import Response
+
+    data, answer = part.data, problem.answer
     text = data.template.replace("{prompt}", problem.text)
     messages = [{"role": "user", "content": text}]
     context = json.dumps({"prompt": text, "messages": messages, "row": problem.row}, default=str)
-    from rpg_megatron.rewards.reward import Response
-
-    try:
+    tokens: Sequence[int] = ()
+    with suppress(ImportError):
         from rpg_megatron.data.prompts import fit_prompts  # needs numpy, which a login node may lack
 
         tokenizer = open_tokenizer(settings.model.path, chat=data.chat)
@@ -138,11 +111,8 @@ def _first_response(settings: Settings, part: _TrialSet, problem: Problem) -> tu
             whole = data.model_copy(update={"too_long": "cut"})
             prompts, _ = fit_prompts([problem], whole, tokenizer, part.where)
             text, context = prompts[0].text, prompts[0].context
-            ids = tokenizer([answer], add_special_tokens=False)["input_ids"][0]
-    except ImportError:
-        pass
-    tokens: Sequence[int] = ids or [0]  # a response has at least one
-    return text, Response(answer, cast(Any, tokens), "stop"), context
+            (tokens,) = tokenizer([answer], add_special_tokens=False)["input_ids"]
+    return text, Response(answer, cast(Any, tokens or [0]), "stop"), context  # it has at least one token
 
 
 def _ask_judges(reward: RewardSettings) -> Iterator[str]:

@@ -20,20 +20,20 @@ from rpg_megatron.launcher.cluster import Cluster, Process
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.environment import record_end
 from rpg_megatron.launcher.failures import judge, note_failure
-from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
-from rpg_megatron.launcher.nodes import Nodes, assign_node, end_of_job, free_port, transport_note
+from rpg_megatron.launcher.node_agent import NodeAgent
+from rpg_megatron.launcher.nodes import Nodes, assign_node, end_of_job, transport_note
 from rpg_megatron.launcher.progress import Progress, append_to_log
 from rpg_megatron.launcher.rank_env import (
     RANK,
-    RankLaunchSpec,
+    NodeSpec,
     base_environment,
     cluster_environment,
     sampler_command,
 )
 from rpg_megatron.launcher.resume import ORIGIN, open_run
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
 from rpg_megatron.system.child import explain, user_error
 from rpg_megatron.system.metrics_file import METRICS
 from rpg_megatron.system.process_groups import WARNINGS
@@ -96,17 +96,15 @@ class RunLauncher:
             )
             self._agent = NodeAgent(spec, signals)
             undo.callback(self._agent.close)
-            self._workspace = self._agent.workspace
             self._progress = Progress(
-                self._workspace.work,
+                self._agent.workspace.work,
                 steps=settings.training.steps if self._trains else 0,
                 metrics=self.folder / METRICS,
                 log=self.log,
                 console=console,
             )
-            self._engines = Engines(
-                settings, self._workspace.work, self._cluster, self._progress, restarts=self._max_restarts
-            )
+            places = self._agent.workspace.work, self._cluster, self._progress
+            self._engines = Engines(settings, *places, restarts=self._max_restarts)
             undo.pop_all()
 
     def __enter__(self) -> RunLauncher:
@@ -117,6 +115,9 @@ class RunLauncher:
     ) -> None:
         with contextlib.suppress(Exception):  # the processes must end even if the terminal fails
             self._progress.close()
+        if isinstance(error, RunFailed):
+            with contextlib.suppress(OSError):  # a file system that fails
+                error.args = (self._keep(str(error)),)
         if error is not None:
             append_to_log(self.log, f"{type(error).__name__}: {error}")
         if self._trains and not self._discard:
@@ -166,15 +167,8 @@ class RunLauncher:
             if settings.engine.colocated and self._synced:
                 self._put_engines_to_sleep()
         self._check_signals()
-        cluster.start_ranks(
-            RankLaunchSpec(
-                folder=str(self.folder),
-                checkpoint=str(self._opened.checkpoint) if self._opened.checkpoint else None,
-                address=cluster.address or "127.0.0.1",
-                port=free_port(cluster.address) if cluster.address else 0,
-            )
-        )
-        while self._agent.is_forking:
+        cluster.start_ranks(self._opened.checkpoint)
+        while self._agent.forking:
             self._pump(0.1)
         self._all_started = True
 
@@ -182,7 +176,7 @@ class RunLauncher:
         """Show progress for so long. Raises as ``watch``."""
         self._progress.pump(seconds)
         self._check_signals()
-        self._check_nodes()
+        self._cluster.pump()
         self._check_children()
         if self._warned is None:
             self._check_engines()
@@ -191,11 +185,11 @@ class RunLauncher:
         """Start engines and the sampler."""
         self._check_signals()
         self._engines.start()
-        work, bridge, cluster = self._workspace.work, self._workspace.bridge, self._cluster
+        cluster = self._cluster
         environment = base_environment(self._settings, cluster.token)
         if cluster.address:
             environment |= cluster_environment(cluster.address)
-        command = sampler_command(self._settings, self.folder, work, bridge)
+        command = sampler_command(self._settings, self.folder, self._agent.workspace)
         self._sampler = cluster.start_here("sampler", command, environment)
 
     def _put_engines_to_sleep(self) -> None:
@@ -206,10 +200,7 @@ class RunLauncher:
         """
         while not self._engines.all_up:
             self._pump(0.2)
-        try:
-            self._engines.sleep()
-        except RunFailed as e:
-            raise RunFailed(self._keep(str(e)), e.failure) from None
+        self._engines.sleep()
         self._progress.status("engines sleep; starting trainer ranks")
 
     def watch(self) -> None:
@@ -217,10 +208,6 @@ class RunLauncher:
         while self._running():
             self._pump(0.2)
         self._check_children()
-
-    def discard(self) -> None:
-        """Remove the run's folder at the end, because nothing in it is needed."""
-        self._discard = True
 
     def explain(self, stop: Interrupted) -> None:
         """Add to the message of an interrupted run how to resume it, or where its folder is."""
@@ -282,7 +269,7 @@ class RunLauncher:
             end = time.monotonic() + GRACE
             while REQUEUE in codes and self._running() and time.monotonic() < end:
                 self._progress.pump(0.1)
-                self._check_nodes()
+                self._cluster.pump()
             self._wait_for_sampler()
             raise Interrupted(self._signals.number or signal.SIGTERM, requeue=True)
 
@@ -306,13 +293,6 @@ class RunLauncher:
             with contextlib.suppress(RunFailed, UserError):  # other nodes are no longer needed
                 self._cluster.pump()
 
-    def _check_nodes(self) -> None:
-        """Receive what the nodes report. Raises UserError or RunFailed if one of them fails or is lost."""
-        try:
-            self._cluster.pump()
-        except RunFailed as e:
-            raise RunFailed(self._keep(str(e)), e.failure) from None
-
     def _check_children(self) -> None:
         if not self._failed():
             early = [p for p in self._cluster.processes.values() if not p.is_rank and p.code == 0]
@@ -320,11 +300,11 @@ class RunLauncher:
                 time.sleep(1.0)
                 self._check_signals()
                 if not self._warned:
-                    raise RunFailed(self._keep(explain(early[0])), judge(early))
+                    raise RunFailed(explain(early[0]), judge(early))
             return
         time.sleep(1.0)  # other processes may fail as a result; one of their logs may explain more
         self._progress.pump(0.0)  # the last step before the failure
-        self._check_nodes()
+        self._cluster.pump()
         if self._cluster.ranks and all(rank.code == 0 for rank in self._cluster.ranks):
             return  # the run is complete: only the ranks were still needed
         self._check_stopped()
@@ -334,7 +314,7 @@ class RunLauncher:
             if not self._max_restarts:
                 # The cause may be a dying engine, whose main process stays alive for seconds.
                 self._check_engines(closely=True)
-            raise RunFailed(self._keep(explain(dead)), judge(self._failed()))
+            raise RunFailed(explain(dead), judge(self._failed()))
         if self._progress.started_training or not self._opened.is_new:
             raise UserError(self._keep(message))
         self._discard = True  # the folder contains only this message
@@ -345,14 +325,13 @@ class RunLauncher:
             self._engines.check(self._is_ending, closely=closely)
         except UserError as e:
             raise UserError(self._keep(str(e))) from None
-        except RunFailed as e:
-            raise RunFailed(self._keep(str(e)), e.failure) from None
 
     def _is_ending(self) -> bool:
         self._check_signals()
         return self._warned is not None
 
     def _keep(self, message: str) -> str:
+        """The message of a failure with the place of the run's folder, and how to resume it."""
         newest = next(iter(list_steps(self.folder).values()), None) if self._trains else None
         resume = ""
         if newest is not None and "rerun the same command" not in message:

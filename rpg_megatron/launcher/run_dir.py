@@ -1,19 +1,32 @@
-"""The numbered folder of a run, created atomically."""
+"""The numbered folder of a run, created atomically, and its lock: one process writes into it."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.config.base import NAME
 from rpg_megatron.config.explanation import explained_yaml
-from rpg_megatron.config.files import atomic_write_text, is_ours, read_json, read_text, remove
+from rpg_megatron.config.files import (
+    atomic_write_text,
+    is_ours,
+    open_own,
+    open_regular,
+    read_json,
+    read_text,
+    real_path,
+    remove,
+)
 
 CONFIG = "config.yaml"
 """The settings of the newest steps."""
@@ -25,6 +38,7 @@ LAUNCHER_LOG = "launcher.log"
 SUMMARY = "summary.json"
 """Results of a run that has ended. ``unsaved``: why there is no checkpoint of the last step, if so."""
 REPORT = "report.html"
+LOCK = ".lock"
 
 
 def create_run(settings: Settings) -> Path:
@@ -151,3 +165,43 @@ def _numbers(runs: Path, name: str) -> list[tuple[int, str]]:
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
     matches = (pattern.fullmatch(entry.name) for entry in runs.iterdir())
     return [(int(match[1]), match[0]) for match in matches if match]
+
+
+def hold_folder(folder: Path, seconds: float = 0.0) -> IO[str] | None:
+    """Lock the folder of a run or an evaluation, and write this process's id into the lock file; None if
+    another process has locked it.
+
+    seconds: how long to wait, since other launchers and reports lock it briefly to read the folder.
+    Raises OSError if the lock file cannot be written.
+    """
+    # Mode 0600, also for files of earlier versions: anyone who can open it can lock it and block a resume.
+    lock: IO[str] = open_own(folder / LOCK, "a", permissions=0o600, encoding="utf-8")
+    with suppress(OSError):  # another user's, in a shared folder
+        os.fchmod(lock.fileno(), 0o600)
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                lock.close()
+                return None
+            time.sleep(0.05)
+        except OSError:
+            break  # a file system without locks: the user must avoid two launchers per run
+    with suppress(OSError):  # a full disk
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+    return lock
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a launcher has locked the run. Takes a shared lock briefly, and never waits."""
+    try:
+        with open_regular(folder / LOCK, real_path(folder)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as e:
+        return isinstance(e, BlockingIOError)
+    return False

@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,10 @@ class Workspace:
         """Record files in shared memory, which the next job removes if all processes of this one are killed
         at the same time.
         """
-        with suppress(OSError):  # shared memory is full
+        with suppress(OSError), ExitStack() as stack:  # shared memory is full
             descriptor = open_private(self.bridge)
-            try:
-                noted = {str(file): inode for file, inode in _noted_segments(descriptor).items()}
-            finally:
-                os.close(descriptor)
+            stack.callback(os.close, descriptor)
+            noted = {str(file): inode for file, inode in _noted_segments(descriptor).items()}
             for segment in segments:
                 with suppress(FileNotFoundError):
                     noted[str(segment)] = segment.lstat().st_ino
@@ -74,24 +72,15 @@ def remove_abandoned(parent: Path) -> list[Path]:
     """Remove this user's folders whose process has died; returns them. Unreadable ones are kept."""
     removed = []
     for folder in parent.glob(f"{PREFIX}*"):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError), ExitStack() as stack:
             # Others can make such folders too, and what they list must not be removed.
             descriptor = open_private(folder)
-        except OSError:
-            continue
-        try:
+            stack.callback(os.close, descriptor)
             owner = _read(descriptor, OWNER)
-            dead = (
-                owner["namespace"] == _pid_namespace()
-                and process_groups.start_time(int(owner["pid"])) != owner["start"]
-            )
-            segments = _noted_segments(descriptor) if dead else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        finally:
-            os.close(descriptor)
-        if dead:
-            for segment, inode in segments.items():
+            elsewhere = owner["namespace"] != _pid_namespace()
+            if elsewhere or process_groups.start_time(int(owner["pid"])) == owner["start"]:
+                continue
+            for segment, inode in _noted_segments(descriptor).items():
                 remove(segment, inode=inode, ignore_errors=True)
             remove(folder, ignore_errors=True)
             removed.append(folder)

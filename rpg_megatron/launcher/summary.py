@@ -21,10 +21,9 @@ from rpg_megatron.system.metrics_file import METRICS
 
 def summarise(run: Path) -> str:
     """The results of a finished run, from the trainer's ``summary.json``, and a next command to try."""
-    try:
-        facts: dict[str, Any] = read_json(run / SUMMARY)
-    except (OSError, ValueError):
-        facts = {}
+    facts: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        facts = read_json(run / SUMMARY)
     rows: list[tuple[str, str]] = []
     before, after = facts.get("accuracy_before") or {}, facts.get("accuracy_after") or {}
     for name in [name for name in before if name in after]:
@@ -32,14 +31,13 @@ def summarise(run: Path) -> str:
         change = 100 * (after[name] - before[name])
         text = f"{before[name]:.1%} before, {after[name]:.1%} after ({change:+.1f} points)"
         rows.append((title, text))
-    if facts.get("loss_after") is not None:
-        before_and_after = f"{facts['loss_before']:.4f} before, {facts['loss_after']:.4f} after"
-        rows.append(("held-out loss", before_and_after))
-    if facts.get("steps") is not None:
+    if (loss := facts.get("loss_after")) is not None:
+        rows.append(("held-out loss", f"{facts['loss_before']:.4f} before, {loss:.4f} after"))
+    if (steps := facts.get("steps")) is not None:
         seconds = facts.get("seconds")
-        rows.append(("steps", f"{facts['steps']}" + (f" in {clock(seconds)}" if seconds is not None else "")))
-    if facts.get("tokens_per_second") is not None:
-        rows.append(("tokens/s", f"{facts['tokens_per_second']:,.0f}"))
+        rows.append(("steps", f"{steps}" + (f" in {clock(seconds)}" if seconds is not None else "")))
+    if (speed := facts.get("tokens_per_second")) is not None:
+        rows.append(("tokens/s", f"{speed:,.0f}"))
     if best := facts.get("best"):
         rows.append(("best", f"step {best['step']}: {best['metric']} {best['value']:.4g}"))
     if facts.get("unsaved"):
@@ -51,8 +49,7 @@ def summarise(run: Path) -> str:
     if (run / REPORT).exists():
         rows.append(("report", display_path(run / REPORT)))
     rows.append(("settings, logs", f"{display_path(run / CONFIG)}, {display_path(run / LOGS)}"))
-    export = facts.get("export")
-    if export:
+    if export := facts.get("export"):
         rows.append(("checkpoint", display_path(Path(export))))
     if best and best.get("export"):
         rows.append(("best checkpoint", display_path(Path(best["export"]))))
@@ -80,15 +77,9 @@ def _next_command(run: Path, export: Path) -> list[str]:
         prompt = _sample_prompt(settings) or prompt
     # Do not resolve sys.executable: in a virtual environment it is a link that must be kept.
     python, model = shlex.quote(display_path(Path(sys.executable))), _literal(display_path(export))
-    code = (
-        "from transformers import pipeline; "
-        f"print(pipeline('text-generation', {model})({prompt})[0]['generated_text'])"
-    )
-    return [
-        "",
-        "next: it is a standard Hugging Face checkpoint; generate a sample",
-        f'  {python} -c "{code}"',
-    ]
+    generate = f"pipeline('text-generation', {model})({prompt})[0]['generated_text']"
+    command = f'  {python} -c "from transformers import pipeline; print({generate})"'
+    return ["", "next: it is a standard Hugging Face checkpoint; generate a sample", command]
 
 
 def _literal(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rpg_megatron.commands.convert.command import convert_to_megatron, open_hf
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import AWKWARD, make_model
 

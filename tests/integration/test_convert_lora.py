@@ -24,7 +24,7 @@ from rpg_megatron.commands.convert.command import convert_to_hf, open_megatron
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config import UserError
 from rpg_megatron.config.lora import LoraSettings
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.lora import weight_name
 from tests.support.peft_adapters import save_random_adapter
 from tests.support.ranks import run_ranks

@@ -32,7 +32,7 @@ from rpg_megatron.commands.convert import command
 from rpg_megatron.commands.convert.convert import choose_sequences, compare
 from rpg_megatron.commands.convert.staging import Staging
 from rpg_megatron.config import read_model_shape
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from tests.support.conversion import difference, fail, run, succeed, tensors
 from tests.support.forking import fresh_starts
 from tests.support.megatron_shards import megatron_value
@@ -162,7 +162,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from rpg_megatron.commands.convert import command
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 
 def measure(work):
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew

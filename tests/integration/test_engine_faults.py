@@ -20,7 +20,7 @@ from rpg_megatron.launcher import engines as module
 from rpg_megatron.launcher import node_agent
 from rpg_megatron.launcher.cluster import Engine
 from rpg_megatron.launcher.engines import Engines
-from rpg_megatron.launcher.supervisor import RunFailed
+from rpg_megatron.launcher.stopping import RunFailed
 from tests.support.launcher import single_node, wait_for
 
 SAYS_AND_ENDS = (
@@ -67,7 +67,7 @@ def test_an_engine_that_dies_twice_in_the_same_way(
         engines, engine = Engines(settings, tmp_path, cluster, shown, restarts=99), cluster.engines[0]
 
         def has_begun() -> bool:
-            return "no importance" in engine.log.read_text()[agent._engines[0].log_start :]
+            return "no importance" in engine.process.log.read_text()[agent._engines[0].log_start :]
 
         def die(message: str, step: int) -> str:
             """The message that is shown when it dies after a step with a message in its log."""
@@ -161,7 +161,7 @@ def test_a_failed_start_is_repeated_once_with_runner_v1(
                 "warning: engine 0 ended while starting: NotImplementedError: no kernel; starting it once "
                 "more with vLLM's model runner V1 (VLLM_USE_V2_MODEL_RUNNER=0); log: "
             )
-            wait_for(lambda: "runner V1" in first.log.read_text(), 30)
+            wait_for(lambda: "runner V1" in first.process.log.read_text(), 30)
         if "sleep" in script:
             StandIn.up.add(0)
             engines.check(lambda: False)
@@ -170,6 +170,6 @@ def test_a_failed_start_is_repeated_once_with_runner_v1(
             wait_for(has_ended, 30)
             with pytest.raises(UserError, match="arguments" if script is REFUSES else "ended while starting"):
                 engines.check(lambda: False)
-    assert first.log.read_text().count("no kernel") + first.log.read_text().count("runner V1") == (
-        0 if script is REFUSES else starts
-    )
+    assert first.process.log.read_text().count("no kernel") + first.process.log.read_text().count(
+        "runner V1"
+    ) == (0 if script is REFUSES else starts)

@@ -28,7 +28,6 @@ from rpg_megatron.launcher import node_agent
 from rpg_megatron.launcher.cluster import Engine
 from rpg_megatron.launcher.engines import Engines
 from rpg_megatron.launcher.node_agent import NodeAgent
-from rpg_megatron.launcher.supervisor import Supervisor
 from rpg_megatron.system.process_groups import members
 from tests.support.launcher import single_node, wait_for
 
@@ -112,7 +111,6 @@ def test_64_engines_are_probed_and_put_to_sleep_at_once(
         monkeypatch.setattr(module, f"{name}_SECONDS", 60.0)  # room for a busy machine
     monkeypatch.setattr(module, "_PROBE_SECONDS", 0.0)
     monkeypatch.setattr(node_agent, "EngineProcess", Listening)
-    monkeypatch.setattr(Supervisor, "adopt", lambda self, engine: None)
     settings = settings_for(config_file, 64)
     with (
         single_node(settings, tmp_path) as (cluster, _),

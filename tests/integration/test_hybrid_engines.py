@@ -26,7 +26,7 @@ from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.engine.metrics import PREEMPTIONS, ROUTE, read_metrics
-from rpg_megatron.launcher.hybrid_checks import check_hybrid_cache
+from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import (
     bridge_engines,

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rpg_megatron.commands.report.render import write_report
-from rpg_megatron.launcher.run_lock import hold_folder
+from rpg_megatron.launcher.run_dir import hold_folder
 from tests.support.browser import Browser, find_chromium
 from tests.support.launcher import wait_for
 from tests.support.report_runs import HOSTILE, make_run, make_study

@@ -17,8 +17,9 @@ import pytest
 
 from rpg_megatron.config import load_settings
 from rpg_megatron.launcher.nodes import NodeAssignment
-from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
+from rpg_megatron.launcher.rank_env import NodeSpec, rank_starts
 from rpg_megatron.launcher.reaper import Reaper
+from rpg_megatron.launcher.scratch_dirs import Workspace
 from rpg_megatron.rewards.pool import WorkerPool, start_function
 from rpg_megatron.system.parent_death import with_parent_death_signal
 
@@ -48,11 +49,12 @@ def test_reward_workers(trap: Path) -> None:
 
 def test_ranks(trap: Path, config_file: Path, tmp_path: Path) -> None:
     settings = load_settings(config_file)
-    start = RankLaunchSpec("no-run", None, "127.0.0.1", 1)
-    share = NodeAssignment(range(1), range(0))
-    ((_, command, environment),) = rank_starts(
-        settings, share, start, tmp_path, tmp_path, "", None, "rpg_megatron.data.trajectory"
+    share, module = NodeAssignment(range(1), range(0)), "rpg_megatron.data.trajectory"
+    spec, space = (
+        NodeSpec(settings, Path("no-run"), "", share, rank_module=module),
+        Workspace(tmp_path, tmp_path),
     )
+    ((_, command, environment),) = rank_starts(spec, space, None, "127.0.0.1", 1)
     assert command[0] == sys.executable
     subprocess.run(command, env=environment, check=True)
     assert not trap.exists()

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rpg_megatron.commands.convert.command import convert_to_hf, convert_to_megatron, open_hf, open_megatron
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from tests.support.commands import Command
 from tests.support.runs import QUICKSTART
 

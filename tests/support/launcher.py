@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config import Settings
 from rpg_megatron.launcher.cluster import Cluster
-from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
+from rpg_megatron.launcher.node_agent import NodeAgent
 from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.rank_env import NodeSpec
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.system import process_groups
 from tests.support.commands import without_notice
 
@@ -152,7 +153,7 @@ def single_node(settings: Settings, folder: Path) -> Iterator[tuple[Cluster, Nod
     cluster = Cluster(settings, Nodes(), StopSignals())
     assignment = NodeAssignment(range(0), range(settings.engine.replicas))
     (folder / "logs").mkdir(exist_ok=True)
-    with NodeAgent(NodeSpec(settings, folder, cluster.token, assignment), StopSignals()) as agent:
+    with closing(NodeAgent(NodeSpec(settings, folder, cluster.token, assignment), StopSignals())) as agent:
         cluster.open(folder, agent)
         yield cluster, agent
 

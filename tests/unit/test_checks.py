@@ -35,7 +35,7 @@ from rpg_megatron.config.explanation import valid_keys
 from rpg_megatron.launcher import checks
 from rpg_megatron.launcher.checks import CHECKS, LAYOUT, CheckedRun, run_checks
 from rpg_megatron.launcher.nodes import Nodes
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.registry import mapping_for
 from tests.support.checks import doctor_rows
 from tests.support.random_settings import OWN_MODULE, random_changes

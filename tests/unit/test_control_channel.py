@@ -23,7 +23,7 @@ from rpg_megatron.launcher import control_channel
 from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.control_channel import ControlChannel, Endpoint, RendezvousServer, rendezvous_file
 from rpg_megatron.launcher.nodes import Nodes
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from tests.support.launcher import wait_for
 
 SILENCE = 3.0
@@ -150,7 +150,7 @@ def test_a_launcher_of_another_number_of_nodes(meeting: Meeting, node: int) -> N
     meeting.connect(node, nodes=5)
     told = rf"node {node} \(host-{node}\) was started for 5 nodes, this one for 3; .* --nodes"
     with pytest.raises(UserError, match=told):
-        meeting.server.wait(lambda: None, lambda _: None)
+        meeting.server.wait(lambda: None)
     meeting.server.pump()
 
 

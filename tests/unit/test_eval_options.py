@@ -25,8 +25,7 @@ from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.evaluation.metrics import describe_set
 from rpg_megatron.evaluation.results import EvalResult
 from rpg_megatron.evaluation.results_file import append_result, read_results
-from rpg_megatron.launcher.run_dir import SUMMARY
-from rpg_megatron.launcher.run_lock import hold_folder
+from rpg_megatron.launcher.run_dir import SUMMARY, hold_folder
 
 
 @pytest.fixture

@@ -116,9 +116,8 @@ def test_the_first_error_is_the_programs(dead) -> None:
         ("", False),
     ],
 )
-def test_an_engine_that_cannot_be_used(tmp_path: Path, text: str, machine: bool) -> None:
-    (tmp_path / "log").write_text("INFO started\n" + text)
-    failure = judge_engine("engine 3 died", tmp_path / "log", None, "n4")
+def test_an_engine_that_cannot_be_used(dead, text: str, machine: bool) -> None:
+    failure = judge_engine("engine 3 died", dead("engine_3", 0, text, "n4"))
     assert (failure.machine, failure.nodes) == (machine, ("n4",) if machine else ())
     assert failure.cause.startswith("engine 3 died")
 
@@ -127,16 +126,12 @@ def ended(step: int, *nodes: str) -> dict[str, Any]:
     return {"failure": True, "step": step, "nodes": list(nodes)}
 
 
-def test_restarts_are_counted_since_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "restart"
-    monkeypatch.setenv(RESTART_FILE, str(file))
-    failure, job = Failure("x", machine=True), JobSettings(max_restarts=2)
+def test_restarts_are_counted_since_the_last_checkpoint(tmp_path: Path) -> None:
+    file, job = tmp_path / "restart", JobSettings(max_restarts=2)
 
     def asked(*ends: dict[str, Any], step: int = 4) -> str | None:
         file.unlink(missing_ok=True)
-        note = request_restart(failure, ends, step, job)
+        note = request_restart(file, ends, step, job)
         assert note
         return file.read_text() if file.exists() else None
 
@@ -175,15 +170,16 @@ def test_runs_without_a_checkpoint_count_together(
 
 
 def test_only_a_machines_failure_in_a_job_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settings, file = load_settings(config_file, [f"runs={tmp_path / 'runs'}"]), tmp_path / "restart"
     monkeypatch.delenv(RESTART_FILE, raising=False)
-    assert request_restart(Failure("x", machine=True), [ended(0)], 0, JobSettings()) == ""
-    monkeypatch.setenv(RESTART_FILE, str(tmp_path / "restart"))
-    assert request_restart(Failure("x"), [ended(0)], 0, JobSettings()) == ""
-    assert list(tmp_path.iterdir()) == []
+    assert note_failure(settings, Failure("x", machine=True)) == ""
+    monkeypatch.setenv(RESTART_FILE, str(file))
+    assert note_failure(settings, Failure("x")) == ""
+    assert not file.exists()
     monkeypatch.setenv(RESTART_FILE, str(tmp_path / "absent" / "restart"))
-    assert "cannot be written" in request_restart(Failure("x", machine=True), [ended(0)], 0, JobSettings())
+    assert "cannot be written" in note_failure(settings, Failure("x", machine=True))
 
 
 def test_ends_are_recorded(tmp_path: Path) -> None:

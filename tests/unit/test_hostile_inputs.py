@@ -39,7 +39,7 @@ from rpg_megatron.data.stored_problems import Problem
 from rpg_megatron.launcher.input_checks import list_custom_code
 from rpg_megatron.launcher.nodes import find_nodes
 from rpg_megatron.launcher.preflight import check_model
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.tiny_models import TINY, random_state_dict, write_checkpoint

@@ -16,7 +16,7 @@ from rpg_megatron.config import ModelShape, UserError, load_settings
 from rpg_megatron.config.model_shape import LinearAttention
 from rpg_megatron.engine.command import engine_command, kv_bytes_per_token
 from rpg_megatron.engine.hybrid_cache import HybridCache, hybrid_cache
-from rpg_megatron.launcher.hybrid_checks import check_linear_attention
+from rpg_megatron.launcher.layer_checks import check_linear_attention
 from rpg_megatron.launcher.preflight import check_kv_cache
 from tests.support.tiny_models import TINY, tiny_shape, write_byte_model
 

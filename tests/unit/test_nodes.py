@@ -38,7 +38,7 @@ from rpg_megatron.launcher.nodes import (
     assign_node,
     expand_hosts,
     find_nodes,
-    free_port,
+    free_ports,
     interface_of,
     own_address,
     transport_note,
@@ -241,7 +241,7 @@ def test_nodes_meet_though_strangers_knock(settings: Settings) -> None:
         thread.join(20)
         channel = results[0][0]
         channel.send("join", nodes=2, host="b")
-        host.wait(lambda: None, lambda _: None)
+        host.wait(lambda: None)
         assert host.joined[1]["host"] == "b"
         assert not file.exists()
         second = ControlChannel(1, endpoint, settings.cluster.silence)  # has the token, but comes too late
@@ -344,12 +344,12 @@ def test_files_of_killed_launchers_go_at_the_next_start(settings: Settings) -> N
 
 def test_ports_lie_below_those_that_the_kernel_hands_out() -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", free_port("127.0.0.1")))
-        ports = {free_port("127.0.0.1") for _ in range(50)}
+        bound.bind(("127.0.0.1", free_ports("127.0.0.1", 1)[0]))
+        ports = set(free_ports("127.0.0.1", 50))
         assert bound.getsockname()[1] not in ports
     assert all(15_000 <= port < 32_000 for port in ports)
     with pytest.raises(OSError, match="assign requested address"):
-        free_port("192.0.2.1")
+        free_ports("192.0.2.1", 1)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from rpg_megatron.config import load_settings
 from rpg_megatron.config.rollout import BridgeSettings
 from rpg_megatron.engine.command import engine_environment, engine_threads
 from rpg_megatron.launcher.bandwidth import measure
-from rpg_megatron.launcher.nodes import NodeAssignment, free_port
-from rpg_megatron.launcher.rank_env import RankLaunchSpec, rank_starts
+from rpg_megatron.launcher.nodes import NodeAssignment, free_ports
+from rpg_megatron.launcher.rank_env import NodeSpec, rank_starts
+from rpg_megatron.launcher.scratch_dirs import Workspace
 from rpg_megatron.policy import device
 from rpg_megatron.policy.device import _open_store, bind_to_numa_node, start_device
 from rpg_megatron.training import batch_scatter
@@ -40,8 +41,8 @@ def environments(config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def make(*overrides: str, share: NodeAssignment | None = None) -> list[dict[str, str]]:
         settings = load_settings(config_file, ["device=cuda", "precision.dtype=bfloat16", *overrides])
         share = share or NodeAssignment(range(settings.parallel.world), range(0))
-        start = RankLaunchSpec("run", None, "127.0.0.1", 1)
-        starts = rank_starts(settings, share, start, tmp_path, tmp_path, "token", None, "module")
+        spec = NodeSpec(settings, Path("run"), "token", share)
+        starts = rank_starts(spec, Workspace(tmp_path, tmp_path), None, "127.0.0.1", 1)
         return [environment for _, _, environment in starts]
 
     return make
@@ -126,12 +127,11 @@ def test_a_rank_runs_on_its_gpus_numa_node(
 
 def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: Path) -> None:
     settings = load_settings(config_file)
-    start = RankLaunchSpec("run", None, "10.0.0.1", 29500)
 
     def environment(address: str | None) -> dict[str, str]:
         share = NodeAssignment(range(1), range(0))
-        starts = rank_starts(settings, share, start, tmp_path, tmp_path, "token", address, "module")
-        return next(starts)[2]
+        spec = NodeSpec(settings, Path("run"), "token", share, address=address)
+        return next(rank_starts(spec, Workspace(tmp_path, tmp_path), None, "10.0.0.1", 29500))[2]
 
     single, several = environment(None), environment("127.0.0.1")
     assert single["RPG_RENDEZVOUS"] == str(tmp_path / "rendezvous")
@@ -144,7 +144,7 @@ def test_ranks_of_one_node_meet_in_a_private_file(config_file: Path, tmp_path: P
 def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RPG_RENDEZVOUS", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port := free_port("127.0.0.1")))
+    monkeypatch.setenv("MASTER_PORT", str(port := free_ports("127.0.0.1", 1)[0]))
     store = _open_store(0)
     addresses = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in addresses if address.port == port] == ["127.0.0.1"]
@@ -154,7 +154,7 @@ def test_ranks_of_several_nodes_meet_at_one_address_only(monkeypatch: pytest.Mon
 def test_the_measurement_of_the_network_listens_at_one_address_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    port, listening = free_port("127.0.0.1"), []
+    (port,), listening = free_ports("127.0.0.1", 1), []
 
     def look(*_: object, **__: object) -> None:
         connections = psutil.Process().net_connections("tcp")
@@ -172,9 +172,8 @@ def test_every_rank_has_the_token_from_its_environment_alone(
 ) -> None:
     """Neither on a command line, which all users can read, nor over gloo, which has no authentication."""
     settings = load_settings(config_file, ["parallel.tensor=2"])
-    start = RankLaunchSpec("run", "checkpoint", "10.0.0.1", 29500)
-    share = NodeAssignment(range(2), range(0))
-    starts = list(rank_starts(settings, share, start, tmp_path, tmp_path, "0123abc", None, "module"))
+    spec = NodeSpec(settings, Path("run"), "0123abc", NodeAssignment(range(2), range(0)))
+    starts = list(rank_starts(spec, Workspace(tmp_path, tmp_path), "checkpoint", "10.0.0.1", 29500))
     assert [environment["RPG_ENGINE_TOKEN"] for _, _, environment in starts] == ["0123abc", "0123abc"]
     assert not any("0123abc" in word for _, command, _ in starts for word in command)
     sent: list[Any] = []

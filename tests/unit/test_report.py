@@ -42,7 +42,7 @@ from rpg_megatron.data import rollout_files
 from rpg_megatron.data.rollout_files import read_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import NOT_SAMPLED
 from rpg_megatron.launcher.environment import record_environment
-from rpg_megatron.launcher.run_lock import LOCK, hold_folder
+from rpg_megatron.launcher.run_dir import LOCK, hold_folder
 from tests.support.report_runs import HOSTILE, PROBLEMS, make_run, page_data, write_timeline
 
 

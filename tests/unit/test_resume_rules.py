@@ -31,8 +31,7 @@ from rpg_megatron.data.rollout_files import write_rollouts
 from rpg_megatron.launcher import resume
 from rpg_megatron.launcher.progress import append_to_log
 from rpg_megatron.launcher.resume import OpenRun, open_run
-from rpg_megatron.launcher.run_dir import CONFIG, settings_file
-from rpg_megatron.launcher.run_lock import LOCK, hold_folder
+from rpg_megatron.launcher.run_dir import CONFIG, LOCK, hold_folder, settings_file
 
 
 def make_settings(folder: Path, **sections: dict) -> Settings:

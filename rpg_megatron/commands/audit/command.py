@@ -17,8 +17,8 @@ from rpg_megatron.config.model_shape import Scales
 from rpg_megatron.data.rollout_files import list_rollouts
 from rpg_megatron.launcher.checks import CheckedRun, check_start
 from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import StopSignals
 
 _EAGER = ("--enforce-eager", "--no-enable-prefix-caching")
 """Hooks see neither the modules of a compiled model nor tokens of a cached prefix."""

@@ -25,7 +25,7 @@ from rpg_megatron.commands.convert.staging import Source, Staging
 from rpg_megatron.config import ModelShape, UserError, read_model_shape
 from rpg_megatron.config.files import atomic_write_text, copy_file, folder_size, places_of
 from rpg_megatron.config.lora import LoraSettings
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for

@@ -25,7 +25,7 @@ from rpg_megatron.checkpoints.megatron_writer import MegatronWriter
 from rpg_megatron.checkpoints.parameter_readers import merged_reader, parameter_reader
 from rpg_megatron.commands.convert.staging import Source
 from rpg_megatron.config import ModelShape, read_model_shape
-from rpg_megatron.launcher.supervisor import RunFailed
+from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.placement import RankCoordinates

@@ -15,7 +15,7 @@ from rpg_megatron.system.terminal import exit_on_interrupt
 
 if TYPE_CHECKING:
     from rpg_megatron.commands.convert.staging import Source
-    from rpg_megatron.launcher.supervisor import StopSignals
+    from rpg_megatron.launcher.stopping import StopSignals
 
 convert = typer.Typer(
     name="convert",
@@ -95,7 +95,7 @@ def _convert(source: Source, out: Path, work: Callable[[Path, StopSignals], str]
     with exit_on_interrupt():
         from rpg_megatron.commands.exit_codes import exit_codes
         from rpg_megatron.launcher.nodes import leave_to_first_node
-        from rpg_megatron.launcher.supervisor import Interrupted, StopSignals
+        from rpg_megatron.launcher.stopping import Interrupted, StopSignals
 
     leave_to_first_node("convert")
     print(source, file=sys.stderr)

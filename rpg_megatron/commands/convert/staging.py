@@ -13,8 +13,8 @@ from rpg_megatron.config import ModelShape, UserError
 from rpg_megatron.config.files import make_private, remove, rename, sync_folder
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.launcher.progress import Progress
-from rpg_megatron.launcher.run_lock import LOCK, hold_folder
-from rpg_megatron.launcher.supervisor import StopSignals
+from rpg_megatron.launcher.run_dir import LOCK, hold_folder
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.dtypes import ITEM_BYTES

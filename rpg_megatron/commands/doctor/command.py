@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +14,7 @@ from rpg_megatron.commands.doctor.table import failures, print_checks, to_json
 from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.launcher import bandwidth
 from rpg_megatron.launcher.checks import CHECKS
+from rpg_megatron.launcher.nodes import own_host
 
 PROBES: list[tuple[str, float, Probe]] = [
     ("python", 10, packages.probe_python),
@@ -49,7 +49,7 @@ def run_doctor(settings: Settings | None, *, as_json: bool) -> bool:
             settings = with_local_model(settings)
             shape = read_model_shape(settings.model.path)
     checks = run_probes(PROBES, Subject(settings, shape))
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = own_host()
     several = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     if as_json:
         print(to_json(checks, node))

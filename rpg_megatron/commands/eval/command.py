@@ -15,14 +15,14 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.files import remove
 from rpg_megatron.launcher.cluster import Cluster
 from rpg_megatron.launcher.engines import Engines
-from rpg_megatron.launcher.node_agent import NodeAgent, NodeSpec
+from rpg_megatron.launcher.node_agent import NodeAgent
 from rpg_megatron.launcher.nodes import NodeAssignment, Nodes
 from rpg_megatron.launcher.progress import Progress
-from rpg_megatron.launcher.rank_env import base_environment
+from rpg_megatron.launcher.rank_env import NodeSpec, base_environment
 from rpg_megatron.launcher.run_dir import LAUNCHER_LOG, LOGS
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed, StopSignals
-from rpg_megatron.system.child import explain, user_error
+from rpg_megatron.system.child import explain, module_command, user_error
 from rpg_megatron.system.console import PlainTextConsole
 
 EVALUATOR = "rpg_megatron.commands.eval.process"
@@ -73,7 +73,7 @@ def _run_processes(settings: Settings, signals: StopSignals, folder: OutputDir) 
     with contextlib.ExitStack() as stack:
         engines_only = NodeAssignment(range(0), range(count))
         spec = NodeSpec(settings, folder.path, cluster.token, engines_only, weights="checkpoint")
-        agent = stack.enter_context(NodeAgent(spec, signals))
+        agent = stack.enter_context(contextlib.closing(NodeAgent(spec, signals)))
         work = agent.workspace.work
         console = PlainTextConsole(stderr=True)
         progress = Progress(work, steps=0, log=logs / LAUNCHER_LOG, console=console, line_seconds=10.0)
@@ -82,8 +82,7 @@ def _run_processes(settings: Settings, signals: StopSignals, folder: OutputDir) 
             f"evaluation {display_path(folder.path)}\nstarting (takes about a minute): engines {count}"
         )
         cluster.open(folder.path, agent)
-        command = [sys.executable, "-P", "-m", EVALUATOR]
-        command += map(str, (folder.path, work, settings.model.path))
+        command = module_command(EVALUATOR, folder.path, work, settings.model.path)
         evaluator = cluster.start_here("evaluator", command, base_environment(settings, cluster.token))
         # Not restarted: graded responses are on disk, and rerunning the command resumes.
         engines = Engines(settings, work, cluster, progress, restarts=0)

@@ -80,8 +80,8 @@ def evaluate(
         from rpg_megatron.commands.eval.table import show_summary
         from rpg_megatron.launcher.nodes import leave_to_first_node
         from rpg_megatron.launcher.run_dir import newest_run
+        from rpg_megatron.launcher.stopping import StopSignals
         from rpg_megatron.launcher.summary import display_path
-        from rpg_megatron.launcher.supervisor import StopSignals
 
     leave_to_first_node("eval")
     sampling = {"samples": samples, "temperature": temperature, "top_p": top_p}

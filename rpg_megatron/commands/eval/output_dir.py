@@ -16,8 +16,7 @@ from rpg_megatron.config.affects import tag_of_setting
 from rpg_megatron.config.files import atomic_write_text, flatten, is_ours, open_own, read_json, remove
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.resume import list_changes
-from rpg_megatron.launcher.run_dir import CONFIG, LOGS, SUMMARY, resolved_yaml
-from rpg_megatron.launcher.run_lock import LOCK, hold_folder
+from rpg_megatron.launcher.run_dir import CONFIG, LOCK, LOGS, SUMMARY, hold_folder, resolved_yaml
 from rpg_megatron.launcher.summary import display_path
 
 _MODEL = "model.json"

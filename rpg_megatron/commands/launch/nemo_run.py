@@ -18,7 +18,7 @@ from rpg_megatron.commands.launch import job_script
 from rpg_megatron.commands.launch.job_script import SLURM
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import read_text, remove
-from rpg_megatron.launcher.supervisor import Interrupted, RunFailed
+from rpg_megatron.launcher.stopping import Interrupted, RunFailed
 from rpg_megatron.system.child import tail_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from rpg_megatron.data.rollout_files import has_routes, rollouts_complete, rollo
 from rpg_megatron.launcher.checks import ALL, CheckedRun, check_start
 from rpg_megatron.launcher.resume import ORIGIN
 from rpg_megatron.launcher.run_dir import CONFIG, load_run_settings, settings_file
+from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.launcher.summary import display_path
-from rpg_megatron.launcher.supervisor import StopSignals
 from rpg_megatron.system.console import PlainTextConsole
 from rpg_megatron.system.metrics_file import METRICS, read_metrics
 

@@ -28,8 +28,7 @@ from rpg_megatron.commands.report.study import describe_study, find_arms
 from rpg_megatron.commands.report.timeline import last_steps
 from rpg_megatron.config import UserError
 from rpg_megatron.config.files import atomic_write, real_path
-from rpg_megatron.launcher.run_dir import REPORT
-from rpg_megatron.launcher.run_lock import is_held
+from rpg_megatron.launcher.run_dir import REPORT, is_held
 from rpg_megatron.system.metrics_file import METRICS, Row
 
 # Maxima for all runs together:

@@ -25,8 +25,7 @@ from rpg_megatron.config import UserError
 from rpg_megatron.config.files import flatten, parse_json, read_text, real_path
 from rpg_megatron.config.parsing import read_yaml
 from rpg_megatron.launcher.environment import ENVIRONMENT
-from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY
-from rpg_megatron.launcher.run_lock import is_held
+from rpg_megatron.launcher.run_dir import CONFIG, SUMMARY, is_held
 from rpg_megatron.system.metrics_file import METRICS, Row, read_metrics
 
 _JSON = 10_000_000  # maximum bytes of other JSON files
