@@ -21,13 +21,14 @@ from rpg_megatron.commands.plan.step_time import (
     ALLREDUCE,
     HANDOVER,
     LINK_EFFICIENCY,
+    SLICE,
     TAIL_EFFICIENCY,
     Name,
     StepTime,
     estimate_step,
 )
 from rpg_megatron.config import load_settings
-from tests.support.recipes import SEPARATE_8B, SEPARATE_30B
+from tests.support.recipes import EXAMPLES, SEPARATE_8B, SEPARATE_30B
 
 QWEN3_8B = Path(__file__).parents[2] / "examples" / "qwen3_8b_dapo_math_8k.yaml"
 LAYERS, HEAD = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), 4096 * 151936
@@ -61,8 +62,9 @@ COLOCATED = ("engine={colocated: true, replicas: 8, max_sequences: 64, kv_cache_
 
 
 @pytest.fixture(autouse=True)
-def no_overhead_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "EXPERT_OVERHEAD", 0)
+    monkeypatch.setattr(step_time, "SLICE", 0)
 
 
 def assumptions(gpu: str, *options: str) -> Assumptions:
@@ -238,9 +240,17 @@ def test_a_sync_takes_as_long_as_the_busiest_end() -> None:
     assert group(2, 4, 1) == pytest.approx(one_copy, rel=1e-3)
     bounds = [step_of(overrides=(f"engine={{replicas: {n}}}",)).phases[4].bound for n in (16, 8)]
     assert bounds == ["network, busiest sender", "network, an engine worker"]
-    assert seconds("sync", "nvlink=1e9", overrides=(*COLOCATED, "bridge.transport=cuda_ipc")) == (
-        pytest.approx(one_copy, rel=1e-3)
-    )
+    ipc = (*COLOCATED, "bridge.transport=cuda_ipc")
+    assert seconds("sync", "nvlink=1e9", overrides=ipc) == pytest.approx(one_copy, rel=1e-3)
+
+
+def test_a_mixtures_sync_takes_what_the_hosts_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """18,867 tensors of 3B active parameters: their number costs more than their bytes over NVLink."""
+    monkeypatch.setattr(step_time, "SLICE", SLICE)
+    plan = make_plan(load_settings(EXAMPLES / "moe" / "qwen3_30b_a3b_dapo_math_8k.yaml"), "h100-80")
+    sync = next(phase for phase in estimate_step(plan, assume("h100-80")).phases if phase.name == "sync")
+    assert sync.bound == "hosts, 18,867 slices"
+    assert SLICE * 18_867 < sync.seconds < 2 * SLICE * 18_867
 
 
 def test_a_shared_gpu_is_handed_over_twice() -> None:

@@ -204,9 +204,8 @@ def measure_run(folder: Path) -> MeasuredRun:
 def _phases(row: Row, settings: Settings) -> dict[str, float]:
     """Seconds of the phases of ``plan``. With ``rollout.ahead`` a rollout is while engines work."""
     step, collected = row["time/step"], row["time/collect"]
-    if settings.rollout.ahead > 0:
-        rollout = step - row.get("async/sampler_held", 0.0)
-    else:
+    rollout = step - row.get("async/sampler_held", 0.0)
+    if settings.rollout.ahead == 0:
         rollout = collected = row.get("time/rollout", collected)
     seconds = {name: row.get(f"time/{key}", 0.0) for key, name in _PHASES.items()}
     return {"rollout": rollout, **seconds, "other": max(0.0, step - collected - sum(seconds.values()))}

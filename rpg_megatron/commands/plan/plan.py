@@ -82,14 +82,6 @@ class Plan:
         return self.parameters if lora is None else AdapterMapping(self.shape, lora).parameters
 
     @property
-    def synced_tensors(self) -> int:
-        """Number of HF tensors that a sync moves, of each of which a worker reads a slice."""
-        lora = self.settings.lora
-        if lora is not None and self.settings.serves_adapters:
-            return len(AdapterMapping(self.shape, lora).hf_tensors())
-        return len(mapping_for(self.shape).hf_tensors())
-
-    @property
     def turns(self) -> dict[str, int]:
         """Peak bytes of a shared GPU while engines sample (rollout), and while the rank computes (update)."""
         return phase_peaks(self.shared_gpu)

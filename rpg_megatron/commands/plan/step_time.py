@@ -14,6 +14,7 @@ from rpg_megatron.commands.plan.layout import in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, readers, recomputation, state_bytes
 from rpg_megatron.config import read_model_shape
+from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Name = Literal["rollout", "rollout: tail", "log-probs", "update", "sync", "handover", "other"]
@@ -24,11 +25,10 @@ _OPTIMIZER = 30
 and two moments, read and written; the bfloat16 weight is written."""
 TAIL_EFFICIENCY = 0.5
 """As ``decode_efficiency``, of the last response alone; fitted with it to published steps. docs/plan.md."""
-GLOO, LINK_EFFICIENCY = 0.98e9, 0.7
+GLOO, LINK_EFFICIENCY, SLICE = 0.98e9, 0.7, 10e-6
 """Bytes/s of a sync over gloo with 2 CPU cores, measured (docs/weight-sync.md); fraction of the speed of
-NVLink, network and host link that transfers reach, assumed."""
-SLICE = 10e-6
-"""Seconds of the hosts for each slice of a sync: of a trainer rank, then of an engine worker. docs/plan.md."""
+NVLink, network and host link that transfers reach, assumed; seconds of both hosts for a slice of a sync,
+measured without a GPU (docs/plan.md)."""
 ALLREDUCE, ALLREDUCE_BETWEEN_NODES = 15e-6, 75e-6
 """Seconds of an all-reduce of an engine's decoding step, two per layer; of one on several nodes."""
 HANDOVER = 2.0
@@ -347,31 +347,28 @@ def _update(case: _Case) -> Phase:
 
 
 def _sync(case: _Case) -> Phase:
-    """Bytes over bandwidth, of the busiest sender or of a worker, whichever transfers more; checksums of both;
-    and what hosts do for each slice. Launches do not count: there are three, or two for each message.
+    """Bytes over bandwidth, of the busiest sender or of a worker; and what the hosts do for each slice.
 
-    Workers read from GPUs (``cuda_ipc``: for checksums, and again for copies), through host memory
-    (``shared_memory``: there and back), or over the network (``process_group``; gloo to colocated engines).
-    Each reads all adapters that it applies.
+    Workers read from GPUs (``cuda_ipc``), through host memory (``shared_memory``: there and back), or over
+    the network (``process_group``; gloo to colocated engines). Each reads all adapters that it applies.
     """
     settings, worker, sender = case.plan.settings, case.plan.engine.weights, case.plan.largest.parameters
-    if settings.serves_adapters:
+    slices = len(mapping_for(case.plan.shape).hf_tensors())
+    if (lora := settings.lora) is not None and settings.serves_adapters:
         worker, sender = case.item * case.plan.trained, case.plan.largest.trained
+        slices = 2 * len(lora.names) * case.plan.shape.num_layers
     transport, parallel = settings.bridge.transport, settings.parallel
+    seconds, bound = (case.item * sender + worker) / case.host_link, "host link"
     if transport == "process_group":
         # All ranks of a replica share what its engines read.
         sent = readers(settings) * worker / (parallel.tensor * parallel.pipeline)
         link, kind = (GLOO, "gloo") if settings.engine.colocated else (case.link(math.inf), "network")
         who = "busiest sender" if sent > worker else "an engine worker"
-        moving, bound = max(sent, worker) / link, f"{kind}, {who}"
+        seconds, bound = max(sent, worker) / link, f"{kind}, {who}"
     elif transport == "cuda_ipc":
-        moving, bound = 2 * worker / case.link(1), "NVLink"
-    else:
-        moving, bound = (case.item * sender + worker) / case.host_link, "host link"
-    summing = (case.item * sender + worker) / (case.assumed.memory_bandwidth * case.assumed.decode_efficiency)
-    slices = case.plan.synced_tensors
-    parts = {bound: moving, "checksums": summing, f"hosts, {slices:,} slices": SLICE * slices}
-    return Phase("sync", sum(parts.values()), max(parts, key=parts.__getitem__))
+        seconds, bound = worker / case.link(1), "NVLink"
+    hosts = SLICE * slices
+    return Phase("sync", seconds + hosts, f"hosts, {slices:,} slices" if hosts > seconds else bound)
 
 
 def _handover(case: _Case) -> Phase:

@@ -155,14 +155,6 @@ def communicators(activations: StageActivations) -> Iterator[tuple[int, int, dic
             yield from [(tensor * context, 1, {}), (parallel.data * context, tensor, {})]
 
 
-def nccl_bytes(activations: StageActivations, gpus: Gpus) -> int:
-    """NCCL's buffers on a trainer rank: of its communicators, and of its links to engines."""
-    here = gpus.nodes[0][0] if gpus.nodes else gpus.per_node
-    links = readers(activations.settings) * link_bytes(activations.settings, gpus)[0]
-    used = communicators(activations)
-    return links + sum(communicator_bytes(n, -(-here // apart), **use) for n, apart, use in used)
-
-
 def link_bytes(settings: Settings, gpus: Gpus) -> tuple[int, int]:
     """NCCL's buffers of a link (``process_group``) on a rank and on a worker, in a node or between two."""
     if settings.engine.colocated:  # gloo
@@ -239,7 +231,10 @@ def _state_rows(
     yield "bridge: buckets", buckets, "estimated", "always", on_gpu and engine.colocated
     yield "bridge: copy in shared memory", weights * published * copied, "exact", "always", on_gpu
     yield "held anchor", weights * held.trained * held_anchor, "exact", "always", on_gpu
-    yield NCCL, nccl_bytes(activations, gpus) * on_gpu, "estimated", "always", False
+    here, used = gpus.nodes[0][0] if gpus.nodes else gpus.per_node, communicators(activations)
+    nccl = sum(communicator_bytes(n, -(-here // apart), **use) for n, apart, use in used)
+    nccl += readers(settings) * link_bytes(settings, gpus)[0]
+    yield NCCL, nccl * on_gpu, "estimated", "always", False
     if settings.checkpoint.every is not None and (on_gpu or settings.checkpoint.asynchronous):
         # The optimizer state of all replicas, moments and float32 weights, is gathered on the first one
         # (Megatron's format ``fully_reshardable``) and copied, one buffer after another. To resume, each rank
