@@ -53,7 +53,7 @@ class Calls(TorchDispatchMode):
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
+        self.number += func.namespace == "aten"  # not what fake tensors ask for
         return func(*args, **(kwargs or {}))
 
 
