@@ -20,6 +20,7 @@ from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_sa
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.models.lora import split_parameters
 from rpg_megatron.objectives import LossOutput, ResponseTokens, takes_maximum
+from rpg_megatron.objectives.ratios import finite_at_end
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.lora import LoraModel, MergedWeights
@@ -203,7 +204,7 @@ class Policy(ScoringModel):
         """The first part of ``update``: the gradients.
 
         scored: also return log-probs and entropies. sets_old: these log-probs are ``old`` in the loss, so
-        that w = 1 exactly.
+        that w = 1 exactly. Raises ValueError at the end if a log-prob was not finite.
         """
         for model in self._models:
             model.train()
@@ -221,7 +222,8 @@ class Policy(ScoringModel):
             total, count, report = self._sum_loss(output, micro_batch, loss, aggregator, sets_old)
             return total, count, report | ({"scores": whole_row(output, micro_batch)} if scored else {})
 
-        reports = self._run(step, micro_batches, forward_only=False)
+        with finite_at_end():
+            reports = self._run(step, micro_batches, forward_only=False)
         if not scored:
             return Accumulated(reports, [])
         scores = [report.pop("scores") for report in reports]

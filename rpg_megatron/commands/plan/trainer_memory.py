@@ -143,7 +143,7 @@ def communicators(activations: StageActivations) -> Iterator[tuple[int, int, dic
     yield from [(parallel.world, 1, {})] * 2  # the second one is for the norm of the gradients
     yield parallel.data * context, tensor, {"large": whole}
     yield tensor, 1, {"large": not parallel.sequence}
-    yield context, tensor, {"peers": min(2, context - 1) * activations.fused}
+    yield context, tensor, {"peers": context - 1 if shape.linear else min(2, context - 1) * activations.fused}
     yield stages, of_stage, {"peers": min(2, stages - 1)}
     if shape.tied_embeddings and stages > 1 and stage in (0, stages - 1):
         yield 2, of_stage * (stages - 1), {}
