@@ -96,6 +96,11 @@ def delayed_scales(model: torch.nn.Module) -> dict[str, list[float]]:
     return scales
 
 
+def added_in_place(policy: Any) -> list[str]:
+    """Parameters whose last gradient a layer has added to Megatron's buffer itself."""
+    return [name for name, p in policy.trained_parameters() if p.grad_added_to_main_grad]
+
+
 def main() -> None:
     torch.cuda.is_available = lambda: False
     from megatron.core.fp8_utils import is_float8tensor
@@ -131,13 +136,14 @@ def main() -> None:
 
     policy.transformer_config = transformer_config
     policy.uses_transformer_engine = uses_transformer_engine
-    build, scales = layout_worker.checkpoint_policy, {}
+    build, scales, policies = layout_worker.checkpoint_policy, {}, []
 
     def checkpoint_policy(settings: Any, *args: Any) -> Any:
         built = build(settings, *args)
         fp8 = settings.precision.fp8
         if fp8 is not None and fp8.recipe == "delayed":
             scales[len(scales)] = built.chunks[0]
+        policies.append(built)
         return built
 
     held_anchor = layout_worker.HeldAnchor
@@ -157,6 +163,8 @@ def main() -> None:
     with (folder / "kernels.txt").open("a") as f:
         f.writelines(f"{name}\n" for name in te_kernels.RAN)
 
+        in_place = {name: added_in_place(policy) for name, policy in zip(cases, policies, strict=True)}
+        (folder / "in_place.json").write_text(json.dumps(in_place))
 
 if __name__ == "__main__":
     main()

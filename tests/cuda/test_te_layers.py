@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+import re
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.layouts import (
+from rpg_megatron.checkpoints.peft import ADAPTER_WEIGHTS
     FULL,
     OBJECTIVES,
     SELECTIVE,
@@ -76,12 +78,28 @@ def check_all(folder: Path, layouts: dict[str, Any], batch: Any, settings: Any, 
 
 def test_dense(tmp_path: Path) -> None:
     model = make_layout_model(tmp_path / "model", tied=False)
+LINEAR = {"linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"}
+
+
+def check_in_place(folder: Path, weights: int) -> None:
+    """Every linear layer has added its gradient to Megatron's buffer, in each layout of one rank.
+
+    The gradients are compared above, so nothing was added twice: there are several micro-batches.
+    """
+    of_layout = json.loads((folder / "in_place.json").read_text())
+    for names in of_layout.values():
+        ends = {re.sub(r"\d+$", "", ".".join(name.split(".")[-2:])) for name in names}
+        assert ends == LINEAR, ends
+        assert len(names) == weights
+
+
     batch = make_batch()
     rows = score_batch(model, batch)
     expected = reference_update(model, batch, "rpg")
     assert check_all(tmp_path, DENSE, batch, OBJECTIVES["rpg"], rows, expected) == KERNELS | RING
 
 
+    check_in_place(tmp_path, 4 * model.config.num_hidden_layers)
 def test_experts(tmp_path: Path) -> None:
     with use_float64():
         model = make_model(tmp_path / "model", "qwen3_moe", noise=0.15, **SIZES)
@@ -89,6 +107,9 @@ def test_experts(tmp_path: Path) -> None:
         rows = score_batch(model, batch)
         expected = reference_update(model, batch, "rpg")
     assert check_all(tmp_path, EXPERTS, batch, OBJECTIVES["rpg"], rows, expected) == KERNELS | GROUPED
+    dense = len(model.config.mlp_only_layers)
+    sparse = model.config.num_hidden_layers - dense
+    check_in_place(tmp_path, 4 * dense + (2 + 2 * model.config.num_experts) * sparse)
 
 
 def test_replayed_experts(tmp_path: Path) -> None:
@@ -98,6 +119,27 @@ def test_replayed_experts(tmp_path: Path) -> None:
 
 RECIPES = ("blockwise", "tensorwise", "delayed")
 FP8_SIZES = {
+B = "lora_B"
+"""A has no gradient as long as B is 0."""
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """Beside frozen weights of these modules adapters have the gradients that they have with local layers."""
+    make_layout_model(tmp_path / "model", tied=False)
+    lora = {"lora": {"rank": 4}}
+    layouts = {"fused": (1, {}, 3, lora), "local": (1, {}, 3, lora | {"data": LOCAL})}
+    batch = make_batch()
+    run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, after=False, worker=WORKER)
+    fused, local = (
+        {key: x for key, x in load_file(tmp_path / "gradients" / name / ADAPTER_WEIGHTS).items() if B in key}
+        for name in layouts
+    )
+    error, key = gradient_error(fused, local)
+    assert len(fused) == 4 * 7
+    assert error < 1e-5, key
+    assert json.loads((tmp_path / "in_place.json").read_text())["fused"] == []
+
+
     "num_hidden_layers": 2,
     "hidden_size": 128,
     "intermediate_size": 256,

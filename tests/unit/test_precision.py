@@ -99,8 +99,11 @@ def test_recipe_reaches_model_gradients_and_optimizer(
         "get_megatron_optimizer",
         lambda config, *_, **__: captured.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
-    chunk: Any = SimpleNamespace(config=config, parameters=lambda: [])
+    fused, other = SimpleNamespace(fuse_wgrad_accumulation=False), SimpleNamespace()
+    chunk: Any = SimpleNamespace(config=config, parameters=lambda: [], modules=lambda: [fused, other])
     optimizer.wrap_data_parallel([chunk], OptimizerSettings(), settings, 1)
+    assert fused.fuse_wgrad_accumulation is True
+    assert not vars(other)
     optimizer.build_optimizer([], OptimizerSettings(), settings, MemorySettings())
     assert captured["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)
     assert captured["optimizer"].fp8_recipe == (fp8.recipe if fp8 else None)
