@@ -100,8 +100,12 @@ class Policy(ScoringModel):
         """
         recompute = settings.memory.recompute_for(settings.tokens_at_once)
         fused = uses_transformer_engine(settings, device)
+        self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
         config = transformer_config(
-            shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
+            *(shape, settings.parallel, settings.precision, recompute),
+            device=device,
+            fused=fused,
+            replays=self.replayed is not None,
         )
         built = build_model(
             shape,
@@ -118,7 +122,6 @@ class Policy(ScoringModel):
         self.adapters = (
             None if settings.lora is None else LoraModel(self.chunks, shape, settings.lora, settings.seed)
         )
-        self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
         if self.replayed is not None:
             install_replay(self.chunks, self.replayed)
         coefficient = settings.training.router_aux_loss

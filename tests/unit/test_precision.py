@@ -247,6 +247,8 @@ def test_what_megatron_is_told_of_experts(recompute: str, modules: list[str]) ->
     assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
     assert config.moe_router_pre_softmax is False
     assert config.recompute_modules == modules
+    kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+    assert not any(getattr(config, name) for name in kernels)
     unscaled = replace(TINY_MOE, experts=replace(TINY_MOE.experts, normalised=False))
     assert transformer_config(unscaled, parallel, PrecisionSettings()).moe_router_pre_softmax is True
 
