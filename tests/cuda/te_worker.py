@@ -101,6 +101,18 @@ def added_in_place(policy: Any) -> list[str]:
     return [name for name, p in policy.trained_parameters() if p.grad_added_to_main_grad]
 
 
+def parked_caches(policy: Any) -> list[int]:
+    """Modules that keep FP8 copies of weights, before and after the GPU is given to engines."""
+
+    def caching() -> int:
+        modules = (module for chunk in policy.chunks for module in chunk.modules())
+        return sum(bool(getattr(module, "_fp8_workspaces", None)) for module in modules)
+
+    before = caching()
+    policy.offloader.offload()
+    return [before, caching()]
+
+
 def main() -> None:
     torch.cuda.is_available = lambda: False
     from megatron.core.fp8_utils import is_float8tensor
@@ -165,6 +177,8 @@ def main() -> None:
         (folder / "scales.json").write_text(json.dumps(layer_scales))
         in_place = {name: added_in_place(policy) for name, policy in zip(cases, policies, strict=True)}
         (folder / "in_place.json").write_text(json.dumps(in_place))
+        parked = {name: parked_caches(policy) for name, policy in zip(cases, policies, strict=True)}
+        (folder / "parked.json").write_text(json.dumps(parked))
     with (folder / "kernels.txt").open("a") as f:
         f.writelines(f"{name}\n" for name in te_kernels.RAN)
 

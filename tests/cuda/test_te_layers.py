@@ -223,6 +223,9 @@ def test_fp8_parameters(tmp_path: Path) -> None:
     results = run_layouts(tmp_path, layouts, batch, OBJECTIVES["rpg"], lr=0.0, worker=WORKER)
     for recipe in RECIPES:
         assert results[f"{recipe}, kept"]["scored"] == results[recipe]["scored"]
-    after, before = results["blockwise, kept"]["after"], results["blockwise, kept"]["scored"]
-    for t, again in zip(batch, after, strict=True):  # an update at a learning rate of zero
-        assert again == dict(before[str(t.prompt_id)])["logp"]
+        before, after = json.loads((tmp_path / "parked.json").read_text())[recipe]
+        assert before == 4 * FP8_SIZES["num_hidden_layers"], "no FP8 weight was cached"
+        assert after == 0, "FP8 weights stay cached while engines run"
+    again, scored = results["blockwise, kept"]["after"], results["blockwise, kept"]["scored"]
+    for t, logps in zip(batch, again, strict=True):  # an update at a learning rate of zero
+        assert logps == dict(scored[str(t.prompt_id)])["logp"]
