@@ -18,7 +18,7 @@ class TeacherSettings(Section, affects="training"):
 
     path: HubOrInputPath | None = None
     """Its Hugging Face checkpoint, of any supported family and size. The ranks hold it in host memory, and on
-    a GPU while they score."""
+    a GPU while they score; with objective.form full also its last hidden states of a step's tokens."""
     url: str | None = None
     """Base URL of a vLLM server with its weights, such as http://node7:8000/v1: log-probs of the sampled
     tokens by /completions with prompt_logprobs. Asked with token ids, never with text."""

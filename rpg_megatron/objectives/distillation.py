@@ -58,13 +58,12 @@ def _later_sums(values: Tensor, sequences: Tensor) -> Tensor:
     """For each token, the sum of the values of the later tokens of its sequence, [n]. In float64 within."""
     wide = values.double()
     total = torch.cat([wide, wide.new_zeros(1)]).flip(0).cumsum(0).flip(0)  # of a token and all after it
-    same = sequences[1:] == sequences[:-1]
-    last = torch.ones_like(sequences, dtype=torch.bool)
-    last[:-1] = ~same
-    ends = torch.nonzero(last)[:, 0]
-    of_token = torch.searchsorted(ends, torch.arange(len(sequences), device=sequences.device))
-    end = ends[of_token.clamp(max=max(len(ends) - 1, 0))] if len(ends) else ends
-    return (total[1:] - total[end + 1]).to(values.dtype) if len(sequences) else values
+    others = torch.zeros_like(sequences, dtype=torch.bool)  # tokens that are not the last of their sequence
+    others[:-1] = sequences[1:] == sequences[:-1]
+    places = torch.arange(len(sequences), device=sequences.device)
+    # The end of each token's sequence. Not by nonzero, for which the host would wait on a GPU.
+    end = places.masked_fill(others, len(sequences)).flip(0).cummin(0).values.flip(0)
+    return (total[1:] - total[end + 1]).to(values.dtype)
 
 
 def full_divergence_loss(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 60.0
 """Log-ratios are clamped here, far beyond any sane value, so that exp cannot overflow; clamps are counted."""
+
+
+_unread: ContextVar[list[tuple[Tensor, dict[str, Tensor]]] | None] = ContextVar("_unread", default=None)
+"""Within ``finite_at_end``: whether the inputs of each loss are finite, on their device, and these inputs."""
 
 
 def require_alike(logp: Tensor, **others: Tensor) -> None:
@@ -16,18 +24,38 @@ def require_alike(logp: Tensor, **others: Tensor) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}; they must be the same"
             )
-    checks = {name: torch.isfinite(x) for name, x in {"logp": logp, **others}.items()}
-    # One result for all tensors: on a GPU the host waits for each result.
-    if bool(torch.stack([finite.all() for finite in checks.values()]).all()):
-        return
-    for name, finite in checks.items():
-        if not bool(finite.all()):
-            x = logp if name == "logp" else others[name]
-            index = (~finite).nonzero()[0].tolist()
-            place = index[0] if len(index) == 1 else tuple(index)
-            raise ValueError(
-                f"{name} is {float(x.detach()[tuple(index)])} at token {place}; it must be finite"
-            )
+    inputs = {name: x.detach() for name, x in {"logp": logp, **others}.items()}
+    finite = torch.stack([torch.isfinite(x).all() for x in inputs.values()]).all()
+    unread = _unread.get()
+    if unread is not None:
+        unread.append((finite, inputs))
+    elif not bool(finite):
+        _raise_not_finite(inputs)
+
+
+@contextmanager
+def finite_at_end() -> Iterator[None]:
+    """Within the block ``require_alike`` does not raise for values that are not finite; the block's end does.
+
+    For the micro-batches of an update: on a GPU the host waits for each result that it reads.
+    """
+    unread: list[tuple[Tensor, dict[str, Tensor]]] = []
+    token = _unread.set(unread)
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+    if unread and not bool(torch.stack([finite for finite, _ in unread]).all()):
+        for _, inputs in unread:
+            _raise_not_finite(inputs)
+
+
+def _raise_not_finite(inputs: Mapping[str, Tensor]) -> None:
+    for name, x in inputs.items():
+        wrong = (~torch.isfinite(x)).nonzero().tolist()
+        if wrong:
+            place = wrong[0][0] if len(wrong[0]) == 1 else tuple(wrong[0])
+            raise ValueError(f"{name} is {float(x[tuple(wrong[0])])} at token {place}; it must be finite")
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,15 @@
 """Linear attention: Megatron's gated delta net, and what it takes from FLA (flash-linear-attention) on a CPU.
 
 On a GPU Megatron's layer calls three functions of FLA. Its Triton kernels do not run on a CPU, so there the
-layer gets functions of torch with the same arguments and results. The state is reset at every sequence.
+layer gets functions of torch with the same arguments and results. The state is reset at every sequence. The
+bounds of the sequences, ``cu_seqlens``, have their values on the host as the attribute ``on_host``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import cache, lru_cache, wraps
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
             raise RuntimeError("flash-linear-attention is missing")  # preflight checks it
         if config.use_cpu_initialization:
             _replace_fla()
+        else:
+            _give_bounds_to_fla()
         super().__init__(config, submodules, layer_number, **more)
         plain = copy(config)
         plain.layernorm_zero_centered_gamma, plain.params_dtype = False, torch.float32
@@ -42,6 +45,32 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]  # untyped
         rates = torch.nn.Parameter(given.detach().float())
         vars(rates).update(vars(given))  # the marks of a tensor-parallel parameter
         self.register_parameter("A_log", rates)
+
+    def _resolve_cu_seqlens(
+        self, padded: None, actual: Any, total_seq_len: int, name: str, cp_size: int = 1
+    ) -> Tensor:
+        """Megatron's check of the bounds, on the host: its own waits for the device, five times a layer."""
+        bounds: Tensor = actual.on_host
+        if bounds[-1] != total_seq_len or (bounds.diff() % cp_size).any():
+            raise ValueError(
+                f"{name} {bounds.tolist()} does not suit {total_seq_len} tokens on {cp_size} ranks"
+            )
+        return actual  # type: ignore[no-any-return]
+
+
+@cache
+def _give_bounds_to_fla() -> None:
+    """Call FLA with the bounds on the host, too; otherwise it reads those on the device."""
+
+    def given(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*inputs: Any, cu_seqlens: Any, **more: Any) -> Any:
+            return function(*inputs, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens.on_host, **more)
+
+        return call
+
+    for name in ("causal_conv1d", "chunk_gated_delta_rule"):
+        setattr(gdn, name, given(getattr(gdn, name)))
 
 
 def _replace_fla() -> None:

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rpg_megatron.policy.logprobs import LogitGradients, LogitInputs, local_rows, reduce_in_group
+from rpg_megatron.policy.logprobs import (
+    LogitGradients,
+    LogitInputs,
+    local_rows,
+    reduce_in_group,
+    require_in_vocabulary,
+)
 from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 
 
@@ -201,8 +207,8 @@ def token_divergences(
     float32, nats, both with gradient, of the policy only. A ``TeacherTop`` gives a lower bound of the
     divergence: that of its likeliest tokens and one outcome for all others.
     """
-    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
-        raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
+    if not targets.is_cuda:  # else the host would wait, so ``logprob_head`` checks what it knows of them
+        require_in_vocabulary(targets, None, vocab)
     scored = teacher.ids if isinstance(teacher, TeacherTop) else teacher.hidden
     if scored.size(0) != hidden.size(0):
         raise ValueError(f"the teacher scored {scored.size(0)} positions, not {hidden.size(0)}")

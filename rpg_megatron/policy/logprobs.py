@@ -231,6 +231,14 @@ def reduce_in_group(x: Tensor, group: Any, op: Any) -> None:
         dist.all_reduce(x, op=op, group=group)
 
 
+def require_in_vocabulary(targets: Tensor, target_range: tuple[int, int] | None, vocab: int) -> None:
+    """Raise ValueError for targets outside the vocabulary; target_range: see ``token_logprobs``."""
+    if target_range is None and targets.numel():
+        target_range = int(targets.min()), int(targets.max())
+    if target_range is not None and (target_range[0] < 0 or target_range[1] >= vocab):
+        raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
+
+
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -256,10 +264,7 @@ def token_logprobs(
     Raises ValueError if a target is outside the vocabulary. Source: arXiv 2505.17508, section 2 (token-level
     policy); temperature as in rollout sampling.
     """
-    if target_range is None and targets.numel():
-        target_range = int(targets.min()), int(targets.max())
-    if target_range is not None and (target_range[0] < 0 or target_range[1] >= vocab):
-        raise ValueError(f"a target token lies outside the vocabulary of {vocab}")
+    require_in_vocabulary(targets, target_range, vocab)
     first = 0 if group is None else group.rank() * weight.size(0)
     valid = min(max(vocab - first, 0), weight.size(0))
     result: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's own

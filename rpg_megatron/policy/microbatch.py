@@ -335,7 +335,9 @@ def pack_lengths(
 
     prompts: see ``PackedSequences``; the positions of a sequence continue its prompt's.
     """
-    bounds = copy_to(np.cumsum([0, *lengths], dtype=np.int32), device)
+    on_host = np.cumsum([0, *lengths], dtype=np.int32)
+    bounds = copy_to(on_host, device)
+    bounds.on_host = torch.from_numpy(on_host)  # type: ignore[attr-defined]  # see delta_net
     places = zigzag_places(lengths, context)
     before = [length for _, length in prompts or [(0, 0)] * len(lengths)]
     positions = np.concatenate([p + np.arange(n) for p, n in zip(before, lengths, strict=True)])

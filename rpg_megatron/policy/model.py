@@ -165,12 +165,13 @@ def transformer_config(
     *,
     device: torch.device = CPU,
     fused: bool = False,
+    replays: bool = False,
 ) -> TransformerConfig:
     """Megatron's TransformerConfig for a model shape, parallel layout, precision and activation recompute.
 
     recompute: none, selective or full. device: where weights are initialised. fused: use Transformer Engine's
     layers, which ``precision.fp8`` requires on a GPU. On a CPU the FP8 fields are not set; ``emulate_fp8`` is
-    used instead.
+    used instead. replays: routers will get the engine's choice of experts (``router_replay``).
     """
     dtype = torch_dtype(precision.dtype)
     implementation = _FUSED if fused else _LOCAL
@@ -229,7 +230,7 @@ def transformer_config(
         **implementation,
         **fp8_fields(precision.fp8 if device.type == "cuda" else None),
         **_RECOMPUTE[recompute],
-        **_expert_fields(shape, parallel, fused),
+        **_expert_fields(shape, parallel, fused, replays),
         # Micro-batches are packed to a token budget, so their lengths differ.
         variable_seq_lengths=parallel.pipeline > 1,
         # Required by variable_seq_lengths, also for dense models. The alternative, allgather, needs the same
@@ -241,7 +242,9 @@ def transformer_config(
     )
 
 
-def _expert_fields(shape: ModelShape, parallel: ParallelSettings, fused: bool) -> dict[str, Any]:
+def _expert_fields(
+    shape: ModelShape, parallel: ParallelSettings, fused: bool, replays: bool
+) -> dict[str, Any]:
     """Fields of a mixture of experts; empty for dense models."""
     e = shape.experts
     if e is None:
@@ -255,7 +258,11 @@ def _expert_fields(shape: ModelShape, parallel: ParallelSettings, fused: bool) -
         "moe_router_pre_softmax": not e.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # see router_aux_loss
-        "moe_grouped_gemm": fused,  # one kernel for all experts, from Transformer Engine
+        # Transformer Engine's: one kernel for all experts, for sorting the tokens, for choosing experts. The
+        # last ignores a choice that is given.
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+        "moe_router_fusion": fused and not replays,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
     }

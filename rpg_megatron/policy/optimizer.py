@@ -141,6 +141,11 @@ def wrap_data_parallel(
     backward, and the distributed optimizer's new weights are gathered by the next forward pass, layer by
     layer, or by ``gather_weights``.
     """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        # Transformer Engine's layers add to Megatron's buffers in their products, without apex. By Megatron's
+        # own setting the output layer, which is not called, would ask for apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
     overlap = settings.overlap and replicas > 1
     frozen = any(not p.requires_grad for chunk in chunks for p in chunk.parameters())
     config = DistributedDataParallelConfig(

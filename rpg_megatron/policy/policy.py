@@ -20,6 +20,7 @@ from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_sa
 from rpg_megatron.config import ModelShape, Settings
 from rpg_megatron.models.lora import split_parameters
 from rpg_megatron.objectives import LossOutput, ResponseTokens, takes_maximum
+from rpg_megatron.objectives.ratios import finite_at_end
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
 from rpg_megatron.policy.lora import LoraModel, MergedWeights
@@ -99,8 +100,12 @@ class Policy(ScoringModel):
         """
         recompute = settings.memory.recompute_for(settings.tokens_at_once)
         fused = uses_transformer_engine(settings, device)
+        self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
         config = transformer_config(
-            shape, settings.parallel, settings.precision, recompute, device=device, fused=fused
+            *(shape, settings.parallel, settings.precision, recompute),
+            device=device,
+            fused=fused,
+            replays=self.replayed is not None,
         )
         built = build_model(
             shape,
@@ -117,7 +122,6 @@ class Policy(ScoringModel):
         self.adapters = (
             None if settings.lora is None else LoraModel(self.chunks, shape, settings.lora, settings.seed)
         )
-        self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
         if self.replayed is not None:
             install_replay(self.chunks, self.replayed)
         coefficient = settings.training.router_aux_loss
@@ -203,7 +207,7 @@ class Policy(ScoringModel):
         """The first part of ``update``: the gradients.
 
         scored: also return log-probs and entropies. sets_old: these log-probs are ``old`` in the loss, so
-        that w = 1 exactly.
+        that w = 1 exactly. Raises ValueError at the end if a log-prob was not finite.
         """
         for model in self._models:
             model.train()
@@ -221,7 +225,8 @@ class Policy(ScoringModel):
             total, count, report = self._sum_loss(output, micro_batch, loss, aggregator, sets_old)
             return total, count, report | ({"scores": whole_row(output, micro_batch)} if scored else {})
 
-        reports = self._run(step, micro_batches, forward_only=False)
+        with finite_at_end():
+            reports = self._run(step, micro_batches, forward_only=False)
         if not scored:
             return Accumulated(reports, [])
         scores = [report.pop("scores") for report in reports]

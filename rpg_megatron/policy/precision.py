@@ -48,7 +48,7 @@ def uses_transformer_engine(settings: Settings, device: torch.device) -> bool:
 
 
 def fused_weight_gradients(device: torch.device) -> bool:
-    """Whether Megatron can fuse the accumulation of weight gradients, which needs a kernel of apex."""
+    """Whether Megatron's local layers can add weight gradients in place, which needs a kernel of apex."""
     return device.type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 

@@ -19,7 +19,7 @@ from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.divergence import token_divergences
-from rpg_megatron.policy.logprobs import token_logprobs
+from rpg_megatron.policy.logprobs import require_in_vocabulary, token_logprobs
 from rpg_megatron.policy.lora import head_parts
 from rpg_megatron.policy.microbatch import MicroBatch, TeacherRow, TeacherTop, make_micro_batch
 from rpg_megatron.policy.model import Mesh, named_parameters
@@ -61,6 +61,7 @@ def logprob_head(
     how = {"chunk": context.chunk, "vocab": context.vocab, "group": group}
     how["added"] = head_parts(output_layer, hidden_states)
     if context.teacher is not None:
+        require_in_vocabulary(targets, context.label_range, context.vocab)
         return torch.stack(token_divergences(hidden, weight, targets, context.teacher, **how))
     logp, entropy = token_logprobs(
         hidden, weight, targets, temperature=context.temperature, target_range=context.label_range, **how

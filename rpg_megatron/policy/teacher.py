@@ -74,10 +74,10 @@ class HeldTeacher(ScoringModel):
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
             micro: MicroBatch = next(iterator)  # type: ignore[call-overload]
-            # In host memory, where the rows of a whole update fit.
+            # In host memory, where the rows of a whole step fit; for a GPU torch pins it.
             return self._forward(
                 micro, model, _hidden_head
-            ), lambda output, non_loss_data: output.detach().cpu()
+            ), lambda output, non_loss_data: output.detach().to("cpu", non_blocking=True)
 
         with self.swapped_in(), torch.no_grad():
             others = [micro.for_other_model() for micro in micro_batches]

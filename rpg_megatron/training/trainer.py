@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rpg_megatron.models.mapping import ModelMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.objectives import metric_key, takes_maximum
 from rpg_megatron.policy.anchor import HeldAnchor
+from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy, UpdateStats
 from rpg_megatron.policy.schedules import build_schedule
@@ -253,6 +255,7 @@ class Trainer:
             self.start_update(batch)
         lr = self._learning_rate(step)
         updates: list[UpdateStats] = []
+        taught = self._with_teacher(batch)
         with self.policy.updating():
             passes = batch.minibatches * self.settings.training.ppo_epochs
             for i, minibatch in enumerate(passes):
@@ -261,9 +264,9 @@ class Trainer:
                     updates.append(self.policy.step(batch.started, lr))
                     self._count_skipped(f"step {step}, update 1 of {len(passes)}", updates[-1])
                     continue
-                micro_batches = [self.policy.pack(micro) for micro in minibatch]
-                if self.teacher and self.settings.full_divergence is not None:
-                    micro_batches = self.teacher.with_rows(micro_batches, self.settings.full_divergence)
+                micro_batches = (
+                    taught[i % len(taught)] if taught else [self.policy.pack(micro) for micro in minibatch]
+                )
                 updates.append(self.policy.update(micro_batches, self._loss, self._aggregator, lr))
                 self._count_skipped(f"step {step}, update {i + 1} of {len(passes)}", updates[-1])
         done = [u for u in updates if not u.skipped]
@@ -274,6 +277,18 @@ class Trainer:
             batch.metrics |= off_policy_metrics(batch.mine, self.settings)
         if self.settings.rollout.ahead and self.settings.correction is not None:
             batch.metrics |= correction_by_lag(batch.mine, step - 1, self.settings)
+
+    def _with_teacher(self, batch: Batch) -> list[list[MicroBatch]]:
+        """Each mini-batch with what its exact divergence to a held teacher needs; empty if it needs nothing.
+
+        Of all mini-batches at once: on a GPU the teacher's weights are copied in for it.
+        """
+        divergence = self.settings.full_divergence
+        if self.teacher is None or divergence is None:
+            return []
+        packed = [self.policy.pack(micro) for micro in chain.from_iterable(batch.minibatches)]
+        rows = iter(self.teacher.with_rows(packed, divergence))
+        return [list(islice(rows, len(minibatch))) for minibatch in batch.minibatches]
 
     def _count_skipped(self, where: str, update: UpdateStats) -> None:
         self.skipped_updates = self.skipped_updates + 1 if update.skipped else 0

@@ -45,6 +45,14 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     config = transformer_config(
         *(shape, settings.parallel, settings.precision, "selective"), device=device, fused=True
     )
+    if case["experts"]:
+        assert config.moe_permute_fusion
+        assert config.moe_router_fusion
+        replays = transformer_config(
+            *(shape, settings.parallel, settings.precision), device=device, fused=True, replays=True
+        )
+        assert replays.moe_permute_fusion
+        assert not replays.moe_router_fusion, "the kernel would choose other experts than the engine"
     lora = settings.lora
     built = build_model(shape, config, settings.model, mesh, separate_norms=lora is not None)
     chunks = [chunk.to(device) for chunk in built]

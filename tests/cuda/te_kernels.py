@@ -265,6 +265,38 @@ def te_general_grouped_gemm(
     return bias
 
 
+def fused_topk_with_score_function_fwd(
+    logits: Tensor,
+    topk: int,
+    pre_softmax: bool,
+    groups: None,
+    group_topk: None,
+    scaling: None,
+    function: str,
+    bias: None,
+    form: int,
+    indices: None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert function == "softmax"
+    assert form == 0
+    assert groups is group_topk is scaling is bias is indices is None
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(topk).indices, True)
+    return _weights(logits, chosen, pre_softmax), chosen, logits.clone()
+
+
+def fused_topk_with_score_function_bwd(
+    chosen: Tensor, logits: Tensor, gradient: Tensor, out: Tensor, topk: int, pre_softmax: bool, *_: Any
+) -> None:
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        out.copy_(torch.autograd.grad(_weights(logits, chosen, pre_softmax), logits, gradient)[0])
+
+
+def _weights(logits: Tensor, chosen: Tensor, pre_softmax: bool) -> Tensor:
+    considered = logits if pre_softmax else logits.masked_fill(~chosen, -torch.inf)
+    return considered.softmax(-1).masked_fill(~chosen, 0.0)
+
+
 def rmsnorm_fwd(
     x: Tensor,
     weight: Tensor,

@@ -96,6 +96,23 @@ def delayed_scales(model: torch.nn.Module) -> dict[str, list[float]]:
     return scales
 
 
+def added_in_place(policy: Any) -> list[str]:
+    """Parameters whose last gradient a layer has added to Megatron's buffer itself."""
+    return [name for name, p in policy.trained_parameters() if p.grad_added_to_main_grad]
+
+
+def parked_caches(policy: Any) -> list[int]:
+    """Modules that keep FP8 copies of weights, before and after the GPU is given to engines."""
+
+    def caching() -> int:
+        modules = (module for chunk in policy.chunks for module in chunk.modules())
+        return sum(bool(getattr(module, "_fp8_workspaces", None)) for module in modules)
+
+    before = caching()
+    policy.offloader.offload()
+    return [before, caching()]
+
+
 def main() -> None:
     torch.cuda.is_available = lambda: False
     from megatron.core.fp8_utils import is_float8tensor
@@ -121,8 +138,11 @@ def main() -> None:
         for module in (model, optimizer):  # so that rounding to FP8 is all that differs
             module.torch_dtype = lambda name: torch.float32
 
-    def transformer_config(*args: Any, device: torch.device, fused: bool) -> Any:
-        return configure(*args, device=cuda if fused else device, fused=fused)
+    def transformer_config(*args: Any, device: torch.device, fused: bool, **more: Any) -> Any:
+        config = configure(*args, device=cuda if fused else device, fused=fused, **more)
+        assert config.moe_permute_fusion == (fused and config.num_moe_experts is not None)
+        config.moe_permute_fusion = False  # Triton's interpreter would take minutes: see test_sorting_kernels
+        return config
 
     def uses_transformer_engine(settings: Any, device: torch.device) -> bool:
         fused = str(settings.data.path) != LOCAL
@@ -131,10 +151,11 @@ def main() -> None:
 
     policy.transformer_config = transformer_config
     policy.uses_transformer_engine = uses_transformer_engine
-    build, scales = layout_worker.checkpoint_policy, {}
+    build, scales, policies = layout_worker.checkpoint_policy, {}, []
 
     def checkpoint_policy(settings: Any, *args: Any) -> Any:
         built = build(settings, *args)
+        policies.append(built)
         fp8 = settings.precision.fp8
         if fp8 is not None and fp8.recipe == "delayed":
             scales[len(scales)] = built.chunks[0]
@@ -154,6 +175,10 @@ def main() -> None:
     layer_scales = {name: delayed_scales(chunk) for name, chunk in zip(names, scales.values(), strict=True)}
     if os.environ["WORLD_SIZE"] == "1":
         (folder / "scales.json").write_text(json.dumps(layer_scales))
+        in_place = {name: added_in_place(policy) for name, policy in zip(cases, policies, strict=True)}
+        (folder / "in_place.json").write_text(json.dumps(in_place))
+        parked = {name: parked_caches(policy) for name, policy in zip(cases, policies, strict=True)}
+        (folder / "parked.json").write_text(json.dumps(parked))
     with (folder / "kernels.txt").open("a") as f:
         f.writelines(f"{name}\n" for name in te_kernels.RAN)
 

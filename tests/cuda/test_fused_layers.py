@@ -8,6 +8,9 @@ ranks (layers_worker). Not covered: a forward pass, which needs kernels; weights
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,20 @@ def test_a_model_of_fused_layers(name: str, tmp_path: Path) -> None:
     assert result["trained"] == (result["parameters"] if not case["lora"] else 2 * 2 * targets)
     assert result["optimizers"] == ["transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"]
     assert result["parameters"] >= 10
+
+
+BOUNDS = """
+import inspect
+from fla.modules.convolution import causal_conv1d
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+for function in (causal_conv1d, chunk_gated_delta_rule):
+    assert "cu_seqlens_cpu" in inspect.signature(function).parameters, function
+"""
+
+
+def test_fla_takes_the_bounds_of_sequences_on_the_host() -> None:
+    """Otherwise each layer of linear attention waits for the device. Without the stand-ins: Triton would call
+    them.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
+    subprocess.run([sys.executable, "-c", BOUNDS], env=environment, check=True, timeout=300)

@@ -1,8 +1,9 @@
 """One rank's policy on a fake H100 (fake_cuda): everything that a step does with it, once.
 
-``python fake_cuda_worker.py FOLDER CASE``: CASE is JSON with ``settings`` or the ``files`` that have them,
-the ``rank``, changes to the model's ``shape``, and ``plant`` to make faults on purpose. Of several files the
-first one's layout is taken and the losses of all. Writes faults and waits to FOLDER/result.json.
+``python fake_cuda_worker.py FOLDER CASE``: CASE is JSON with ``settings``, and ``losses`` where there are
+several, or the ``files`` that have them, the ``rank``, changes to the model's ``shape``, and ``plant`` to
+make faults on purpose. Of several files the first one's layout is taken and the losses of all. Writes faults
+and waits to FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from rpg_megatron.commands.plan.activations import StageActivations
 from rpg_megatron.commands.plan.layout import plan_batch
 from rpg_megatron.commands.plan.trainer_memory import communicators
 from rpg_megatron.config import Settings, load_settings, read_model_shape
-from rpg_megatron.config.model_shape import ExpertShape
+from rpg_megatron.config.model_shape import ExpertShape, LinearAttention
 from rpg_megatron.models.placement import RankShards
-from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import start_mesh
@@ -91,7 +91,8 @@ def settings_of(case: dict[str, Any]) -> list[Settings]:
     if "files" in case:
         return [load_settings(Path(f), ["device=cuda", "training.minibatches=1"]) for f in case["files"]]
     base = {"model": {"path": "-"}, "data": {"path": "-"}, "device": "cuda", "training": {"minibatches": 1}}
-    return [Settings.model_validate(base | case["settings"])]
+    losses = case.get("losses") or [case["settings"].get("objective", {})]
+    return [Settings.model_validate(base | case["settings"] | {"objective": loss}) for loss in losses]
 
 
 def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Report) -> None:
@@ -101,6 +102,9 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     start_process_group(device)
     shape = read_model_shape(settings.model.path) if "files" in case else SHAPES["tiny"]
     shape = replace(shape, **case.get("shape", {}))
+    if "linear" in case:
+        linear = LinearAttention(**case["linear"] | {"layers": tuple(case["linear"]["layers"])})
+        shape = replace(shape, family="qwen3_5_text", linear=linear)
     if "experts" in case:
         experts = case["experts"] | {"layers": tuple(case["experts"]["layers"])}
         shape = replace(shape, family="qwen3_moe", experts=ExpertShape(**experts))
@@ -141,8 +145,13 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
 
     def update(number: int, s: Settings) -> None:
         with policy.updating():
-            policy.update(packs(number), build_loss(s), build_aggregator(s), lr=1e-6)
+            micro_batches = packs(number)
+            if trainer.teacher is not None and s.full_divergence is not None:
+                micro_batches = trainer.teacher.with_rows(micro_batches, s.full_divergence)
+            policy.update(micro_batches, build_loss(s), build_aggregator(s), lr=1e-6)
 
+    update(few, settings)  # a skipped one, which also learns the names of the metrics
+    fake_cuda.flags_are_set[0] = False
     if mesh.rank == 0 and mesh.pipeline == 1:  # other ranks receive their batch
         step(trainer, report)
     for number, s in enumerate(every):
@@ -150,14 +159,17 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
             update(few, s)
         if number == 0:
             with report.part("park"):
-                policy.offloader.offload()
-                policy.offloader.reload()
+                park(policy, report)
         with report.part(f"longer update {number}"):
             update(2 * few, s)
     report.more = few
+    if trainer.teacher is not None:
+        left = [n for n, p in trainer.teacher.named_parameters() if p.device.type != "cpu"]
+        if left:
+            report.recorder.fault(f"the teacher stays on the GPU after its passes: {left[:3]}")
     policy.served.refresh()
     if mesh.pipeline == 1:
-        publish(settings, shape, policy, folder, report)
+        publish(trainer, folder, report)
     if mesh.world == 1:
         (folder / "save").mkdir()
         with report.part("save"):
@@ -171,6 +183,18 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
                     report.recorder.fault(f"Megatron cannot write {item.index.fqn}: on {x.device}")
 
 
+def park(policy: Policy, report: Report) -> None:
+    """What engines that share the GPU need: all that is freed goes back to the device."""
+    layer: Any = policy.chunks[0].decoder.layers[0]
+    layer._fp8_workspaces = {"weight": torch.empty(4, device="cuda")}  # as Transformer Engine caches weights
+    policy.offloader.offload()
+    if report.recorder.cached:
+        report.recorder.fault("memory that was freed for engines stays in torch's cache")
+    if layer._fp8_workspaces:
+        report.recorder.fault("FP8 weights stay cached while engines run")
+    policy.offloader.reload()
+
+
 def step(trainer: Trainer, report: Report) -> None:
     """What rank 0 does between rollouts and publication, with a micro-batch for each data rank."""
     everything = batch_of(LENGTHS * trainer.mesh.data, trainer.shape.vocab_size)
@@ -180,12 +204,14 @@ def step(trainer: Trainer, report: Report) -> None:
     with report.part("step"):
         batch = prepare(trainer, everything)
         trainer.scorer.compute_log_probs(batch)
-    trainer.update(1, batch, lambda done, all_: None)
+    with report.part("first update"):
+        trainer.update(1, batch, lambda done, all_: None)
 
 
-def publish(settings: Settings, shape: Any, policy: Policy, folder: Path, report: Report) -> None:
+def publish(trainer: Trainer, folder: Path, report: Report) -> None:
     """Checksums, the file that engines of the node read, and an export."""
-    layout, placement = mapping_for(shape), policy.mesh.coordinates(settings.model.vocab_multiple)
+    policy, settings, (layout, _) = trainer.policy, trainer.settings, trainer.published
+    placement = policy.mesh.coordinates(settings.model.vocab_multiple)
     params, dtype = policy.served.tensors, torch_dtype(settings.precision.dtype)
     plan = make_publish_plan(placement, params, layout)
     with report.part("checksums"):
@@ -200,8 +226,9 @@ def publish(settings: Settings, shape: Any, policy: Policy, folder: Path, report
     (folder / "source").mkdir()
     (folder / "source" / "config.json").write_text("{}")
     with report.part("export"):
+        weights = policy.complete_weights(torch.bfloat16)
         hf_export.export_hf(
-            folder / "out", folder / "source", params, layout, placement, dtype=torch.bfloat16
+            folder / "out", folder / "source", weights, trainer.layout, placement, dtype=torch.bfloat16
         )
 
 

@@ -20,12 +20,14 @@ from rpg_megatron.config import load_settings
 from tests.support.ranks import run_ranks
 from tests.support.recipes import EXAMPLES, H100, ROWS
 
-WAITS_PER_MICROBATCH = 2
-WAITS = {"score": 0, "step": 5, "anchor": 2, "park": 2, "checksums": 1}
+WAITS_PER_MICROBATCH = 0
+"""Between forward and backward, or within either, the GPU would run dry."""
+WAITS = {"score": 0, "step": 5, "first update": 5, "anchor": 2, "park": 2, "checksums": 1}
 """Waits in our code, whatever the model's size: an anchor is swapped in and out, memory is offloaded and
 reloaded. A step scores one micro-batch, with an anchor twice, and copies the log-probs of each and the
-entropy."""
-WAITS_PER_UPDATE = 2
+entropy; so does its first update if it gives the old log-probs."""
+WAITS_PER_UPDATE = 3
+"""Whether log-probs and gradients are finite, and the sums; next to each other, when all work is queued."""
 MEGATRONS = [
     "/p2p_communication.py",  # stages tell each other how long a micro-batch is
     "/clip_grads.py",  # the gradient norm, once an update
@@ -51,6 +53,22 @@ SEQUENCES = {
 AUX_LOSS = {"training": {"minibatches": 1, "router_aux_loss": 0.01}}
 SHARED = {"training": {"minibatches": 1, "share_prompts": True}}
 FIXED = {"anchor": {"type": "fixed"}, "objective": {"beta": 0.01}}
+ENGINE_OLD = {"training": {"minibatches": 1, "old": "engine"}}
+HEAD_LORA = {"rank": 4, "targets": ["q_proj", "o_proj", "gate_proj", "lm_head"]}
+TEACHER = {"teacher": {"path": "/"}}
+FULL_TEACHER = {**TEACHER, "objective": {"type": "distil", "form": "full"}}
+CLIPPED: list[dict[str, Any]] = [
+    {"type": "rpg", "clip": {"kind": "truncate"}},
+    {"type": "rpg", "clip": None, "kl_placement": "additive"},
+    {"type": "rpg", "estimator": "differentiable", "ratio": "sequence"},
+    {"type": "ppo"},
+    {"type": "dapo"},
+    {"type": "cispo"},
+]
+
+
+def sampled_teacher(form: str, bonus: float = 0.0) -> dict[str, Any]:
+    return {**TEACHER, "objective": {"type": "distil", "form": form, "entropy_bonus": bonus, "reward": 1.0}}
 
 
 def case(
@@ -69,6 +87,17 @@ EXPERTS = {
     "experts": {"count": 8, "per_token": 2, "ffn_hidden_size": 64, "normalised": True, "layers": [0, 1]}
 }
 
+HYBRID = {
+    "linear": {
+        "layers": [0],
+        "key_heads": 4,
+        "value_heads": 8,
+        "key_dim": 32,
+        "value_dim": 32,
+        "kernel": 4,
+    }
+}
+
 LAYOUTS = {
     "half offloaded, bfloat16": case("bfloat16", memory={"offload_optimizer": 0.5}),
     "TP2+SP x PP2 x CP2, last rank, bfloat16": case("bfloat16", DEEP, 7, **SEQUENCES),
@@ -76,42 +105,78 @@ LAYOUTS = {
     "PP2, untied, bfloat16": case("bfloat16", {"pipeline": 2}, tied=False),
     "DP4, EP4, bfloat16": case("bfloat16", {"data": 4, "expert": 4}, **FIXED, **AUX_LOSS) | EXPERTS,
     "shared prompts, CP2, bfloat16": case("bfloat16", {"context": 2}, **SHARED),
+    "adapters, TP2+SP x DP2": case(
+        "bfloat16",
+        {**SP, "data": 2},
+        3,
+        tied=False,
+        lora=HEAD_LORA,
+        memory={"recompute": "full"},
+        **ENGINE_OLD,
+    ),
+    "policies of clipping": case("bfloat16", advantage={"type": "grpo"}) | {"losses": CLIPPED},
+    "a teacher's distributions, hybrid": case("bfloat16", **FULL_TEACHER) | HYBRID,
+    "a teacher's sequences, entropy bonus": case("bfloat16", SP, **sampled_teacher("sequence", 0.01)),
 }
-MORE_LAYOUTS = {
-    f"{name}, {dtype}": case(dtype, **given)
-    for dtype in ("bfloat16", "float32")
-    for name, given in {
-        "one rank": FIXED,
-        "one rank, untied": {"tied": False},
-        "Schedule-Free": SCHEDULE_FREE,
-        "sequences": SEQUENCES,
-        "DP8": {"parallel": {"data": 8}, "rank": 5},
-        "TP2 x DP4, full recompute": {"parallel": {"tensor": 2, "data": 4}, "memory": {"recompute": "full"}},
-        "TP2+SP x PP2 x CP2, first rank": {"parallel": DEEP},
-        **({"shared prompts": SHARED} if dtype == "bfloat16" else {}),
-        "TP2+SP x PP2 x CP2, last rank": {"parallel": DEEP, "rank": 7},
-        "PP4 x VPP2 x DP2, first rank": {"parallel": VIRTUAL},
-        "PP4 x VPP2 x DP2, last rank": {"parallel": VIRTUAL, "rank": 7},
-    }.items()
-} | {
-    f"experts, {name}, {dtype}": case(dtype, **given) | EXPERTS
-    for dtype in ("bfloat16", "float32")
-    for name, given in {
-        "one rank": {"memory": {"recompute": "selective"}},
-        "TP2+SP x DP2, EP4": {
-            "parallel": {**SP, "data": 2, "expert": 4},
-            "memory": {"recompute": "full"},
-            **AUX_LOSS,
-        },
-        "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}},
-        "TP2+SP x DP4, EP2, ETP2": {"parallel": {**SP, "data": 4, "expert": 2, "expert_tensor": 2}},
-        "PP2 x DP2, EP2, last rank": {
-            "parallel": {"pipeline": 2, "data": 2, "expert": 2},
-            "rank": 3,
-            **AUX_LOSS,
-        },
-    }.items()
-}
+MORE_LAYOUTS = (
+    {
+        f"{name}, {dtype}": case(dtype, **given)
+        for dtype in ("bfloat16", "float32")
+        for name, given in {
+            "one rank": FIXED,
+            "one rank, untied": {"tied": False},
+            "Schedule-Free": SCHEDULE_FREE,
+            "sequences": SEQUENCES,
+            "DP8": {"parallel": {"data": 8}, "rank": 5},
+            "TP2 x DP4, full recompute": {
+                "parallel": {"tensor": 2, "data": 4},
+                "memory": {"recompute": "full"},
+            },
+            "TP2+SP x PP2 x CP2, first rank": {"parallel": DEEP},
+            **({"shared prompts": SHARED} if dtype == "bfloat16" else {}),
+            "TP2+SP x PP2 x CP2, last rank": {"parallel": DEEP, "rank": 7},
+            "PP4 x VPP2 x DP2, first rank": {"parallel": VIRTUAL},
+            "PP4 x VPP2 x DP2, last rank": {"parallel": VIRTUAL, "rank": 7},
+            "adapters": {"lora": {"rank": 4}},
+            "adapters, PP2, last rank": {"parallel": {"pipeline": 2}, "rank": 1, "lora": {"rank": 4}},
+            "engine's old log-probs": ENGINE_OLD,
+            "a teacher's tokens": sampled_teacher("token"),
+            "a teacher's distributions, TP2+SP x CP2": {"parallel": {**SP, "context": 2}, **FULL_TEACHER},
+            "a teacher's distributions, PP2, last rank": {
+                "parallel": {"pipeline": 2},
+                "rank": 1,
+                **FULL_TEACHER,
+            },
+            "entropy bonus": {"objective": {"entropy_bonus": 0.01}},
+        }.items()
+    }
+    | {
+        "a teacher's distributions, shared prompts": case("bfloat16", **FULL_TEACHER, **SHARED),
+        "adapters, shared prompts": case("bfloat16", **SHARED, lora={"rank": 4}),
+        "hybrid, TP2+SP": case("bfloat16", SP) | HYBRID,
+        "hybrid, CP2, last rank": case("bfloat16", {"context": 2}, 1) | HYBRID,
+        "hybrid, full recompute": case("bfloat16", memory={"recompute": "full"}) | HYBRID,
+    }
+    | {
+        f"experts, {name}, {dtype}": case(dtype, **given) | EXPERTS
+        for dtype in ("bfloat16", "float32")
+        for name, given in {
+            "one rank": {"memory": {"recompute": "selective"}},
+            "TP2+SP x DP2, EP4": {
+                "parallel": {**SP, "data": 2, "expert": 4},
+                "memory": {"recompute": "full"},
+                **AUX_LOSS,
+            },
+            "TP2+SP, ETP2": {"parallel": {**SP, "expert_tensor": 2}},
+            "TP2+SP x DP4, EP2, ETP2": {"parallel": {**SP, "data": 4, "expert": 2, "expert_tensor": 2}},
+            "PP2 x DP2, EP2, last rank": {
+                "parallel": {"pipeline": 2, "data": 2, "expert": 2},
+                "rank": 3,
+                **AUX_LOSS,
+            },
+        }.items()
+    }
+)
 
 
 def examples() -> dict[str, dict[str, Any]]:
@@ -149,7 +214,7 @@ def problems(result: dict[str, Any]) -> list[str]:
         lines += [f"{name}: {where}: whose wait is it?" for where in unknown]
     for name, bound in WAITS.items():
         if name in waits:
-            of_experts = 1 if name == "step" and any("expert_load" in where for where in waits[name]) else 0
+            of_experts = any("expert_load" in where for where in waits[name])
             lines += too_many(name, of_ours(waits[name]), bound + of_experts)
     return lines
 

@@ -11,7 +11,8 @@ the product runs as it is. ``Watch`` sees every operation, and with it
   and non_blocking, ``synchronize``. Small integer tensors keep their values, for Megatron reads some of them.
 
 It cannot show the order of streams or groups, memory, kernels and their limits, nor any value: a float that
-is read is 0, a condition true unless it asks for ``any``. Transformer Engine is not installed where it runs.
+is read is 0, a condition true unless it asks for ``any`` (floats: ``flags_are_set``). Transformer Engine is
+not installed where it runs, nor is FLA.
 
 It patches torch permanently, so each use needs a process of its own, which ``leave`` ends.
 """
@@ -87,6 +88,8 @@ class Recorder:
         self.messages: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         """Kernels of ``bridge/slice_kernels``."""
+        self.cached = False
+        """Whether torch would keep freed memory of the GPU from others: no ``empty_cache`` followed."""
         self.communicators: dict[str, tuple[int, set[str]]] = {}
         """Size of each NCCL group and its operations, by its name."""
 
@@ -222,6 +225,8 @@ class Watch(TorchDispatchMode):
             _receive(args[0])
         if func.overloadpacket is aten.any:
             out._asks_for_any = True
+        elif func is aten._to_copy.default and out.dtype is torch.bool and args[0].is_floating_point():
+            out._asks_for_any = not flags_are_set[0]
         elif func is aten._local_scalar_dense.default:
             return _read(args[0])
         _keep_value(func, args, kwargs, out)
@@ -265,6 +270,8 @@ def _count_wait(func: Any, args: Any, kwargs: Any) -> None:
                 RECORDER.wait("boolean index (nonzero)")
             elif _type(index) == "cpu":
                 RECORDER.wait("index in host memory")
+    elif packet is aten.equal and first is args[1]:
+        return  # torch compares neither values nor devices of a tensor and itself
     elif _type(first) == "cuda" and _ASK_FOR_VALUES & set(func.tags) and "output_size" not in kwargs:
         RECORDER.wait(str(packet).removeprefix("aten."))
 
@@ -291,6 +298,10 @@ def _check_message(func: Any, args: Any) -> None:
             RECORDER.fault(f"{name} of a tensor that is not contiguous, strides {x.stride()}, over nccl")
         if backend == "nccl" and x.dtype not in _NCCL_DTYPES:
             RECORDER.fault(f"{name} of {x.dtype}, which nccl does not have")
+
+
+flags_are_set = [True]
+"""Whether a float that is read as a condition (``.bool()``) is true; an update is skipped then."""
 
 
 # --- answers that fake tensors lack -------------------------------------------------------------------------
@@ -387,6 +398,20 @@ def _answer_python() -> None:
         entry = _PLACES.get(storage._cdata)
         return entry[1] if entry is not None else real_device.__get__(storage)
 
+    real_data = Tensor.data
+
+    def set_data(x: FakeTensor, value: FakeTensor) -> None:
+        real_data.__set__(x, value)  # type: ignore[attr-defined]
+        x.fake_device = value.fake_device
+
+    FakeTensor.data = property(real_data.__get__, set_data)  # type: ignore[assignment,attr-defined,misc]
+    real_resize = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        RECORDER.cached |= size == 0 and device_of(storage).type == "cuda"
+        return real_resize(storage, size)
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
     Tensor.untyped_storage = untyped_storage  # type: ignore[method-assign,assignment]
     torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment]
     FakeTensor.tolist, FakeTensor.numpy = tolist, numpy  # type: ignore[method-assign,assignment]
@@ -478,7 +503,7 @@ def _pretend_gpus() -> None:
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "synchronize": lambda device=None: RECORDER.wait("cuda.synchronize"),
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: setattr(RECORDER, "cached", False),
         "ipc_collect": lambda: None,
         "current_stream": lambda device=None: _Stream(),
         "default_stream": lambda device=None: _Stream(),
@@ -665,6 +690,32 @@ def _stand_in_for_kernels() -> None:
     random._set_cuda_rng_state = lambda *_, **__: None
 
 
+def _stand_in_for_fla() -> None:
+    """FLA's two kernels of linear attention, by shape; they read the bounds unless the host has them."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    def read(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> None:
+        if cu_seqlens_cpu is None:
+            cu_seqlens.tolist()
+
+    def conv(x: Tensor, weight: Tensor, *, cu_seqlens: Tensor, cu_seqlens_cpu: Any = None, **_: Any) -> Any:
+        read(cu_seqlens, cu_seqlens_cpu)
+        return x * weight[:, 0], None
+
+    def rule(
+        q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, cu_seqlens_cpu: Any = None, **more: Any
+    ) -> Any:
+        read(cu_seqlens, cu_seqlens_cpu)
+        return v * (q * k).sum(-1, keepdim=True) * (more["g"] * more["beta"])[..., None].to(v.dtype), None
+
+    def l2norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    common.HAVE_FLA, common.l2norm = True, l2norm
+    for module in (common, gdn):
+        module.causal_conv1d, module.chunk_gated_delta_rule = conv, rule
+
+
 def _send_tokens_evenly() -> None:
     """Routers choose experts in turn, and other ranks send as many tokens as this one: both are read."""
     import megatron.core.transformer.moe.router as router
@@ -703,6 +754,7 @@ def fake_cuda(rank: int, world: int) -> Iterator[Recorder]:
     _answer_python()
     _pretend_groups()
     _stand_in_for_kernels()
+    _stand_in_for_fla()
     _send_tokens_evenly()
     fake_tensor.init_gpu_context = lambda device: None
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]

@@ -13,7 +13,9 @@ Not covered here: layouts (tests/distributed/test_teachers), runs (tests/integra
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from torch import Tensor
 from rpg_megatron.objectives import full_divergence_loss, rpg_loss, sampled_divergence_loss
 from rpg_megatron.policy.divergence import token_divergences
 from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
+from rpg_megatron.policy.policy import UpdateStats
+from rpg_megatron.training.trainer import Trainer
 from tests.support.allocations import AllocationWatch
 
 V, T = 4, 3
@@ -357,3 +361,35 @@ def test_at_most_three_chunks_of_logits_are_in_memory(
     gradients = 2 * 4 * (hidden.numel() + weight.numel())
     assert 0.6 * three < forward <= three + small
     assert watch.peak <= three + small + gradients
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_held_teacher_scores_a_step_at_once(epochs: int) -> None:
+    """Its weights are copied to a GPU for each call; every update gets the rows of its own mini-batch."""
+    calls, updates = [], []
+
+    def with_rows(packed: list[Any], direction: str) -> list[Any]:
+        calls.append(direction)
+        return [f"{micro} with rows" for micro in packed]
+
+    trainer: Any = object.__new__(Trainer)
+    done = UpdateStats(tokens=1, loss=0.0, abs_loss=0.0, metrics={}, grad_norm=0.0, skipped=False)
+    trainer.settings = SimpleNamespace(
+        full_divergence="rkl",
+        sft=True,
+        training=SimpleNamespace(ppo_epochs=epochs),
+        rollout=SimpleNamespace(ahead=0),
+    )
+    trainer.policy = SimpleNamespace(
+        pack=str,
+        updating=nullcontext,
+        update=lambda micro_batches, *_: updates.append(micro_batches) or done,
+    )
+    trainer.teacher = SimpleNamespace(with_rows=with_rows)
+    trainer._old_from, trainer._learning_rate, trainer.anchor = "pass", lambda step: 0.0, None
+    trainer._loss = trainer._aggregator = None
+    batch: Any = SimpleNamespace(started=None, minibatches=[[1, 2], [3], [4, 5]], metrics={})
+    trainer.update(1, batch, lambda *_: None)
+    rows = [[f"{micro} with rows" for micro in minibatch] for minibatch in batch.minibatches]
+    assert updates == rows * epochs
+    assert calls == ["rkl"]

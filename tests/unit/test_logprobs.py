@@ -105,9 +105,11 @@ def test_what_a_gpu_compiles_can_be_traced(
         (outputs[0] + outputs[1] if entropy else outputs[0]).sum().backward()
         return [x.detach() for x in (*outputs, hidden.grad, weight.grad)]
 
-    def compiled(function: Any, tensor: torch.Tensor) -> Any:
+    compile_it = torch.compile
+
+    def compiled(function: Any, **options: Any) -> Any:
         traced.append(function.__name__)
-        return torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+        return compile_it(function, **options, backend=backend)
 
     def backend(graph: Any, inputs: Any) -> Any:
         traced.append("graph")
@@ -115,11 +117,13 @@ def test_what_a_gpu_compiles_can_be_traced(
 
     noise = torch.Generator().manual_seed(5)
     plain = run()
-    monkeypatch.setattr(logprobs, "_fused", compiled)
+    monkeypatch.setattr(torch, "compile", compiled)  # with the product's options
+    logprobs._compiled.cache_clear()
     monkeypatch.setattr(logprobs, "_compiles", lambda tensor: True)
     torch.compiler.reset()
     noise.manual_seed(5)
     assert all(torch.equal(a, b) for a, b in zip(run(), plain, strict=True))
+    logprobs._compiled.cache_clear()
     assert traced.count("graph") == 2, "one for each function, whatever the chunk's length"
     assert set(traced) == {"graph", "_sums_of_exponentials", "_logit_gradients"}
 

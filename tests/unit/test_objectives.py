@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from rpg_megatron.objectives import DIVERGENCES, Clip, rpg_loss
 from rpg_megatron.objectives.clip import dual_bounds
+from rpg_megatron.objectives.ratios import finite_at_end
 from tools.draw_losses import draw
 
 BETA = 0.3
@@ -267,6 +268,20 @@ def test_what_is_not_finite_is_named(name: str, bad: float) -> None:
     inputs[name][1, 2] = bad
     with pytest.raises(ValueError, match=rf"^{name} is (nan|-?inf) at token \(1, 2\)"):
         rpg_loss(**inputs)
+
+
+def test_what_is_not_finite_is_named_at_the_end_of_an_update() -> None:
+    """All micro-batches of an update are computed first; the first wrong one is named, with its token."""
+    good, bad, worse = (torch.zeros(4) for _ in range(3))
+    bad[2], worse[0] = float("nan"), float("inf")
+    computed = []
+    with pytest.raises(ValueError, match=r"^old_logp is nan at token 2"), finite_at_end():
+        computed += [rpg_loss(good, old, good) for old in (good, bad, worse)]
+    assert len(computed) == 3
+    with finite_at_end():
+        rpg_loss(good, good, good)
+    with pytest.raises(ValueError, match=r"^logp is inf at token 0"):  # outside of a block at once
+        rpg_loss(worse, good, good)
 
 
 def sequence_tree(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

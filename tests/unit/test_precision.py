@@ -99,8 +99,11 @@ def test_recipe_reaches_model_gradients_and_optimizer(
         "get_megatron_optimizer",
         lambda config, *_, **__: captured.update(optimizer=config) or SimpleNamespace(param_groups=[]),
     )
-    chunk: Any = SimpleNamespace(config=config, parameters=lambda: [])
+    fused, other = SimpleNamespace(fuse_wgrad_accumulation=False), SimpleNamespace()
+    chunk: Any = SimpleNamespace(config=config, parameters=lambda: [], modules=lambda: [fused, other])
     optimizer.wrap_data_parallel([chunk], OptimizerSettings(), settings, 1)
+    assert fused.fuse_wgrad_accumulation is True
+    assert not vars(other)
     optimizer.build_optimizer([], OptimizerSettings(), settings, MemorySettings())
     assert captured["ddp"].fp8_param_gather == bool(fp8 and fp8.parameters)
     assert captured["optimizer"].fp8_recipe == (fp8.recipe if fp8 else None)
@@ -244,6 +247,8 @@ def test_what_megatron_is_told_of_experts(recompute: str, modules: list[str]) ->
     assert (config.moe_aux_loss_coeff, config.moe_router_load_balancing_type) == (0.0, "none")
     assert config.moe_router_pre_softmax is False
     assert config.recompute_modules == modules
+    kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+    assert not any(getattr(config, name) for name in kernels)
     unscaled = replace(TINY_MOE, experts=replace(TINY_MOE.experts, normalised=False))
     assert transformer_config(unscaled, parallel, PrecisionSettings()).moe_router_pre_softmax is True
 

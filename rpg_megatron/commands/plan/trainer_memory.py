@@ -143,7 +143,7 @@ def communicators(activations: StageActivations) -> Iterator[tuple[int, int, dic
     yield from [(parallel.world, 1, {})] * 2  # the second one is for the norm of the gradients
     yield parallel.data * context, tensor, {"large": whole}
     yield tensor, 1, {"large": not parallel.sequence}
-    yield context, tensor, {"peers": min(2, context - 1) * activations.fused}
+    yield context, tensor, {"peers": context - 1 if shape.linear else min(2, context - 1) * activations.fused}
     yield stages, of_stage, {"peers": min(2, stages - 1)}
     if shape.tied_embeddings and stages > 1 and stage in (0, stages - 1):
         yield 2, of_stage * (stages - 1), {}
@@ -253,14 +253,14 @@ def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
     if settings.teacher is not None and settings.teacher.path is not None:
         other, plain = read_model_shape(settings.teacher.path), settings.model_copy(update={"lora": None})
         teacher_work = replace(activations, settings=plain, shape=other).working("none")
-        nbytes, full = item * rank_parameters(plain, other, stage).total, settings.full_divergence is not None
-        # Full: its output layer, and its last hidden states of all micro-batches of an update.
-        output_layer = item * other.hidden_size * _head_rows(settings, other) * (last and full and on_gpu)
-        hidden = item * activations.batch.microbatches * here * other.hidden_size * (last and full)
+        nbytes = item * rank_parameters(plain, other, stage).total
+        full = last and settings.full_divergence is not None  # hidden states of a step; pinned: up to twice
+        output_layer = item * other.hidden_size * _head_rows(settings, other) * (full and on_gpu)
+        hidden = (1 + on_gpu) * item * activations.batch.microbatches * here * other.hidden_size * full
         yield TEACHER, nbytes, "exact", "always", on_gpu
         yield "teacher, to score", nbytes * on_gpu, "exact", "log-probs", False
         yield "teacher's output layer", output_layer, "exact", "update", False
-        yield "teacher's hidden states", hidden, "estimated", "update", on_gpu
+        yield "teacher's hidden states", hidden * settings.minibatches, "estimated", "update", on_gpu
     rows = _head_rows(settings, shape) * last
     # Chunked log-probs: float32 logits and probabilities. The backward pass of the head runs first, with all
     # activations saved; a layer's working set comes after it.
