@@ -15,6 +15,7 @@ depend on timing there, so ``tests/support/ahead_runs`` compares which groups ea
 token and the guard's numbers. Kills are aimed at rollout, update and sync; Ctrl-C and SIGTERM, after which
 the run saves and resumes, are among them. ``interrupted`` counts responses of several versions so far.
 
+In another layout there are two launchers, as on two nodes, each with a rank and an engine; either is killed.
 In a fourth layout a response has two turns, sampled by an episode: environment workers are killed as reward
 workers are, being forks of fork servers too. In a fifth one only adapters (LoRA) are trained. In a sixth one,
 episodes of verifiers call a tool: the servers that run them are killed as well.

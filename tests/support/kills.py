@@ -39,6 +39,7 @@ from tests.support.watched_runs import (
     STEPS,
     VERIFIERS,
     WORKERS,
+    NodesCommand,
     Reference,
     WatchedRun,
     name_of,
@@ -267,7 +268,8 @@ class KilledRun(WatchedRun):
         if kill.target == TREE:
             return running
         if kill.target in (LAUNCHER, *SIGNALS):
-            return [command.process.pid]
+            on_second = isinstance(command, NodesCommand) and choice >= 0.5
+            return [command.second.process.pid if on_second else command.process.pid]
         if kill.target == RANK:
             with suppress(AssertionError, OSError):
                 return [command.rank(int(choice * 2))]

@@ -7,6 +7,7 @@ import re
 import signal
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ import psutil
 
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.events import EVENTS
+from tests.support.commands import Command
 from tests.support.moments import EXPORT, SAVE, START, EventTap, Moment, read_moment
 from tests.support.ranks import ROOT
-from tests.support.runs import TrainCommand
+from tests.support.runs import QUICKSTART, TrainCommand
 from tests.support.same_runs import read_rows
 
 STEPS = 6
@@ -47,6 +49,8 @@ EPISODES = "two turns, two engines"
 VERIFIERS = "a tool by verifiers, two engines"
 """Needs ``make .venv-verifiers``."""
 ADAPTERS = "adapters, tensor 2, two engines"
+NODES = "data 2, two nodes"
+"""Two launchers, each with a rank and an engine."""
 _VENV = ROOT / ".venv-verifiers"
 
 
@@ -71,6 +75,10 @@ LAYOUTS = {
     EPISODES: [
         *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", WORKERS),
         "rollout.episode={type: tests.support.kill_reward:two_turns, workers: 4}",
+    ],
+    NODES: [
+        *("parallel.tensor=1", "parallel.data=2", "engine.replicas=2", "bridge.transport=process_group"),
+        *(WORKERS, "cluster={interface: lo, join_timeout: 300, min_bandwidth: 0}"),
     ],
     ADAPTERS: [
         *("parallel.tensor=2", "engine.replicas=2", WORKERS),
@@ -132,6 +140,34 @@ class Traces:
         return problems + [f"{file} is left" for file in sorted(files)]
 
 
+class NodesCommand(TrainCommand):
+    """A run on two nodes: the first one's launcher is the command, the second one's is beside it."""
+
+    def __init__(self, folder: Path, run: Path, *arguments: str):
+        job = uuid.uuid4().hex[:8]
+
+        def options(rank: int) -> list[str]:
+            return ["--nodes", "2", "--node-rank", str(rank), "--job", job]
+
+        super().__init__(folder, run, *arguments, *options(0))
+        self.second = Command(folder, "train", str(QUICKSTART), *arguments, *options(1))
+
+    def processes(self) -> list[int]:
+        pids = {*super().processes(), *self.second.processes()}
+        self.sessions |= self.second.sessions
+        return sorted(pids)
+
+    def folders(self) -> list[Path]:
+        return [*super().folders(), *self.second.folders()]
+
+    def finish(self, timeout: float = 60) -> tuple[int, str]:
+        """Of the first node, which says why a run ends."""
+        code, err = super().finish(timeout)
+        others, its_err = self.second.finish(120)
+        assert code != 0 or others == 0, its_err
+        return code, err
+
+
 class WatchedRun:
     """One command, started again until the run is over."""
 
@@ -153,7 +189,8 @@ class WatchedRun:
     def launch(self) -> None:
         """Start the command; returns when its launcher listens for events, or has ended."""
         self.since = time.time()
-        self.command = TrainCommand(self.folder, self.folder / "runs", *self.settings)
+        make = NodesCommand if self.layout == NODES else TrainCommand
+        self.command = make(self.folder, self.folder / "runs", *self.settings)
         self.traces.commands.append(self.command)
         self.tap, end = None, time.monotonic() + LIMIT
         while self.tap is None and self.command.process.poll() is None:
