@@ -24,8 +24,9 @@ from rpg_megatron.data.problems import first_problems
 from rpg_megatron.launcher.run_dir import resolved_yaml
 from rpg_megatron.system.child import module_command
 
-_SECONDS, _START = 20.0, 400.0
-"""Limit of an episode besides its turns and, with all imports, of the process."""
+_SECONDS, _START = 60.0, 400.0
+"""Limit of an episode besides its turns, in which it may import for long on a busy machine, and of the
+process."""
 _WRONG = (
     r"(TypeError|AttributeError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError|NotImplementedError)\b"
     r"|it ended without a turn|ended after|.*(generate is called|metric '|chat template)"
