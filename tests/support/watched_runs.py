@@ -160,6 +160,13 @@ class NodesCommand(TrainCommand):
     def folders(self) -> list[Path]:
         return [*super().folders(), *self.second.folders()]
 
+    def search(self, *words: str) -> int | None:
+        """As for one node; the second engine has no socket file, but is the second launcher's only one."""
+        if "engine-1.sock" not in words:
+            return super().search(*words)
+        servers = (pid for pid in self.second.processes() if "engine.server" in name_of(pid))
+        return next(servers, None)
+
     def finish(self, timeout: float = 60) -> tuple[int, str]:
         """Of the first node, which says why a run ends."""
         code, err = super().finish(timeout)
