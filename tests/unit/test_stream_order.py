@@ -8,6 +8,7 @@ operation counts as done only if something waited for it. The model documents wh
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,7 +215,16 @@ def test_weights_that_handles_open(
 def test_slices_that_are_cast_are_held_until_they_are_summed(order: Order) -> None:
     """A slice that is cast to be sent is a copy, whose memory may go to what is allocated next."""
     values = [torch.full((4, 8), float(i)) for i in range(3)]
-    sums = checksums((on_gpu(x).to(torch.bfloat16), (0, 0)) for x in values)
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def cast() -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
+        for x in values:
+            assert sum(copy() is not None for copy in copies) <= 1  # not a second model
+            copy = on_gpu(x).to(torch.bfloat16)
+            copies.append(weakref.ref(copy))
+            yield copy, (0, 0)
+
+    sums = checksums(cast())
     assert sums == [checksum(x.to(torch.bfloat16), (0, 0)) for x in values]
     assert order.faults == []
 
