@@ -66,7 +66,8 @@ def _sum_slice(values: torch.Tensor, start: tuple[int, int]) -> int:
     if aligned is not None:
         return _weighted_sum(aligned, row_weights, word_weights)
     step = max(1, BLOCK_BYTES // (8 * words))
-    block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype)
+    # An engine's default device is its GPU.
+    block = torch.zeros((min(step, rows), words * per_word), dtype=values.dtype, device="cpu")
     total = 0
     for row in range(0, rows, step):
         part = values[row : row + step]

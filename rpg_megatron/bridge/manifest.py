@@ -94,9 +94,9 @@ class PublishedTensor:
     boxes: tuple[PublishedBox, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """What rarely changes from one version to the next: where the weights are."""
+    """What rarely changes from one version to the next: where the weights are. Equal only to itself."""
 
     shards: tuple[Shard, ...]
     tensors: dict[str, PublishedTensor]
@@ -142,23 +142,24 @@ class Manifest:
     """Scale of B A x of the adapters among the tensors; 0: there are none."""
 
     @cached_property
-    def _layout(self) -> Layout:
+    def parsed(self) -> Layout:
+        """The layout, the same object for the same bytes."""
         return read_layout(self.layout)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         """Files or allocations of the trainer ranks."""
-        return self._layout.shards
+        return self.parsed.shards
 
     @property
     def tensors(self) -> dict[str, PublishedTensor]:
         """The tensors by HF name."""
-        return self._layout.tensors
+        return self.parsed.tensors
 
     def box_sums(self, name: str) -> tuple[int, ...]:
         """Checksum of each box of a tensor."""
-        first = self._layout.index[name]
-        return self.sums[self._layout.boxes[first] : self._layout.boxes[first + 1]]
+        first = self.parsed.index[name]
+        return self.sums[self.parsed.boxes[first] : self.parsed.boxes[first + 1]]
 
     def checksum(self, name: str) -> int:
         """Of a whole tensor: the sum of its boxes' checksums, modulo 2**64."""
@@ -167,7 +168,7 @@ class Manifest:
     @cached_property
     def totals(self) -> tuple[list[str], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
         """Names, checksums and bytes of the tensors."""
-        layout = self._layout
+        layout = self.parsed
         before = np.cumsum(np.array((0, *self.sums), np.uint64))  # wraps modulo 2**64
         return list(layout.tensors), np.diff(before[layout.boxes]), layout.nbytes
 
@@ -187,7 +188,7 @@ class _Text(msgspec.Struct):
     layout: msgspec.Raw
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # of 40,000 tensors it takes some 100 MB
 def read_layout(text: bytes) -> Layout:
     """The layout that ``Layout.to_json`` wrote. Raises ValueError if it is none, MappingError if boxes do not
     cover their tensor exactly.
@@ -197,7 +198,8 @@ def read_layout(text: bytes) -> Layout:
         check_cover(name, tensor.shape, [b.hf for b in tensor.boxes])
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{name} has the unknown dtype {tensor.dtype!r}")
-        if any(b.shard not in range(len(layout.shards)) for b in tensor.boxes):
+        shards = range(len(layout.shards))
+        if any(i not in shards for b in tensor.boxes for i in (b.shard, *b.shared_with)):
             raise ValueError(f"{name} is in a shard that is not listed")
     return layout
 

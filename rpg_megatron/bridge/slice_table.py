@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -118,12 +117,9 @@ class _Part:
 
 def checksums(slices: Iterable[Slice]) -> list[int]:
     """``checksum`` of each slice, all on one device. The host waits once for all slices on a GPU."""
-    left = iter(slices)
-    first = list(islice(left, 1))
-    if first and first[0][0].device.type == "cuda":
-        return modulo(SliceTable([*first, *left]).sums())
     # One after the other: a slice may be a copy that is made when it is asked for.
-    return [checksum(values, start) for values, start in chain(first, left)]
+    sums: list[Any] = [SliceTable([x]).sums() if x[0].device.type == "cuda" else checksum(*x) for x in slices]
+    return modulo(torch.cat(sums)) if sums and isinstance(sums[0], torch.Tensor) else sums
 
 
 def modulo(sums: torch.Tensor) -> list[int]:

@@ -97,6 +97,8 @@ class Memory:
     uses: list[Use] = field(default_factory=list)
     address: int = 0
     nbytes: int = 0
+    opened: dict[Process, int] = field(default_factory=dict)
+    """The GPU from which another process has access, and which torch says that the memory is on."""
 
 
 class Process:
@@ -315,11 +317,13 @@ class Order:
 
     def launch_on_slices(self, kernel: str, tiles: int, *tensors: Tensor, size: int) -> None:
         """A kernel of ``bridge/slice_kernels``: it uses the memory at the addresses in its table."""
-        table, *rest = tensors
-        sums = rest[1:]
-        self.launch([table, *rest[:1]], sums)
+        table, _, *sums = tensors
         stream = self.current_stream()
         number = stream.enqueue()
+        for i, x in enumerate(tensors):
+            if self._gpu(x) != stream.gpu:
+                self.fault(f"a kernel on GPU {stream.gpu} has an argument on {x.device}")
+            self.use(x, stream, number, writes=i > 1)
         with torch.utils._python_dispatch._disable_current_modes(), DisableTorchFunction():
             values = table.numpy()
             for _, source, _, target in slice_launches.slices_of(values, size):
@@ -330,7 +334,9 @@ class Order:
                         None,
                     )
                     if memory is None or memory.gpu is None:
-                        self.fault("a kernel uses memory of the host")
+                        self.fault("a kernel uses memory of the host, or none")
+                    elif self.gpu_of(memory) != stream.gpu:
+                        self.fault(f"a kernel on GPU {stream.gpu} uses GPU {memory.gpu}'s, not opened there")
                     else:
                         low -= memory.address
                         self._use(memory, low, low + matrix.reach, stream, number, writes=writes)
@@ -384,9 +390,12 @@ class Order:
             if not use.over(clock) and not (memory.pinned and isinstance(use.timeline, Stream)):
                 self.fault(f"frees memory while {use.where} {_word(use)} it ({use.timeline.name})")
 
+    def gpu_of(self, memory: Memory) -> int | None:
+        return memory.opened.get(self.process, memory.gpu) if memory.opened else memory.gpu
+
     def _gpu(self, x: Tensor) -> int | None:
         memory = self.memory_of(x.untyped_storage())
-        return memory.gpu if memory is not None else None
+        return self.gpu_of(memory) if memory is not None else None
 
     def _pinned(self, x: Tensor) -> bool:
         memory = self.memory_of(x.untyped_storage())
@@ -481,6 +490,8 @@ class Record(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
         fresh = [x for x in outputs if x.untyped_storage()._cdata not in storages]
+        if func is aten.set_.source_Storage:
+            fresh = []  # it lies where it lay
         gpu = getattr(ORDER._local, "allocating", None)
         if gpu is None:
             gpu = next((g for x in inputs if not x.is_meta and (g := ORDER._gpu(x)) is not None), None)
@@ -588,7 +599,11 @@ def _open(*handle: Any) -> torch.UntypedStorage:
     """``UntypedStorage._new_shared_cuda`` of a handle."""
     if handle[7]:
         ORDER.fault("a handle's reader waits for an event of the writer, which may be gone")
-    return ORDER.handles[int.from_bytes(handle[1], "big")]
+    storage = ORDER.handles[int.from_bytes(handle[1], "big")]
+    memory = ORDER.memory_of(storage)
+    assert memory is not None
+    memory.opened[ORDER.process] = handle[0]
+    return storage
 
 
 def on_gpu(x: Tensor, gpu: int | None = None) -> Tensor:
@@ -607,17 +622,13 @@ def stream_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     real_storage_device = torch.UntypedStorage.device
 
     def device_of(x: Tensor) -> torch.device:
-        memory = None if x.is_meta else order.memory_of(x.untyped_storage())
-        return (
-            torch.device("cuda", memory.gpu)
-            if memory is not None and memory.gpu is not None
-            else real_device.__get__(x)
-        )
+        gpu = None if x.is_meta else order._gpu(x)
+        return torch.device("cuda", gpu) if gpu is not None else real_device.__get__(x)
 
     def device_of_storage(storage: torch.UntypedStorage) -> torch.device:
         memory = order.memory_of(storage)
-        if memory is not None and memory.gpu is not None:
-            return torch.device("cuda", memory.gpu)
+        if memory is not None and (gpu := order.gpu_of(memory)) is not None:
+            return torch.device("cuda", gpu)
         return real_storage_device.__get__(storage)
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -111,6 +111,10 @@ def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
     (folder / "other.json").write_text(json.dumps(raw))
     with pytest.raises(ShardError, match="impossible file"):
         reader.open({"manifest": str(folder / "other.json")}, 1)
+    raw["layout"]["tensors"]["lm_head.weight"]["boxes"][0]["shared_with"] = [9]
+    (folder / "other.json").write_text(json.dumps(raw))
+    with pytest.raises(ShardError, match="in a shard that is not listed"):
+        reader.open({"manifest": str(folder / "other.json")}, 1)
     (folder / "other.json").write_text('{"version": 1}')
     with pytest.raises(ShardError, match="not a manifest"):
         reader.open({"manifest": str(folder / "other.json")}, 1)

@@ -8,6 +8,7 @@ operation counts as done only if something waited for it. The model documents wh
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 from rpg_megatron.bridge import publisher
+from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.controller import compare_checksums
 from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.publisher import Publisher
-from rpg_megatron.bridge.slice_table import TableCache
+from rpg_megatron.bridge.slice_table import TableCache, checksums
 from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader, process_group_publisher
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher, gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Copies, Reader, ShardReader, own_stream
@@ -207,6 +209,23 @@ def test_weights_that_handles_open(
     )
     engine = Engine(order, gpu, lambda device: ShardReader(folder, gpu_of(device)))
     ranks.sync(publishers, [engine], side_stream=True)
+    assert order.faults == []
+
+
+def test_slices_that_are_cast_are_held_until_they_are_summed(order: Order) -> None:
+    """A slice that is cast to be sent is a copy, whose memory may go to what is allocated next."""
+    values = [torch.full((4, 8), float(i)) for i in range(3)]
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def cast() -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
+        for x in values:
+            assert sum(copy() is not None for copy in copies) <= 1  # not a second model
+            copy = on_gpu(x).to(torch.bfloat16)
+            copies.append(weakref.ref(copy))
+            yield copy, (0, 0)
+
+    sums = checksums(cast())
+    assert sums == [checksum(x.to(torch.bfloat16), (0, 0)) for x in values]
     assert order.faults == []
 
 

@@ -195,24 +195,19 @@ def gpu_of(device: torch.device) -> str:
 
 
 def open_memory(copy: Copy) -> torch.Tensor:
-    """The memory of a copy as uint8 on its GPU. Raises HandleError if this process cannot open it."""
-    arguments = [_find_gpu(copy.gpu), *json.loads(copy.handle)]
+    """The memory of a copy as uint8. Raises HandleError if this process cannot open it.
+
+    Opened from the current GPU, as one of its tensors, wherever it lies: CUDA then lets that GPU's kernels
+    access it, which run on its streams.
+    """
+    arguments = [torch.cuda.current_device(), *json.loads(copy.handle)]
     for i in _BYTES:
         arguments[i] = base64.b64decode(arguments[i])
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*arguments)
     except RuntimeError as e:
         raise HandleError(
-            f"memory of trainer rank {copy.rank} on GPU {copy.gpu} cannot be opened ({e})"
+            f"memory of trainer rank {copy.rank} on GPU {copy.gpu} cannot be opened ({e}); this engine's GPU "
+            "needs peer access to it"
         ) from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _find_gpu(uuid: str) -> int:
-    """Device index of a GPU in this process; other processes may number GPUs differently."""
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return index
-    raise HandleError(
-        f"the trainer's GPU {uuid} is not visible to this engine; let engines see all GPUs of the node"
-    )

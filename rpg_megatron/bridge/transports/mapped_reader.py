@@ -210,22 +210,19 @@ class ShardReader:
     def check(self, wanted: Sequence[tuple[str, Box]]) -> ReadSums:
         """Compute the checksums of exactly what will be read."""
         sums: ReadSums = {name: (0, 0) for name, _ in wanted}
-
-        def parts() -> list[tuple[str, torch.Tensor, Box]]:
-            return [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
+        parts = ((name, *cut) for name, box in wanted for cut in self.cut(name, box))
 
         def table() -> tuple[list[tuple[str, int]], SliceTable]:
-            cuts = parts()
+            cuts = list(parts)
             slices = [(part, where.start) for _, part, where in cuts]
             return [(name, part.nbytes) for name, part, _ in cuts], SliceTable(slices)
 
         if self._on_gpu:
-            sizes, prepared = self._checked.get((self._opened().layout, tuple(wanted)), self._files, table)
+            sizes, prepared = self._checked.get((self._opened().parsed, tuple(wanted)), self._files, table)
             numbers = modulo(prepared.sums())
         else:
             sizes, numbers = [], []
-            for name, part, where in parts():
-                self._on_progress()
+            for name, part, where in parts:
                 sizes.append((name, part.nbytes))
                 numbers.append(checksum(part, where.start))
         for (name, size), number in zip(sizes, numbers, strict=True):
@@ -270,7 +267,7 @@ class ShardReader:
                 [(p, where.start) for _, p, where, _ in parts], [target for *_, target in parts]
             )
 
-        copies.cache.get(self._opened().layout, [*copies.memory, *self._files], table).copy()
+        copies.cache.get(self._opened().parsed, [*copies.memory, *self._files], table).copy()
         self._on_progress()
 
     def whole(self, name: str) -> torch.Tensor:

@@ -114,7 +114,7 @@ class GroupReader:
             most = max(1, budget // (2 * max(len(ranks), 1)))
             return exclusive, most, plan_streams(manifest, wanted, most, exclusive)
 
-        key = manifest.layout, tuple(wanted), budget
+        key = manifest.parsed, tuple(wanted), budget
         self._exclusive, self._max_part_bytes, streams = self._planned.get(key, [], plan)
         for shard in [s for s in self._links if s not in streams]:
             self._links.pop(shard).close()
@@ -164,7 +164,7 @@ class GroupReader:
                 target.copy_(part)
             return
         links = self._links
-        key = self._opened().layout, tuple((shard, *link.position) for shard, link in links.items())
+        key = self._opened().parsed, tuple((shard, *link.position) for shard, link in links.items())
         memory = [*copies.memory, *(buffer for link in links.values() for buffer in link.buffers)]
         steps, remaining = copies.cache.get(key, memory, partial(self._plan_steps, copies))
         for step in steps:
