@@ -212,6 +212,8 @@ def parse_manifest(text: str, place: dict[str, Any]) -> Manifest:
         boxes = int(read_layout(layout).boxes[-1])
         if len(raw.sums) != boxes:
             raise ValueError(f"{len(raw.sums)} checksums of {boxes} boxes")
+        if not all(0 <= number < CHECKSUM_MODULUS for number in raw.sums):
+            raise ValueError("a checksum has more than 64 bits")
     except ValueError as e:  # also msgspec's errors
         raise ValueError(f"not a manifest of published weights ({type(e).__name__}: {e})") from None
     return Manifest(raw.transport, place, raw.version, layout, raw.sums, raw.scale)

@@ -1,7 +1,7 @@
 """Transport ``cuda_ipc``: engines on the node read the trainers' GPU memory by CUDA IPC handles.
 
-Publishing copies nothing. A worker reads the live parameters on its own GPU if a replica is there, since a
-process that opens memory of another GPU needs memory on that GPU; else from another GPU by peer access.
+Publishing copies nothing. A worker reads the live parameters on its own GPU if a replica is there, else from
+another GPU by peer access.
 Handles are JSON, not pickle, so reading one runs no code.
 
 Does not support torch's expandable segments (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``).
