@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rpg_megatron.bridge.transports.mapped_reader import Copies
 from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
@@ -47,6 +48,10 @@ class Published:
     def full(self, name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sorted(self.shapes).index(name) + 1000 * self.version)
         return (torch.randn(*self.shapes[name], generator=generator) * 0.05).bfloat16()
+
+    def load(self, copies: Copies) -> None:
+        for _, part, _, target in copies.parts(self.cut):
+            target.copy_(part)
 
     def cut(self, name: str, box: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         yield self.full(name)[box.slices()], box

@@ -22,7 +22,7 @@ os.environ |= {
 import torch
 from vllm import LLM, SamplingParams
 
-from rpg_megatron.bridge.transports.mapped_reader import ShardError
+from rpg_megatron.bridge.transports.mapped_reader import Copies, ShardError
 from rpg_megatron.bridge.vllm.weight_loader import load_published, record_plan
 from rpg_megatron.models.boxes import Box
 from tests.support.bridge_rig import PROMPT
@@ -38,6 +38,10 @@ class Weights:
 
     def whole(self, name: str) -> torch.Tensor:
         return self.tensors[name].clone()
+
+    def load(self, copies: Copies) -> None:
+        for _, part, _, target in copies.parts(self.cut):
+            target.copy_(part)
 
     def cut(self, name: str, box: Box) -> Iterator[tuple[torch.Tensor, Box]]:
         yield self.tensors[name][box.slices()], box
