@@ -17,9 +17,12 @@ from tests.support.ranks import run_ranks
 SLICES = {"0.6b": 310, "4b": 398, "8b": 399, "30b-a3b": 18_867}
 
 
-@pytest.mark.parametrize("shapes", [("0.6b", "4b", "8b"), pytest.param(("30b-a3b",), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "shapes",
+    [("0.6b", "4b", "8b"), pytest.param(("30b-a3b",), marks=[pytest.mark.long, pytest.mark.timeout(1600)])],
+)
 def test_calls_of_a_sync(shapes: tuple[str, ...], tmp_path: Path) -> None:
-    results = run_ranks("tests.distributed.sync_calls_worker", 1, tmp_path, *shapes, fresh=True)
+    results = run_ranks("tests.distributed.sync_calls_worker", 1, tmp_path, *shapes, fresh=True, timeout=1500)
     for shape in shapes:
         result = results[shape]
         assert result["faults"] == []
@@ -31,5 +34,5 @@ def test_calls_of_a_sync(shapes: tuple[str, ...], tmp_path: Path) -> None:
             assert side["calls"] + side["launches"] <= 10
             assert side["waits"] <= 2
         # The tables are what is saved: without them each slice is asked for.
-        assert result["trainer, first"]["calls"] > 4 * result["slices"]
+        assert result["trainer, first"]["calls"] > 2 * result["slices"]
         assert result["engine, first"]["calls"] > 8 * result["slices"]
