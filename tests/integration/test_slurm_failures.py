@@ -94,16 +94,21 @@ def undisturbed(three: Slurm, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 def in_rollout(run: Path, since: int) -> bool:
     step = count_rows(run)  # rows of steps 0 to step - 1
-    return step >= since and not rollouts_complete(rollouts_file(run, step)) and not in_save(run, 0)
+    return step >= since and not rollouts_complete(rollouts_file(run, step)) and not is_saving(run)
 
 
 def in_update(run: Path, since: int) -> bool:
     step = count_rows(run)
-    return step >= since and rollouts_complete(rollouts_file(run, step)) and not in_save(run, 0)
+    return step >= since and rollouts_complete(rollouts_file(run, step)) and not is_saving(run)
 
 
 def in_save(run: Path, since: int) -> bool:
-    return count_rows(run) >= since and any((run / "checkpoints").glob(".step_*.part"))
+    """Not in the first one: without a checkpoint the run begins again, in another folder."""
+    return count_rows(run) >= since and is_saving(run) and bool(list_steps(run))
+
+
+def is_saving(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".step_*.part"))
 
 
 @pytest.mark.long
