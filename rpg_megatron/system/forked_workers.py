@@ -83,7 +83,8 @@ class Loader(NamedTuple):
     path: str
     """``module:function``; called with ``arguments``, it returns what a worker runs, with its end of the
     connection, and a description. That has "deadline", the seconds for a call, and "async", whether a worker
-    runs many calls at the same time. It may raise ValueError or UserError."""
+    runs many calls at the same time; and may have "grace", the seconds in which workers clean up when the
+    parent has gone. It may raise ValueError or UserError."""
     arguments: dict[str, Any]
     """JSON-serialisable."""
     imports: str

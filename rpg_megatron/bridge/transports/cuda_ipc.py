@@ -207,7 +207,7 @@ def open_memory(copy: Copy) -> torch.Tensor:
         storage = torch.UntypedStorage._new_shared_cuda(*arguments)
     except RuntimeError as e:
         raise HandleError(
-            f"memory of trainer rank {copy.rank} on GPU {copy.gpu} cannot be opened ({e}); this engine's GPU "
-            "needs peer access to it"
+            f"memory of trainer rank {copy.rank} on GPU {copy.gpu} cannot be opened ({e}); let the engine "
+            "see all GPUs of the node, and check with nvidia-smi topo -p2p r that they reach each other"
         ) from None
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
