@@ -351,6 +351,12 @@ def assert_same(run: Run, other: Run, steps: int) -> None:
         results(other, steps),
     )
     assert rollouts == other_rollouts
-    assert rows == other_rows
+    differing = [
+        (row.get("step"), key, row.get(key), other_row.get(key))
+        for row, other_row in zip(rows, other_rows, strict=True)
+        for key in sorted(row.keys() | other_row.keys())
+        if row.get(key) != other_row.get(key)
+    ]
+    assert not differing, differing
     assert weights.keys() == other_weights.keys()
     assert all(torch.equal(weight, other_weights[key]) for key, weight in weights.items())
