@@ -253,5 +253,41 @@ def fp8(report: Report, seeds: tuple[int, ...] = FP8.seeds, runs: int | None = N
     study(report, FP8, seeds, runs, (), "")
 
 
+# -- optimizers ----------------------------------------------------------------------------------------------
+
+OPTIMIZERS = Study(
+    file="optimizers.jsonl",
+    key=("optimizer",),
+    cases={
+        ("AdamW",): [],
+        ("Muon",): ["optimizer.type=muon", "optimizer.distributed=false"],
+    },
+    seeds=(17, 18, 19),
+    figures=lambda run: {
+        "entropy": run.steps[-1]["policy/entropy"],
+        "kl_old": run.mean("kl/old"),
+        "norm": run.mean("policy/grad_norm"),
+    },
+    columns={
+        "accuracy before, %|.1f": lambda r: 100 * r["before"],
+        "after, %|.1f": lambda r: 100 * r["after"],
+        "best, %|.1f": lambda r: 100 * r["best"],
+        "entropy, nats|.3f": lambda r: r["entropy"],
+        "KL to the old policy, nats|.1e": lambda r: r["kl_old"],
+    },
+    settings=("evaluation.every=2",),
+)
+
+
+@benchmark(runs=0)
+def optimizers(
+    report: Report, seeds: tuple[int, ...] = OPTIMIZERS.seeds, runs: int | None = None, write: bool = False
+) -> None:
+    """The quickstart with AdamW and Muon, everything else the same. write: the table of docs/objectives.md."""
+    table = study(report, OPTIMIZERS, seeds, runs, (), "")
+    if write:
+        write_block("objectives.md", "learning optimizers", table)
+
+
 if __name__ == "__main__":
-    main(__doc__, losses, ahead, fp8)
+    main(__doc__, losses, ahead, fp8, optimizers)

@@ -119,6 +119,8 @@ def _lora_problems(s: Sections) -> Iterator[str]:
         if s.model.adapter is not None:
             yield "model.adapter needs lora, with the rank, alpha and targets of that adapter; add it"
         return
+    if s.optimizer.type == "muon":
+        yield "lora excludes optimizer.type muon: a product of two low-rank matrices has no orthogonal step"
     if s.lora.publish == "merged" and not s.engine.replicas:
         yield "lora.publish merged has no effect without engines (engine.replicas 0); remove it"
     if s.lora.publish == "merged" and s.precision.dtype != "float32":
@@ -222,7 +224,7 @@ def _router_replay_problems(s: Sections) -> Iterator[str]:
         if s.rollout.journal_routes:
             yield "rollout.journal_routes has no effect unless training.router_replay is set; remove it"
         return
-    recompute = s.memory.recompute_for(s.tokens_at_once)
+    recompute = s.recompute
     if s.parallel.pipeline > 1 and recompute == "selective":
         chosen = "" if s.memory.recompute else ", chosen for micro-batches of this size,"
         yield (

@@ -156,10 +156,12 @@ class MemorySettings(Section, affects="speed"):
 
 
 class OptimizerSettings(Section, affects="training"):
-    """Megatron's AdamW, or Schedule-Free AdamW."""
+    """Megatron's AdamW, Schedule-Free AdamW, or Muon."""
 
-    type: Literal["adamw", "schedule_free_adamw"] = "adamw"
-    """schedule_free_adamw (arXiv 2405.15682): rollouts, log-probs and exports use the averaged weights."""
+    type: Literal["adamw", "schedule_free_adamw", "muon"] = "adamw"
+    """schedule_free_adamw (arXiv 2405.15682): rollouts, log-probs and exports use the averaged weights.
+    muon (arXiv 2502.16982): hidden matrices are updated by their orthogonalised momentum, embeddings, output
+    layer, norms and biases by AdamW with the same lr."""
     lr: float = Field(1e-6, gt=0, le=1)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(10, ge=0)
@@ -189,8 +191,9 @@ class OptimizerSettings(Section, affects="training"):
             yield f"optimizer.warmup_steps ({self.warmup_steps}) exceeds the run's {steps} steps; lower it"
 
     def _problems(self) -> Iterator[str]:
-        if self.type == "schedule_free_adamw" and self.distributed:
-            yield (
-                "schedule_free_adamw cannot be distributed: Megatron cannot shard its averaged weights; "
-                "set distributed to false"
-            )
+        held = {
+            "schedule_free_adamw": "Megatron cannot shard its averaged weights",
+            "muon": "Megatron shards its momentum by whole layers, and cannot resume that on other data ranks",
+        }
+        if self.distributed and self.type in held:
+            yield f"{self.type} cannot be distributed: {held[self.type]}; set distributed to false"

@@ -220,6 +220,11 @@ class Sections(Section):
         return -(-max(self.training.tokens_per_microbatch, self.longest) // self.parallel.context)
 
     @property
+    def recompute(self) -> Literal["none", "selective", "full"]:
+        """``memory.recompute`` without auto."""
+        return self.memory.recompute_for(self.tokens_at_once)
+
+    @property
     def longest(self) -> int:
         """Maximum tokens of a sequence in training."""
         if self.sft is not None:

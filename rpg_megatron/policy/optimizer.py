@@ -1,4 +1,4 @@
-"""Optimizers: AdamW in Megatron's (distributed) optimizer, on GPU and CPU, and Schedule-Free AdamW."""
+"""Optimizers: AdamW in Megatron's (distributed) optimizer, on GPU and CPU, Schedule-Free AdamW, and Muon."""
 
 from __future__ import annotations
 
@@ -180,7 +180,13 @@ def gather_weights(models: Sequence[DistributedDataParallel]) -> None:
 def optimizer_config(
     settings: OptimizerSettings, precision: PrecisionSettings, memory: MemorySettings
 ) -> OptimizerConfig:
-    """Megatron's configuration of AdamW with float32 main weights and moments."""
+    """Megatron's configuration, with float32 main weights and moments.
+
+    Muon's momentum, with Nesterov's step, is orthogonalised by five Newton-Schulz steps, in the precision of
+    the model, on whole matrices whatever the layout: query, key and value each by itself, gate and up
+    together, as Megatron stores them. 0.2 * sqrt(max(rows, columns)) gives updates the size of AdamW's
+    (arXiv 2502.16982), so both share one learning rate.
+    """
     dtype = torch_dtype(precision.dtype)
     offload: dict[str, Any] = {}
     if memory.offload_optimizer:
@@ -193,7 +199,11 @@ def optimizer_config(
             "use_precision_aware_optimizer": True,
         }
     return OptimizerConfig(
-        optimizer="adam",
+        optimizer="muon" if settings.type == "muon" else "adam",
+        muon_nesterov=True,
+        muon_tp_mode="duplicated",
+        muon_extra_scale_factor=0.2,
+        muon_fp32_matmul_prec="highest" if dtype is torch.float32 else "medium",
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.beta1,
@@ -214,7 +224,7 @@ def build_optimizer(
     precision: PrecisionSettings,
     memory: MemorySettings,
 ) -> MegatronOptimizer:
-    """AdamW over float32 master weights of all chunks, with gradient-norm clipping."""
+    """The optimizer over float32 master weights of all chunks, with gradient-norm clipping."""
     config = optimizer_config(settings, precision, memory)
     kind = "offloading" if memory.offload_optimizer else settings.type
     # Ranks exchange their parameter groups as objects over the default group.

@@ -98,7 +98,7 @@ class Policy(ScoringModel):
         ``load`` writes into ``loadable_parameters``.
         Raises UserError if settings require layers or a precision that this machine does not support.
         """
-        recompute = settings.memory.recompute_for(settings.tokens_at_once)
+        recompute = settings.recompute
         fused = uses_transformer_engine(settings, device)
         self.replayed = shape.experts if settings.training.router_replay == "rollout" else None
         config = transformer_config(

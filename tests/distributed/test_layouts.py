@@ -39,6 +39,7 @@ from tests.support.layouts import (
     run_layouts,
     score_batch,
 )
+from tests.support.muon import Muon, split_parameters
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "TP1": (1, {}, 1),
@@ -225,6 +226,7 @@ def _gradient_bits(folder: Path, name: str) -> dict[str, bytes]:
         ("adamw", ("DP2, 7 micro-batches", "TP2")),
         ("adamw, distributed", ("DP2, 7 micro-batches", "TP2+SP", "PP2xVPP2xDP2, packed to a budget")),
         ("schedule_free_adamw", ("DP2, 7 micro-batches", "PP2")),
+        ("muon", ("DP2, 7 micro-batches", "TP2+SP", "PP2xVPP2", "CP2", "TP2xPP2", "TP2xDP2+SP")),
     ],
 )
 def test_optimizers_end_where_the_reference_does(tmp_path: Path, kind: str, layouts: tuple[str, ...]) -> None:
@@ -245,19 +247,22 @@ def test_optimizers_end_where_the_reference_does(tmp_path: Path, kind: str, layo
         lr=1e-2,
     )
 
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
+    matrices, others = split_parameters(model) if kind == "muon" else ([], list(model.parameters()))
+    decayed = [p for p in others if p.dim() > 1]
+    plain = [p for p in others if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     free = kind == "schedule_free_adamw"
     reference = (schedulefree.AdamWScheduleFree if free else torch.optim.AdamW)(
         groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-3
     )
+    orthogonal = [Muon(matrices, 1e-2, 0.1)] if matrices else []
     for _ in range(3):
         if free:
             reference.train()
-        reference.zero_grad()
+        model.zero_grad()
         reference_update(model, batch, "rpg")
-        reference.step()
+        for each in (reference, *orthogonal):
+            each.step()
         if free:
             reference.eval()
     expected = model.state_dict()

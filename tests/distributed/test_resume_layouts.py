@@ -55,6 +55,7 @@ NEEDED = {
     "distributed": ("TP2xPP2", "DP4"),
     "plain": ("DP4",),
     "schedule-free": ("DP4",),
+    "muon": ("DP4", "TP2xDP2+SP"),
     "adapters": ("DP4",),
 }
 """Cases of the default tier, with one rank and the way back only for the first."""

@@ -7,7 +7,7 @@ norm's, of which the gradient norm counts the first rank's copy only, or one tha
 weights, master weights, both moments and step counts of every rank are the same bits after a step of two such
 updates, both are counted, and the next step is the one of a trainer that never saw them; three in a row end
 the run with a message, on every rank, that names step, parameter and rank. For TP2, PP2 and DP2, plain and
-distributed, and Schedule-Free (its weights after the step and the next step to rounding, the rest exactly).
+distributed, Muon, and Schedule-Free (its weights after the step and the next step to rounding, the rest exactly).
 Log-probs scored in rows that join the mini-batches are those of each sequence alone. Not covered: GPUs,
 bfloat16.
 """
@@ -31,10 +31,11 @@ CASES = {
     "DP2": ({"data": 2}, PLAIN),
     "DP2, distributed": ({"data": 2}, CUT),
     "DP2, schedule-free": ({"data": 2}, {"type": "schedule_free_adamw", **PLAIN}),
+    "TP2, Muon": ({"tensor": 2}, {"type": "muon", **PLAIN}),
 }
 
 
-FEW = ("TP2, a parameter that is cut", "PP2", "DP2, distributed", "DP2, schedule-free")
+FEW = ("TP2, a parameter that is cut", "PP2", "DP2, distributed", "DP2, schedule-free", "TP2, Muon")
 """Cases of the default tier."""
 
 

@@ -1,14 +1,18 @@
 """Settings of a step's batch besides the loss: a KL in the reward, several passes over the batch.
 
 Proved with real Megatron on two data-parallel ranks in fp32: with ``reward.kl`` the advantages on every rank
-are those of rewards minus the KL of the response's sampled tokens, in its group; two epochs are the same
+are those of rewards minus the KL of the response's sampled tokens, of all its rows if it has branches, in its
+group; two epochs are the same
 updates, bit for bit, as a batch whose mini-batches come twice, with the old policy from before the first. Not
 covered: the gradient of a KL in the reward (tests/unit/test_baselines.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import pickle
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,12 @@ from tests.support.ranks import run_ranks
 
 def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
     batch = write_rewarded_batch(tmp_path, 3)
+    branches = {i: pickle.loads(pickle.dumps(batch[i])) for i in (1, 4, 11)}
+    for i, branch in branches.items():  # another row of the same response
+        branch.branch, branch.response = 1, branch.response[::-1].copy()
+        assert (branch.response != batch[i].response).any()
+    rows = [row for i, t in enumerate(batch) for row in (t, *([branches[i]] if i in branches else []))]
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(rows))
     case = make_case(
         tmp_path / "model",
         {"data": 2},
@@ -41,14 +51,17 @@ def test_kl_in_the_reward_and_several_passes(tmp_path: Path) -> None:
     (tmp_path / "case.json").write_text(json.dumps(case))
     result = run_ranks("tests.distributed.training_knobs_worker", 2, tmp_path)
 
-    by_sample = {(group, sample): values for part in result["ranks"] for group, sample, *values in part}
-    assert len(by_sample) == len(batch)
-    kl = np.array([by_sample[t.group, t.sample][0] for t in batch])
+    by_sample = defaultdict(list)
+    for group, sample, *values in itertools.chain.from_iterable(result["ranks"]):
+        by_sample[group, sample].append(values)
+    assert [len(by_sample[t.group, t.sample]) for t in batch] == [1 + (i in branches) for i in range(12)]
+    kl = np.array([sum(kl for kl, _ in by_sample[t.group, t.sample]) for t in batch])
     assert np.abs(kl).min() > 1e-6
     rewards = np.array([t.reward for t in batch]) - 0.5 * kl
     expected = (rewards.reshape(4, 3) - rewards.reshape(4, 3).mean(1, keepdims=True)).ravel()
-    advantages = [by_sample[t.group, t.sample][1] for t in batch]
-    assert advantages == pytest.approx(expected, abs=1e-6)
+    for t, advantage in zip(batch, expected, strict=True):
+        for _, actual in by_sample[t.group, t.sample]:
+            assert actual == pytest.approx(advantage, abs=1e-6)
     row = result["row"]
     assert row["kl/response"] == pytest.approx(kl.mean(), rel=1e-9)
     assert row["reward/kl"] == pytest.approx(-0.5 * kl.mean(), rel=1e-9)

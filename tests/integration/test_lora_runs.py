@@ -4,7 +4,8 @@ Whole runs by the command line. A plug-in makes vLLM bind or apply the adapters 
 the check of the slots, which would name each fault itself (test_lora_engine). Then the guard stops the run:
 before the first step, by its probes with known adapters, although the run's own B is zero; or in the step
 after the update from which on the engine keeps older adapters. A run that samples two updates ahead trains,
-with responses of several versions, and the guard compares the tokens of each version.
+with responses of several versions, and the guard compares the tokens of each version. Colocated engines keep
+the model's weights while they sleep: a plug-in throws weights away at sleep level 2, as a GPU does.
 Kills and resumes: test_kills (layout ``adapters``), test_resume_layouts.
 """
 
@@ -72,6 +73,40 @@ def test_the_guard_finds_faults_that_the_engine_serves(
         early = "before step 1: known adapters (lora) change the trainer's log-probs by" in output
         assert early == (fault != "late older"), output
         assert early or "step 2: engine and trainer disagree" in output, output
+    run.assert_nothing_left()
+
+
+DISCARDS = """
+import os
+from pathlib import Path
+
+def register():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def sleep(self, level=1):
+        with Path(os.environ["RPG_TEST_SLEPT"]).open("a") as out:
+            out.write(f"{level}\\n")
+        for parameter in self.model_runner.model.parameters() if level == 2 else ():
+            parameter.data.fill_(float("nan"))
+
+    CPUWorker.sleep = sleep
+"""
+
+
+def test_colocated_engines_keep_the_model_whose_adapters_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = install_plugin(tmp_path / "plugin", "discards", DISCARDS)
+    monkeypatch.setenv("PYTHONPATH", str(plugin), prepend=":")
+    monkeypatch.setenv("RPG_TEST_SLEPT", str(tmp_path / "slept"))
+    run = Run(tmp_path, "parallel.tensor=1", "engine.colocated=true", "optimizer.lr=1e-3")
+    code, err = run.finish(900)
+    assert code == 0, run.out.read_text() + err
+    first, *later = (tmp_path / "slept").read_text().split()  # before it has weights; in each step
+    assert first == "2"
+    assert len(later) >= 3
+    assert set(later) == {"1"}
+    assert all(row["mismatch/logp_max"] <= 1e-4 for row in run.rows()[1:])
     run.assert_nothing_left()
 
 

@@ -20,10 +20,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "distributed": {"distributed": True},
     "plain": {"distributed": False},
     "schedule-free": {"type": "schedule_free_adamw", "distributed": False},
+    "muon": {"type": "muon", "distributed": False},
     "adapters": {"distributed": True},
 }
 WEIGHTS = {"adapters": 4 * 7 * 2 + 2}
 """Number of weights in a checkpoint, if it is not the model's."""
+MATRICES = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2"))
+"""The hidden matrices of a dense layer, which Muon updates."""
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,8 +59,10 @@ def compare(reference: Path, folder: Path, tolerance: float, *, count: int = 4 *
         assert actual.keys() == expected.keys(), folder
         weights = {name for name in expected if not name.startswith("optimizer.")}
         assert len(weights) == count
-        if part == MODEL:  # two or three numbers for each weight
-            assert len(expected) in (3 * len(weights), 4 * len(weights)), sorted(expected)
+        if part == MODEL:  # two or three numbers for each weight; Muon has one moment of a matrix
+            single = sum("momentum_buffer" in name for name in expected)
+            assert single in (0, sum(name.endswith(MATRICES) for name in weights))
+            assert len(expected) + single in (3 * len(weights), 4 * len(weights)), sorted(expected)
         for key, tensor in expected.items():
             gaps = (actual[key].double() - tensor.double()).abs()
             if tensor.dtype == torch.bfloat16:

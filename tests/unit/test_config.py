@@ -301,6 +301,8 @@ def test_every_key_is_read_somewhere():
         ("evaluation={sets: [{preset: amc23}, {path: d, name: amc23}]}", "sets[1] repeats the name amc23"),
         ("evaluation={name: a, sets: [{preset: amc23}]}", "name has no effect with sets"),
         ("optimizer.type=schedule_free_adamw", "set distributed to false"),
+        ("optimizer.type=muon", "muon cannot be distributed"),
+        ("lora={}; optimizer={type: muon, distributed: false}", "lora excludes optimizer.type muon"),
     ],
 )
 def test_settings_that_would_not_do_what_they_say(tmp_path: Path, override: str, message: str) -> None:

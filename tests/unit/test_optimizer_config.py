@@ -52,6 +52,7 @@ def test_a_share_is_kept_in_host_memory(share: float):
         ({"device": "cpu"}, "needs device cuda: on a CPU the optimizer is already in host memory"),
         ({"optimizer": {"distributed": False}}, "optimizer.distributed true"),
         ({"optimizer": {"type": "schedule_free_adamw", "distributed": False}}, "optimizer.type adamw"),
+        ({"optimizer": {"type": "muon", "distributed": False}}, "optimizer.type adamw"),
         ({"precision": {"dtype": "float32"}}, "precision.dtype bfloat16"),
         ({"precision": {"fp8": {"parameters": True}}}, "precision.fp8.parameters"),
     ],

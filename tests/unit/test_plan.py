@@ -119,6 +119,18 @@ def test_bytes_per_parameter_are_the_published_numbers() -> None:
     assert sum(state_bytes("float32")) == 16
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_muon_has_one_moment_of_the_layers_matrices(write: Callable[..., Path], tensor: int) -> None:
+    def optimizer(kind: str) -> int:
+        optimizer = {"type": kind, "distributed": False}
+        plan = plan_of(write(QWEN3_06B, optimizer=optimizer, parallel={"tensor": tensor}))
+        return next(part.nbytes for part in plan.largest.parts if part.name == "optimizer")
+
+    # 28 layers of query, key, value, output and the three of the MLP.
+    matrices = 28 * (1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072)
+    assert optimizer("adamw") - optimizer("muon") == 4 * matrices / tensor
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_sharded_bytes_per_parameter_are_the_published_numbers(
     write: Callable[..., Path], replicas: int

@@ -182,6 +182,19 @@ def test_optimizer_and_reduction_of_gradients() -> None:
     assert seconds("update", "memory_bandwidth=1e30", overrides=off) > hidden
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_muon_orthogonalises_whole_matrices_on_each_tensor_rank(tensor: int) -> None:
+    layout = f"parallel={{tensor: {tensor}, sequence: {str(tensor > 1).lower()}, data: {8 // tensor}}}"
+
+    def update(kind: str) -> float:
+        optimizer = f"optimizer={{type: {kind}, distributed: false}}"
+        return seconds("update", "peak_bf16=1e15", overrides=(layout, optimizer))
+
+    # Five steps of three products; the smaller side squared is a matrix of its own.
+    steps = 36 * 5 * sum(4 * 4096**2 * n + 2 * 4096**3 for n in (6144, 4096, 2 * 12288, 12288))
+    assert update("muon") - update("adamw") == pytest.approx(4 * steps / 1e15, rel=1e-9)
+
+
 def test_pipeline_ranks_wait_by_the_schedule() -> None:
     """128 or 32 rows a replica at two sequences each: 1 + 3 / (virtual x micro-batches)."""
     stages = "parallel={tensor: 1, pipeline: 4, data: 2, virtual: %d}"

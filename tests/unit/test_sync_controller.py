@@ -38,8 +38,8 @@ class StandInEngine:
     It is also the engine's client of vLLM's server, on which the plug-in's route runs the steps.
     """
 
-    def __init__(self, folder, fail=None, status=None, skip=(), unsettled=False):
-        self.unsettled = unsettled
+    def __init__(self, folder, fail=None, status=None, skip=(), unsettled=False, summed_by=(0, 1)):
+        self.unsettled, self.summed_by = unsettled, summed_by
         self.folder, self.fail, self.status, self.skip = folder, fail, status or {}, skip
         self.calls, self.acks, self.posts = [], {}, 0
         self.gate = RequestGate()
@@ -107,7 +107,8 @@ class StandInEngine:
             reader = ShardReader(self.folder)
             try:
                 manifest = reader.open(info["place"], info["version"])
-                ack["sums"] = {n: self.read(reader, n, t, rank) for n, t in manifest.tensors.items()}
+                if rank in self.summed_by:
+                    ack["sums"] = {n: self.read(reader, n, t, rank) for n, t in manifest.tensors.items()}
             except ShardError as e:
                 ack.update(ok=False, error=str(e))
         if self.fail != ("silent", rank):
@@ -115,7 +116,7 @@ class StandInEngine:
 
     def read(self, reader, name, tensor, rank):
         box = Box.whole(tensor.shape)
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) == 2 and len(self.summed_by) == 2:
             half = tensor.shape[0] // 2
             box = Box((rank * half, 0), (half + rank * (tensor.shape[0] % 2), tensor.shape[1]))
         if name in self.skip:
@@ -199,6 +200,16 @@ def test_a_sleeping_engine_that_refuses_weights_is_not_resumed(published):
     engine.fail = None
     sync(engine, manifest, asleep=True)
     assert engine.calls[-1] == "resume"
+
+
+def test_a_worker_that_reports_no_checksums_fails_the_sync(published):
+    """Although those of the other worker cover every tensor: its own weights are unknown."""
+    _, manifest = published
+    engine = StandInEngine(Path(manifest.place["manifest"]).parent, summed_by=(0,))
+    with pytest.raises(ApplyFailed, match=r"worker ranks \[1\] reported no checksums; restart the engine"):
+        sync(engine, manifest)
+    assert "finish" not in engine.calls
+    assert "resume" not in engine.calls
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rpg_megatron.config import ModelShape, Settings, UserError
@@ -43,7 +43,8 @@ class RankParameters:
     """Number of parameters of a pipeline rank, over all of its virtual stages.
 
     Of ``total``, those of experts (without routers), of matrices in layers that compute in FP8, those that
-    updates change (all, or those of adapters), and those of matrices with adapters.
+    updates change (all, or those of adapters), those of matrices with adapters, and those of the layers'
+    matrices, which Muon updates; orthogonalised: FLOPs of that, for whole matrices whatever the tensor ranks.
     """
 
     total: int
@@ -51,6 +52,8 @@ class RankParameters:
     in_fp8: int
     trained: int
     adapted: int = 0
+    hidden: int = 0
+    orthogonalised: int = 0
 
     def replicated(self, parallel: ParallelSettings) -> list[tuple[int, int]]:
         """Trained parameters outside and inside experts, with the number of ranks that hold the same ones."""
@@ -73,6 +76,7 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     # All expert-parallel ranks have shards of the same size.
     shard = ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0) if shape.experts else ALL_EXPERTS
     how = parallel.tensor, settings.model.vocab_multiple, shard
+    whole = 1, settings.model.vocab_multiple, replace(shard, tensor=1)
     sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), *how))
     layers = layers_of(shape, parallel, stage)
     examples = {(shape.has_experts(n), shape.is_linear(n)): n for n in layers}
@@ -81,9 +85,11 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
         in_layer = _count(shape, lora, example, (False, False), *how)
         sums.update(in_layer)
         sums["in_fp8"] -= 0 if in_fp8(fp8, n, shape.num_layers) else in_layer["in_fp8"]
+        sums["flops"] += _count(shape, None, example, (False, False), *whole)["orthogonalised"]
     trained = sums["total"] if lora is None else sums["adapters"]
     total = sums["total"] + sums["adapters"]
-    return RankParameters(total, sums["in_experts"], sums["in_fp8"], trained, sums["adapted"])
+    of_muon = sums["hidden"], sums["flops"]
+    return RankParameters(total, sums["in_experts"], sums["in_fp8"], trained, sums["adapted"], *of_muon)
 
 
 @lru_cache(maxsize=512)
@@ -96,8 +102,8 @@ def _count(
     vocab_multiple: int,
     experts: ExpertShard,
 ) -> dict[str, int]:
-    """Parameters of a layer: all but adapters, those of experts, of matrices in FP8 recipes, of adapters, and
-    of matrices that have adapters.
+    """Parameters of a layer: all but adapters, those of experts, of matrices in FP8 recipes, of all matrices,
+    of adapters, and of matrices that have adapters. FLOPs of five Newton-Schulz steps of each matrix.
 
     layer None: those of the embedding (``ends[0]``) and of the modules after the layers (``ends[1]``).
     """
@@ -110,6 +116,9 @@ def _count(
         "in_experts": sum(size for name, size in sizes.items() if ".experts." in name),
         "in_fp8": sum(size for name, size in sizes.items() if name.endswith(_FP8_MATRICES)),
     }
+    matrices = [sorted(dims) for dims in shapes.values() if len(dims) == 2 and layer is not None]
+    counts["hidden"] = sum(map(math.prod, matrices))
+    counts["orthogonalised"] = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in matrices)
     if lora is not None:
         mapping = AdapterMapping(shape, lora)
         adapters = mapping.stage_params(**where, **how)  # type: ignore[arg-type]

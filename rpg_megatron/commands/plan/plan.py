@@ -27,7 +27,6 @@ from rpg_megatron.commands.plan.trainer_memory import (
     host_memory,
     phase_peaks,
     rank_memory,
-    recomputation,
 )
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
 from rpg_megatron.config.errors import gib
@@ -94,7 +93,7 @@ class Plan:
     @property
     def routed_to_one(self) -> int:
         """Additional bytes on the largest rank if all tokens choose its experts; 0 for a dense model."""
-        of_stage, kind = self._activations, recomputation(self.settings)
+        of_stage, kind = self._activations, self.settings.recompute
         even, worst = (of_stage.saved(kind, worst=w) + of_stage.working(kind, worst=w) for w in (False, True))
         return worst - even
 
@@ -324,7 +323,7 @@ def sweep(plan: Plan, world: int, refused: Counter[str] | None = None) -> list[P
 def lighter(plan: Plan) -> Plan | None:
     """The same run with the least recomputation that fits and is not tight; None: the current one is."""
     kinds: tuple[Recompute, ...] = get_args(Recompute)
-    less = kinds[: kinds.index(recomputation(plan.settings))]
+    less = kinds[: kinds.index(plan.settings.recompute)]
     plans = (_changed(plan, "memory", recompute=kind) for kind in less)
     return next((plan for plan in plans if plan is not None and plan.fits and not plan.tight), None)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from rpg_megatron.commands.plan.gpus import Assumptions
 from rpg_megatron.commands.plan.layout import in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
-from rpg_megatron.commands.plan.trainer_memory import TEACHER, readers, recomputation, state_bytes
+from rpg_megatron.commands.plan.trainer_memory import TEACHER, optimizer_bytes, readers
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -321,7 +321,7 @@ def _update(case: _Case) -> Phase:
     plan, assumed = case.plan, case.assumed
     settings, parallel = plan.settings, plan.settings.parallel
     tokens, squares = case.replica_work(plan.batch.sequences_per_update)
-    again = recomputation(settings)
+    again = settings.recompute
     passes = {"layers": 3 + (again == "full"), "head": 4, "mlp": int(again == "selective")}
     work = _work(case, tokens, squares, assumed.train_mfu, **passes)
     exchange = (2 + (again != "none")) * _exchange_seconds(case, tokens)
@@ -331,12 +331,14 @@ def _update(case: _Case) -> Phase:
     if settings.optimizer.overlap:
         reduction = max(0.0, reduction - (work + exchange) / case.microbatches(tokens))
     updated = _OPTIMIZER * case.held.owned(settings)
+    muon = (settings.optimizer.type == "muon") * case.held.orthogonalised
     parts = {
         "FLOP/s": work,
         "communication": exchange,
         "pipeline bubble": (work + exchange) * (case.bubble(tokens) - 1),
         "gradient reduction": reduction,
-        "optimizer": updated / (assumed.memory_bandwidth * assumed.decode_efficiency),
+        "optimizer": updated / (assumed.memory_bandwidth * assumed.decode_efficiency)
+        + muon / (case.peak * assumed.train_mfu),
     }
     if settings.full_divergence is not None:
         parts["teacher"] = _teacher_seconds(case, tokens, squares)
@@ -374,6 +376,5 @@ def _sync(case: _Case) -> Phase:
 def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake, some with their weights."""
     settings = case.plan.settings
-    state = state_bytes(settings.precision.dtype)[2] * case.held.owned(settings)
-    moved = 2 * state * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
+    moved = 2 * optimizer_bytes(settings, case.held) * (1 - settings.memory.offload_optimizer) + 2 * case.plan.engine.asleep
     return Phase("handover", 2 * HANDOVER + moved / case.host_link, "host link, overheads")

@@ -19,7 +19,7 @@ from rpg_megatron.commands.plan.layout import Gpus, expert_replicas
 from rpg_megatron.commands.plan.plan import ROOM, Plan, count, is_bound_to_a_node, kind_of
 from rpg_megatron.commands.plan.run_cost import Job, cost_lines, cost_of
 from rpg_megatron.commands.plan.step_time import StepTime
-from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart, recomputation
+from rpg_megatron.commands.plan.trainer_memory import IMPORTS, RESERVE, MemoryPart
 from rpg_megatron.config.errors import gib
 
 Row = tuple[str, ...]
@@ -30,7 +30,7 @@ class Answer:
     """A plan and what the command prints beside it; None: not computed, or there is none.
 
     warnings: of the plan and of the checks; taken: what another run measured; lighter: the same run with less
-    recomputation, which also fits. If the run does not fit, layout and engine are the layout with the fewest
+    which also fits. If the run does not fit, layout and engine are the layout with the fewest
     ranks and the smallest engine.tensor that do.
     """
 
@@ -177,7 +177,7 @@ def _memory_tables(plan: Plan) -> Iterator[tuple[Any, ...]]:
     others = [
         _styled("dim", f"activations, recompute {kind}", gib(nbytes), "estimated", "if set so")
         for kind, nbytes in plan.activations.items()
-        if kind != recomputation(plan.settings)
+        if kind != plan.settings.recompute
     ]
     peak = total("peak", plan.rank_total, max(rank.phases, key=lambda name: rank.phases[name]))
     yield (
@@ -248,7 +248,7 @@ def _notes(answer: Answer) -> Iterator[str]:
     """What to know although it may fit."""
     yield from (f"[yellow]note[/] {note}" for note in answer.warnings)
     if (less := answer.lighter) is not None:
-        setting = f"memory.recompute={recomputation(less.settings)}"
+        setting = f"memory.recompute={less.settings.recompute}"
         yield f"[yellow]note[/] {setting} also fits and leaves {gib(less.left)}: less recomputation"
 
 
@@ -313,7 +313,7 @@ def to_json(answer: Answer) -> str:
         "parallel": plan.settings.parallel.model_dump(),
         "card": {"parts": plan.shared_gpu, "turns": plan.turns} if plan.shared_gpu else None,
         "machine_bytes": None if plan.on_gpu else plan.need,
-        "recompute": recomputation(plan.settings),
+        "recompute": plan.settings.recompute,
         "routed_to_one_bytes": plan.routed_to_one,
         "step_time": None,
         "run_cost": None,
@@ -334,7 +334,7 @@ def to_json(answer: Answer) -> str:
         overrides = answer.layout.overrides if answer.layout else None
         described["suggestion"] = {"parallel": overrides, "engine.tensor": answer.engine}
     if lighter is not None:
-        described["lighter"] = {"memory.recompute": recomputation(lighter.settings)} | _layout(lighter)
+        described["lighter"] = {"memory.recompute": lighter.settings.recompute} | _layout(lighter)
     if answer.swept is not None:
         described["sweep"] = [
             p.settings.parallel.model_dump() | _layout(p) | _some(p.batch, "microbatches pipeline_idle")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rpg_megatron.commands.plan.activations import Recompute, StageActivations
+from rpg_megatron.commands.plan.activations import StageActivations
 from rpg_megatron.commands.plan.layout import (
     BatchPlan,
     Gpus,
@@ -110,9 +110,10 @@ def state_bytes(dtype: str) -> tuple[int, int, int]:
     return item, 4, 8 + (4 if item < 4 else 0)
 
 
-def recomputation(settings: Settings) -> Recompute:
-    """The recomputation mode of these settings."""
-    return settings.memory.recompute_for(settings.tokens_at_once)
+def optimizer_bytes(settings: Settings, held: RankParameters) -> float:
+    """Bytes of a rank's optimizer state; Muon has one moment of the layers' matrices."""
+    each, muon = state_bytes(settings.precision.dtype)[2], settings.optimizer.type == "muon"
+    return each * held.owned(settings) - 4 * muon * held.hidden
 
 
 def communicator_bytes(
@@ -197,8 +198,8 @@ def _state_rows(
     settings, on_gpu = activations.settings, activations.device == "cuda"
     parallel, lora, fp8, engine = settings.parallel, settings.lora, settings.precision.fp8, settings.engine
     distributed, transport = settings.optimizer.distributed, settings.bridge.transport
-    weights, gradients, each = state_bytes(settings.precision.dtype)
-    state, offloaded = each * held.owned(settings), settings.memory.offload_optimizer
+    weights, gradients, _ = state_bytes(settings.precision.dtype)
+    state, offloaded = optimizer_bytes(settings, held), settings.memory.offload_optimizer
     held_anchor = settings.anchor.type != "old"
     # One replica publishes the rest; the first ranks that hold an expert publish it.
     split = parallel.expert * parallel.expert_tensor > 1
@@ -248,7 +249,7 @@ def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
     """What depends on the batch: activations, the log-prob head, a layer's working memory; a teacher."""
     settings, shape, stage = activations.settings, activations.shape, activations.stage
     lora, on_gpu = settings.lora, activations.device == "cuda"
-    recompute, item = recomputation(settings), ITEM_BYTES[settings.precision.dtype]
+    recompute, item = settings.recompute, ITEM_BYTES[settings.precision.dtype]
     here, working, teacher_work = activations.tokens, activations.working(recompute), 0
     if settings.teacher is not None and settings.teacher.path is not None:
         other, plain = read_model_shape(settings.teacher.path), settings.model_copy(update={"lora": None})
