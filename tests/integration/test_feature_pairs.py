@@ -76,7 +76,8 @@ def graded(folder: Path) -> Counter[int]:
 
 
 def stop(command: Command) -> str:
-    os.kill(command.process.pid, signal.SIGTERM)
+    if command.process.poll() is None:
+        os.kill(command.process.pid, signal.SIGTERM)
     code, err = command.finish(300)
     assert code == 75, (command.out.read_text(), err)
     command.assert_nothing_left()
