@@ -6,8 +6,9 @@ Proved, with real Megatron over gloo in fp32, where a hook spoils one parameter'
 norm's, of which the gradient norm counts the first rank's copy only, or one that is cut):
 weights, master weights, both moments and step counts of every rank are the same bits after a step of two such
 updates, both are counted, and the next step is the one of a trainer that never saw them; three in a row end
-the run with a message, on every rank, that names step, parameter and rank. For TP2, PP2 and DP2, plain and
-distributed, Muon, and Schedule-Free (its weights after the step and the next step to rounding, the rest exactly).
+the run with a message, on every rank, that names step, parameter and rank. For TP2, PP2 and DP2, plain,
+distributed, Muon, and Schedule-Free (its weights after the step and the next step to rounding, the rest
+exactly).
 Log-probs scored in rows that join the mini-batches are those of each sequence alone. Not covered: GPUs,
 bfloat16.
 """

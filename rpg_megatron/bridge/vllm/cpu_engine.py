@@ -21,7 +21,7 @@ def adapt_to_cpu() -> None:
     if importlib.util.find_spec("torchvision") is None:
         _stand_in_for_torchvision()
     _compute_delta_nets_in_float32()
-    _fork_core(current_platform)
+    _adapt_config(current_platform)
 
 
 class _Absent(ModuleType):
@@ -72,10 +72,11 @@ def _compute_delta_nets_in_float32() -> None:
     torch_utils.direct_register_custom_op = register_ours
 
 
-def _fork_core(current_platform: Any) -> None:
-    """Let a server fork its core, if that starts no workers.
+def _adapt_config(current_platform: Any) -> None:
+    """When a configuration is checked: let a server fork its core, if that starts no workers, and mixtures
+    whose attention has adapters compute experts as without.
 
-    vLLM spawns it, so that it is pinned to cores, and it imports everything again. Ours are not pinned.
+    vLLM spawns the core, so that it is pinned to cores, and it imports everything again. Ours are not pinned.
     """
     platform = type(current_platform)
     check = platform.check_and_update_config
@@ -84,9 +85,24 @@ def _fork_core(current_platform: Any) -> None:
         check(config)
         if config.parallel_config.world_size == 1:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if config.lora_config is not None and config.model_config.is_moe:
+            _compute_experts_without_adapters()
 
     platform.check_and_update_config = classmethod(check_and_fork)
     os.register_at_fork(after_in_child=_close_server_socket)
+
+
+def _compute_experts_without_adapters() -> None:
+    """With adapters vLLM chooses experts by Triton, which has no CPU; here no expert has an adapter."""
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
+
+    select = method.select_unquantized_moe_backend
+
+    def select_plain(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config)
+
+    method.select_unquantized_moe_backend = select_plain
 
 
 def _close_server_socket() -> None:
