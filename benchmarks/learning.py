@@ -283,7 +283,7 @@ OPTIMIZERS = Study(
 def optimizers(
     report: Report, seeds: tuple[int, ...] = OPTIMIZERS.seeds, runs: int | None = None, write: bool = False
 ) -> None:
-    """The quickstart with AdamW and Muon, everything else the same. write: the table of docs/objectives.md."""
+    """The quickstart with AdamW and Muon, all else the same. write: the table of docs/objectives.md."""
     table = study(report, OPTIMIZERS, seeds, runs, (), "")
     if write:
         write_block("objectives.md", "learning optimizers", table)

@@ -206,9 +206,9 @@ def study(
     """
     with exit_on_interrupt():
         from rpg_megatron.commands.study import run_study
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
 
-    leave_to_first_node("study")
+    exit_unless_first_node("study")
     run_study(file, overrides or [], script=script, options=option or [], local=local, dry_run=dry_run)
 
 
@@ -239,9 +239,9 @@ def launch(
     """
     with exit_on_interrupt():
         from rpg_megatron.commands.launch import nemo_run
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
 
-    leave_to_first_node("launch")
+    exit_unless_first_node("launch")
     with exit_codes():
         nemo_run.launch(executor, config, overrides or [], option or [], command, dry_run=dry_run)
 
@@ -265,11 +265,11 @@ def audit(
     """
     with exit_on_interrupt():
         from rpg_megatron.commands.audit.command import audit
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.stopping import StopSignals
 
-    leave_to_first_node("audit")
+    exit_unless_first_node("audit")
     with StopSignals() as signals, exit_codes(failed=3):
         clean = audit(newest_run(target), overrides, signals, engine_model, out or json)
     if not clean:
@@ -292,11 +292,11 @@ def replay(
         import json
 
         from rpg_megatron.commands.replay import command as replay_command
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.stopping import StopSignals
 
-    leave_to_first_node("replay")
+    exit_unless_first_node("replay")
     with StopSignals() as signals, exit_codes(failed=3):
         report = replay_command.replay(newest_run(run), step, overrides, signals)
     typer.echo(json.dumps(report, indent=2) if as_json else replay_command.show(report))
@@ -397,10 +397,10 @@ def grade(
     """
     with exit_on_interrupt():
         from rpg_megatron.commands.grade import grade_file, reward_settings
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.rewards.extraction import STYLES
 
-    leave_to_first_node("grade")
+    exit_unless_first_node("grade")
     known = next((s for s in STYLES if s == style), None)
     if known is None:
         raise UserError(f"--style: {style!r} is not known; use one of {', '.join(STYLES)}")
@@ -435,10 +435,10 @@ def sample(
     """Print responses of a run with their rewards, from its saved rollouts or live from a checkpoint."""
     with exit_on_interrupt():
         from rpg_megatron.commands.sample import print_samples
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.launcher.run_dir import newest_run
 
-    leave_to_first_node("sample")
+    exit_unless_first_node("sample")
     run = newest_run(run)
     if not live:
         return print_samples(run, step, prompt, count)
@@ -469,10 +469,10 @@ def report(
         from rpg_megatron.commands.report.render import watch_report, write_report
         from rpg_megatron.commands.study import folders_of
         from rpg_megatron.config.study import is_study
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.launcher.run_dir import newest_run
 
-    leave_to_first_node("report")
+    exit_unless_first_node("report")
     if out is None and is_study(runs[0]):
         out = runs[0].with_suffix(".html")
     named = [folders_of(run) if is_study(run) else [newest_run(run)] for run in runs]

@@ -66,7 +66,7 @@ def health(address: Path | str, token: str, timeout: float) -> int | None:
     except _HTTP_ERRORS:
         return None
     if status == 401:
-        raise RuntimeError(f"the engine at {address} refuses our token")
+        raise RuntimeError(f"the engine at {address} rejected the token (401)")
     return status
 
 

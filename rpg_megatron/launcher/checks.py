@@ -164,7 +164,7 @@ CHECKS = (
     RunCheck("GPUs", ("machine",), preflight.check_gpus),
     RunCheck("shared memory", ("machine", "model", "trainer", "engines"), preflight.check_shared_memory),
     RunCheck("disk space", ("machine", "model", "trainer", "engines"), input_checks.check_disk),
-    RunCheck("odd settings", ("trainer", "engines"), input_checks.warn_of_settings),
+    RunCheck("settings without effect", ("trainer", "engines"), input_checks.warn_of_settings),
     RunCheck("data", ("data",), _check_data, 60.0),
     RunCheck("trackers", ("machine", "trainer", "engines"), input_checks.check_trackers),
     RunCheck("reward", ("data", "code", "engines"), try_reward, 330.0),

@@ -1,7 +1,7 @@
 """Why a run failed, in one line, and whether starting it again may help.
 
 A failure of the machine (a lost node, a process that a signal killed, an error of NCCL, gloo, a GPU or a
-file system) may not come again on other nodes. The job script then requeues the job: it sets
+file system) may not recur on other nodes. The job script then requeues the job: it sets
 ``RPG_RESTART_FILE``, into which the launcher writes how long to wait, and which nodes to leave out.
 """
 

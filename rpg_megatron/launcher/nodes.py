@@ -105,7 +105,7 @@ def find_nodes(
     return Nodes(int(environment["SLURM_NODEID"]), count, start, hosts if len(hosts) == count else ())
 
 
-def leave_to_first_node(command: str) -> None:
+def exit_unless_first_node(command: str) -> None:
     """Exit with code 0 on all but the first node, if ``srun`` started a single-node command on several."""
     nodes = find_nodes(None, None, None)
     if nodes.rank > 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rpg_megatron.objectives.clip import Clip, dual_bounds, dual_clip_loss
 from rpg_megatron.objectives.divergences import unnormalised_kl
 from rpg_megatron.objectives.interface import LossOutput
-from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
+from rpg_megatron.objectives.ratios import check_shapes_and_finite, clamp_log_ratio, sequence_sum
 from rpg_megatron.objectives.token_metrics import ratio_metrics
 
 KLEstimator = Literal["k1", "k3", "k3_weighted"]
@@ -42,7 +42,7 @@ def ppo_loss(
     compares the KL terms.
     """
     anchor = old_logp if anchor_logp is None else anchor_logp
-    require_alike(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
+    check_shapes_and_finite(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
     advantage = advantages.detach()
     log_w, clamped_w = clamp_log_ratio(logp - old_logp.detach())
     log_u, clamped_u = clamp_log_ratio(logp - anchor.detach())
@@ -69,7 +69,7 @@ def cispo_loss(
 
     Shapes and errors: as ``ppo_loss``; low 1 means no lower bound. Source: arXiv 2506.13585.
     """
-    require_alike(logp, old_logp=old_logp, advantages=advantages)
+    check_shapes_and_finite(logp, old_logp=old_logp, advantages=advantages)
     advantage = advantages.detach()
     log_w, clamped = clamp_log_ratio(logp - old_logp.detach())
     w = log_w.exp().detach()
@@ -95,7 +95,7 @@ def gspo_loss(
     ``sequence_count``: as in ``sequence_lengths``. Every token has the loss of its sequence, so aggregate by
     sequence mean. Errors: as ``ppo_loss``. Source: arXiv 2507.18071.
     """
-    require_alike(logp, old_logp=old_logp, advantages=advantages)
+    check_shapes_and_finite(logp, old_logp=old_logp, advantages=advantages)
     advantage = advantages.detach()
     total, count = sequence_sum(logp - old_logp.detach(), sequences, sequence_count)
     log_s, clamped = clamp_log_ratio(total / count)

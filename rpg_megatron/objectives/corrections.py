@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
+from rpg_megatron.objectives.ratios import check_shapes_and_finite, clamp_log_ratio, sequence_sum
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def rollout_correction(
     if not 0 <= low < 1 < high:
         raise ValueError(f"correction bounds need 0 <= low < 1 < high; got low {low}, high {high}")
     if checks:
-        require_alike(old_logp, behaviour_logp=behaviour_logp)
+        check_shapes_and_finite(old_logp, behaviour_logp=behaviour_logp)
     with torch.no_grad():
         gap = old_logp - behaviour_logp
         token_ratio = clamp_log_ratio(gap)[0].exp()

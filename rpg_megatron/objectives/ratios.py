@@ -17,7 +17,7 @@ _unread: ContextVar[list[tuple[Tensor, dict[str, Tensor]]] | None] = ContextVar(
 """Within ``finite_at_end``: whether the inputs of each loss are finite, on their device, and these inputs."""
 
 
-def require_alike(logp: Tensor, **others: Tensor) -> None:
+def check_shapes_and_finite(logp: Tensor, **others: Tensor) -> None:
     """Raise ValueError, naming the token, unless all tensors have the shape of ``logp`` and are finite."""
     for name, x in others.items():
         if x.shape != logp.shape:
@@ -35,7 +35,7 @@ def require_alike(logp: Tensor, **others: Tensor) -> None:
 
 @contextmanager
 def finite_at_end() -> Iterator[None]:
-    """Within the block ``require_alike`` does not raise for values that are not finite; the block's end does.
+    """Within the block ``check_shapes_and_finite`` does not raise for values that are not finite; the block's end does.
 
     For the micro-batches of an update: on a GPU the host waits for each result that it reads.
     """

@@ -15,7 +15,7 @@ from rpg_megatron.objectives.divergences import (
     kl_penalty,
 )
 from rpg_megatron.objectives.interface import LossOutput
-from rpg_megatron.objectives.ratios import clamp_log_ratio, require_alike, sequence_sum
+from rpg_megatron.objectives.ratios import check_shapes_and_finite, clamp_log_ratio, sequence_sum
 from rpg_megatron.objectives.token_metrics import ratio_metrics
 
 
@@ -61,7 +61,7 @@ def rpg_loss(
     if estimator not in ("reinforce", "differentiable"):
         raise ValueError(f"estimator {estimator!r} is not known; use reinforce or differentiable")
     anchor = old_logp if anchor_logp is None else anchor_logp
-    require_alike(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
+    check_shapes_and_finite(logp, old_logp=old_logp, advantages=advantages, anchor_logp=anchor)
     placement = kl_placement or ("folded" if estimator == "reinforce" else "additive")
     old, anchor, advantage = old_logp.detach(), anchor.detach(), advantages.detach()
 

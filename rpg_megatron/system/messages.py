@@ -293,7 +293,7 @@ class Client:
             if event & _FAILED:
                 self._failures += 1
                 if self._failures == _FAILURES:
-                    raise RuntimeError(f"the {self._name} at {self._address} refuses our token")
+                    raise RuntimeError(f"the {self._name} at {self._address} rejected the token (401)")
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._failures = True, 0
             seconds = 0

@@ -179,7 +179,7 @@ def test_wrong_token_is_a_bug_of_ours(
     try:
         wait_healthy(engine, 20)
         engine._token = "wrong"
-        with pytest.raises(RuntimeError, match="refuses our token"):
+        with pytest.raises(RuntimeError, match="rejected the token"):
             engine.healthy()
     finally:
         engine.stop()

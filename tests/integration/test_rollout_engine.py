@@ -335,7 +335,7 @@ def test_sampler_process(
                 reports = sampler.sync(manifest, version=7).reports
             _, moved = rollout(step=2, version=7)
             source.close()
-        with pytest.raises(RuntimeError, match="refuses our token"):
+        with pytest.raises(RuntimeError, match="rejected the token"):
             SamplerClient(work / SOCKET, "wrong")
         second = SamplerClient(work / SOCKET, token)
         with second, pytest.raises(RuntimeError, match="unknown method 'nonsense'"):

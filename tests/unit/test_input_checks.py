@@ -129,7 +129,7 @@ def test_what_is_only_odd_is_a_warning(config_file: Path) -> None:
     assert "are left out (data.max_prompt_tokens" in long
     assert few.startswith("data: 6 problems, fewer than the 10 of a step (rollout.prompts_per_step)")
     assert alone.startswith("rollout.samples_per_prompt is 1, so advantage.type rpg has no group")
-    rows = doctor_rows(load_settings(config_file, odd), "odd settings", "data")
+    rows = doctor_rows(load_settings(config_file, odd), "settings without effect", "data")
     assert [row.verdict for row in rows] == ["warning", "warning", "warning"]
     enough = [*odd[1:3], "advantage.type=batch_mean", "data.limit=8"]
     assert len(check_data(load_settings(config_file, enough))) == 1

@@ -196,7 +196,7 @@ def test_many_requests_at_a_time(address: str) -> None:
 
 def test_only_who_knows_the_token_gets_in(address: str) -> None:
     with serving(address) as endpoint:
-        with pytest.raises(RuntimeError, match=r"the sampler at .* refuses our token"):
+        with pytest.raises(RuntimeError, match=r"the sampler at .* rejected the token"):
             Client(endpoint, "wrong", name="sampler", timeout=20)
         # Neither without keys, nor with the server's public key and keys of one's own.
         for keys in (None, zmq.curve_keypair()):

@@ -170,9 +170,9 @@ def test_adapters_save_a_x_and_frozen_experts_no_rows() -> None:
 
 def test_the_head_keeps_its_input_and_no_gradient_of_its_weight() -> None:
     full, adapters = (plan_of("memory.recompute=none", *more) for more in ((), (ADAPTERS,)))
-    assert parts(full)["logits chunk, gradients in work"] == (6 * 4096 + 8 * 1024) * 151_936
+    assert parts(full)["logits chunk, transient gradients"] == (6 * 4096 + 8 * 1024) * 151_936
     working = 2 * adapters.batch.tokens_per_microbatch * (6 * 12_288 + 3 * 4096)
-    assert parts(adapters)["logits chunk, gradients in work"] == working > 8 * 1024 * 151_936
+    assert parts(adapters)["logits chunk, transient gradients"] == working > 8 * 1024 * 151_936
 
 
 def seconds(plan: Plan, name: Name) -> float:

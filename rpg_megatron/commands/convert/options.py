@@ -94,10 +94,10 @@ def inspect(
 def _convert(source: Source, out: Path, work: Callable[[Path, StopSignals], str]) -> None:
     with exit_on_interrupt():
         from rpg_megatron.commands.exit_codes import exit_codes
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.launcher.stopping import Interrupted, StopSignals
 
-    leave_to_first_node("convert")
+    exit_unless_first_node("convert")
     print(source, file=sys.stderr)
     with StopSignals() as signals, exit_codes():
         try:

@@ -78,12 +78,12 @@ def evaluate(
         from rpg_megatron.commands.eval.command import run_evaluation
         from rpg_megatron.commands.eval.settings import EvalRequest, check_overrides
         from rpg_megatron.commands.eval.table import show_summary
-        from rpg_megatron.launcher.nodes import leave_to_first_node
+        from rpg_megatron.launcher.nodes import exit_unless_first_node
         from rpg_megatron.launcher.run_dir import newest_run
         from rpg_megatron.launcher.stopping import StopSignals
         from rpg_megatron.launcher.summary import display_path
 
-    leave_to_first_node("eval")
+    exit_unless_first_node("eval")
     sampling = {"samples": samples, "temperature": temperature, "top_p": top_p}
     sampling["max_response_tokens"] = max_response_tokens
     given = {"seed": seed, "device": device, "engine.replicas": engines, "engine.tensor": tensor}

@@ -272,7 +272,7 @@ def _update_rows(activations: StageActivations, last: bool) -> Iterator[_Row]:
     head = logits + rows * columns * (4 + (item if item < 4 else 0))
     scored = max(working, teacher_work) + logits
     yield "activations", activations.saved(recompute), "estimated", "update", False
-    yield "logits chunk, gradients in work", max(working, head), "estimated", "update", False
+    yield "logits chunk, transient gradients", max(working, head), "estimated", "update", False
     yield "a layer and a logits chunk", scored, "estimated", "log-probs", False
 
 
