@@ -193,7 +193,7 @@ class OptimizerSettings(Section, affects="training"):
     def _problems(self) -> Iterator[str]:
         held = {
             "schedule_free_adamw": "Megatron cannot shard its averaged weights",
-            "muon": "Megatron shards its momentum by whole layers, and cannot resume that on other data ranks",
+            "muon": "Megatron cannot resume its sharded momentum on other data ranks",
         }
         if self.distributed and self.type in held:
             yield f"{self.type} cannot be distributed: {held[self.type]}; set distributed to false"

@@ -35,7 +35,7 @@ def check_shapes_and_finite(logp: Tensor, **others: Tensor) -> None:
 
 @contextmanager
 def finite_at_end() -> Iterator[None]:
-    """Within the block ``check_shapes_and_finite`` does not raise for values that are not finite; the block's end does.
+    """Within the block ``check_shapes_and_finite`` raises for no value that is not finite; its end does.
 
     For the micro-batches of an update: on a GPU the host waits for each result that it reads.
     """

@@ -376,8 +376,6 @@ def _sync(case: _Case) -> Phase:
 def _handover(case: _Case) -> Phase:
     """Optimizer state is moved to host memory and back; engines sleep and wake, some with their weights."""
     settings = case.plan.settings
-    moved = (
-        2 * optimizer_bytes(settings, case.held) * (1 - settings.memory.offload_optimizer)
-        + 2 * case.plan.engine.asleep
-    )
+    state = optimizer_bytes(settings, case.held) * (1 - settings.memory.offload_optimizer)
+    moved = 2 * (state + case.plan.engine.asleep)
     return Phase("handover", 2 * HANDOVER + moved / case.host_link, "host link, overheads")
