@@ -1,12 +1,14 @@
-"""Do the tests find a wrong description of a layer? Mutations drawn by a seed, and the tests that fail.
+"""Do the tests find a fault? Mutations drawn by a seed, and the tests that fail.
 
-    python -m benchmarks.description_mutations --list
-    python -m benchmarks.description_mutations --count 30
+    python -m benchmarks.mutations layers --list
+    python -m benchmarks.mutations layers --count 30
+    python -m benchmarks.mutations pairs --count 20 --seed 69
 
-Each mutation changes one place of the modules that describe families and layers: a number by one, a flag, an
-operator, a name. It is applied to a copy of the repository, in which the tests of the default tier that
-concern models run until the first one fails. Mutations that no test finds are printed at the end: each is a
-gap, or does not change what is computed. The places are those of the commit: commit and seed fix the draw.
+layers: each mutation changes one place of the modules that describe families and layers: a number by one, a
+flag, an operator, a name. pairs: one place of the modules where features meet; also a factor that is dropped,
+and a guard that never fires. It is applied to a copy of the repository, in which tests of the default tier
+run until the first one fails. Mutations that no test finds are printed at the end: each is a gap, or does not
+change what is computed. The places are those of the commit: commit and seed fix the draw.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MODULES = [
+LAYERS = [
     "config/families.py",
     "config/model_config.py",
     "config/model_shape.py",
@@ -35,7 +38,7 @@ MODULES = [
     "policy/rotary.py",
     "policy/layers.py",
 ]
-TESTS = [
+LAYER_TESTS = [
     [
         "tests/unit/test_model_shape.py",
         "tests/unit/test_model_mapping.py",
@@ -51,6 +54,30 @@ TESTS = [
     ["tests/distributed/test_plan_memory.py", "tests/integration/test_convert_tools.py"],
 ]
 """Of the default tier, in groups, the fastest first."""
+PAIRS = [
+    "bridge/controller.py",
+    "bridge/publisher.py",
+    "policy/lora.py",
+    "policy/microbatch.py",
+    "policy/policy.py",
+    "policy/router_replay.py",
+    "policy/teacher.py",
+    "rollout/admission.py",
+    "rollout/conversation.py",
+    "rollout/kept_groups.py",
+    "rollout/producer.py",
+    "training/advantages.py",
+    "training/batch_scoring.py",
+    "training/off_policy.py",
+    "training/run.py",
+    "training/trainer.py",
+    "training/weight_sync.py",
+]
+PAIR_TESTS = [
+    ["tests/unit"],
+    ["tests/integration/test_feature_pairs.py"],
+    ["tests/distributed"],
+]
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
 _COMPARED = {
     ast.Lt: "<=",
@@ -91,8 +118,8 @@ class Mutation:
         return f"{self.module}:{self.line}: {line.decode().strip()}  ->  {changed}"
 
 
-def find_mutations(module: str) -> list[Mutation]:
-    """All mutations of a module, but not in docstrings, messages and annotations."""
+def find_mutations(module: str, *, logic: bool = False) -> list[Mutation]:
+    """All mutations of a module, but not in docstrings, messages and annotations; logic: factors, guards."""
     tree = ast.parse((ROOT / "rpg_megatron" / module).read_text())
     skipped: set[int] = set()
     for node in ast.walk(tree):
@@ -112,13 +139,21 @@ def find_mutations(module: str) -> list[Mutation]:
     for node in ast.walk(tree):
         if id(node) not in skipped and getattr(node, "lineno", 0) == getattr(node, "end_lineno", 1):
             found += _mutations(module, node)
+            if logic and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                found.append(_replaced(module, node, ast.unparse(node.left)))
+        if logic and isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise | ast.Return):
+            test = node.test
+            if test.lineno == test.end_lineno:
+                found.append(_replaced(module, test, "False"))
     return found
 
 
-def _mutations(module: str, node: ast.AST) -> list[Mutation]:
-    def replace(part: ast.AST, text: str) -> Mutation:
-        return Mutation(module, part.lineno, part.col_offset, part.end_col_offset, text)  # type: ignore[attr-defined]
+def _replaced(module: str, part: ast.AST, text: str) -> Mutation:
+    return Mutation(module, part.lineno, part.col_offset, part.end_col_offset, text)  # type: ignore[attr-defined]
 
+
+def _mutations(module: str, node: ast.AST) -> list[Mutation]:
+    replace = partial(_replaced, module)
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return [replace(node, str(not node.value))]
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
@@ -145,10 +180,10 @@ def _between(left: ast.expr, right: ast.expr, text: str, module: str) -> Mutatio
     return Mutation(module, left.lineno, start, end, f" {text} ")
 
 
-def first_failure(root: Path) -> str:
+def first_failure(root: Path, groups: list[list[str]]) -> str:
     """The first test that fails in a copy, or an empty text."""
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    for tests in TESTS:
+    for tests in groups:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long and not gpu", *tests]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -160,15 +195,18 @@ def first_failure(root: Path) -> str:
 def main() -> None:
     """See the head of the file."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("subject", choices=("layers", "pairs"))
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=65)
     parser.add_argument("--first", type=int, default=0, help="Skip so many of the draw.")
     parser.add_argument("--list", action="store_true", help="Only print the draw.")
     options = parser.parse_args()
-    everything = [mutation for module in MODULES for mutation in find_mutations(module)]
+    pairs = options.subject == "pairs"
+    modules, tests = (PAIRS, PAIR_TESTS) if pairs else (LAYERS, LAYER_TESTS)
+    everything = [mutation for module in modules for mutation in find_mutations(module, logic=pairs)]
     drawn = random.Random(options.seed).sample(everything, options.count)
     print(
-        f"{len(everything)} mutations in {len(MODULES)} modules; {len(drawn)} drawn with seed {options.seed}"
+        f"{len(everything)} mutations in {len(modules)} modules; {len(drawn)} drawn with seed {options.seed}"
     )
     survivors, began = [], time.monotonic()
     for number, mutation in enumerate(drawn[options.first :], options.first + 1):
@@ -180,7 +218,7 @@ def main() -> None:
             ignore = shutil.ignore_patterns(".git", ".venv*", "runs", "evals", "site", "*_cache")
             shutil.copytree(ROOT, root, ignore=ignore, symlinks=True)
             mutation.apply(root)
-            found = first_failure(root)
+            found = first_failure(root, tests)
         print(f"   {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
         survivors += [] if found else [mutation]
     if not options.list:
