@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,33 +124,28 @@ class _ChunkedScores(torch.autograd.Function):
         top = head.teacher if isinstance(head.teacher, TeacherTop) else None
         row = head.teacher if isinstance(head.teacher, TeacherRow) else None
         wanted = targets[:, None] if top is None else torch.cat([targets[:, None], top.ids], 1)
-        new = partial(hidden.new_empty, dtype=torch.float32)
         tokens, sides = hidden.size(0), 1 if row is None else 2  # the policy's logits, and a teacher's
-        logp, entropy, divergence = (new(tokens) for _ in range(3))
-        largest, log_total = (new(sides, tokens) for _ in range(2))
-        likely = new(tokens, wanted.size(1) - 1)
+        count = 2 * sides + wanted.size(1)
+        largest, sums = (hidden.new_empty(n, tokens, dtype=torch.float32) for n in (sides, count))
         for part in _parts(tokens, head.chunk):
             index = wanted[part] - first
-            largest[:, part], sums = _local_sums(inputs, part, index, row, head.temperature, group)
-            log_total[:, part] = sums[:sides].log()
-            picked = sums[sides + sides :] - log_total[0, part]
-            logp[part], likely[part] = picked[0], picked[1:].t()
-            entropy[part] = log_total[0, part] - sums[sides] / sums[0]
-            if row is not None:
-                difference = log_total[1, part] - log_total[0, part]
-                if row.direction == "rkl":
-                    divergence[part] = sums[3] / sums[0] + difference
-                else:
-                    divergence[part] = sums[3] / sums[1] - difference
+            largest[:, part], sums[:, part] = _local_sums(inputs, part, index, row, head.temperature, group)
+        log_total = sums[:sides].log()
+        picked = sums[2 * sides :] - log_total[0]
+        logp, likely = picked[0].clone(), picked[1:].t()
+        entropy, divergence = log_total[0] - sums[sides] / sums[0], None
         if top is not None:
             divergence = likeliest_divergence(top, likely)
+        elif row is not None:
+            p, q = (0, 1) if row.direction == "rkl" else (1, 0)
+            divergence = sums[3] / sums[p] - log_total[p] + log_total[q]
         # The normaliser is saved as two terms: their sum would be rounded at the magnitude of the logits.
         ctx.save_for_backward(
             hidden, weight, narrow, b, targets, largest, log_total, entropy, divergence, likely
         )
         ctx.set_materialize_grads(False)  # None for outputs that need no gradient
         ctx.first, ctx.valid, ctx.head = first, valid, head
-        return (logp, entropy) if head.teacher is None else (logp, entropy, divergence)
+        return (logp, entropy) if divergence is None else (logp, entropy, divergence)
 
     @staticmethod
     def backward(
@@ -168,20 +163,19 @@ class _ChunkedScores(torch.autograd.Function):
         row = head.teacher if factors.log_q is not None or factors.q is not None else None
         result, rows = LogitGradients(tensors, ctx.needs_input_grad[:4], ctx.valid), inputs.rows
         for part in _parts(targets.size(0) if ctx.valid else 0, head.chunk):
-            index, in_shard = local_rows(targets[part] - ctx.first, rows)
             # In the model's precision: float32 matrix products are many times slower on a GPU.
-            d_logits, d_target = _fused(_logit_gradients, rows)(
+            d_logits, index, d_target = _fused(_logit_gradients, rows)(
                 _wide(inputs.logits(part)),
                 None if row is None else _wide(_teacher_logits(row, part, rows)),
                 head.temperature,
                 (largest[:, part], log_total[:, part]),
                 [None if x is None else x[part, None] for x in factors[:4]],
-                (index, in_shard, d_logp[part]),
+                (targets[part, None] - ctx.first, d_logp[part, None]),
                 rows.dtype if factors.likely is None else torch.float32,
             )
-            d_logits.scatter_(1, index[:, None], d_target[:, None])
+            d_logits.scatter_(1, index, d_target)
             if factors.likely is not None:
-                index, in_shard = local_rows(head.teacher.ids[part] - ctx.first, rows)
+                index, in_shard = local_rows(head.teacher.ids[part] - ctx.first, len(rows))
                 more = factors.likely[part].masked_fill(~in_shard, 0.0) / head.temperature
                 d_logits = d_logits.scatter_add_(1, index, more).to(rows.dtype)
             result.add(part, d_logits)
@@ -217,9 +211,7 @@ def _local_sums(
         largest = torch.stack([own] if others is None else [own, others.amax(-1).float()])
         reduce_in_group(largest, group, dist.ReduceOp.MAX)
         reverse = row is not None and row.direction == "rkl"
-        sums = _fused(_sums_of_exponentials, rows)(
-            logits, others, temperature, largest, reverse, *local_rows(index, rows)
-        )
+        sums = _fused(_sums_of_exponentials, rows)(logits, others, temperature, largest, reverse, index)
     reduce_in_group(sums, group, dist.ReduceOp.SUM)
     return largest, sums
 
@@ -231,13 +223,13 @@ def _sums_of_exponentials(
     largest: Tensor,
     reverse: bool,
     index: Tensor,
-    in_shard: Tensor,
 ) -> Tensor:
     """Of one chunk, with z = logit - largest of the policy and y of the teacher: [2 sides + m, n].
 
-    logits, others [n, rows], largest [sides, n], index, in_shard [n, m] -> sum of exp(z), of exp(y) with a
-    teacher, of z exp(z); of (z - y) exp(z) if reverse, else of (y - z) exp(y); z at ``index``.
+    logits, others [n, rows], largest [sides, n], index [n, m] -> sum of exp(z), of exp(y) with a teacher, of
+    z exp(z); of (z - y) exp(z) if reverse, else of (y - z) exp(y); z at ``index``, 0 outside of the rows.
     """
+    index, in_shard = local_rows(index, logits.size(1))
     z = logits.float().div_(temperature).sub_(largest[0][:, None])
     picked = z.gather(1, index).masked_fill(~in_shard, 0.0)
     totals, gaps = [], []
@@ -262,17 +254,18 @@ def _logit_gradients(
     temperature: float,
     normalisers: tuple[Tensor, Tensor],
     factors: Sequence[Any],
-    target: tuple[Tensor, Tensor, Tensor],
+    target: tuple[Tensor, Tensor],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Gradient of one chunk's logits [n, rows] without the targets' own terms; with them, at ``index``, [n].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of one chunk's logits [n, rows] without the targets' own terms; the targets' rows, and the
+    gradient with these terms there, [n, 1].
 
     normalisers: largest logit, log of the sum, [sides, n] each. factors: the first four of ``Factors``,
-    [n, 1]. target: index, whether this rank has its row, gradient of the log-prob.
+    [n, 1]. target: relative to the first row, gradient of its log-prob, [n, 1].
     """
     largest, log_total = normalisers
     by_p, by_log_p, by_log_q, by_q = factors
-    index, in_shard, d_logp = target
+    index, in_shard = local_rows(target[0], logits.size(1))
     x = logits.float().div_(temperature).sub_(largest[0][:, None]).sub_(log_total[0][:, None])
     log_q: Any = None
     if others is not None:
@@ -288,8 +281,8 @@ def _logit_gradients(
         del p  # frees memory needed below
     if by_q is not None:
         x.addcmul_(log_q.exp_(), by_q)
-    picked = x.gather(1, index[:, None])[:, 0] + d_logp.masked_fill(~in_shard, 0.0)
-    return x.div_(temperature).to(dtype), picked.div_(temperature).to(dtype)
+    picked = x.gather(1, index) + target[1].masked_fill(~in_shard, 0.0)
+    return x.div_(temperature).to(dtype), index, picked.div_(temperature).to(dtype)
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -313,10 +306,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def local_rows(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def local_rows(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """A valid row index for each target, and whether this rank has the target's row."""
-    in_shard = (index >= 0) & (index < len(weight))
-    return index.clamp(0, len(weight) - 1), in_shard
+    return index.clamp(0, rows - 1), (index >= 0) & (index < rows)
 
 
 def reduce_in_group(x: Tensor, group: Any, op: Any) -> None:
