@@ -169,7 +169,7 @@ def main() -> None:
     folder, tensor, whole = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     gc.disable()  # the process ends soon
     with fake_cuda.fake_cuda(0, tensor):
-        logprobs._fused = compiled
+        logprobs._fused, logprobs.FUSE = compiled, True
         start_process_group(start_device("cuda"))
         fake_cuda.flags_are_set[0] = False
         result = count(start_mesh(settings_of(tensor, {}).parallel), whole)
