@@ -20,7 +20,7 @@ import yaml
 from benchmarks.policies import SHAPES, batch_of, build, forget, start, write_checkpoint
 from benchmarks.setup import QUICKSTART, Report, Watch, benchmark, main, seconds, train
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.policy.logprobs import token_logprobs
+from rpg_megatron.policy.logprobs import Head, token_logprobs
 from rpg_megatron.training.loss import build_aggregator, build_loss
 
 BF16_FLOPS = 989e12
@@ -217,8 +217,7 @@ def logprobs(
         return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
     def chunked(chunk: int) -> Logprobs:
-        options = {"temperature": 1.0, "chunk": chunk, "vocab": vocab, "group": dist.group.WORLD}
-        return lambda *tensors: token_logprobs(*tensors, **options)
+        return lambda *tensors: token_logprobs(*tensors, Head(1.0, chunk, vocab), group=dist.group.WORLD)
 
     methods: dict[str, Logprobs] = {"plain": plain, **{f"chunks of {n}": chunked(n) for n in chunks}}
     title = f"{tokens} tokens x {vocab}, hidden size {hidden}"

@@ -33,7 +33,7 @@ from tests.support.ranks import free_port
 
 PRODUCTS = ("mm", "addmm", "addmm_")
 COPIES = ("copy_", "_to_copy", "clone", "cat")
-_NO_KERNEL = (
+NO_KERNEL = (
     "empty",
     "empty_like",
     "new_empty",
@@ -63,14 +63,15 @@ class Count(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor) and x.is_cuda]
         square = any(set(x.shape[-2:]) <= {self._tokens - 1, self._tokens} for x in tensors if x.dim() > 1)
         long = any(x.numel() >= self._tokens - 1 for x in tensors)
-        if long and not square and not _is_view(func) and name not in (*_NO_KERNEL, *_ATTENTION):
+        if long and not square and not is_view(func) and name not in (*NO_KERNEL, *_ATTENTION):
             kind = "products" if name in PRODUCTS else "copies" if name in COPIES else "other"
             self.kernels[kind] += 1
             self.bytes[kind] += sum({id(x): x.numel() * x.element_size() for x in tensors}.values())
         return out
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
+    """Whether an operation returns a view of an argument and writes nothing."""
     aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 

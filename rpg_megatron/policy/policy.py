@@ -23,6 +23,7 @@ from rpg_megatron.objectives import LossOutput, ResponseTokens, takes_maximum
 from rpg_megatron.objectives.ratios import finite_at_end
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.fp8_emulation import emulate_fp8
+from rpg_megatron.policy.logprobs import DIVERGENCE, ENTROPY, LOGP
 from rpg_megatron.policy.lora import LoraModel, MergedWeights
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import Mesh, build_model, transformer_config
@@ -223,7 +224,11 @@ class Policy(ScoringModel):
 
         def sum_loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
             total, count, report = self._sum_loss(output, micro_batch, loss, aggregator, sets_old)
-            return total, count, report | ({"scores": whole_row(output, micro_batch)} if scored else {})
+            return (
+                total,
+                count,
+                report | ({"scores": whole_row(output[:DIVERGENCE], micro_batch)} if scored else {}),
+            )
 
         with finite_at_end():
             reports = self._run(step, micro_batches, forward_only=False)
@@ -296,10 +301,10 @@ class Policy(ScoringModel):
             return whole.index_select(0, micro_batch.loss_positions)
 
         if self._head.entropy_gradient:
-            tokens = replace(tokens, entropy=at_responses(1))
+            tokens = replace(tokens, entropy=at_responses(ENTROPY))
         if micro_batch.teacher is not None:
-            tokens = replace(tokens, divergence=at_responses(1))
-        logps = at_responses(0)
+            tokens = replace(tokens, divergence=at_responses(DIVERGENCE))
+        logps = at_responses(LOGP)
         if sets_old:
             tokens = replace(tokens, old=logps.detach())
         out = loss(logps, tokens)

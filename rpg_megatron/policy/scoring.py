@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,27 +18,11 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.context_parallel import gather_places
-from rpg_megatron.policy.divergence import token_divergences
-from rpg_megatron.policy.logprobs import require_in_vocabulary, token_logprobs
+from rpg_megatron.policy.logprobs import Head, token_logprobs
 from rpg_megatron.policy.lora import head_parts
-from rpg_megatron.policy.microbatch import MicroBatch, TeacherRow, TeacherTop, make_micro_batch
+from rpg_megatron.policy.microbatch import MicroBatch, make_micro_batch
 from rpg_megatron.policy.model import Mesh, named_parameters
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
-
-
-@dataclass(frozen=True)
-class Head:
-    """Parameters of the log-prob head."""
-
-    temperature: float
-    chunk: int
-    vocab: int
-    label_range: tuple[int, int] | None = None
-    """See ``MicroBatch.label_range``."""
-    entropy_gradient: bool = False
-    """Whether the loss uses the entropies."""
-    teacher: TeacherRow | TeacherTop | None = None
-    """What the divergence to a teacher is computed from, in place of the entropy."""
 
 
 def logprob_head(
@@ -53,20 +37,19 @@ def logprob_head(
 ) -> Tensor:
     """The ``output_processor`` of GPTModel.forward, in place of its output layer.
 
-    ``labels`` [1, t]. Returns [2, t], float32: log-probs and entropies, the latter without a gradient unless
-    entropy_gradient is set; with a teacher log-probs and divergences.
+    ``labels`` [1, t]. Returns the rows of ``token_logprobs``, [2 or 3, t], float32; entropies without a
+    gradient unless entropy_gradient is set.
     """
     hidden, weight = gather_hidden(hidden_states, output_layer, output_weight, config)
-    targets, group = labels.view(-1), output_layer.tp_group
-    how = {"chunk": context.chunk, "vocab": context.vocab, "group": group}
-    how["added"] = head_parts(output_layer, hidden_states)
-    if context.teacher is not None:
-        require_in_vocabulary(targets, context.label_range, context.vocab)
-        return torch.stack(token_divergences(hidden, weight, targets, context.teacher, **how))
-    logp, entropy = token_logprobs(
-        hidden, weight, targets, temperature=context.temperature, target_range=context.label_range, **how
+    logp, entropy, *divergence = token_logprobs(
+        hidden,
+        weight,
+        labels.view(-1),
+        context,
+        group=output_layer.tp_group,
+        added=head_parts(output_layer, hidden_states),
     )
-    return torch.stack([logp, entropy if context.entropy_gradient else entropy.detach()])
+    return torch.stack([logp, entropy if context.entropy_gradient else entropy.detach(), *divergence])
 
 
 def gather_hidden(

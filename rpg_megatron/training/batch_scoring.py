@@ -23,6 +23,7 @@ from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.objectives.advantages import response_kl
 from rpg_megatron.policy.anchor import HeldAnchor
 from rpg_megatron.policy.expert_load import counted_routes, counts_matrix, load_metrics
+from rpg_megatron.policy.logprobs import ENTROPY, LOGP
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.policy.router_replay import change_metrics, count_changes
@@ -126,7 +127,7 @@ class BatchScorer:
     ) -> None:
         entropy = torch.zeros(2, dtype=torch.float64, device=self._device)
         for micro, values in zip(micro_batches, scores, strict=True) if self._mesh.reports else ():
-            entropies = values[1].index_select(0, micro.loss_positions)
+            entropies = values[ENTROPY].index_select(0, micro.loss_positions)
             entropy += torch.stack([entropies.double().sum(), micro.mask.sum().double()])
         dist.all_reduce(entropy)
         total = batch.add("entropy", entropy)
@@ -170,7 +171,7 @@ class BatchScorer:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for micro, values in zip(micro_batches, self._policy.logprobs(micro_batches), strict=True):
             if self._mesh.reports:
-                logps = values[0].index_select(0, micro.loss_positions)
+                logps = values[LOGP].index_select(0, micro.loss_positions)
                 sums += torch.stack([-logps.double().sum(), micro.mask.sum().double()])
         dist.all_reduce(sums)
         return (sums[0] / sums[1]).item(), int(sums[1])
@@ -269,4 +270,4 @@ def _logps_of(
 
 def _logps_to_host(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The log-probs in the results of ``Policy.logprobs``, on the CPU, with one device synchronisation."""
-    return torch.split(torch.cat([x[0] for x in outputs]).cpu(), [x.size(1) for x in outputs])
+    return torch.split(torch.cat([x[LOGP] for x in outputs]).cpu(), [x.size(1) for x in outputs])

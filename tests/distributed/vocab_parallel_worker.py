@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rpg_megatron.policy.logprobs import token_logprobs
+from rpg_megatron.policy.logprobs import Head, token_logprobs
 from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
 
@@ -24,7 +24,7 @@ def largest_tensor(tokens: int, vocab: int, chunk: int) -> int:
     targets = torch.randint(0, vocab, (tokens,))
     with AllocationWatch() as watch:
         logp, entropy = token_logprobs(
-            hidden, weight, targets, temperature=0.7, chunk=chunk, vocab=vocab, group=dist.group.WORLD
+            hidden, weight, targets, Head(0.7, chunk, vocab), group=dist.group.WORLD
         )
         (logp + entropy).sum().backward()
     return torch.Size(watch.largest).numel()

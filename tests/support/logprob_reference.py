@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rpg_megatron.policy.logprobs import token_logprobs
+from rpg_megatron.policy.logprobs import Head, token_logprobs
 
 
 def measure_errors(
@@ -50,10 +50,10 @@ def measure_errors(
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     w = weight.chunk(size)[rank].clone().requires_grad_()
     assert size * len(w) == len(weight)
-    how: dict[str, Any] = {"temperature": temperature, "chunk": chunk, "vocab": vocab, "group": group}
+    head = Head(temperature, chunk, vocab)
     (h_part, narrow), (w_part, b) = (x.split([width - adapter, adapter], 1) for x in (h, w))
-    how["added"] = (narrow, b) if adapter else None
-    rows = torch.stack(token_logprobs(h_part, w_part, targets, **how))
+    added = (narrow, b) if adapter else None
+    rows = torch.stack(token_logprobs(h_part, w_part, targets, head, group=group, added=added))
     (rows * mix).sum().backward()
     d_hidden, d_weight = h.grad, w.grad
     if size > 1:  # each rank has its share of the one, and its rows of the other

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rpg_megatron.objectives import full_divergence_loss, rpg_loss, sampled_divergence_loss
-from rpg_megatron.policy.divergence import token_divergences
+from rpg_megatron.policy.logprobs import Head, token_logprobs
 from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 from rpg_megatron.policy.policy import UpdateStats
 from rpg_megatron.training.trainer import Trainer
@@ -224,14 +224,15 @@ def test_the_exact_divergence(direction: Any, chunk: int, adapter: bool) -> None
     hidden, weight = draw(n, 8).requires_grad_(), draw(padded, 8).requires_grad_()
     row = TeacherRow(draw(n, 5), draw(padded, 5), direction)
     targets = torch.randint(0, vocab, (n,), generator=generator)
-    d_logp, d_divergence = draw(n), draw(n)
+    d_rows = draw(3, n)
 
     # Some columns as an adapter's, which adds the same to the logits.
     (h, narrow), (w, b) = (x.split([6, 2], 1) for x in (hidden, weight))
-    inputs = (h, w, targets, row) if adapter else (hidden, weight, targets, row)
-    added = (narrow, b) if adapter else None
-    logp, divergence = token_divergences(*inputs, chunk=chunk, vocab=vocab, added=added)
-    actual = torch.autograd.grad((logp * d_logp + divergence * d_divergence).sum(), [hidden, weight])
+    inputs = (h, w) if adapter else (hidden, weight)
+    head = Head(1.0, chunk, vocab, teacher=row)
+    rows = torch.stack(token_logprobs(*inputs, targets, head, added=(narrow, b) if adapter else None))
+    logp, entropy, divergence = rows
+    actual = torch.autograd.grad((rows * d_rows).sum(), [hidden, weight])
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     own = (wide[0] @ wide[1][:vocab].t()).log_softmax(-1)
@@ -239,10 +240,12 @@ def test_the_exact_divergence(direction: Any, chunk: int, adapter: bool) -> None
     p, q = (own, others) if direction == "rkl" else (others, own)
     exact = (p.exp() * (p - q)).sum(-1)
     picked = own.gather(1, targets[:, None])[:, 0]
-    expected = torch.autograd.grad((picked * d_logp + exact * d_divergence).sum(), wide)
+    spread = -(own.exp() * own).sum(-1)
+    expected = torch.autograd.grad((torch.stack([picked, spread, exact]) * d_rows).sum(), wide)
 
     torch.testing.assert_close(logp.double(), picked, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(divergence.double(), exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), spread, atol=1e-5, rtol=1e-5)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
     assert not actual[1][vocab:].any(), "rows of padding are no tokens"
@@ -275,21 +278,24 @@ def test_the_divergence_of_the_likeliest_tokens(direction: Any, chunk: int, adap
     row = TeacherTop(ids, logps.float(), known, direction)
     targets = torch.randint(0, vocab, (n,), generator=generator)
     targets[0] = ids[0, 0]  # a sampled token among the likeliest
-    d_logp, d_divergence = draw(n), draw(n)
+    d_rows = draw(3, n)
     # Some columns as an adapter's, which adds the same to the logits.
     (h, narrow), (w, b) = (x.split([6, 2], 1) for x in (hidden, weight))
-    inputs = (h, w, targets, row) if adapter else (hidden, weight, targets, row)
-    added = (narrow, b) if adapter else None
-    logp, divergence = token_divergences(*inputs, chunk=chunk, vocab=vocab, added=added)
-    actual = torch.autograd.grad((logp * d_logp + divergence * d_divergence).sum(), [hidden, weight])
+    inputs = (h, w) if adapter else (hidden, weight)
+    head = Head(1.0, chunk, vocab, teacher=row)
+    rows = torch.stack(token_logprobs(*inputs, targets, head, added=(narrow, b) if adapter else None))
+    logp, entropy, divergence = rows
+    actual = torch.autograd.grad((rows * d_rows).sum(), [hidden, weight])
 
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     own = (wide[0] @ wide[1][:vocab].t()).log_softmax(-1)
     p, q = (own, others) if direction == "rkl" else (others, own)
     exact = lumped(p, q, ids) * known
     picked = own.gather(1, targets[:, None])[:, 0]
-    expected = torch.autograd.grad((picked * d_logp + exact * d_divergence).sum(), wide)
+    spread = -(own.exp() * own).sum(-1)
+    expected = torch.autograd.grad((torch.stack([picked, spread, exact]) * d_rows).sum(), wide)
     torch.testing.assert_close(divergence.double(), exact, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), spread, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logp.double(), picked, atol=1e-5, rtol=1e-5)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
@@ -327,12 +333,11 @@ def test_the_reward_beside_the_exact_divergence() -> None:
 
 
 def test_errors() -> None:
-    row = TeacherRow(torch.zeros(3, 2), torch.zeros(4, 2), "rkl")
-    sizes: dict[str, Any] = {"chunk": 2, "vocab": 4}
+    head = Head(1.0, 2, 4, teacher=TeacherRow(torch.zeros(3, 2), torch.zeros(4, 2), "rkl"))
     with pytest.raises(ValueError, match="the teacher scored 3 positions, not 2"):
-        token_divergences(torch.zeros(2, 2), torch.zeros(4, 2), torch.zeros(2).long(), row, **sizes)
+        token_logprobs(torch.zeros(2, 2), torch.zeros(4, 2), torch.zeros(2).long(), head)
     with pytest.raises(ValueError, match="outside the vocabulary of 4"):
-        token_divergences(torch.zeros(3, 2), torch.zeros(4, 2), torch.tensor([0, 4, 1]), row, **sizes)
+        token_logprobs(torch.zeros(3, 2), torch.zeros(4, 2), torch.tensor([0, 4, 1]), head)
     with pytest.raises(ValueError, match="for rkl only"):
         sampled_divergence_loss(*torch.zeros(4, 2), divergence="fkl", sequences=torch.zeros(2).long())
 
@@ -352,9 +357,9 @@ def test_at_most_three_chunks_of_logits_are_in_memory(
     targets = torch.randint(0, vocab, (tokens,))
     three, small = 3 * chunk * vocab * 4, 16 * 4 * tokens
     with AllocationWatch() as watch:
-        logp, divergence = token_divergences(hidden, weight, targets, row, chunk=chunk, vocab=vocab)
+        rows = token_logprobs(hidden, weight, targets, Head(1.0, chunk, vocab, teacher=row))
         forward = watch.peak
-        (logp + divergence).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(rows).sum().backward()  # type: ignore[no-untyped-call]
     print(
         f"chunks of logits at once: forward {3 * forward / three:.2f}, backward {3 * watch.peak / three:.2f}"
     )

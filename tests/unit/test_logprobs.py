@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from rpg_megatron.policy import logprobs
-from rpg_megatron.policy.divergence import token_divergences
-from rpg_megatron.policy.logprobs import token_logprobs
-from rpg_megatron.policy.microbatch import TeacherRow
+from rpg_megatron.policy.logprobs import Head, token_logprobs
+from rpg_megatron.policy.microbatch import TeacherRow, TeacherTop
 from tests.support.allocations import AllocationWatch
 from tests.support.logprob_reference import measure_errors
 
@@ -49,7 +48,7 @@ def test_holds_two_chunks_of_logits_at_most(dtype: torch.dtype, entropy: bool) -
     targets = torch.randint(0, vocab, (tokens,))
     logits = 4 * chunk * vocab
     with AllocationWatch() as watch:
-        logp, h = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=chunk, vocab=vocab)
+        logp, h = token_logprobs(hidden, weight, targets, Head(0.7, chunk, vocab))
         forward, live = watch.peak, watch.live
         (logp + h if entropy else logp).sum().backward()
     small = 4 * (2 * tokens * width + 16 * tokens)
@@ -66,13 +65,12 @@ def test_a_frozen_weight_has_no_gradient_in_memory() -> None:
     narrow, b = torch.randn(tokens, rank).requires_grad_(), torch.randn(vocab, rank).requires_grad_()
     hidden, weight = torch.randn(tokens, width).requires_grad_(), torch.randn(vocab, width)
     targets = torch.randint(0, vocab, (tokens,))
-    sizes: dict[str, Any] = {"chunk": chunk, "vocab": vocab}
     row = TeacherRow(torch.randn(tokens, 2), torch.randn(vocab, 2), "rkl")
     with AllocationWatch() as watch:
-        logp, entropy = token_logprobs(hidden, weight, targets, temperature=1.0, added=(narrow, b), **sizes)
-        (logp + entropy).sum().backward()
-        logp, divergence = token_divergences(hidden, weight, targets, row, added=(narrow, b), **sizes)
-        (logp + divergence).sum().backward()
+        for teacher in (None, row):
+            head = Head(1.0, chunk, vocab, teacher=teacher)
+            rows = token_logprobs(hidden, weight, targets, head, added=(narrow, b))
+            torch.stack(rows).sum().backward()
     assert watch.peak < 4 * weight.numel()
 
 
@@ -81,7 +79,7 @@ def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
     hidden, weight = torch.randn(300, 64).bfloat16(), (0.2 * torch.randn(1000, 64)).bfloat16()
     targets = torch.randint(0, 1000, (300,))
     inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
-    token_logprobs(*inputs, targets, temperature=1.0, chunk=64, vocab=1000)[0].sum().backward()
+    token_logprobs(*inputs, targets, Head(1.0, 64, 1000))[0].sum().backward()
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     logits = exact[0] @ exact[1].t()
     torch.log_softmax(logits, -1).gather(1, targets[:, None]).sum().backward()
@@ -90,19 +88,25 @@ def test_gradients_in_bfloat16_are_as_good_as_its_products() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entropy", [False, True], ids=["log-prob alone", "with entropy"])
+@pytest.mark.parametrize("rows", ["log-prob", "entropy", "rkl", "fkl", "likeliest"])
 def test_what_a_gpu_compiles_can_be_traced(
-    dtype: torch.dtype, entropy: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[str] = []
+    teachers: dict[str, Any] = {
+        name: TeacherRow(torch.randn(70, 4).to(dtype), torch.randn(45, 4).to(dtype), name)  # type: ignore[arg-type]
+        for name in ("rkl", "fkl")
+    }
+    likeliest = torch.randn(70, 41).log_softmax(-1).topk(3)
+    known = torch.arange(70) != 5
+    teachers["likeliest"] = TeacherTop(likeliest.indices, likeliest.values, known, "rkl")
+    head = Head(0.7, 32, 41, teacher=teachers.get(rows))  # the last chunk is shorter
 
     def run() -> list[torch.Tensor]:
         hidden, weight = (torch.randn(n, 16, generator=noise).to(dtype) for n in (70, 45))
         leaves = [x.requires_grad_() for x in (hidden, weight)]
-        outputs = token_logprobs(
-            *leaves, torch.arange(70) % 41, temperature=0.7, chunk=32, vocab=41
-        )  # the last chunk is shorter
-        (outputs[0] + outputs[1] if entropy else outputs[0]).sum().backward()
+        outputs = token_logprobs(*leaves, torch.arange(70) % 41, head)
+        (outputs[0] if rows == "log-prob" else torch.stack(outputs)).sum().backward()
         return [x.detach() for x in (*outputs, hidden.grad, weight.grad)]
 
     compile_it = torch.compile
@@ -147,19 +151,14 @@ def test_target_outside_the_vocabulary_is_refused(
             torch.ones(1, 4),
             torch.ones(12, 4),
             torch.tensor([target]),
-            temperature=1.0,
-            chunk=4,
-            vocab=10,
-            target_range=known_range and (first, target),
+            Head(1.0, 4, 10, known_range and (first, target)),
         )
 
 
 def test_entropies_alone_have_a_gradient() -> None:
     hidden = torch.randn(5, 8, requires_grad=True)
     weight = torch.randn(12, 8)
-    token_logprobs(hidden, weight, torch.zeros(5, dtype=torch.int64), temperature=1.0, chunk=2, vocab=12)[
-        1
-    ].sum().backward()
+    token_logprobs(hidden, weight, torch.zeros(5, dtype=torch.int64), Head(1.0, 2, 12))[1].sum().backward()
     gradient = hidden.grad
     exact = hidden.detach().requires_grad_()
     logp = torch.log_softmax(exact @ weight.t(), -1)
