@@ -39,7 +39,7 @@ from rpg_megatron.data.token_bound import TokenBound, token_bound
 logger = logging.getLogger(__name__)
 
 _FORM = 2
-"""To be raised when prompts are tokenized differently."""
+"""Increment when prompts are tokenized differently."""
 _BLOCK = 10_000
 """Prompts in memory at a time: a chat template needs a process for each block."""
 _PASS_BLOCK = 1000
