@@ -341,7 +341,6 @@ class RankRun:
             self._version,
             self.settings.guards,
             self.settings.precision.dtype,
-            leaders=self.mesh.data,
             probes=batch.my_probes,
             engines=self.settings.engine.replicas,
             excess=self.settings.rollout.log_prob_excess,
