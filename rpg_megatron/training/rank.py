@@ -140,7 +140,7 @@ def _train(rank: RankProcess) -> bool:
 
     checkpoint = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     if rank.settings.sft is not None:
-        return sft.train(rank.start_run(sft.FineTuningRun, checkpoint))
+        return sft.train(rank.start_run(RankRun, checkpoint))
     return loop.train(rank.start_run(RankRun, checkpoint))
 
 

@@ -495,7 +495,7 @@ def test_a_failed_last_checkpoint_is_in_summary_and_metrics(
     run.settings = Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
     run.steps = run._step = 4
     run._saved_step, run._save_problem, run._run_dir, run._started = 2, "", tmp_path, time.monotonic()
-    run._summary = {"rates": [1.0]}
+    run.summary = {"rates": [1.0]}
     run.mesh = SimpleNamespace(rank=0)
     run.events = SimpleNamespace(warn=lambda text: None)
     results = [SaveResult(4, tmp_path / "step_000004", 1.0, problem)]
