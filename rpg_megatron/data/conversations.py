@@ -49,14 +49,13 @@ class Conversations:
 
     def sources(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """See ``Prompts``."""
-        return self._rows.sources
+        return np.asarray(self._rows.sources)
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
         """See ``Prompts``; ``id`` is the index. All tokens of a row; those that are not trained are inverted,
         so negative.
         """
-        sources = self._rows.sources
-        return [Prompt(index, "", "", self._rows[index], int(sources[index])) for index in indices]
+        return [Prompt(i, "", "", self._rows[i], self._rows.sources[i]) for i in indices]
 
     def _encode(self, rows: Iterator[Row]) -> Iterator[StoredRow]:
         seen = set[bytes]()

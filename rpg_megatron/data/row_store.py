@@ -8,8 +8,6 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple, overload
 
-import numpy as np
-
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.data.cache_files import CachePlace, CacheWriter
 
@@ -43,10 +41,10 @@ class RowStore[T](Sequence[T]):
         """
         self._file, self._decode, self.place = file, decode, place
         self.description = description
-        file.seek(description["columns"])
-        columns = np.fromfile(file, np.int64, _COLUMNS * description["rows"]).reshape(_COLUMNS, -1)
-        if columns.shape[1] != description["rows"]:
-            raise ValueError("the columns are not whole")
+        size, begin = 8 * description["rows"], description["columns"]
+        columns = [array("q", os.pread(file.fileno(), size, begin + i * size)) for i in range(_COLUMNS)]
+        if any(len(column) != description["rows"] for column in columns):
+            raise ValueError("a column is not whole")
         self._starts, self._sizes, self.sources, self.lengths = columns
         """Of each row, int64."""
 
@@ -71,14 +69,17 @@ class RowStore[T](Sequence[T]):
 
 def write_rows(writer: CacheWriter, rows: Iterable[StoredRow]) -> dict[str, Any]:
     """Write rows; returns what ``RowStore`` needs of the file's description. Raises OSError."""
-    values, ranks = array("q"), array("d")
+    columns, ranks = [array("q") for _ in range(_COLUMNS)], array("d")
     for row in rows:
-        values.extend((writer.position, len(row.data), row.source, row.length))
+        values = writer.position, len(row.data), row.source, row.length
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
         ranks.append(row.rank)
         writer.write(row.data)
     position = writer.position
-    order = np.argsort(np.frombuffer(ranks), kind="stable")
-    writer.write(np.frombuffer(values, np.int64).reshape(-1, _COLUMNS)[order].T.tobytes())
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    for column in columns:
+        writer.write(array("q", map(column.__getitem__, order)).tobytes())
     return {"rows": len(order), "columns": position}
 
 
