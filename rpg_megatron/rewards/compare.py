@@ -66,13 +66,8 @@ def _any(verdicts: Iterable[bool | None]) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    result: bool | None = True
-    for verdict in verdicts:
-        if verdict is False:
-            return False
-        if verdict is None:
-            result = None
-    return result
+    denied = _any(None if verdict is None else not verdict for verdict in verdicts)
+    return None if denied is None else not denied
 
 
 def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:

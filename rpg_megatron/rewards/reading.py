@@ -130,9 +130,7 @@ def read_expression(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
         text = join_comma_groups(text)
     if not text or len(text) > MAX_CHARACTERS:
         return ()
-    if as_number(text) is not None:
-        return (read_quantity(text),)
-    if exact(text) is not None:
+    if as_number(text) is not None or exact(text) is not None:
         return (read_quantity(text),)
     option = _option(text)
     if option is not None:
