@@ -270,17 +270,15 @@ class Trainer:
             for i, minibatch in enumerate(passes):
                 on_update(i, len(passes))
                 if i == 0 and batch.started is not None:
-                    updates.append(self.policy.step(batch.started, lr))
-                    self._count_skipped(f"step {step}, update 1 of {len(passes)}", updates[-1])
-                    continue
-                micro_batches = (
-                    taught[i % len(taught)] if taught else [self.policy.pack(micro) for micro in minibatch]
-                )
-                updates.append(self.policy.update(micro_batches, self._loss, self._aggregator, lr))
+                    done = self.policy.step(batch.started, lr)
+                else:
+                    packed = taught[i % len(taught)] if taught else [self.policy.pack(m) for m in minibatch]
+                    done = self.policy.update(packed, self._loss, self._aggregator, lr)
+                updates.append(done)
                 self._count_skipped(f"step {step}, update {i + 1} of {len(passes)}", updates[-1])
-        done = [u for u in updates if not u.skipped]
-        if self.anchor and done:
-            self.anchor.after_step(len(done), _mean_kl(done, self.settings))
+        applied = [u for u in updates if not u.skipped]
+        if self.anchor and applied:
+            self.anchor.after_step(len(applied), _mean_kl(applied, self.settings))
         batch.metrics |= self._summarise(updates) | {"lr": lr}
         if self.settings.sft is None:
             batch.metrics |= off_policy_metrics(batch.mine, self.settings)
