@@ -280,7 +280,7 @@ class Rig:
             stopped = []
             for offset in range(0, len(faulty), size):
                 probes = [*healthy[offset : offset + size], *faulty[offset : offset + size]]
-                _, message = check_mismatch([], 0, guards, dtype, leaders=1, probes=probes, engines=2)
+                _, message = check_mismatch([], 0, guards, dtype, probes=probes, engines=2)
                 stopped.append(message is not None)
             rates.append(statistics.fmean(stopped))
         return rates

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,73 +21,59 @@ from rpg_megatron.data.foreign_rollouts import iter_foreign_rollouts
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.data.rollout_files import list_rollouts
+from rpg_megatron.data.row_store import StoredRow, keep_rows
 from rpg_megatron.data.stored_problems import LeftOut
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import Tokens, Trajectory
 from rpg_megatron.data.vocabulary import check_ids
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
 class Conversations:
-    """``Prompts`` of rows, whose tokens are in a file without a name: 16 bytes of memory a row."""
+    """``Prompts`` of rows, whose tokens are in a file without a name."""
 
-    starts: array[int] = field(default_factory=lambda: array("q", [0]))
-    """Offset of each row in the file, in tokens, and the end."""
-    source_numbers: array[int] = field(default_factory=lambda: array("q"))
-    trained: int = 0
-    """Number of trained tokens."""
-    left_out: LeftOut = field(default_factory=LeftOut)
-    """Conversations that were dropped or cut, and rows that cannot be read, by reason."""
-    fingerprints: Future[tuple[str, str]] = field(default_factory=Future)
-    """See ``Prompts``."""
-
-    def __post_init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  kept
+    def __init__(self, rows: Iterator[Row], left_out: LeftOut, deduplicate: bool) -> None:
+        """left_out: what ``rows`` counts. Raises UserError if the disk is full."""
+        self.left_out = left_out
+        """Conversations that were dropped or cut, and rows that cannot be read, by reason."""
+        self.trained = 0
+        """Number of trained tokens."""
+        self.fingerprints: Future[tuple[str, str]] = Future()
+        """See ``Prompts``."""
+        self._digest, self._deduplicate = hashlib.blake2b(digest_size=16), deduplicate
+        self._rows = keep_rows(self._encode(rows), _decode, "conversations")
+        self.fingerprints.set_result((self._digest.hexdigest(), ""))
 
     def __len__(self) -> int:
-        return len(self.source_numbers)
+        return len(self._rows)
 
     def sources(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """See ``Prompts``."""
-        return np.array(self.source_numbers, np.int64)
+        return np.asarray(self._rows.sources)
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
         """See ``Prompts``; ``id`` is the index. All tokens of a row; those that are not trained are inverted,
         so negative.
         """
-        prompts = []
-        for index in indices:
-            start, end = self.starts[index], self.starts[index + 1]
-            self._file.seek(4 * start)
-            tokens = np.frombuffer(self._file.read(4 * (end - start)), np.int32)
-            prompts.append(Prompt(index, "", "", tokens, self.source_numbers[index]))
-        return prompts
+        return [Prompt(i, "", "", self._rows[i], self._rows.sources[i]) for i in indices]
 
-    def write(self, rows: Iterator[Row], deduplicate: bool = False) -> None:
-        """Add all rows. Raises UserError if the disk is full."""
-        digest, seen = hashlib.blake2b(digest_size=16), set[bytes]()
-        try:
-            for row in rows:
-                data = np.where(row.mask, row.tokens, ~row.tokens).astype(np.int32).tobytes()
-                same = hashlib.blake2b(data, digest_size=16).digest()
-                if deduplicate and same in seen:
-                    self.left_out.counts["duplicate"] += 1
-                    continue
-                if deduplicate:
-                    seen.add(same)
-                self._file.write(data)
-                digest.update(b"%d " % row.source + same)
-                self.starts.append(self.starts[-1] + len(row.tokens))
-                self.source_numbers.append(row.source)
-                self.trained += int(row.mask.sum())
-            self._file.flush()
-        except OSError as e:
-            raise UserError(
-                f"conversations cannot be kept in {tempfile.gettempdir()} ({e.strerror or e}); free disk "
-                "space, or set TMPDIR to another folder"
-            ) from None
-        self.fingerprints.set_result((digest.hexdigest(), ""))
+    def _encode(self, rows: Iterator[Row]) -> Iterator[StoredRow]:
+        seen = set[bytes]()
+        for row in rows:
+            data = np.where(row.mask, row.tokens, ~row.tokens).astype(np.int32).tobytes()
+            same = hashlib.blake2b(data, digest_size=16).digest()
+            if same in seen:
+                self.left_out.counts["duplicate"] += 1
+                continue
+            if self._deduplicate:
+                seen.add(same)
+            self._digest.update(b"%d " % row.source + same)
+            self.trained += int(row.mask.sum())
+            yield StoredRow(data, row.source)
+
+
+def _decode(data: bytes) -> Tokens:
+    return np.frombuffer(data, np.int32)
 
 
 def to_trajectory(row: Prompt) -> Trajectory:
@@ -127,29 +110,24 @@ def read_conversations(
     UserError, with file and row of the first one of each kind, for conversations that cannot be trained
     unless ``malformed`` is skip, and as ``read_problems`` does; also if no conversation is left.
     """
-    found = Conversations()
+    left_out = LeftOut()
     if settings.rollouts is not None:
-        found.write(
-            _rollout_rows(settings, tokenizer, key, vocab, found.left_out.counts), settings.deduplicate
-        )
+        rows = _rollout_rows(settings, tokenizer, key, vocab, left_out.counts)
     else:
-        problems, found.left_out = read_problems_with_counts(
-            settings.model_copy(update={"malformed": "skip"}), key
-        )
-        encoder = ConversationEncoder(settings, tokenizer, key, stops, end, vocab)
-        found.write(encoder.rows(problems, found.left_out), settings.deduplicate)
-    bad = found.left_out.counts["malformed"]
+        readable = settings.model_copy(update={"malformed": "skip"})
+        problems, left_out = read_problems_with_counts(readable, key)
+        rows = ConversationEncoder(settings, tokenizer, key, stops, end, vocab).rows(problems, left_out)
+    found = Conversations(rows, left_out, settings.deduplicate)
+    bad = left_out.counts["malformed"]
     if bad and settings.malformed == "stop":
         skip = f"; {key}.malformed=skip leaves them out" if bad > 1 else ""
         raise UserError(
-            (f"{key}: {bad:,} rows cannot be trained: " if bad > 1 else "") + found.left_out.first + skip
+            (f"{key}: {bad:,} rows cannot be trained: " if bad > 1 else "") + left_out.first + skip
         )
     if not found:
-        counts = (
-            ", ".join(f"{count:,} {why}" for why, count in found.left_out.counts.items()) or "none was found"
-        )
+        counts = ", ".join(f"{count:,} {why}" for why, count in left_out.counts.items()) or "none was found"
         remedy = "lower min_reward" if settings.rollouts is not None else f"raise {key}.max_tokens"
-        example = f"; {found.left_out.first}" if found.left_out.first else ""
+        example = f"; {left_out.first}" if left_out.first else ""
         raise UserError(f"{key}: no conversation is left to train on ({counts}); {remedy}{example}")
     return found
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rpg_megatron.config.data import DataSettings, SourceSettings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.sft import ConversationSettings
 from rpg_megatron.data.cache_files import (
-    CacheWriter,
+    CachePlace,
     cache_folders,
     content_digest,
     digest_of,
@@ -27,14 +26,15 @@ from rpg_megatron.data.cache_files import (
     new_cached,
 )
 from rpg_megatron.data.chat_messages import Message
-from rpg_megatron.data.row_store import RowStore, StoredRow, write_rows
+from rpg_megatron.data.row_store import RowStore, StoredRow, keep_rows, write_rows
 
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = 10_000
 """Data sets of at most this many problems are kept in memory, and nothing is written."""
-_FORM = 2
-"""To be raised when problems are read differently, so that files of earlier versions are not used."""
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, default=str).encode
+_FORM = 3
+"""Increment when problems are read differently, so that files of earlier versions are not used."""
 
 
 class Problem(NamedTuple):
@@ -117,9 +117,8 @@ def keep_problems(
     folders = cache_folders(paths[0]) if whole else []
     name, digest = _cache_name(settings, paths, rows), cache(lambda: content_digest(paths))
     if cached := find_cached(folders, name, digest, _marks(paths)):
-        file, description, place = cached
         with suppress(ValueError, KeyError, TypeError):
-            return _from_store(RowStore(file, description, _decode, place))
+            return _from_store(*cached)
     for folder in [*folders, None]:
         left_out = LeftOut()
         each = read(left_out)
@@ -131,26 +130,19 @@ def keep_problems(
             return problems, left_out
         all_rows = (_encode(problem) for problem in chain(problems, each))
         del problems
+        if folder is None:
+            return keep_rows(all_rows, _decode, f"{key}: the problems"), left_out
         try:
-            if folder is None:
-                file = tempfile.TemporaryFile()  # noqa: SIM115  the store keeps it
-                description = _write(CacheWriter(file), all_rows, left_out, "")
-                return _from_store(RowStore(file, description, _decode, None))
             with new_cached(folder, name) as writer:
-                _write(writer, all_rows, left_out, digest(), marks)
+                description = write_rows(writer, all_rows) | {"content": digest(), "marks": marks}
+                writer.finish(description | {"left_out": left_out.counts, "malformed": left_out.malformed})
                 if marks is None or _marks(paths) != marks:
                     raise OSError("the data have changed while they were read")
         except OSError as e:
-            if folder is None:
-                raise UserError(
-                    f"{key}: the problems cannot be kept in {tempfile.gettempdir()} ({e.strerror or e}); "
-                    "free disk space, or set TMPDIR to another folder"
-                ) from None
             logger.info("%s: not used (%s)", folder, e)
             continue
         if cached := find_cached([folder], name, digest, marks):
-            file, description, place = cached
-            return _from_store(RowStore(file, description, _decode, place))
+            return _from_store(*cached)
     raise AssertionError("not reached")
 
 
@@ -176,30 +168,17 @@ def _marks(paths: Sequence[Path]) -> list[list[int]] | None:
         return None
 
 
-def _write(
-    writer: CacheWriter,
-    rows: Iterator[StoredRow],
-    left_out: LeftOut,
-    content: str,
-    marks: list[list[int]] | None = None,
-) -> dict[str, Any]:
-    description = write_rows(writer, rows)
-    description |= {"content": content, "marks": marks}
-    description |= {"left_out": left_out.counts, "malformed": left_out.malformed}
-    writer.finish(description)
-    return description
-
-
-def _from_store(store: RowStore[Problem]) -> Found:
+def _from_store(file: BinaryIO, description: dict[str, Any], place: CachePlace) -> Found:
     left_out = LeftOut()
-    left_out.counts.update(store.description["left_out"])
-    left_out.malformed = {k: (int(n), str(first)) for k, (n, first) in store.description["malformed"].items()}
-    return store, left_out
+    left_out.counts.update(description["left_out"])
+    left_out.malformed = {k: (int(n), str(first)) for k, (n, first) in description["malformed"].items()}
+    return RowStore(file, description, _decode, place), left_out
 
 
 def _encode(problem: Problem) -> StoredRow:
     value = [*problem[: Problem._fields.index("rank")], problem.variables, problem.completion]
-    return StoredRow(value, problem.id, problem.source, _length(problem.prompt), problem.rank)
+    data = _TO_JSON(value).encode("utf-8", "surrogatepass")
+    return StoredRow(data, problem.source, _length(problem.prompt), problem.rank)
 
 
 def _length(prompt: str | tuple[Message, ...]) -> int:
@@ -209,7 +188,8 @@ def _length(prompt: str | tuple[Message, ...]) -> int:
     return len(prompt) if prompt.isascii() else -len(prompt.encode())
 
 
-def _decode(value: Any) -> Problem:
+def _decode(data: bytes) -> Problem:
+    value = json.loads(data.decode("utf-8", "surrogatepass"))
     number, prompt, answer, source, where, row, variables, completion = value
     if not isinstance(prompt, str):
         prompt = _messages(prompt)

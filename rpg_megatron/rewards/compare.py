@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from rpg_megatron.rewards.latex_numbers import compare_constants
 from rpg_megatron.rewards.notations import Clock, Congruence, Ratio, read_clock, residues_of, same_time
@@ -65,121 +66,86 @@ def _any(verdicts: Iterable[bool | None]) -> bool | None:
 
 
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    result: bool | None = True
-    for verdict in verdicts:
-        if verdict is False:
-            return False
-        if verdict is None:
-            result = None
-    return result
+    denied = _any(None if verdict is None else not verdict for verdict in verdicts)
+    return None if denied is None else not denied
 
 
 def _agree(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
-    if isinstance(a, NamedValue) or isinstance(b, NamedValue):
-        return _named_values(a, b, algebra)
-    if isinstance(a, Option) or isinstance(b, Option):
-        return _options(a, b, algebra)
-    if isinstance(a, BasedNumber) or isinstance(b, BasedNumber):
-        return _based_numbers(a, b)
-    if isinstance(a, Clock) and isinstance(b, Clock):
-        return same_time(a, b)
-    if isinstance(a, Ratio) or isinstance(b, Ratio):
-        return _ratios(a, b, algebra)
-    if isinstance(a, Congruence) or isinstance(b, Congruence):
-        return _congruences(a, b)
-    if isinstance(a, Quantity) and isinstance(b, Quantity):
-        return _quantities(a, b, algebra)
-    if isinstance(a, Region) and isinstance(b, Region):
-        return _regions(a, b, algebra)
-    if isinstance(a, Collection) and isinstance(b, Collection):
-        return _collections(a, b, algebra)
-    if isinstance(a, Relation) and isinstance(b, Relation):
-        return _relations(a, b, algebra)
-    if isinstance(a, Matrix) or isinstance(b, Matrix):
-        return _matrices(a, b, algebra)
+    for kind, how_many, rule in _RULES:
+        if how_many(isinstance(reading, kind) for reading in (a, b)):
+            return rule(a, b, algebra)
     return False
 
 
-def _named_values(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
+def _named_values(a: Any, b: Any, algebra: Algebra | None) -> bool | None:
     """X = 5 equals 5, and x = 5, but not y = 5 unless the equations are the same."""
-    if isinstance(a, NamedValue) and isinstance(b, NamedValue):
-        if a.name == b.name or not a.name or not b.name:
-            return _all(
-                (
-                    _checks_hold(a, algebra),
-                    _checks_hold(b, algebra),
-                    _compare_texts(a.value, b.value, algebra),
-                )
-            )
-        a, b = Relation(a.name, "=", a.value), Relation(b.name, "=", b.value)
-        return _relations(a, b, algebra)
-    if isinstance(a, NamedValue):
-        if isinstance(b, Relation):
-            return _relations(Relation(a.name, "=", a.value), b, algebra)
-        return _all((_checks_hold(a, algebra), _any(_agree(r, b, algebra) for r in read_expression(a.value))))
-    assert isinstance(b, NamedValue)
-    if isinstance(a, Relation):
-        return _relations(a, Relation(b.name, "=", b.value), algebra)
-    return _all((_checks_hold(b, algebra), _any(_agree(a, r, algebra) for r in read_expression(b.value))))
+    named = [side for side in (a, b) if isinstance(side, NamedValue)]
+    if len(named) == 2 and (a.name == b.name or not a.name or not b.name):
+        checks = _checks_hold(a, algebra), _checks_hold(b, algebra)
+        return _all((*checks, _compare_texts(a.value, b.value, algebra)))
+    if all(isinstance(side, NamedValue | Relation) for side in (a, b)):
+        x, y = (Relation(n.name, "=", n.value) if isinstance(n, NamedValue) else n for n in (a, b))
+        return _relations(x, y, algebra)
+    first, second = (read_expression(n.value) if isinstance(n, NamedValue) else (n,) for n in (a, b))
+    checked = _checks_hold(named[0], algebra)
+    return _all((checked, _any(_agree(x, y, algebra) for x in first for y in second)))
 
 
 def _checks_hold(named: NamedValue, algebra: Algebra | None) -> bool | None:
     return _all(_compare_texts(named.value, check, algebra) for check in named.checks)
 
 
-def _options(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
-    if isinstance(a, Option) and isinstance(b, Option):
+def _options(a: Any, b: Any, algebra: Algebra | None) -> bool | None:
+    option, other = _in_order(Option, a, b)
+    if isinstance(other, Option):
         if a.letter != b.letter:
             return False
         return not a.text or not b.text or a.text == b.text or _compare_texts(a.text, b.text, algebra)
-    option, other = (a, b) if isinstance(a, Option) else (b, a)
-    assert isinstance(option, Option)
-    if isinstance(other, Option) or not option.text:
+    if not option.text:
         return isinstance(other, Quantity) and other.text == option.letter.lower() == other.text.lower()
     return _any(_agree(r, other, algebra) for r in read_expression(option.text))
 
 
-def _based_numbers(a: Reading, b: Reading) -> bool | None:
+def _based_numbers(a: Any, b: Any, _: Algebra | None) -> bool:
     r"""An answer may omit the reference's base. With a base, it may have the value of a plain reference."""
-    if isinstance(a, BasedNumber) and isinstance(b, BasedNumber):
-        return a == b
     if isinstance(a, BasedNumber):
-        return isinstance(b, Quantity) and b.text.upper() == a.digits
-    if isinstance(b, BasedNumber) and isinstance(a, Quantity):
-        try:
-            return a.number is not None and a.number == int(b.digits, b.base)
-        except ValueError:
-            return False
-    return False
+        return bool(a == b) or (isinstance(b, Quantity) and b.text.upper() == a.digits)
+    try:
+        return isinstance(a, Quantity) and a.number is not None and a.number == int(b.digits, b.base)
+    except ValueError:
+        return False
 
 
-def _ratios(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
+def _ratios(a: Any, b: Any, algebra: Algebra | None) -> bool | None:
     """Ratios agree if they are proportional, but 2:40 and 1:20 are times; 9:16 is also the fraction 9/16."""
-    if isinstance(a, Ratio) and isinstance(b, Ratio):
+    ratio, other = _in_order(Ratio, a, b)
+    if isinstance(other, Ratio):
         if len(a.parts) != len(b.parts) or (read_clock(":".join(a.parts)) and read_clock(":".join(b.parts))):
-            return a == b
+            return bool(a == b)
         pairs = itertools.pairwise(zip(a.parts, b.parts, strict=True))
         return _all(
             _compare_texts(f"({p}) \\cdot ({t})", f"({q}) \\cdot ({s})", algebra) for (p, q), (s, t) in pairs
         )
-    ratio, other = (a, b) if isinstance(a, Ratio) else (b, a)
-    assert isinstance(ratio, Ratio)
     if len(ratio.parts) != 2 or not isinstance(other, Quantity) or not re.search(r"/|\\frac", other.text):
         return False
     return _compare_texts(other.text, f"\\frac{{{ratio.parts[0]}}}{{{ratio.parts[1]}}}", algebra)
 
 
-def _congruences(a: Reading, b: Reading) -> bool:
+def _congruences(a: Any, b: Any, _: Algebra | None) -> bool:
     """The same residues by the same modulus, of the same name if both have one. A remainder is a number."""
-    if isinstance(a, Congruence) and isinstance(b, Congruence):
+    congruence, other = _in_order(Congruence, a, b)
+    if isinstance(other, Congruence):
         if a.modulus != b.modulus or (a.left != b.left and a.left and b.left):
             return False
         return residues_of(a.residues, a.modulus) == residues_of(b.residues, b.modulus)
-    congruence, other = (a, b) if isinstance(a, Congruence) else (b, a)
-    assert isinstance(congruence, Congruence)
     if not isinstance(other, Quantity) or other.number is None or (congruence is a and a.left):
         return False  # x \\equiv 3 \\pmod 7 as the reference is more than 3
-    return congruence.residues == str(other.number) and 0 <= other.number < congruence.modulus
+    return bool(congruence.residues == str(other.number) and 0 <= other.number < congruence.modulus)
+
+
+def _in_order[T](kind: type[T], a: Any, b: Any) -> tuple[T, Any]:
+    """The two readings, of which one is of this kind: that one first."""
+    return (a, b) if isinstance(a, kind) else (b, a)
 
 
 def _quantities(a: Quantity, b: Quantity, algebra: Algebra | None) -> bool | None:
@@ -247,14 +213,13 @@ def _collections(a: Collection, b: Collection, algebra: Algebra | None) -> bool 
     return True if result else None
 
 
-def _matrices(a: Reading, b: Reading, algebra: Algebra | None) -> bool | None:
+def _matrices(a: Any, b: Any, algebra: Algebra | None) -> bool | None:
     """A matrix of one column or row may be written as a tuple."""
-    if isinstance(a, Matrix) and isinstance(b, Matrix):
+    matrix, other = _in_order(Matrix, a, b)
+    if isinstance(other, Matrix):
         if [len(r) for r in a.rows] != [len(r) for r in b.rows]:
             return False
         return _all(_compare_texts(x, y, algebra) for x, y in zip(_cells(a), _cells(b), strict=True))
-    matrix, other = (a, b) if isinstance(a, Matrix) else (b, a)
-    assert isinstance(matrix, Matrix)
     if not isinstance(other, Collection) or other.kind != "tuple":
         return False
     if len(matrix.rows) != 1 and any(len(row) != 1 for row in matrix.rows):
@@ -302,3 +267,19 @@ def _relations(a: Relation, b: Relation, algebra: Algebra | None) -> bool | None
     if algebra is None:
         return None
     return algebra(f"({sides[0]})-({sides[1]})", f"({sides[2]})-({sides[3]})", True)
+
+
+_RULES: tuple[tuple[Any, Callable[[Iterable[bool]], bool], Callable[..., bool | None]], ...] = (
+    (NamedValue, any, _named_values),
+    (Option, any, _options),
+    (BasedNumber, any, _based_numbers),
+    (Clock, all, lambda a, b, _: same_time(a, b)),
+    (Ratio, any, _ratios),
+    (Congruence, any, _congruences),
+    (Quantity, all, _quantities),
+    (Region, all, _regions),
+    (Collection, all, _collections),
+    (Relation, all, _relations),
+    (Matrix, any, _matrices),
+)
+"""Kind of a reading, how many of two readings must be of it, and their comparison. The first that fits."""

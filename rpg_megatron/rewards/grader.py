@@ -6,6 +6,7 @@ Rules take microseconds and cannot hang, so most answers need no worker process 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 from collections import OrderedDict
@@ -101,14 +102,8 @@ def grade_by_rules(extracted: str | None, answer: str) -> Verdict | None:
 
 def _depth(text: str) -> int:
     """Nesting depth of brackets, closed or not."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth = max(depth - 1, 0)
-    return deepest
+    steps = ((c in "([{") - (c in ")]}") for c in text)
+    return max(itertools.accumulate(steps, lambda depth, step: max(depth + step, 0), initial=0))
 
 
 class Grader:

@@ -39,15 +39,8 @@ _TOKEN = re.compile(
     r"|(?P<command>\\(?:[dt]?frac|[dt]?binom|sqrt|pi|cdot|times|div|left|right|ln|log)(?![a-zA-Z]))"
     r"|(?P<sign>[-+/^(){}\[\]*|_!\u2212]|e(?![a-z]|(?<=[0-9]e)[-+]?[0-9])))"
 )
-_SPELT = {
-    "\u2212": "-",
-    "\\times": "*",
-    "\\cdot": "*",
-    "\\div": "/",
-    "\\dfrac": "\\frac",
-    "\\tfrac": "\\frac",
-}
-_SPELT |= {"\\dbinom": "\\binom", "\\tbinom": "\\binom"}
+_SPELT = {"\u2212": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
+_SPELT |= {f"\\{style}{name}": f"\\{name}" for style in "dt" for name in ("frac", "binom")}
 _FACTORS = ("\\sqrt", "\\pi", "e", "\\ln", "\\log", "\\binom")
 """What may follow a factor without a sign."""
 

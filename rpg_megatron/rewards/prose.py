@@ -147,13 +147,7 @@ def drop_nouns(tail: str) -> str | None:
 def multiplier(word: str) -> str | None:
     """The key of a word in ``MULTIPLIERS``; None if it is not one."""
     word = word.lower()
-    return (
-        word
-        if word in MULTIPLIERS
-        else word[:-1]
-        if word.endswith("s") and word[:-1] in MULTIPLIERS
-        else None
-    )
+    return next((key for key in (word, word.removesuffix("s")) if key in MULTIPLIERS), None)
 
 
 def canonical_words(text: str) -> str:

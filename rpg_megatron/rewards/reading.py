@@ -15,7 +15,7 @@ from rpg_megatron.rewards import prose
 from rpg_megatron.rewards.notations import Clock, Congruence, Ratio, read_clock, read_congruence, read_ratio
 from rpg_megatron.rewards.quantity import Quantity, as_number, constant_value, exact, read_quantity
 from rpg_megatron.rewards.regions import Region, read_region
-from rpg_megatron.rewards.spelling import join_comma_groups, normalise_spelling
+from rpg_megatron.rewards.spelling import bracket_depths, join_comma_groups, normalise_spelling
 
 MAX_CHARACTERS = 300
 """Longer texts have no readings and are compared verbatim."""
@@ -130,9 +130,7 @@ def read_expression(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
         text = join_comma_groups(text)
     if not text or len(text) > MAX_CHARACTERS:
         return ()
-    if as_number(text) is not None:
-        return (read_quantity(text),)
-    if exact(text) is not None:
+    if as_number(text) is not None or exact(text) is not None:
         return (read_quantity(text),)
     option = _option(text)
     if option is not None:
@@ -175,22 +173,13 @@ def read_expression(text: str, *, bare: bool = False) -> tuple[Reading, ...]:
 
 def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     """Split a text at separators that are outside of all brackets."""
-    parts, start, position, depth = [], 0, 0, 0
-    while position < len(text):
-        character = text[position]
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif text.startswith(("\\langle", "\\rangle"), position):
-            depth += 1 if text[position + 1] == "l" else -1
-        if depth == 0 and character in " ,;":
-            match = separator.match(text, position)
-            if match is not None:
-                parts.append(text[start:position].strip())
-                start = position = match.end()
-                continue
-        position += 1
+    # These two are brackets too; the length stays.
+    depths = bracket_depths(text.replace("\\langle", "(langle").replace("\\rangle", ")rangle"))
+    parts, start = [], 0
+    for match in separator.finditer(text):
+        if depths[match.start()] == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
     return [*parts, text[start:].strip()]
 
 
@@ -301,12 +290,7 @@ def _inside(text: str) -> tuple[str, str] | None:
     ):
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing):
             content = text[len(opening) : -len(closing)]
-            depth = 0
-            for character in content:
-                depth += (character in "([{") - (character in ")]}")
-                if depth < 0:
-                    return None
-            return kind, content
+            return None if min(bracket_depths(content), default=0) < 0 else (kind, content)
     return None
 
 

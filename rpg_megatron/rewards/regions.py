@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from rpg_megatron.rewards.quantity import constant_value
+from rpg_megatron.rewards.spelling import bracket_depths
 
 type Bound = Fraction | None
 """None: infinity."""
@@ -64,18 +65,12 @@ def read_region(text: str) -> Region | None:
     explicit = builder is not None or len(unions) > 1
     for union in unions:
         both = re.split(_AND if words else _CAP, union)
-        sides = [_atoms(p.strip()) for p in both]
-        if any(f is None for f in sides):
+        sides = [found for p in both if (found := _atoms(p.strip())) is not None]
+        meet = _intersect(sides) if len(sides) == len(both) else None
+        if meet is None:
             return None
-        if len(both) > 1:
-            explicit = True
-            meet = _intersect([f for f in sides if f is not None])
-            if meet is None:
-                return None
-            atoms += meet
-        else:
-            atoms += sides[0] or []
-            explicit = explicit or _SIGN.search(union) is not None
+        atoms += meet
+        explicit = explicit or len(both) > 1 or _SIGN.search(union) is not None
     if atoms and all(a.low == a.high and a.closed_low for a in atoms):  # a set of numbers
         return None
     return Region(tuple(atoms), explicit)
@@ -106,14 +101,11 @@ def _atoms(text: str) -> list[Atom] | None:
 
 
 def _comma(text: str) -> tuple[str, str] | None:
-    depth, positions = 0, []
-    for position, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character in ",;" and depth == 0:
-            positions.append(position)
-        if depth < 0:
-            return None
-    return (text[: positions[0]].strip(), text[positions[0] + 1 :].strip()) if len(positions) == 1 else None
+    depths = bracket_depths(text)
+    commas = [i for i, c in enumerate(text) if c in ",;" and depths[i] == 0]
+    if len(commas) != 1 or min(depths) < 0:
+        return None
+    return text[: commas[0]].strip(), text[commas[0] + 1 :].strip()
 
 
 def _inequality(text: str, signs: list[re.Match[str]]) -> list[Atom] | None:
@@ -123,24 +115,18 @@ def _inequality(text: str, signs: list[re.Match[str]]) -> list[Atom] | None:
         left, right, sign = parts[0], parts[1], names[0]
         if _VARIABLE.fullmatch(right) and not _VARIABLE.fullmatch(left):
             left, right, sign = right, left, _FLIPPED.get(sign, sign)
+        below, closed = sign in ("<", "\\le"), sign in ("\\le", "\\ge")
+        above = Atom(right, closed, "\\infty", False)
         absolute = re.fullmatch(r"\|\s*(.+?)\s*\|", left)
         if absolute and _VARIABLE.fullmatch(absolute[1]):
-            if sign not in ("<", "\\le"):
-                if sign == "\\ne":
-                    return None
-                closed = sign == "\\ge"
-                return [
-                    Atom("-\\infty", False, f"-({right})", closed),
-                    Atom(right, closed, "\\infty", False),
-                ]
-            return [Atom(f"-({right})", sign == "\\le", right, sign == "\\le")]
+            if below:
+                return [Atom(f"-({right})", closed, right, closed)]
+            return None if sign == "\\ne" else [Atom("-\\infty", False, f"-({right})", closed), above]
         if not _VARIABLE.fullmatch(left) or re.search(r"(?<![\\a-z])[a-zA-Z](?![a-z])", right):
             return None
         if sign == "\\ne":
             return _without([right])
-        if sign in ("<", "\\le"):
-            return [Atom("-\\infty", False, right, sign == "\\le")]
-        return [Atom(right, sign == "\\ge", "\\infty", False)]
+        return [Atom("-\\infty", False, right, closed) if below else above]
     if len(names) == 2 and _VARIABLE.fullmatch(parts[1]):
         low, high, first, second = parts[0], parts[2], names[0], names[1]
         if first in (">", "\\ge"):

@@ -6,6 +6,7 @@ characters.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 
@@ -52,21 +53,13 @@ _COMMANDS = {
         "|": "lvert rvert vert mid",
         "...": "dots ldots cdots",
         " ": "quad qquad enspace thinspace",
-        "": "left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr",
+        "": "left right displaystyle textstyle limits big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr "
+        "bf rm",
     }.items()
     for name in names.split()
 }
 _COMMANDS |= {"neq": r"\ne", "land": r"\wedge", "lor": r"\vee", "varphi": r"\phi", "iff": r"\iff"}
-_COMMANDS |= {
-    "lbrace": r"\{",
-    "rbrace": r"\}",
-    "lt": "<",
-    "gt": ">",
-    "colon": ":",
-    "ast": "*",
-    "bf": "",
-    "rm": "",
-}
+_COMMANDS |= {"lbrace": r"\{", "rbrace": r"\}", "lt": "<", "gt": ">", "colon": ":", "ast": "*"}
 _COMMANDS |= {"pounds": "\u00a3", "euro": "\u20ac", "yen": "\u00a5"}
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _TEXT = (
@@ -168,6 +161,11 @@ def normalise_spelling(text: str) -> str:
     if "e" in text or "E" in text:
         text = _E_NOTATION.sub(lambda m: f"{m[1]} \\times 10^{{{int(m[2])}}}", text)
     return _without_stop(text)
+
+
+def bracket_depths(text: str) -> list[int]:
+    """The nesting depth of brackets after each character; below 0 where more are closed than opened."""
+    return list(itertools.accumulate((c in "([{") - (c in ")]}") for c in text))
 
 
 def _without_stop(text: str) -> str:

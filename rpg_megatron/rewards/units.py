@@ -135,20 +135,17 @@ def same_unit(a: Unit | None, b: Unit | None) -> bool:
     return a in degrees and b in degrees and (("deg", 1),) in (a, b)
 
 
-_WHOLE = {"ten": 10, "dozen": 12, "score": 20, "hundred": 100, "gross": 144, "thousand": 10**3, "lakh": 10**5}
-_WHOLE |= {"million": 10**6, "crore": 10**7, "billion": 10**9, "trillion": 10**12, "quadrillion": 10**15}
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
-_PARTS |= {
-    "eighth": 8,
-    "ninth": 9,
-    "tenth": 10,
-    "eleventh": 11,
-    "twelfth": 12,
-    "sixteenth": 16,
-    "twentieth": 20,
-}
-_PARTS |= {"hundredth": 100, "thousandth": 1000, "millionth": 10**6}
+_WHOLE = """
+    ten 10; dozen 12; score 20; hundred 100; gross 144; thousand 1_000; lakh 100_000; million 1_000_000;
+    crore 10_000_000; billion 1_000_000_000; trillion 1_000_000_000_000; quadrillion 1_000_000_000_000_000
+"""
+_PARTS = """
+    half 2; halve 2; third 3; quarter 4; fourth 4; fifth 5; sixth 6; seventh 7; eighth 8; ninth 9; tenth 10;
+    eleventh 11; twelfth 12; sixteenth 16; twentieth 20; hundredth 100; thousandth 1_000; millionth 1_000_000
+"""
 # Words after a number that multiply it: 2 dozen, 5 eighths, 3 lakh.
-MULTIPLIERS = {word: Fraction(n) for word, n in _WHOLE.items()} | {
-    w: Fraction(1, n) for w, n in _PARTS.items()
+MULTIPLIERS = {
+    word: Fraction(int(number)) ** power
+    for table, power in ((_WHOLE, 1), (_PARTS, -1))
+    for word, number in map(str.split, table.split(";"))
 }

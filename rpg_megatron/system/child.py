@@ -6,7 +6,6 @@ terminal reaches only its parent. It ends with its parent, even after kill -9 (`
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -59,13 +58,6 @@ class Child:
         """Process id, also of its group."""
         return self.process.pid
 
-    @property
-    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its standard input and output, if it was started with ``pipes``."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        return self.process.stdin, self.process.stdout
-
     def warn(self) -> None:
         """Send SIGTERM to the process alone, not to its group: it saves, or ends its own children."""
         os.kill(self.pid, signal.SIGTERM)
@@ -88,17 +80,14 @@ class Child:
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
     def kill(self) -> None:
-        """End it and all that it has started. Any thread may call it; its pipes stay open."""
+        """End it and all that it has started. Any thread may call it."""
         if not self.is_reaped:
             process_groups.end_groups([self.pid])
         self.process.wait()
 
     def reap(self) -> None:
-        """Wait for its end and close its pipes."""
+        """Wait for its end."""
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 def module_command(module: str, *arguments: object) -> list[str]:
@@ -125,40 +114,31 @@ def start_child(
     name: str,
     command: Sequence[str],
     environment: dict[str, str],
-    log: Path | None,
+    log: Path,
     *,
     at_parent_death: signal.Signals = signal.SIGKILL,
     private: bool = False,
-    pipes: bool = False,
-    nested: bool = False,
 ) -> Child:
-    """Start a process that appends to ``log``, whose folder is created again if it was deleted; None: no log.
+    """Start a process, in a session of its own, that appends to ``log``, and has no input.
 
-    Call it from a thread that outlives the child: the kernel sends ``at_parent_death`` when the thread ends.
-    private: the files that it creates, and its log, are for their owner only. pipes: its standard input and
-    output are unbuffered pipes, and its log has standard error; else it has no input. nested: of a process
-    that is a child itself: it stays in that one's session, which ends with it. Raises OSError.
+    The folder of the log is created again if it was deleted. Call it from a thread that outlives the child:
+    the kernel sends ``at_parent_death`` when the thread ends. private: the files that it creates, and its
+    log, are for their owner only. Raises OSError.
     """
-    with contextlib.ExitStack() as stack:
-        file: IO[bytes] | int = subprocess.DEVNULL
-        start = 0
-        if log is not None:
-            log.parent.mkdir(exist_ok=True)
-            file = stack.enter_context(open_own(log, "ab", permissions=0o600 if private else 0o666))
-            start = os.fstat(file.fileno()).st_size
+    log.parent.mkdir(exist_ok=True)
+    with open_own(log, "ab", permissions=0o600 if private else 0o666) as file:
+        start = os.fstat(file.fileno()).st_size
         process = start_program(
             command,
             at_parent_death,
-            stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if pipes else file,
-            stderr=file if pipes else subprocess.STDOUT,
-            bufsize=0,
+            stdout=file,
+            stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=not nested,
-            process_group=0 if nested else None,
+            start_new_session=True,
+            process_group=None,
             umask=0o077 if private else -1,
         )
-    return Child(name, process, log or Path(os.devnull), open_own(log) if log else None, start)
+    return Child(name, process, log, open_own(log), start)
 
 
 # -- logs ----------------------------------------------------------------------------------------------------

@@ -145,10 +145,16 @@ def gather_objects(
 gather_on_first = partial(gather_objects, to_all=False)
 
 
-def broadcast_object(value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's value, on every rank; the others wait for it. group: as for ``gather_objects``."""
-    sent = encode(value) if dist.get_rank() == 0 else None
-    return _decode_all([_broadcast(sent, group or control_group())], kind)[0]
+def broadcast_object(
+    value: Any, kind: Any = Any, group: dist.ProcessGroup | None = None, *, largest: int = _LARGEST
+) -> Any:
+    """The value of the group's first rank, on every rank; the others wait for it.
+
+    group: as for ``gather_objects``. largest: maximum bytes of the encoded value.
+    """
+    group = group or control_group()
+    sent = encode(value) if dist.get_rank(group) == 0 else None
+    return _decode_all([_broadcast(sent, group, largest)], kind)[0]
 
 
 def _gather(data: bytes, group: dist.ProcessGroup, *, to_all: bool) -> list[memoryview]:
@@ -173,15 +179,15 @@ def _unpad(rank: int, row: torch.Tensor, longest: int) -> memoryview:
     return data[_HEADER : _HEADER + size]
 
 
-def _broadcast(data: bytes | None, group: dist.ProcessGroup) -> memoryview:
-    """The bytes of rank 0, which alone passes them."""
+def _broadcast(data: bytes | None, group: dist.ProcessGroup, largest: int) -> memoryview:
+    """The bytes of the group's first rank, which alone passes them."""
     count = torch.tensor([len(data or b"")])
-    dist.broadcast(count, 0, group=group)
-    _check_size("rank 0", int(count), _LARGEST)
+    dist.broadcast(count, group=group, group_src=0)
+    _check_size("rank 0", int(count), largest)
     sent = torch.empty(int(count), dtype=torch.uint8)
     if data is not None:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(sent, 0, group=group)
+    dist.broadcast(sent, group=group, group_src=0)
     return memoryview(sent.numpy())
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.policy import Accumulated
 from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.training.batch_scatter import ReplicaBatch
+
+
+class Probes(NamedTuple):
+    """Responses that only the guard on mismatch compares."""
+
+    minibatches: ReplicaBatch
+    """This replica's, as one mini-batch."""
+    mine: list[Trajectory]
+    """As ``Batch.mine``."""
 
 
 @dataclass
@@ -26,12 +35,8 @@ class Batch:
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
     shared: tuple[int, int] = (0, 0)
     """Rank 0: of ``packing.count_shared``."""
-    probes: ReplicaBatch = field(default_factory=list)
-    """With ``rollout.probed``: this replica's part of the responses that only the guard on mismatch compares,
-    as one mini-batch. Like those of ``minibatches``.
-    """
-    my_probes: list[Trajectory] | None = None
-    """Leaders: the trajectories of ``probes``. Elsewhere empty. None without ``rollout.probed``."""
+    probes: Probes | None = None
+    """With ``rollout.probed``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step so far; complete on rank 0."""
     sampler: dict[str, Any] = field(default_factory=dict)

@@ -36,7 +36,7 @@ from rpg_megatron.system.collectives import (
     sum_arrays,
 )
 from rpg_megatron.training.advantages import Advantages, advantages_of
-from rpg_megatron.training.batch import Batch
+from rpg_megatron.training.batch import Batch, Probes
 from rpg_megatron.training.batch_scatter import ReplicaBatch, iter_trajectories
 
 
@@ -55,16 +55,18 @@ class BatchScorer:
         self._policy, self._shape, self._anchor, self._teacher = policy, shape, anchor, teacher
         self._advantages = advantages
         self._old_from = self._settings.old_from
+        self._without_pass = {"pass": 0, "update": 1, "engine": None}[self._old_from]
+        """Number of mini-batches whose ``old`` needs no pass of its own; None: all."""
 
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of this rank's trajectories, and ``old`` of its probes.
 
         With ``reward.kl`` also their advantages, which depend on both. With ``training.old`` update,
-        ``take_update`` sets ``old`` of the first mini-batch; with engine, ``old`` is ``behaviour``.
+        ``use_update_logprobs`` sets ``old`` of the first mini-batch; with engine, ``old`` is ``behaviour``.
         """
-        parts = {"pass": batch.minibatches, "update": batch.minibatches[1:], "engine": []}[self._old_from]
-        micro_batches = [self._policy.pack(row) for row in self._rows_to_score(parts)] if parts else []
-        probes = [self._policy.pack(row) for row in chain.from_iterable(batch.probes)]
+        without = batch.minibatches[: self._without_pass]
+        micro_batches = self._pack(batch.minibatches[len(without) :])
+        probes = self._pack(batch.probes.minibatches if batch.probes else [])
         with self.counted(batch, micro_batches):
             scored = self._policy.logprobs([*micro_batches, *probes]) if micro_batches or probes else []
         self._take_scores(batch, micro_batches, scored[: len(micro_batches)])
@@ -72,16 +74,16 @@ class BatchScorer:
         if self._old_from == "engine":
             for t in iter_trajectories(batch.minibatches):
                 t.old = t.behaviour
-        self._set_anchor(batch, micro_batches)
+        self._set_anchor(batch, micro_batches, without)
         if self._settings.reward.kl is not None:
             self._subtract_kl(batch, self._settings.reward.kl)
         if self._policy.replayed is not None and (compared := probes or micro_batches):
             batch.metrics |= self._compare_routes(compared[:1], scored[-len(probes) :] if probes else scored)
 
-    def take_update(
+    def use_update_logprobs(
         self, batch: Batch, micro_batches: Sequence[MicroBatch], scores: Sequence[torch.Tensor]
     ) -> None:
-        """Take the log-probs of the forward pass of the first update, without a pass before it.
+        """Use the log-probs of the forward pass of the first update, without a pass before it.
 
         With ``training.old`` update, sets ``old`` of the first mini-batch; with engine, the guard on mismatch
         gets them. scores: as ``Policy.logprobs`` returns them.
@@ -133,19 +135,14 @@ class BatchScorer:
         total = batch.add("entropy", entropy)
         batch.metrics["policy/entropy"] = (total[0] / total[1].clamp(min=1)).item()
 
-    def _set_anchor(self, batch: Batch, micro_batches: list[MicroBatch]) -> None:
+    def _set_anchor(self, batch: Batch, micro_batches: list[MicroBatch], without: ReplicaBatch) -> None:
         """Set ``anchor`` of the trajectories that have ``old``, or of all if other weights compute it.
 
-        micro_batches: those of the pass.
+        micro_batches: those of the pass. without: mini-batches that are not among them.
         """
-        if self._old_from == "engine":
-            micro_batches = []
         held = self._anchor is not None or (self._teacher is not None and not self._settings.full_divergence)
         if held:
-            done = {"pass": [], "update": batch.minibatches[:1], "engine": batch.minibatches}[self._old_from]
-            rows = self._rows_to_score(done) if done else []
-            rest = [self._policy.pack(row) for row in rows]
-            micro_batches = [*micro_batches, *rest]
+            micro_batches = [*micro_batches, *self._pack(without)]
             if self._anchor:
                 with self._anchor.swapped_in():
                     anchor = self._policy.logprobs([micro.without_routes() for micro in micro_batches])
@@ -159,15 +156,15 @@ class BatchScorer:
             if len(t.old) and not len(t.anchor):  # else a teacher's server has given it
                 t.anchor = t.old
 
-    def score_probes(self, batch: Batch) -> list[Floats]:
-        """Set ``old`` of this rank's probes alone; returns that of ``my_probes``."""
-        probes = [self._policy.pack(row) for row in chain.from_iterable(batch.probes)]
-        _set_old(probes, self._policy.logprobs(probes))
-        return [t.old for t in batch.my_probes or ()]
+    def score_probes(self, probes: Probes) -> list[Floats]:
+        """Set ``old`` of this rank's probes alone; returns that of ``probes.mine``."""
+        micro_batches = self._pack(probes.minibatches)
+        _set_old(micro_batches, self._policy.logprobs(micro_batches))
+        return [t.old for t in probes.mine]
 
     def mean_loss(self, batch: Batch) -> tuple[float, int]:
         """Mean of -log p over the trained tokens of a batch, in nats, and their number."""
-        micro_batches = [self._policy.pack(row) for row in self._rows_to_score(batch.minibatches)]
+        micro_batches = self._pack(batch.minibatches)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for micro, values in zip(micro_batches, self._policy.logprobs(micro_batches), strict=True):
             if self._mesh.reports:
@@ -230,6 +227,9 @@ class BatchScorer:
             "routes/replayed_mismatch_max": replayed_max,
             "routes/own_mismatch_max": own_max,
         }
+
+    def _pack(self, minibatches: ReplicaBatch) -> list[MicroBatch]:
+        return [self._policy.pack(row) for row in self._rows_to_score(minibatches)] if minibatches else []
 
     def _rows_to_score(self, minibatches: ReplicaBatch) -> list[list[Trajectory]]:
         """This rank's trajectories packed into rows of the token budget, regardless of mini-batches.

@@ -39,7 +39,7 @@ def train(run: RankRun) -> bool:
     return until_stopped(run, run_steps)
 
 
-def until_stopped[R: RankRun](run: R, steps: Callable[[R], None]) -> bool:
+def until_stopped(run: RankRun, steps: Callable[[RankRun], None]) -> bool:
     """Run the steps; returns as ``train`` does."""
     try:
         steps(run)

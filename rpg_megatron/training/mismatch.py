@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rpg_megatron.config import UserError
 from rpg_megatron.config.objective import ENOUGH_PROBE_TOKENS, GuardSettings
 from rpg_megatron.data.trajectory import Floats, Mask, Trajectory
-from rpg_megatron.system.collectives import broadcast_object, gather_objects, sum_arrays
+from rpg_megatron.system.collectives import gather_objects, sum_arrays
 
 _QUANTILE = 0.99
 _CHUNK = 2**20
@@ -59,7 +59,6 @@ def check_mismatch(
     settings: GuardSettings,
     dtype: str,
     *,
-    leaders: int,
     probes: Sequence[Trajectory] | None = None,
     engines: int = 0,
     excess: float = 0.0,
@@ -72,8 +71,9 @@ def check_mismatch(
     excess: ``RolloutSettings.log_prob_excess``, for the batch only, since probes are sampled from the full
     distribution.
     """
-    gaps = find_gaps(trajectories, version, excess), find_gaps(probes or (), version)
-    row, engine = compare_gaps(*gaps, leaders=leaders), -1
+    gap, stale = find_gaps(trajectories, version, excess)
+    more, more_stale = find_gaps(probes or (), version)
+    row, engine = summarise(np.concatenate([gap, more]), stale + more_stale), -1
     if probes is not None:
         of_probes, engine = compare_probes(probes, version, settings, engines)
         row |= of_probes
@@ -155,19 +155,6 @@ def check_known_adapters(
     )
 
 
-def compare_gaps(*results: tuple[Floats, int], leaders: int) -> dict[str, float]:
-    """Mean, 99th percentile and maximum of the gap over tokens sampled with the same weights. Collective.
-
-    results: of ``find_gaps`` on this leader; on other ranks those without trajectories. leaders: number of
-    leaders. Returns the same numbers on every rank.
-    """
-    gap, stale = np.concatenate([gap for gap, _ in results]), sum(stale for _, stale in results)
-    if leaders > 1:
-        return summarise_sharded(gap, stale, sum_arrays)
-    row: dict[str, float] = broadcast_object(summarise(gap, stale), dict[str, float])
-    return row
-
-
 def find_gaps(trajectories: Sequence[Trajectory], version: int, excess: float = 0.0) -> tuple[Floats, int]:
     """The gaps of tokens sampled with weights ``version``, float32 [N], and the number of other tokens.
 
@@ -179,26 +166,15 @@ def find_gaps(trajectories: Sequence[Trajectory], version: int, excess: float = 
     return np.concatenate(gaps) if gaps else np.zeros(0, np.float32), stale
 
 
-def summarise(gap: Floats, stale: int) -> dict[str, float]:
-    """Metrics of all gaps, [N]."""
-    row = {"mismatch/tokens": float(gap.size), "mismatch/stale_tokens": float(stale)}
-    if gap.size:
-        row |= {
-            "mismatch/logp_mean": float(gap.mean(dtype=np.float64)),
-            "mismatch/logp_p99": float(np.quantile(gap, _QUANTILE)),
-            "mismatch/logp_max": float(gap.max()),
-        }
-    return row
-
-
-def summarise_sharded(
-    gap: Floats, stale: int, add_up: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+def summarise(
+    gap: Floats, stale: int, add_up: Callable[[NDArray[np.float64]], NDArray[np.float64]] = sum_arrays
 ) -> dict[str, float]:
-    """``summarise`` for the gaps of all ranks, in constant memory; the mean may differ by rounding.
+    """Mean, 99th percentile and maximum of the gaps of all ranks; the same on each. Collective.
 
-    add_up: sums an array over the ranks. A gap is a non-negative float32, so gaps sort like their bit
-    patterns as integers. Counts by the upper 16 bits give the upper bits of an order statistic; counts by the
-    lower 16 bits, of gaps with these upper bits, give the rest.
+    gap, stale: of ``find_gaps`` on this rank. add_up: sums an array over the ranks. Takes constant memory: a
+    gap is a non-negative float32, so gaps sort like their bit patterns as integers. Counts by the upper 16
+    bits give the upper bits of an order statistic; counts by the lower 16 bits, of gaps with these upper
+    bits, give the rest.
     """
     bits = gap.view(np.uint32)
     sums = add_up(np.concatenate([[gap.sum(dtype=np.float64), stale], _count(bits >> 16)]))
@@ -220,7 +196,7 @@ def summarise_sharded(
         rest = np.searchsorted(cumulative, k - (ends[u] - sums[2 + u]), side="right")
         patterns.append((int(u) << 16) + int(rest))
     low, high, largest = np.array(patterns, np.uint32).view(np.float32)
-    # A NaN sorts above all numbers here, and makes all three NaN as in ``summarise``.
+    # A NaN sorts above all numbers here, and makes all three NaN.
     quantile = largest if np.isnan(largest) else np.quantile(np.array([low, high]), float(index - before))
     return row | {
         "mismatch/logp_mean": float(sums[0] / count),

@@ -35,6 +35,7 @@ from rpg_megatron.system.collectives import barrier
 from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
 from rpg_megatron.system.parent_death import set_process_name
 from rpg_megatron.training.preemption import REQUEUE
+from rpg_megatron.training.trackers.client import exit_if_left_behind
 
 if TYPE_CHECKING:
     from rpg_megatron.policy.model import Mesh
@@ -122,6 +123,8 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
             print(f"error: {message}", file=sys.stderr, flush=True)
         # The other ranks wait in a collective that this rank does not join; the launcher ends them.
         os._exit(2)
+    finally:
+        exit_if_left_behind()
 
 
 def _fork_ranks(logs: Path, work: Path) -> None:
@@ -137,7 +140,7 @@ def _train(rank: RankProcess) -> bool:
 
     checkpoint = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     if rank.settings.sft is not None:
-        return sft.train(rank.start_run(sft.FineTuningRun, checkpoint))
+        return sft.train(rank.start_run(RankRun, checkpoint))
     return loop.train(rank.start_run(RankRun, checkpoint))
 
 

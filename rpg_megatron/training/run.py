@@ -69,7 +69,7 @@ class RankRun:
         self._version = 0
         self._engines_up = settings.engine.colocated  # colocated engines started before the ranks
         self._times: dict[str, float] = defaultdict(float)
-        self._summary: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
         self._rollouts = RolloutSaver(run_dir, mesh)
         self._started = time.monotonic()
         self._stop = StopRequest()
@@ -79,12 +79,12 @@ class RankRun:
         self._timeline = Timeline(run_dir / TIMELINE if mesh.rank == 0 else None, self.events.warn_unwritten)
         self._timeline.write({"start": round(time.time(), 3)})
         self._profiler = Profiler(settings.profile, run_dir, mesh.rank, device)
-        self._trainer = Trainer(settings, mesh, device)
-        self.policy = self._trainer.policy
-        self._efficiency = Efficiency(settings, self._trainer.shape, device)
+        self.trainer = Trainer(settings, mesh, device)
+        self.policy = self.trainer.policy
+        self._efficiency = Efficiency(settings, self.trainer.shape, device)
         self._best = BestCheckpoints(settings, run_dir)
         self._schedule, self._step_seconds = CheckpointSchedule(settings.checkpoint, self.steps), 0.0
-        self._saver = Saver(run_dir, self.policy, self._trainer.anchor, settings.checkpoint, self._prune)
+        self._saver = Saver(run_dir, self.policy, self.trainer.anchor, settings.checkpoint, self._prune)
         sampler: SamplerClient | None = None
         if mesh.rank == 0:
             done = read_state(checkpoint)["step"] if checkpoint else None
@@ -93,13 +93,13 @@ class RankRun:
                 work / SOCKET, token, timeout=settings.engine.start_timeout, while_waiting=self._stop.check
             )
         self._source = open_source(sampler, token, mesh, self._stop)
-        self._weight_sync = open_weight_sync(settings, bridge, self._trainer, sampler, self._stop)
+        self.weight_sync = open_weight_sync(settings, bridge, self.trainer, sampler, self._stop)
         if settings.engine.colocated and checkpoint is None:  # else a checkpoint is loaded first
             self.policy.offloader.offload()
         # Contents of a checkpoint saved now: the last step whose updates are done, its row of metrics if not
         # yet written, and the sampler's state after it.
         self._step, self._saved_step, self._save_problem = 0, 0, ""
-        self._row: dict[str, Any] | None = {}
+        self.row: dict[str, Any] | None = {}
         self._sampler_state: dict[str, Any] = {}
 
     @contextmanager
@@ -126,18 +126,18 @@ class RankRun:
         self.events.phase("checkpoint")
         # With --from, it is in the folder of a run that others may have made.
         in_run_dir = self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
-        state = self._trainer.load(self._checkpoint, trusted=in_run_dir)
-        self._step, self._row = state["step"], state.get("row")
+        state = self.trainer.load(self._checkpoint, trusted=in_run_dir)
+        self._step, self.row = state["step"], state.get("row")
         self._saved_step = self._current = self._step
-        self._sampler_state, self._summary = state["sampler"], state["summary"]
+        self._sampler_state, self.summary = state["sampler"], state["summary"]
         self._started -= state["seconds"]
-        self._weight_sync.restore(self._sampler_state)
+        self.weight_sync.restore(self._sampler_state)
         return self._step
 
     @property
     def has_unlogged_row(self) -> bool:
         """Whether the last step's row of metrics is still to be written; the same on all ranks."""
-        return self._row is not None
+        return self.row is not None
 
     def save(self, step: int) -> None:
         """Start a checkpoint if one is due after this step; it is written while training continues."""
@@ -184,18 +184,18 @@ class RankRun:
     def _save(self) -> None:
         def run_state() -> dict[str, Any]:  # called on rank 0 only
             return {
-                "skipped_updates": self._trainer.skipped_updates,
+                "skipped_updates": self.trainer.skipped_updates,
                 "sampler": self._sampler_state,
                 "metrics_bytes": self._metrics.sync_to_disk(),
-                "row": None if self._row is None else self._row | self._times,
-                "summary": self._summary,
+                "row": None if self.row is None else self.row | self._times,
+                "summary": self.summary,
                 "seconds": time.monotonic() - self._started,
             }
 
         self._schedule.saved()
         self._finish_rollouts()
         self.events.phase("checkpoint")
-        with self.time("checkpoint"), self._weight_sync.state_on_gpu(self.policy.offloader):
+        with self.time("checkpoint"), self.weight_sync.state_on_gpu(self.policy.offloader):
             self._saver.start(self._step, run_state)
 
     def _prune(self) -> None:
@@ -229,17 +229,16 @@ class RankRun:
             return
         message: str | None = None
         for size in KNOWN_SIZES:
-            batch = Batch([], [], None)
             with adapters.probe(size):
                 self.sync_engines(version, trial=True)
-                probed = self._weight_sync.call_with_resync(lambda sampler: sampler.probe(version))
+                probed = self.weight_sync.call_with_resync(lambda sampler: sampler.probe(version))
                 with self._fetching():
-                    self._trainer.add_probes(batch, probed.probes if probed else None, self._source)
+                    probes = self.trainer.fetch_probes(probed.probes if probed else None, self._source)
                 self.offload_engines()
-                known = self._trainer.scorer.score_probes(batch)
-            own = self._trainer.scorer.score_probes(batch)
+                known = self.trainer.scorer.score_probes(probes)
+            own = self.trainer.scorer.score_probes(probes)
             engines = self.settings.engine.replicas
-            message = check_known_adapters(batch.my_probes or (), known, own, version, engines)
+            message = check_known_adapters(probes.mine, known, own, version, engines)
             if message is None:
                 return
         self._report_mismatch(message or "", {"step": version + 1})
@@ -249,7 +248,7 @@ class RankRun:
 
         trial: no rollouts are sampled with them.
         """
-        self._weight_sync.check_stop()
+        self.weight_sync.check_stop()
         self._version = version
         if self.settings.engine.colocated:
             with self.time("handover"):
@@ -259,10 +258,10 @@ class RankRun:
         )
         start = time.monotonic()
         self.policy.served.refresh()
-        reports = self._weight_sync.sync(version, trial=trial)
+        reports = self.weight_sync.sync(version, trial=trial)
         self._engines_up = True
-        if self._row is not None:
-            self._row |= {
+        if self.row is not None:
+            self.row |= {
                 "sync/seconds": time.monotonic() - start,
                 "sync/bytes": float(sum(sum(r.bytes_per_worker) for r in reports)),
                 "sync/version": float(version),
@@ -270,17 +269,18 @@ class RankRun:
 
     def collect(self, step: int) -> Batch:
         """Sample and grade the step's responses; each rank gets its part of the batch. May stop."""
-        rollouts = self._weight_sync.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
+        rollouts = self.weight_sync.call_with_resync(lambda sampler: sampler.rollout(step, self._version))
         if rollouts and self.settings.sft is None:
             self.events.write_or_warn(lambda: self._rollouts.prepare(step))
-        return self._fetch(rollouts)
+        return self.fetch(rollouts)
 
-    def _fetch(self, rollouts: RolloutBatch | None) -> Batch:
+    def fetch(self, rollouts: RolloutBatch | None) -> Batch:
         """This rank's part of what the sampler has. rollouts: on rank 0. May stop."""
         with self._fetching():
-            batch = self._trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
+            batch = self.trainer.prepare_batch(rollouts.index if rollouts else None, self._source)
             if self.settings.rollout.probed:
-                self._trainer.add_probes(batch, rollouts.probes if rollouts else None, self._source)
+                index = rollouts.probes if rollouts else None
+                batch.probes = self.trainer.fetch_probes(index, self._source)
         if rollouts:
             batch.metrics, batch.sampler, batch.failures = rollouts.metrics, rollouts.state, rollouts.failures
         return batch
@@ -295,7 +295,7 @@ class RankRun:
             if any_rank(self._stop.explains_failure()):
                 raise Stopped from None
             raise
-        self._weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched
+        self.weight_sync.call_with_resync(lambda sampler: sampler.release())  # all leaders have fetched
 
     def offload_engines(self) -> None:
         """Put colocated engines to sleep and reload the optimizer state; no effect with separate GPUs.
@@ -305,18 +305,18 @@ class RankRun:
         if self.settings.engine.colocated:
             with self.time("handover"):
                 # Adapters alone are published again, so that the engines must keep the model's weights.
-                self._weight_sync.sleep(2 if self._trainer.published[1] is None else 1)
+                self.weight_sync.sleep(2 if self.trainer.published.adapters is None else 1)
                 self.policy.offloader.reload()
 
     def compute_log_probs(self, batch: Batch) -> None:
         """Set ``old`` and ``anchor`` of this rank's trajectories."""
         self.events.phase("logprobs")
-        self._trainer.scorer.compute_log_probs(batch)
+        self.trainer.scorer.compute_log_probs(batch)
 
     def start_update(self, batch: Batch) -> None:
         """Compute the gradients of the first update, unless ``training.old`` is pass; no weight changes."""
         self.events.phase("update", 0, self.settings.training.minibatches * self.settings.training.ppo_epochs)
-        self._trainer.start_update(batch)
+        self.trainer.start_update(batch)
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
         """Start writing the step's rollouts, on each leader its own; metrics and checkpoint wait for them."""
@@ -341,8 +341,7 @@ class RankRun:
             self._version,
             self.settings.guards,
             self.settings.precision.dtype,
-            leaders=self.mesh.data,
-            probes=batch.my_probes,
+            probes=None if batch.probes is None else batch.probes.mine,
             engines=self.settings.engine.replicas,
             excess=self.settings.rollout.log_prob_excess,
         )
@@ -385,17 +384,17 @@ class RankRun:
 
         May stop before the first update.
         """
-        self._weight_sync.check_stop()
+        self.weight_sync.check_stop()
         self._stop.listen()  # before the first update there is nothing to save: a signal ends the process
         try:
-            self._trainer.update(step, batch, lambda done, total: self.events.phase("update", done, total))
+            self.trainer.update(step, batch, lambda done, total: self.events.phase("update", done, total))
         except TooManySkippedUpdates:
             self._finish_rollouts()  # the message refers to them
             raise
         self._warnings.check_update(step, batch.metrics)
-        self._step, self._row = step, dict(batch.metrics)
+        self._step, self.row = step, dict(batch.metrics)
         if batch.index is not None:
-            self._row |= self._efficiency.batch_metrics(batch.index, batch.shared)
+            self.row |= self._efficiency.batch_metrics(batch.index, batch.shared)
         self._sampler_state = batch.sampler
 
     def evaluation_due(self, step: int) -> bool:
@@ -410,29 +409,29 @@ class RankRun:
         """
         evaluation = self.settings.evaluation
         with self.time("evaluation"):
-            evaluated = self._weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
-        if evaluated is not None and evaluation is not None and self._row is not None:
+            evaluated = self.weight_sync.call_with_resync(lambda sampler: sampler.evaluate())
+        if evaluated is not None and evaluation is not None and self.row is not None:
             file = self._run_dir / "evaluation" / f"step_{step:06d}.jsonl"
             self.events.write_or_warn(lambda: write_results(file, evaluated.results))
             row = score_sets(evaluated.results)
-            add_accuracy(self._summary, evaluation, row)
+            add_accuracy(self.summary, evaluation, row)
             failed = {f"eval/{count.set}/failed_frac": count.share for count in evaluated.failures}
-            self._row |= row | failed
+            self.row |= row | failed
         counts = evaluated.failures if evaluated is not None else []
-        self._guard_rewards(counts, f"evaluation of step {step}", {"step": step, **(self._row or {})})
+        self._guard_rewards(counts, f"evaluation of step {step}", {"step": step, **(self.row or {})})
 
     def log_metrics(self, step: int) -> None:
         """Write the step's row of metrics and display it. May stop before that."""
-        counts = self._weight_sync.call_with_resync(lambda sampler: sampler.counts())
+        counts = self.weight_sync.call_with_resync(lambda sampler: sampler.counts())
         self._finish_rollouts()
         self._step_seconds = self._times.get("time/step", 0.0)
-        row, self._row = (self._row or {}) | self._times | (counts or {}) | self._report_saves(), None
+        row, self.row = (self.row or {}) | self._times | (counts or {}) | self._report_saves(), None
         self._times.clear()
         row |= self._efficiency.metrics(row)
         if self.mesh.rank:
             return
         if step:
-            self._summary.setdefault("rates", []).append(row["throughput/tokens_per_second"])
+            self.summary.setdefault("rates", []).append(row["throughput/tokens_per_second"])
         self._best.add({"step": step, **row})
         self._metrics.write({"step": step, **row})
         self.events.send({"kind": "step"})  # the launcher reads the row
@@ -444,7 +443,7 @@ class RankRun:
         exported: Path | None = None
         if self.settings.export.enabled:
             self.events.phase("export")
-            exported = self._trainer.export(self._run_dir, self.steps)
+            exported = self.trainer.export(self._run_dir, self.steps)
         self._saver.wait()
         barrier()  # do not report a save that failed because another rank died
         saves = self._report_saves()
@@ -454,11 +453,11 @@ class RankRun:
         if saves["checkpoint/failed"]:  # the last step's row has already been written
             self._metrics.write({"step": self.steps, **saves})
         if best is not None:
-            self._summary["best"] = best
+            self.summary["best"] = best
         if self.settings.checkpoint.every is not None and self._saved_step != self._step:
-            self._summary["unsaved"] = self._save_problem
+            self.summary["unsaved"] = self._save_problem
         seconds = time.monotonic() - self._started
-        write_summary(self._run_dir, self._summary, self.steps, exported, seconds)
+        write_summary(self._run_dir, self.summary, self.steps, exported, seconds)
 
     def _export_best(self) -> dict[str, Any] | None:
         """Export the best checkpoint unless it is the last one; returns its entry in the summary."""
@@ -470,18 +469,18 @@ class RankRun:
         if best is None or self._saved_step != self._step:
             return best
         if self.settings.export.enabled and best["step"] != self.steps:
-            with self._weight_sync.state_on_gpu(self.policy.offloader):
-                best["export"] = str(self._trainer.export(self._run_dir, best["step"], saved=True))
+            with self.weight_sync.state_on_gpu(self.policy.offloader):
+                best["export"] = str(self.trainer.export(self._run_dir, best["step"], saved=True))
         return best
 
     def write_checkpoint(self, out: Path) -> None:
         """Write the weights as a Hugging Face checkpoint, in the policy's dtype."""
-        self._trainer.write_checkpoint(out)
+        self.trainer.write_checkpoint(out)
 
     def close(self) -> None:
         """Finish saving, then free shared memory and close connections."""
         self.finish_saving()
-        self._weight_sync.close()
+        self.weight_sync.close()
         if self._source is not None:
             self._source.close()
         self._efficiency.close()

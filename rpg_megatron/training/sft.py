@@ -10,32 +10,12 @@ from rpg_megatron.training.loop import until_stopped
 from rpg_megatron.training.run import RankRun
 
 
-class FineTuningRun(RankRun):
-    """``RankRun`` with a held-out loss."""
-
-    def held_out_due(self, step: int) -> bool:
-        """Whether to measure the held-out loss after this step. Not collective."""
-        sft = self.settings.sft
-        return sft is not None and sft.heldout is not None and (step % sft.every == 0 or step == self.steps)
-
-    def measure_held_out(self, step: int) -> None:
-        """Compute the loss on the held-out conversations. May stop while it waits."""
-        self.events.phase("held-out loss")
-        with self.time("held_out"):
-            batch = self._fetch(self._weight_sync.call_with_resync(lambda sampler: sampler.held_out()))
-            loss, tokens = self._trainer.scorer.mean_loss(batch)
-        if self._row is not None:
-            self._row |= {"sft/heldout_loss": loss, "sft/heldout_tokens": float(tokens)}
-            self._summary.setdefault("loss_before", loss)
-            self._summary["loss_after"] = loss
-
-
-def train(run: FineTuningRun) -> bool:
+def train(run: RankRun) -> bool:
     """Train for the configured epochs, then export the weights; returns as ``loop.train`` does."""
     return until_stopped(run, run_steps)
 
 
-def run_steps(run: FineTuningRun) -> None:
+def run_steps(run: RankRun) -> None:
     """Run the remaining steps. Raises Stopped, on all ranks at the same call, after a stop signal."""
     done = run.resume()
     if run.has_unlogged_row:
@@ -51,13 +31,26 @@ def run_steps(run: FineTuningRun) -> None:
     run.export()
 
 
-def measure_and_log(run: FineTuningRun, step: int) -> None:
+def measure_and_log(run: RankRun, step: int) -> None:
     """Measure the held-out loss and evaluate, if due, then write the step's row of metrics."""
-    if run.held_out_due(step):
-        run.measure_held_out(step)
+    sft = run.settings.sft
+    if sft is not None and sft.heldout is not None and (step % sft.every == 0 or step == run.steps):
+        measure_held_out(run)
     if run.evaluation_due(step):
         with run.time("sync"):
             run.sync_engines(version=step)
         run.evaluate(step)
         run.offload_engines()  # colocated only
     run.log_metrics(step)
+
+
+def measure_held_out(run: RankRun) -> None:
+    """Compute the loss on the held-out conversations, for the row of metrics. May stop while it waits."""
+    run.events.phase("held-out loss")
+    with run.time("held_out"):
+        batch = run.fetch(run.weight_sync.call_with_resync(lambda sampler: sampler.held_out()))
+        loss, tokens = run.trainer.scorer.mean_loss(batch)
+    if run.row is not None:
+        run.row |= {"sft/heldout_loss": loss, "sft/heldout_tokens": float(tokens)}
+        run.summary.setdefault("loss_before", loss)
+        run.summary["loss_after"] = loss

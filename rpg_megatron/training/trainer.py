@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from rpg_megatron.rollout.seeds import chat_ends
 from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import advantages_of, build_advantages
-from rpg_megatron.training.batch import Batch
+from rpg_megatron.training.batch import Batch, Probes
 from rpg_megatron.training.batch_scatter import BatchScatter
 from rpg_megatron.training.batch_scoring import BatchScorer
 from rpg_megatron.training.checkpoint_saver import load_run
@@ -52,6 +52,15 @@ _SHOWN = 3  # maximum parameters listed in a message
 
 class TooManySkippedUpdates(UserError):
     """``SKIPPED_UPDATES`` is reached; raised on every rank."""
+
+
+class Published(NamedTuple):
+    """What engines get of the weights."""
+
+    mapping: ModelMapping
+    """Of ``policy.served``."""
+    adapters: Collection[str] | None
+    """The tensors that change, if only adapters do; None: all."""
 
 
 class Trainer:
@@ -88,11 +97,11 @@ class Trainer:
             self._load(folder, adapters.items(), self.adapters, check_adapter(folder, self.adapters))
 
     @property
-    def published(self) -> tuple[ModelMapping, Collection[str] | None]:
-        """What engines get: the mapping of ``policy.served``, and the tensors that change (None: all)."""
+    def published(self) -> Published:
+        """What engines get of the weights."""
         if self.adapters is None or not self.settings.serves_adapters:
-            return self.layout, None
-        return AdaptedMapping(self.layout, self.adapters), self.adapters.hf_tensors().keys()
+            return Published(self.layout, None)
+        return Published(AdaptedMapping(self.layout, self.adapters), self.adapters.hf_tensors().keys())
 
     def _held_teacher(self) -> HeldTeacher | None:
         """The teacher, if the ranks hold one."""
@@ -193,15 +202,15 @@ class Trainer:
         shared = (0, 0) if prompts is None else count_shared(plan, prompts)
         return Batch(minibatches, trajectories, index, shared=shared)
 
-    def add_probes(self, batch: Batch, index: BatchIndex | None, source: TrajectorySource | None) -> None:
-        """Give each replica its part of the step's probes; parameters and errors as in ``prepare_batch``.
+    def fetch_probes(self, index: BatchIndex | None, source: TrajectorySource | None) -> Probes:
+        """This replica's part of the step's probes; parameters and errors as in ``prepare_batch``.
 
         index: None on rank 0 means that there are none.
         """
         if self.mesh.rank == 0 and index is None:
             index = index_of(())
         advantages = np.zeros(0 if index is None else len(index))
-        batch.probes, batch.my_probes = self._scatter.scatter(self._plan(index, 1), index, advantages, source)
+        return Probes(*self._scatter.scatter(self._plan(index, 1), index, advantages, source))
 
     def _plan(self, index: BatchIndex | None, minibatches: int) -> Plan:
         if index is None:
@@ -243,7 +252,7 @@ class Trainer:
                 scored=True,
                 sets_old=self._old_from == "update",
             )
-        self.scorer.take_update(batch, micro_batches, batch.started.scores)
+        self.scorer.use_update_logprobs(batch, micro_batches, batch.started.scores)
 
     def update(self, step: int, batch: Batch, on_update: Callable[[int, int], None]) -> None:
         """One update for each mini-batch, ``training.ppo_epochs`` times, then a refresh of the anchor if due.
@@ -261,17 +270,15 @@ class Trainer:
             for i, minibatch in enumerate(passes):
                 on_update(i, len(passes))
                 if i == 0 and batch.started is not None:
-                    updates.append(self.policy.step(batch.started, lr))
-                    self._count_skipped(f"step {step}, update 1 of {len(passes)}", updates[-1])
-                    continue
-                micro_batches = (
-                    taught[i % len(taught)] if taught else [self.policy.pack(micro) for micro in minibatch]
-                )
-                updates.append(self.policy.update(micro_batches, self._loss, self._aggregator, lr))
+                    done = self.policy.step(batch.started, lr)
+                else:
+                    packed = taught[i % len(taught)] if taught else [self.policy.pack(m) for m in minibatch]
+                    done = self.policy.update(packed, self._loss, self._aggregator, lr)
+                updates.append(done)
                 self._count_skipped(f"step {step}, update {i + 1} of {len(passes)}", updates[-1])
-        done = [u for u in updates if not u.skipped]
-        if self.anchor and done:
-            self.anchor.after_step(len(done), _mean_kl(done, self.settings))
+        applied = [u for u in updates if not u.skipped]
+        if self.anchor and applied:
+            self.anchor.after_step(len(applied), _mean_kl(applied, self.settings))
         batch.metrics |= self._summarise(updates) | {"lr": lr}
         if self.settings.sft is None:
             batch.metrics |= off_policy_metrics(batch.mine, self.settings)

@@ -74,10 +74,10 @@ def make_run(trainer: Trainer, batch: Sequence[Trajectory], probes: Sequence[Tra
     mesh = trainer.mesh
     source = Workers(batch, probes or ()) if mesh.leads else None
     run = object.__new__(RankRun)
-    run._trainer, run.settings, run.mesh, run._version = trainer, trainer.settings, mesh, STEP - 1
+    run.trainer, run.settings, run.mesh, run._version = trainer, trainer.settings, mesh, STEP - 1
     run._source = source  # type: ignore[assignment]
     answer = RolloutBatch(index_of(batch), probes=index)
-    run._weight_sync = StandIn(mesh, answer, source)  # type: ignore[assignment]
+    run.weight_sync = StandIn(mesh, answer, source)  # type: ignore[assignment]
     run._stop = SimpleNamespace(explains_failure=lambda: False)  # type: ignore[assignment]
     run._rollouts = SimpleNamespace(finish=list)  # type: ignore[assignment]
     run._metrics = SimpleNamespace(write=lambda row: None)  # type: ignore[assignment]
@@ -153,6 +153,8 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
     with_guard(trainer, "stop")
     WARNED.clear()
     fine, step = check(trainer, batch, probes)
+    assert step.probes is not None
+    probed = step.probes.minibatches
     straight = make_run(plain, batch, None)
     plain_step = straight.collect(STEP)
     straight.compute_log_probs(plain_step)
@@ -170,9 +172,12 @@ def measure(case: dict[str, Any], folder: Path, device: torch.device) -> dict[st
             "replayed": replayed(third, step, folder / case["name"]),
             "metrics": step.metrics,
             "wanted": plain_step.metrics,
-            "rows": [[(t.group, t.sample) for t in row] for row in step.probes[0]],
+            "rows": [[(t.group, t.sample) for t in row] for row in probed[0]],
             "gap": max(
-                (float(np.abs(t.old - t.behaviour).max()) for t in iter_trajectories(step.probes)),
+                (
+                    float(np.abs(t.old - t.behaviour).max())
+                    for t in iter_trajectories(step.probes.minibatches)
+                ),
                 default=0.0,
             ),
             "mine": [(t.old.tolist(), t.behaviour.tolist(), t.versions.tolist()) for t in step.mine],

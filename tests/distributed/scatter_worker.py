@@ -26,9 +26,9 @@ from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
 from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.training.batch_scatter import BatchScatter, iter_trajectories
-from rpg_megatron.training.mismatch import check_mismatch, describe_mismatch, find_gaps, find_worst, summarise
+from rpg_megatron.training.mismatch import check_mismatch, describe_mismatch, find_gaps, find_worst
 from rpg_megatron.training.rollout_saver import RolloutSaver
-from tests.support.batches import ListSource
+from tests.support.batches import ListSource, summary_of
 from tests.support.same_runs import to_row
 
 VERSION = 3
@@ -101,10 +101,10 @@ def measure(parallel: dict[str, int], folder: Path) -> dict[str, object]:
         )
         fetched = gather_objects(source.fetched if source else 0)
         result |= save(saver, mesh, folder, step, local, whole)
-        row, message = check_mismatch(local, VERSION, GUARDS, "float32", leaders=mesh.data)
+        row, message = check_mismatch(local, VERSION, GUARDS, "float32")
         worst = find_worst(whole, VERSION)
         assert worst
-        expected = summarise(*find_gaps(whole, VERSION))
+        expected = summary_of(*find_gaps(whole, VERSION))
         text = describe_mismatch(expected, worst, GUARDS, "float32", VERSION + 1)
         rows_and_messages = gather_objects((row, message), tuple[dict[str, float], str | None])
         agree = rows_and_messages == [(row, message)] * mesh.world

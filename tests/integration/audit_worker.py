@@ -134,7 +134,7 @@ def load(run: RankRun, folder: Path) -> None:
     load_hf_weights(
         folder,
         run.policy.named_parameters(),
-        run._trainer.layout,
+        run.trainer.layout,
         tensor=run.mesh.tensor,
         tensor_rank=run.mesh.tensor_rank,
         vocab_multiple=run.settings.model.vocab_multiple,

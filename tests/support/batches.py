@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training.batch import Batch
@@ -15,6 +17,16 @@ def by_row(trajectories: Iterable[Trajectory], first: int = 0) -> dict[tuple[int
     held = list(trajectories)
     index = index_of(held)
     return dict(zip(zip((index.group + first).tolist(), index.row.tolist(), strict=True), held, strict=True))
+
+
+def summary_of(gap: np.ndarray, stale: int) -> dict[str, float]:
+    """``mismatch.summarise`` by numpy, with all gaps in one place."""
+    row = {"mismatch/tokens": float(gap.size), "mismatch/stale_tokens": float(stale)}
+    if gap.size:
+        row["mismatch/logp_mean"] = float(gap.mean(dtype=np.float64))
+        row["mismatch/logp_p99"] = float(np.quantile(gap, 0.99))
+        row["mismatch/logp_max"] = float(gap.max())
+    return row
 
 
 class ListSource:

@@ -1,8 +1,8 @@
 """A child and all that it starts end together; its exit code and its log tell why.
 
-Why: launcher, engines, converters and trackers keep their children with it, and a process that is left behind
+Why: launcher, engines and converters keep their children with it, and a process that is left behind
 holds a GPU. Proved with real processes. Not covered: what each does with its children (test_launcher,
-test_engine_process, test_convert_tools, test_trackers), a parent that is killed (the same).
+test_engine_process, test_convert_tools), a parent that is killed (the same).
 """
 
 from __future__ import annotations
@@ -57,13 +57,12 @@ def test_programs_that_go_on_are_started_here_only() -> None:
     assert {str(file.relative_to(folder)) for file in files} == known
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_child_ends_with_all_that_it_started(start: Callable[..., Child], nested: bool) -> None:
-    """In a session of its own, or, as a child of a child, in that of its parent."""
-    child = start(DEAF, nested=nested)
+def test_a_child_ends_with_all_that_it_started(start: Callable[..., Child]) -> None:
+    """It leads a session of its own."""
+    child = start(DEAF)
     wait_for(lambda: "up" in tail_of(child.log), 30)
     assert os.getpgid(child.pid) == child.pid
-    assert os.getsid(child.pid) == (os.getsid(0) if nested else child.pid)
+    assert os.getsid(child.pid) == child.pid
     assert len(process_groups.members(child.pid)) == 2
     child.warn()  # to itself, which ignores it
     assert child.exit_code() is None
@@ -82,15 +81,6 @@ def test_what_a_dead_child_started_is_found_until_it_is_reaped(start: Callable[.
     assert process_groups.members(child.pid) == []
     child.kill()  # once more does nothing
     assert child.exit_code() == 7
-
-
-def test_pipes_carry_a_conversation_and_errors_go_to_the_log(start: Callable[..., Child]) -> None:
-    child = start("read line; echo answer to $line; echo oops >&2", pipes=True)
-    child_input, child_output = child.pipes
-    child_input.write(b"me\n")
-    assert child_output.read() == b"answer to me\n"
-    assert wait_for_end(child) == 0
-    assert tail_of(child.log) == "oops"
 
 
 def test_private_children_write_private_files(start: Callable[..., Child], tmp_path: Path) -> None:
@@ -122,4 +112,3 @@ def test_a_log_that_was_deleted_can_still_be_read(start: Callable[..., Child]) -
     child.log.parent.rmdir()
     assert "(the file was deleted during the run)\nlast words" in explain(child)
     assert wait_for_end(start("exit 0")) == 0  # the folder is made again
-    assert wait_for_end(start("echo nowhere", log=None)) == 0

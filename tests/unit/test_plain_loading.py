@@ -462,8 +462,8 @@ def test_a_run_trusts_pickles_only_in_its_own_folder(tmp_path: Path, checkpoint:
 
     run: Any = SimpleNamespace(_checkpoint=tmp_path / checkpoint, _run_dir=tmp_path / "run", _started=0.0)
     run.events = SimpleNamespace(phase=lambda name: None)
-    run._weight_sync = SimpleNamespace(restore=lambda state: None)
-    run._trainer = SimpleNamespace(load=load)
+    run.weight_sync = SimpleNamespace(restore=lambda state: None)
+    run.trainer = SimpleNamespace(load=load)
     assert RankRun.resume(run) == 2
     assert loaded == [expected]
 

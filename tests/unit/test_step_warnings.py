@@ -91,9 +91,9 @@ def test_a_run_tells_in_the_step(config_file: Path, monkeypatch: pytest.MonkeyPa
     run.check_rewards(1, batch)
     assert len(messages) == 1
     assert messages[0].startswith("step 1: every response was cut off")
-    run._weight_sync, run._stop = SimpleNamespace(check_stop=list), SimpleNamespace(listen=list)
+    run.weight_sync, run._stop = SimpleNamespace(check_stop=list), SimpleNamespace(listen=list)
     update = {"policy/skipped_updates": 1.0}
-    run._trainer = SimpleNamespace(update=lambda step, batch, on_update: batch.metrics.update(update))
+    run.trainer = SimpleNamespace(update=lambda step, batch, on_update: batch.metrics.update(update))
     run.update(1, batch)
     assert len(messages) == 2
     assert messages[1].startswith("step 1: the gradient was not finite in 1 of its updates: skipped; ")

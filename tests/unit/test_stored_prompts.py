@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rpg_megatron.config import UserError, load_settings
 from rpg_megatron.config.data import DataSettings
-from rpg_megatron.data import stored_problems, stored_prompts
+from rpg_megatron.data import row_store, stored_problems, stored_prompts
 from rpg_megatron.data.cache_files import CacheWriter, content_digest
 from rpg_megatron.data.problems import read_problems_with_counts
 from rpg_megatron.data.prompt_stream import PromptList, PromptStream
@@ -278,7 +278,8 @@ def read_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return before(*args)
 
-    monkeypatch.setattr(stored_problems, "write_rows", write_rows)
+    for module in (stored_problems, row_store):  # for a file that is kept, and for one without a name
+        monkeypatch.setattr(module, "write_rows", write_rows)
     return calls
 
 
@@ -466,7 +467,7 @@ def test_a_full_disk_and_own_sources_need_no_cache(
         monkeypatch.setattr(module, "new_cached", full)
     assert opened(data) == first
     assert files(tmp_path) == []
-    monkeypatch.setattr(stored_problems.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(row_store.tempfile, "TemporaryFile", full)
     with pytest.raises(UserError, match=r"data: the problems cannot be kept in .*No space left.*set TMPDIR"):
         opened(data)
 

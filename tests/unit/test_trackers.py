@@ -2,9 +2,9 @@
 run continues.
 
 Why: a tracker is the one part of a run that depends on an external server. Proved with user-defined trackers,
-through the interface of the built-in ones, each in its process: one that works, one that raises, one whose
-process dies, one that never answers and one that cannot be made, side by side; and with the real packages
-where they are installed (else skipped): offline stores, and a server that accepts and never answers.
+through the interface of the built-in ones, each in its thread: one that works, one that raises, one that
+never answers and one that cannot be made, side by side; and with the real packages where they are installed
+(else skipped): offline stores, and a server that accepts and never answers.
 Not covered: a training run with them (docs/trackers.md says how that was tried).
 """
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import socket
 import struct
 import subprocess
-import threading
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,11 +35,10 @@ from rpg_megatron.config import Settings, UserError, load_settings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.launcher.input_checks import check_custom_code, check_trackers
 from rpg_megatron.launcher.run_dir import create_run
-from rpg_megatron.system import child
 from rpg_megatron.training import metrics
 from rpg_megatron.training.metrics import MetricsWriter, open_metrics
 from rpg_megatron.training.trackers import client
-from rpg_megatron.training.trackers.client import Trackers
+from rpg_megatron.training.trackers.client import Trackers, exit_if_left_behind
 from tests.support.checks import doctor_rows
 from tests.support.launcher import wait_for
 
@@ -74,17 +74,6 @@ class Raises(Works):
             raise ConnectionError("no route to host")
         self.write(step)
 
-class Dies(Works):
-    def __init__(self, run):
-        super().__init__(run, file="dies.jsonl")
-        self.flag = run.folder / "died"
-
-    def log(self, step, metrics, responses):
-        if not self.flag.exists():
-            self.flag.touch()
-            os._exit(3)
-        self.write(step)
-
 class Blocks:
     def __init__(self, run): ...
 
@@ -102,7 +91,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setti
     (tmp_path / "my_trackers.py").write_text(MODULE)
     (example,) = re.findall(r"```python\n# my_trackers.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "documented.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    for name in ("my_trackers", "documented"):  # of an earlier test
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for key in client._DEFAULTS:
+        monkeypatch.setenv(key, client._DEFAULTS[key])
 
     def settings(trackers: str, *more: str) -> Settings:
         return load_settings(QUICKSTART, [f"trackers={trackers}", f"runs={tmp_path / 'runs'}", *more])
@@ -143,28 +137,30 @@ def log(trackers: Trackers, step: int) -> None:
 
 
 def test_each_tracker_gets_its_rows_and_none_stops_another(
-    make: Callable[..., Settings], impatient: None
+    make: Callable[..., Settings],
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    names = ["Works", "Raises", "Dies", "Blocks", "Fails"]
+    names = ["Works", "Raises", "Blocks", "Fails"]
     settings = make("[tensorboard, " + ", ".join(f"'my_trackers:{name}'" for name in names) + "]")
     folder = create_run(settings)
     warnings: list[str] = []
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
     trackers = Trackers(settings, folder, warnings.append)
-    dies, blocks = trackers._clients[2:4]
+    blocks = trackers._clients[2]
     for step in range(8):  # one that blocks holds one row and queues six
         log(trackers, step)
         wait_until(lambda s=step: len(read(folder, "works.jsonl")) == s + 2)
         wait_until(lambda s=step: len(read(folder, "raises.jsonl")) >= s + 1 + (s == 0))
         wait_until(lambda: blocks._given - len(blocks._waiting) >= 1)
-        wait_until(lambda: len(dies._waiting) <= 4)
-    wait_until(lambda: read(folder, "dies.jsonl")[-1:] == [[7]])
-    wait_until(lambda: len(warnings) == 3)
+    wait_until(lambda: len(warnings) == 2)
+    monkeypatch.setattr(client, "_SILENT", 0.0)
+    blocks.put({})
     dropped = trackers.metrics()["trackers/dropped"]
     assert trackers.metrics()["trackers/dropped"] == 0
     for tracker_client in trackers._clients:
         tracker_client.begin_to_close()
-    for file in ("works.jsonl", "raises.jsonl", "dies.jsonl"):
+    for file in ("works.jsonl", "raises.jsonl"):
         wait_until(lambda file=file: read(folder, file)[-1] == ["close"])
     trackers.close(0.5)
 
@@ -180,37 +176,52 @@ def test_each_tracker_gets_its_rows_and_none_stops_another(
     assert (table[1]["prompt"], table[1]["response"]) == ("CD", "1 + 2 ?")
     assert end == ["close"]
     assert [row[0] for row in read(folder, "raises.jsonl")[1:-1]] == [0, *range(2, 8)]
-    assert [row[0] for row in read(folder, "dies.jsonl") if row[0] != "start"] == [*range(8), "close"]
-    # Raises: step 1. Blocks: of 8 rows one was under way, six queued. Fails: two beyond its queue.
-    assert dropped == 1 + 1 + 2
+    # Raises: step 1. Blocks: of 9 rows one was under way, six queued. Fails: two beyond its queue.
+    assert dropped == 1 + 2 + 2
     by_tracker = {name: [w for w in warnings if f":{name}" in w] for name in names}
     assert by_tracker["Works"] == []
     assert "ConnectionError: no route to host; fix my_trackers:Raises" in by_tracker["Raises"][0]
-    assert "its process ended (exit code 3)" in by_tracker["Dies"][0]
+    assert "no response for 0 seconds; fix my_trackers:Blocks" in by_tracker["Blocks"][0]
     assert "PermissionError: no key" in by_tracker["Fails"][0]
     assert "1 of 8 rows were not delivered" in by_tracker["Raises"][1]
-    assert "8 of 8 rows were not delivered" in by_tracker["Blocks"][0]
+    assert "9 of 9 rows were not delivered" in by_tracker["Blocks"][1]
     assert "8 of 8 rows were not delivered" in by_tracker["Fails"][1]
     assert len(warnings) == 6
-    wait_until(lambda: {p.pid for p in psutil.Process().children(recursive=True)} == before)
+    traces = capfd.readouterr().err
+    assert traces.count("Traceback") == 2  # of the first problem of each
+    assert "PermissionError: no key" in traces
 
 
-def test_a_process_that_starts_for_a_closed_tracker_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("sys.exit(75)", 75), ("raise ValueError('a fault')", 1)], ids=str
+)
+def test_the_exit_of_a_process_does_not_wait_for_a_tracker(
+    make: Callable[..., Settings], end: str, code: int
 ) -> None:
-    starting, start = threading.Event(), subprocess.Popen
-
-    def slow(*_: Any, **options: Any) -> Any:
-        starting.set()
-        time.sleep(0.5)
-        return start(["sleep", "1000"], **options)
-
-    monkeypatch.setattr(child.subprocess, "Popen", slow)
-    tracker = client.TrackerClient(tmp_path, 0, "my_trackers:Works", lambda text: None)
-    assert starting.wait(60)
-    tracker.close(0.0)
-    tracker._thread.join(20)
-    assert not tracker._thread.is_alive()
+    """Exit handlers of its package may: this one waits for longer than the test."""
+    folder = create_run(make("['my_trackers:Blocks']"))
+    script = f"""
+import atexit, sys, time
+from pathlib import Path
+from rpg_megatron.config import load_settings
+from rpg_megatron.training.trackers.client import Trackers, exit_if_left_behind
+atexit.register(time.sleep, 1000)
+folder = Path({str(folder)!r})
+try:
+    trackers = Trackers(load_settings(folder / "config.yaml"), folder, print)
+    trackers.put({{"step": 0}})
+    trackers.close(0.1)
+    {end}
+finally:
+    exit_if_left_behind()
+"""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | path, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == code
+    assert ("ValueError: a fault" in ended.stderr) == (code == 1)
+    assert "1 of 1 rows were not delivered" in ended.stdout
 
 
 def test_a_resumed_run_has_the_same_id_and_writes_the_count(
@@ -318,22 +329,30 @@ def test_a_missing_key_is_told_before_the_start(
 # -- the real packages ---------------------------------------------------------------------------------------
 
 
+def log_three(folder: Path, delivered: Any) -> None:
+    trackers = Trackers(load_settings(folder / "config.yaml"), folder, print)
+    for step in range(3):
+        log(trackers, step)
+    wait_until(lambda: trackers._clients[0]._delivered == 3)
+    time.sleep(3)  # wandb writes to its file once a second
+    delivered.set()
+    time.sleep(1000)
+
+
 def run_offline(settings: Settings) -> Path:
     """Three steps; killed; a second start repeats the last one."""
     folder = create_run(settings)
-    warnings: list[str] = []
-    first = Trackers(settings, folder, warnings.append)
-    for step in range(3):
-        log(first, step)
-    tracker = first._clients[0]
-    wait_until(lambda: tracker._delivered == 3)
-    time.sleep(3)  # wandb writes to its file once a second
-    process = psutil.Process(tracker._process.pid)  # type: ignore[union-attr]
-    family = [process, *process.children(recursive=True)]
-    first._clients[0]._closing.set()  # it is not started again
+    context = multiprocessing.get_context("spawn")
+    delivered = context.Event()
+    process = context.Process(target=log_three, args=(folder, delivered))
+    process.start()
+    assert delivered.wait(300)
+    family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
+    process.join()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, "processes are left behind"
+    warnings: list[str] = []
     second = Trackers(settings, folder, warnings.append)
     for step in (2, 3):
         log(second, step)
@@ -350,19 +369,25 @@ def test_wandb_offline(make: Callable[..., Settings], monkeypatch: pytest.Monkey
     files = sorted(folder.glob("trackers/wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
     number = json.loads((folder / "trackers" / "wandb.json").read_text())[""]
-    steps = []
-    for file in files:
-        records = list(wandb_records(file))
-        (run, *_) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-        assert (run.run_id, run.project, run.display_name) == (number, "math", folder.name)
-        config = {item.key: item.value_json for item in run.config.update}
-        assert json.loads(config["optimizer"])["lr"] == settings.optimizer.lr
-        for record in records:
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-                assert row["reward/mean"] == row["step"] / 2
-                steps.append((row["step"], row.get("responses.nrows")))
+    steps: list[tuple[int, int | None]] = []
+
+    def read_steps() -> int:
+        steps.clear()
+        for file in files:
+            records = list(wandb_records(file))
+            (run, *_) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+            assert (run.run_id, run.project, run.display_name) == (number, "math", folder.name)
+            config = {item.key: item.value_json for item in run.config.update}
+            assert json.loads(config["optimizer"])["lr"] == settings.optimizer.lr
+            for record in records:
+                if record.WhichOneof("record_type") == "history":
+                    items = record.history.item
+                    row = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+                    assert row["reward/mean"] == row["step"] / 2
+                    steps.append((row["step"], row.get("responses.nrows")))
+        return len(steps)
+
+    wait_until(lambda: read_steps() == 5)  # the package's process writes on after its end of the run
     assert steps == [(0, None), (1, 3), (2, 3), (2, 3), (3, 3)]
     tables = list(folder.glob("trackers/wandb/offline-run-*/files/media/table/responses_*.json"))
     assert json.loads(tables[0].read_text())["data"][1][:2] == ["CD", "1 + 13 ?"]
@@ -410,6 +435,17 @@ def test_mlflow_offline(make: Callable[..., Settings], monkeypatch: pytest.Monke
     assert table["data"][1][:2] == ["CD", "1 + 13 ?"]
 
 
+def log_in_vain(folder: Path, told: Any) -> None:
+    warnings: list[str] = []
+    trackers = Trackers(load_settings(folder / "config.yaml"), folder, warnings.append)
+    for step in range(3):
+        log(trackers, step)
+    wait_until(lambda: bool(warnings))
+    trackers.close(1.0)
+    told.put((warnings, [process.pid for process in psutil.Process().children(recursive=True)]))
+    exit_if_left_behind()
+
+
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_server_that_never_answers(
     make: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, package: str
@@ -428,17 +464,16 @@ def test_a_server_that_never_answers(
             monkeypatch.setenv(key, value)
         settings = make(f"[{package}]")
         folder = create_run(settings)
-        warnings: list[str] = []
-        before = {p.pid for p in psutil.Process().children(recursive=True)}
-        trackers = Trackers(settings, folder, warnings.append)
-        for step in range(3):
-            log(trackers, step)
-        wait_until(lambda: bool(warnings))
-        trackers.close(1.0)
+        context = multiprocessing.get_context("spawn")
+        told = context.SimpleQueue()
+        process = context.Process(target=log_in_vain, args=(folder, told))
+        process.start()
+        warnings, family = told.get()
+        process.join(60)
+        assert process.exitcode == 0
     assert len(warnings) == 2
     assert warnings[0].startswith(f"trackers: {package}: ")
     assert "Training continues" in warnings[0]
     assert "3 of 3 rows were not delivered" in warnings[1]
+    wait_until(lambda: not any(map(psutil.pid_exists, family)))
     assert "0" * 40 not in "".join(f.read_text() for f in folder.rglob("*") if f.suffix in (".log", ".yaml"))
-    wait_until(lambda: {p.pid for p in psutil.Process().children(recursive=True)} == before)
-    assert os.listdir(folder / "logs") == [f"tracker_{package}.log"]

@@ -1,1 +1,1 @@
-"""Experiment trackers, which log metrics, settings and responses of a run. Each has its own process."""
+"""Experiment trackers, which log metrics, settings and responses of a run. Each has a thread of rank 0."""

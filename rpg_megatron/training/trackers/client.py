@@ -1,65 +1,104 @@
-"""Trackers on rank 0: for each a bounded queue and a thread, which sends rows to the tracker's process.
+"""Trackers on rank 0: for each a bounded queue and a thread, which calls it.
 
-A tracker never blocks or fails the training: if it is slow, rows are dropped and counted; if its process dies
-or hangs, it is restarted.
+A tracker never blocks or fails the training: if it is slow or fails, rows are dropped and counted; a call
+that hangs is left behind when the run ends.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
+import signal
+import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from rpg_megatron.config import Settings
-from rpg_megatron.config.trackers import RESPONSES, MLflowSettings, TensorBoardSettings, WandbSettings
+from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.trackers import (
+    RESPONSES,
+    ImportedTrackerSettings,
+    MLflowSettings,
+    TensorBoardSettings,
+    WandbSettings,
+)
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.system.child import Child, module_command, start_child
-from rpg_megatron.training.trackers.tracker import COLUMNS, file_name
+from rpg_megatron.system.custom_code import CustomCode, load_custom
+from rpg_megatron.system.process_groups import WARNINGS
+from rpg_megatron.training.trackers.texts import ResponseTexts
+from rpg_megatron.training.trackers.tracker import COLUMNS, FOLDER, TrackedRun, Tracker
 
+_LONGEST = 8000
+"""Maximum characters of a text in the table of responses; the middle of longer ones is removed."""
 _QUEUED = 256
 """Maximum rows in the queue of a tracker; then the oldest row is dropped."""
 _WAITS = (2.0, 10.0, 60.0)
 """Seconds before each retry of a row; then it is dropped."""
 _START_WAITS = (10.0, 60.0, 300.0)
-"""Seconds before each restart of a tracker; the last one is repeated."""
+"""Seconds before each retry of a start; the last one is repeated."""
 _SILENT = 60.0
-"""Seconds without a response after which a warning is shown."""
-_HUNG = 600.0
-"""Seconds without a response after which the process is killed and restarted."""
+"""Seconds that a call may take before a warning is shown, with the next row."""
+_DEFAULTS = {
+    # MLflow would otherwise retry for a quarter of an hour before it raises.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+    # By default the last 15 seconds of an offline run are lost when it is killed.
+    "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",
+}
 _HINTS = {
     "wandb": "check the network and WANDB_API_KEY (or `wandb login`), or set WANDB_MODE=offline",
     "mlflow": "check the server of trackers.uri or MLFLOW_TRACKING_URI",
 }
+_THREAD = "tracker "
+"""What the names of the threads begin with."""
+
+
+def open_tracker(settings: Settings, index: int, folder: Path) -> Tracker:
+    """Start or resume ``settings.trackers[index]``. Raises the exceptions of its package."""
+    chosen = settings.trackers[index]
+    (folder / FOLDER).mkdir(exist_ok=True)
+    for key, value in _DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    run = TrackedRun(folder.name, folder, settings.model_dump(mode="json"), chosen.type)
+    if isinstance(chosen, WandbSettings):
+        from rpg_megatron.training.trackers.wandb_tracker import WandbTracker
+
+        return WandbTracker(run, chosen)
+    if isinstance(chosen, MLflowSettings):
+        from rpg_megatron.training.trackers.mlflow_tracker import MLflowTracker
+
+        return MLflowTracker(run, chosen)
+    assert isinstance(chosen, ImportedTrackerSettings)
+    return cast(Tracker, load_custom(CustomCode(f"trackers[{index}]", chosen.type, chosen.keywords, 1))(run))
 
 
 class TrackerClient:
     """One tracker; index: in ``settings.trackers``."""
 
-    def __init__(self, run_dir: Path, index: int, kind: str, warn: Callable[[str], None]) -> None:
-        """Start it, without waiting. warn: called from a thread with the first problem, and at the end."""
-        self.kind = kind
-        self._command = module_command("rpg_megatron.training.trackers.process", run_dir, index)
-        self._log, self._warn = run_dir / "logs" / f"tracker_{file_name(kind)}.log", warn
+    def __init__(self, settings: Settings, index: int, run_dir: Path, warn: Callable[[str], None]) -> None:
+        """Start it, without waiting. warn: called with the first problem, from a thread, and at the end."""
+        self.kind, self._warn = settings.trackers[index].type, warn
+        self._model, self._open = settings.model.path, partial(open_tracker, settings, index, run_dir)
         self._waiting: deque[dict[str, Any]] = deque()
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
-        self._given_up = False
-        """Whether no process may be started any more."""
+        self._changed, self._closing = threading.Condition(), threading.Event()
         self._given, self._delivered, self._dropped, self._reported = 0, 0, 0, 0
         self._warned = False
-        self._process: Child | None = None
-        self._thread = threading.Thread(target=self._run, name=f"tracker {kind}", daemon=True)
+        self._called: float | None = None
+        """When the call in progress began."""
+        self._thread = threading.Thread(target=self._run, name=_THREAD + self.kind, daemon=True)
         self._thread.start()
 
     def put(self, item: dict[str, Any]) -> None:
         """Queue a row, which must not change afterwards. Never blocks or raises."""
+        called = self._called
+        if called is not None and time.monotonic() - called > _SILENT:
+            self._report(f"no response for {_SILENT:.0f} seconds")
         with self._changed:
             self._given += 1
             if len(self._waiting) >= _QUEUED:
@@ -81,31 +120,31 @@ class TrackerClient:
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Close within ``seconds``, then end the process. Warns if rows were not delivered."""
+        """Close within ``seconds``, else leave the thread behind. Warns if rows were not delivered."""
         self.begin_to_close()
         self._thread.join(seconds)
-        late = self._thread.is_alive()
-        self._given_up = True  # set first: the thread then ends a process that it is just starting
-        self._end_process()
-        self._thread.join(1.0)
         lost = self._given - self._delivered
-        if lost or late:
+        if lost or self._thread.is_alive():
             subject = f"{lost} of {self._given} rows were" if lost else "the end of the run was"
             self._warn(f"trackers: {subject} not delivered to {self.kind}; metrics.jsonl has all rows")
 
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._ensure_started()  # at once, to report problems before the first row
-        while (item := self._next()) is not None:
-            done = self._deliver(item)
+        # Processes that a package starts inherit it: schedulers signal all processes of a job.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *WARNINGS))
+        # Opened at once, to report problems before the first row.
+        tracker = self._try(self._open, chain(_START_WAITS, repeat(_START_WAITS[-1])))
+        texts = ResponseTexts(self._model, _LONGEST)
+        while tracker is not None and (row := self._next()) is not None:
+            done = self._try(partial(_log, tracker, row, texts), _WAITS)
             with self._changed:
-                self._delivered += done
+                self._delivered += bool(done)
                 self._dropped += not done
             if not done and self._closing.is_set():
                 return
-        if self._process is not None and self._ask("close") is None:
-            self._end_process(patience=5.0)
+        if tracker is not None and hasattr(tracker, "close"):
+            self._try(tracker.close, ())
 
     def _next(self) -> dict[str, Any] | None:
         """Wait for the oldest row; None when closing and the queue is empty."""
@@ -114,104 +153,37 @@ class TrackerClient:
                 self._changed.wait()
             return self._waiting.popleft() if self._waiting else None
 
-    def _deliver(self, item: dict[str, Any]) -> bool:
-        """Send a row, with retries; returns whether it was delivered."""
-        for wait in (*_WAITS, None):
-            if not self._ensure_started():
-                return False
-            problem = self._ask(item)
-            if problem is None:
-                return True
-            self._report(problem)
+    def _try[T](self, call: Callable[[], T], waits: Iterable[float]) -> T | None:
+        """The result of a call, with a retry after each wait; None if all fail or the run ends meanwhile."""
+        for wait in chain(waits, [None]):
+            self._called = time.monotonic()
+            try:
+                return call()
+            except UserError as e:
+                self._report(str(e))
+            except (Exception, SystemExit) as e:
+                self._report(f"{type(e).__name__}: {' '.join(str(e).split())}", traceback.format_exc())
+            finally:
+                self._called = None
             if wait is None or self._closing.wait(wait):
                 break
-        return False
+        return None
 
-    def _ensure_started(self) -> bool:
-        """Start the process if there is none, with retries; False if the run ends before that succeeds."""
-        waits = iter(_START_WAITS)
-        while self._process is None:
-            problem = self._start()
-            if problem is None:
-                return True
-            self._report(problem)
-            self._end_process()
-            if self._closing.wait(next(waits, _START_WAITS[-1])):
-                return False
-        return True
-
-    def _start(self) -> str | None:
-        start = partial(start_child, self.kind, self._command, dict(os.environ), pipes=True, nested=True)
-        try:
-            try:
-                self._process = start(self._log)
-            except OSError:  # a full disk: without a log
-                self._process = start(None)
-        except OSError as e:
-            return str(e)
-        if self._given_up:
-            self._end_process()
-        return self._ask(None)
-
-    def _ask(self, item: Any) -> str | None:
-        """Send a line and wait for the response; returns an error message or None."""
-        child = self._process
-        if child is None:
-            return "its process has ended"
-        began = time.monotonic()
-        answer = bytearray()
-        try:
-            for _ in self._exchange(child, json.dumps(item).encode() + b"\n", answer):
-                seconds = time.monotonic() - began
-                if seconds > _SILENT:
-                    self._report(f"no response for {_SILENT:.0f} seconds")
-                if seconds > _HUNG:
-                    self._end_process()
-                    return f"no response for {_HUNG:.0f} seconds"
-        except OSError:
-            answer.clear()
-        if not answer.endswith(b"\n"):
-            self._end_process()
-            return f"its process ended (exit code {child.process.wait()})"
-        problem: str | None = json.loads(answer)
-        return problem
-
-    def _exchange(self, child: Child, line: bytes, answer: bytearray) -> Iterator[None]:
-        """Send the line and read the response; yields about once a second until it is complete."""
-        requests, answers = child.pipes
-        os.set_blocking(requests.fileno(), False)  # a hung tracker does not read either
-        while not answer.endswith(b"\n"):
-            readable, writable, _ = select.select([answers], [requests] if line else [], [], 1.0)
-            if writable:
-                line = line[os.write(requests.fileno(), line) :]
-            if readable:
-                part = os.read(answers.fileno(), 1 << 16)
-                if not part:
-                    break
-                answer += part
-            yield
-
-    def _end_process(self, patience: float = 0.0) -> None:
-        """End the process. patience: seconds to wait for it to exit by itself first."""
-        child, self._process = self._process, None
-        if child is None:
-            return
-        if patience:
-            child.pipes[0].close()  # nothing is buffered: this does not block
-            end = time.monotonic() + patience
-            while child.exit_code() is None and time.monotonic() < end:
-                time.sleep(0.05)
-        child.kill()
-
-    def _report(self, problem: str) -> None:
+    def _report(self, problem: str, details: str = "") -> None:
         if self._warned or self._closing.is_set():
             return
         self._warned = True
+        print(details, file=sys.stderr, end="", flush=True)
         hint = _HINTS.get(self.kind, f"fix {self.kind}")
         self._warn(
             f"trackers: {self.kind}: {problem}; {hint}. Training continues, and the tracker is retried; "
-            f"details: {self._log.parent.name}/{self._log.name}"
+            "details: logs/rank_0.log"
         )
+
+
+def _log(tracker: Tracker, row: dict[str, Any], texts: ResponseTexts) -> bool:
+    tracker.log(row["step"], dict(row["metrics"]), [texts.readable(each) for each in row["responses"]])
+    return True
 
 
 class Trackers:
@@ -220,7 +192,7 @@ class Trackers:
     def __init__(self, settings: Settings, run_dir: Path, warn: Callable[[str], None]) -> None:
         """Start them, without waiting. warn: see ``TrackerClient``."""
         chosen = [(i, t) for i, t in enumerate(settings.trackers) if not isinstance(t, TensorBoardSettings)]
-        self._clients = [TrackerClient(run_dir, index, t.type, warn) for index, t in chosen]
+        self._clients = [TrackerClient(settings, index, run_dir, warn) for index, _ in chosen]
         self._counts = [
             t.responses if isinstance(t, WandbSettings | MLflowSettings) else RESPONSES for _, t in chosen
         ]
@@ -251,6 +223,22 @@ class Trackers:
         for client in self._clients:
             client.close(max(0.0, end - time.monotonic()))
         self._clients, self._counts = [], []
+
+
+def exit_if_left_behind() -> None:
+    """End the process, whatever else would happen at its exit, if a thread of a tracker is still at work.
+
+    Its package's exit handlers may wait for the server too. The exit code is that of the exception in flight.
+    """
+    if not any(thread.name.startswith(_THREAD) for thread in threading.enumerate()):
+        return
+    error = sys.exception()
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = error.code if isinstance(error, SystemExit) else error is not None
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def spread[T](items: Sequence[T], count: int) -> list[T]:

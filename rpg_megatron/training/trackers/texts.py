@@ -1,4 +1,4 @@
-"""Responses as trackers show them: prompts as text, long texts shortened. Imports no torch."""
+"""Responses as trackers show them: prompts as text, long texts shortened."""
 
 from __future__ import annotations
 

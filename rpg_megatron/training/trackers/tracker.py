@@ -1,4 +1,4 @@
-"""Interface of a tracker, and the run as a tracker sees it. Imports no torch."""
+"""Interface of a tracker, and the run as a tracker sees it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from rpg_megatron.config.files import atomic_write_text, read_text
 
 FOLDER = "trackers"
 """Subfolder of the run's folder for the ids of runs, and for files of the trackers."""
-
-
-def file_name(kind: str) -> str:
-    """File name of a tracker, from its ``type``."""
-    return kind.replace(":", ".")
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class TrackedRun:
 
     @property
     def _file(self) -> Path:
-        return self.folder / FOLDER / f"{file_name(self.kind)}.json"
+        return self.folder / FOLDER / f"{self.kind.replace(':', '.')}.json"
 
 
 class Tracker(Protocol):
@@ -68,7 +63,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Send the remaining data; the process is killed if this takes too long."""
+        """Send the remaining data; the run ends without it if this takes too long."""
         ...
 
 
