@@ -21,8 +21,8 @@ from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.engine.process import engine_socket
+from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences
 from rpg_megatron.policy.model import start_mesh
