@@ -23,8 +23,8 @@ from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.lora import AdaptedMapping
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.placement import (
-    RankCoordinates,
     RankShards,
     SliceOwner,
     assign_owners,

@@ -24,7 +24,7 @@ from rpg_megatron.bridge.transports.process_group_link import Link, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm.sync_route import sum_acks
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_trainers import PublishingRanks
 from tests.support.megatron_shards import grid, stage_shapes, stage_values
@@ -85,7 +85,7 @@ def boxes_read(worker):
     return [
         (piece.hf_name, piece.hf)
         for param in stage_shapes(LAYOUT, place, 1)
-        for piece in LAYOUT.pieces(param, tensor=WORKERS, tensor_rank=worker, vocab_multiple=16)
+        for piece in LAYOUT.pieces(param, place)
     ]
 
 

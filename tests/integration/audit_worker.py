@@ -135,10 +135,7 @@ def load(run: RankRun, folder: Path) -> None:
         folder,
         run.policy.named_parameters(),
         run._trainer.layout,
-        tensor=run.mesh.tensor,
-        tensor_rank=run.mesh.tensor_rank,
-        vocab_multiple=run.settings.model.vocab_multiple,
-        experts=run.mesh.experts,
+        run.mesh.coordinates(run.settings.model.vocab_multiple),
     )
 
 

@@ -52,9 +52,7 @@ def load_peft(settings: Settings, adapters: dict[str, torch.Tensor], mesh: Mesh)
         folder,
         adapters.items(),
         mapping,
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        vocab_multiple=settings.model.vocab_multiple,
+        mesh.coordinates(settings.model.vocab_multiple),
         stored=check_adapter(folder, mapping),
     )
 
@@ -78,10 +76,7 @@ def load_checkpoint(
         path,
         parameters,
         mapping_for(read_model_shape(path)),
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        vocab_multiple=settings.model.vocab_multiple,
-        experts=mesh.experts,
+        mesh.coordinates(settings.model.vocab_multiple),
     )
 
 

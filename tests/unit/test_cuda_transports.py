@@ -26,7 +26,7 @@ from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
 from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_reader import Receiver
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.encoding import decode, encode
 from tests.support.megatron_shards import stage_values

@@ -32,7 +32,7 @@ from rpg_megatron.bridge.publisher import (
 from rpg_megatron.config.errors import UserError, gib
 from rpg_megatron.config.files import open_own, open_private, remove
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
 
 ALIGNMENT = 64
