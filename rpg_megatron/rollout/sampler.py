@@ -32,6 +32,7 @@ from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_AHEAD, Dispatcher
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.fine_tuning import RecordedBatches
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, part_of, read_kept
@@ -56,10 +57,10 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 
 class Sampler:
-    """Rollouts and evaluation, without the socket; for one event loop."""
+    """Rollouts and evaluation, without the socket; for one event loop.
 
-    fetch: Handler | None = None
-    """Gives leaders their trajectories; None: the workers do."""
+    With ``sft`` evaluation alone: ``RecordedBatches`` has the rest.
+    """
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class Sampler:
                 part.name: load(part.data, tokenizer, part.where) for part in settings.evaluation.heldout
             }
             self._heldout = HeldOut(settings, self.dispatcher, heldout)
-        self._open_data(tokenizer, vocab)
-
-    def _open_data(self, tokenizer: Any, vocab: int) -> None:
-        settings, pool = self._settings, self._pool
+        self._drain_seconds = 0.0
+        """How long the last sync waited for groups in flight."""
+        if settings.sft is not None:
+            return
         prompts = open_prompts(settings.data, tokenizer, rows=settings.needs_rows, vocab=vocab)
         self._stream = TaskStream(settings, prompts)
         self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
@@ -112,8 +113,6 @@ class Sampler:
             pool.on_synced = self._probes.begin
         self._position: dict[str, Any] = self._stream.position()
         """Position of the stream after the last batch."""
-        self._drain_seconds = 0.0
-        """How long the last sync waited for groups in flight."""
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -300,7 +299,7 @@ class Sampler:
 # -- the process ---------------------------------------------------------------------------------------------
 
 
-async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type[Sampler]) -> int:
+async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -333,7 +332,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
-    sampler = kind(settings, tokenizer, pool, workers, events, work, run)
+    sampler = Sampler(settings, tokenizer, pool, workers, events, work, run)
+    recorded = None if settings.sft is None else RecordedBatches(settings, tokenizer)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
@@ -345,13 +345,14 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)
-        return [worker.address for worker in remote if sampler.fetch is None] or [listening]
+        return [worker.address for worker in remote if recorded is None] or [listening]
 
-    fetch = sampler.fetch or (local.fetch if local else None)
-    others: dict[str, Handler] = {} if fetch is None else {"fetch": fetch}
+    others: dict[str, Handler] = {"fetch": local.fetch} if local else {}
+    if recorded is not None:
+        others = methods_of(RecordedBatches, recorded)
     server = Server(token, methods_of(SamplerRequests, sampler, addresses=addresses, **others))
     listening = server.listen(f"ipc://{work / SOCKET}")
-    if fetch is not None and host:
+    if others and host:
         listening = server.listen(f"tcp://{host}:*")
     serving = asyncio.create_task(server.serve())
     code = await ended
@@ -374,7 +375,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     return code
 
 
-def main(kind: type[Sampler] = Sampler) -> int:
+def main() -> int:
     """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
@@ -386,7 +387,7 @@ def main(kind: type[Sampler] = Sampler) -> int:
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token, kind))
+        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
