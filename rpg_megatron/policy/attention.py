@@ -84,7 +84,7 @@ def attend_runs(
         )
         return out  # type: ignore[no-any-return]
     parts = zip(query.split(runs.queries), keys.split(runs.keys), values.split(runs.keys), strict=True)
-    return torch.cat([attend_last(*(x[None] for x in part), scale, window)[0] for part in parts])
+    return torch.cat([attend_last(q[None], k[None], v[None], scale, window)[0] for q, k, v in parts])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
