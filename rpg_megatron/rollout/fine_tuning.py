@@ -64,11 +64,13 @@ class RecordedBatches:
 
     async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
         """Training rows by index; held-out ones by -1 - index."""
-        found: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for ticket in tickets:
             held_out = ticket < 0
-            found += map(to_trajectory, self._rows[held_out].fetch([-1 - ticket if held_out else ticket]))
-        return found
+            trajectories += map(
+                to_trajectory, self._rows[held_out].fetch([-1 - ticket if held_out else ticket])
+            )
+        return trajectories
 
     async def state(self) -> dict[str, Any]:
         """Position in the data."""

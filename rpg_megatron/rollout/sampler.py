@@ -76,7 +76,7 @@ class Sampler:
         folder, for those that are kept when it is stopped; None: none are.
         """
         self._settings, self._pool, self._events = settings, pool, events
-        self._kept = run / UNFINISHED if run is not None and may_keep(settings) else None
+        self._kept_folder = run / UNFINISHED if run is not None and may_keep(settings) else None
         self._reusing = False
         """Whether groups that were kept are used, so that their folder is to be removed after that."""
         self._request: asyncio.Task[Any] | None = None
@@ -146,7 +146,7 @@ class Sampler:
         if task is None:
             raise RuntimeError("no rollout or evaluation is in progress; call rollout or evaluate first")
         while not task.done():
-            if unsynced := [r.index for r in self._pool.replicas if r.needs_weights]:
+            if unsynced := [r.index for r in self._pool.engines if r.needs_weights]:
                 return ResyncRequired(tuple(unsynced))
             self._pool.restarted.clear()
             returned = asyncio.create_task(self._pool.restarted.wait())
@@ -167,14 +167,14 @@ class Sampler:
         probes = self._probes or Probes(self._settings, self.dispatcher, self._stream.prompts)
         if self._probes is None:
             self._pool.on_synced = probes.begin  # of an engine that restarts meanwhile
-            for replica in self._pool.replicas:
-                if replica.serving.is_set():
-                    probes.begin(replica, version)
+            for engine in self._pool.engines:
+                if engine.serving.is_set():
+                    probes.begin(engine, version)
         try:
             groups, index = await probes.collect()
         finally:
             if self._probes is None:
-                self._pool.on_synced = lambda replica, version: None
+                self._pool.on_synced = lambda engine, version: None
                 probes.drop()
         self._used = [group.task.ticket for group in groups]
         return RolloutBatch(index_of_groups([], self.dispatcher.worker_of), {}, 0.0, {}, index)
@@ -213,8 +213,8 @@ class Sampler:
         """Let the workers discard the last step's trajectories: the leaders have fetched them."""
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
-        if self._reusing and self._kept is not None and not self.dispatcher.reuses:
-            remove(self._kept, ignore_errors=True)
+        if self._reusing and self._kept_folder is not None and not self.dispatcher.reuses:
+            remove(self._kept_folder, ignore_errors=True)
             self._reusing = False
 
     async def state(self) -> dict[str, Any]:
@@ -232,9 +232,9 @@ class Sampler:
         if self._request is not None:  # a batch that is complete meanwhile would drop groups
             self._request.cancel()
             await asyncio.wait([self._request])
-        groups = self._producer.graded() if self._kept is not None else []
-        if self._kept is not None and groups:
-            await self.dispatcher.keep(groups, self._kept)
+        groups = self._producer.graded() if self._kept_folder is not None else []
+        if self._kept_folder is not None and groups:
+            await self.dispatcher.keep(groups, self._kept_folder)
             self._events.send({"kind": "status", "text": f"kept {len(groups)} groups of the unfinished step"})
 
     async def restore(self, state: dict[str, Any]) -> None:
@@ -245,10 +245,10 @@ class Sampler:
         await self.dispatcher.forget(used)
         self._position = self._stream.position()
         await self.dispatcher.forget(self._producer.reset())
-        if self._kept is not None:
-            remove(part_of(self._kept), ignore_errors=True)
-            self.dispatcher.reuse(read_kept(self._kept), self._kept)
-            self._reusing = self._kept.exists()
+        if self._kept_folder is not None:
+            remove(part_of(self._kept_folder), ignore_errors=True)
+            self.dispatcher.reuse(read_kept(self._kept_folder), self._kept_folder)
+            self._reusing = self._kept_folder.exists()
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
         if self._request is not None:  # started by a client that has disconnected
