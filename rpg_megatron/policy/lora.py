@@ -110,7 +110,7 @@ class AdapterHook:
         """
         self.adapters = [adapter for adapter, _ in parts if adapter is not None]
         self._parts, self._groups, self._scale = parts, groups, scale
-        self._sequence = config.sequence_parallel
+        self._config = config
         self._group = mpu.get_tensor_model_parallel_group()
 
     def __call__(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -135,23 +135,13 @@ class AdapterHook:
 
     def project_down(self, x: Tensor, a: Tensor) -> Tensor:
         """Scale A x of all tokens, [tokens, 1, rows of A], for the input of a column-parallel layer."""
-        return self._gather_low_rank(F.linear(x, a)) * self._scale
-
-    def _gather_low_rank(self, low_rank: Tensor) -> Tensor:
-        """A x of all tokens. Backward: the sum of the ranks' gradients, each from its rows of B."""
-        if self._sequence:
-            whole: Tensor = tensor_parallel.gather_from_sequence_parallel_region(
-                low_rank, tensor_parallel_output_grad=True, group=self._group
-            )
-        else:
-            whole = tensor_parallel.copy_to_tensor_model_parallel_region(low_rank, group=self._group)
-        return whole
+        return gather_tokens(F.linear(x, a), self._config, self._group) * self._scale
 
     def _sum_low_rank(self, low_rank: Tensor) -> Tensor:
         """The sum of the ranks' A x; with sequence parallelism of this rank's tokens."""
         reduce = (
             tensor_parallel.reduce_scatter_to_sequence_parallel_region
-            if self._sequence
+            if self._config.sequence_parallel
             else tensor_parallel.reduce_from_tensor_model_parallel_region
         )
         total: Tensor = reduce(low_rank, group=self._group)
@@ -173,6 +163,20 @@ class AdapterHook:
                 b = b.unflatten(0, (self._groups, -1))
                 part.baddbmm_(b, a.expand(self._groups, -1, -1), alpha=self._scale)
         return out.to(dtype)
+
+
+def gather_tokens(part: Tensor, config: Any, group: Any) -> Tensor:
+    """The values of all tokens, of which a tensor-parallel rank has a part with sequence parallelism.
+
+    Backward: the sum of the ranks' gradients, each from its rows of the next weight.
+    """
+    if config.sequence_parallel:
+        whole: Tensor = tensor_parallel.gather_from_sequence_parallel_region(
+            part, tensor_parallel_output_grad=True, group=group
+        )
+    else:
+        whole = tensor_parallel.copy_to_tensor_model_parallel_region(part, group=group)
+    return whole
 
 
 def head_parts(output_layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:

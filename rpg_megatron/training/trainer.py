@@ -100,10 +100,7 @@ class Trainer:
             return None
         path = self.settings.teacher.path
         shape = read_model_shape(path)
-
-        def load(teacher: HeldTeacher) -> None:
-            self._load(path, teacher.named_parameters(), mapping_for(shape))
-
+        load = partial(self._load, path, layout=mapping_for(shape))
         return HeldTeacher(self.settings, shape, self.mesh, self._device, load)
 
     def _load(

@@ -164,7 +164,7 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
             update(2 * few, s)
     report.more = few
     if trainer.teacher is not None:
-        left = [n for n, p in trainer.teacher.named_parameters() if p.device.type != "cpu"]
+        left = [n for n, p in trainer.teacher.model.named_parameters() if p.device.type != "cpu"]
         if left:
             report.recorder.fault(f"the teacher stays on the GPU after its passes: {left[:3]}")
     policy.served.refresh()

@@ -63,8 +63,8 @@ def checkpoint_teacher(settings: Settings, mesh: Mesh, device: torch.device) -> 
     if path is None:
         return None
 
-    def load(teacher: HeldTeacher) -> None:
-        load_checkpoint(path, teacher.named_parameters(), settings, mesh)
+    def load(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        load_checkpoint(path, parameters, settings, mesh)
 
     return HeldTeacher(settings, read_model_shape(path), mesh, device, load)
 
