@@ -104,6 +104,7 @@ def test_boxes_are_loaded_in_the_order_of_the_request(trainers):
     load(reader, *halves(0)[0])
     with pytest.raises(ShardError, match="is next, not"):
         load(reader, *halves(0)[0])
+    reader.release()
     t.tell("retract")
 
 
