@@ -34,6 +34,7 @@ MODULES = [
     "policy/layer_specs.py",
     "policy/rotary.py",
     "policy/layers.py",
+    "policy/attention.py",
 ]
 TESTS = [
     [
