@@ -23,7 +23,7 @@ from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_trainers import PublishingRanks
 from tests.support.engine import Engine, running_engines
@@ -175,7 +175,7 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=world)
     layout, placement = mapping_for(shape), RankCoordinates(rank, world, rank, 0, 0, 0, 128)
     layers = range(shape.num_layers)
-    shapes = layout.stage_params(layers=layers, first=True, last=True, tensor=world, vocab_multiple=128)
+    shapes = layout.stage_params(placement, layers=layers, first=True, last=True)
     params = {n: torch.randn(s).mul_(0.02).to(DTYPE) for n, s in shapes.items()}
     cut = (placement, params, layout, DTYPE)
     publishers = {

@@ -230,9 +230,7 @@ class Rig:
             self._folder,
             policy.loadable_parameters(),
             self.trainer.layout,
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=self.settings.model.vocab_multiple,
+            mesh.coordinates(self.settings.model.vocab_multiple),
         )
         policy.served.refresh()
 

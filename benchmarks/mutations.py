@@ -37,6 +37,7 @@ LAYERS = [
     "policy/layer_specs.py",
     "policy/rotary.py",
     "policy/layers.py",
+    "policy/attention.py",
 ]
 LAYER_TESTS = [
     [

@@ -32,6 +32,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.model_shape import ModelShape, Rope
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.model import Mesh, start_mesh
@@ -181,7 +182,7 @@ def build(
     def load(policy: Policy) -> None:
         if folder:
             params = policy.loadable_parameters()
-            load_hf_weights(folder, params, mapping_for(shape), tensor=1, tensor_rank=0, vocab_multiple=1)
+            load_hf_weights(folder, params, mapping_for(shape), ONE_RANK)
 
     return Policy(settings, shape, mesh, device, load)
 

@@ -46,7 +46,8 @@ from rpg_megatron.data.packing import plan_batches
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file, write_rollouts
 from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.engine.process import engine_socket
-from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_owners
+from rpg_megatron.models.partition import RankCoordinates
+from rpg_megatron.models.placement import RankShards, assign_owners
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
@@ -299,14 +300,13 @@ def make_manifest() -> Manifest:
     ranks = []
     for rank in range(TENSOR * PIPELINE):
         stage, tensor_rank = divmod(rank, TENSOR)
+        place = RankCoordinates(rank, TENSOR, tensor_rank, stage, 0, 0, 128)
         params = mapping.stage_params(
+            place,
             layers=range(stage * layers, (stage + 1) * layers),
             first=stage == 0,
             last=stage == PIPELINE - 1,
-            tensor=TENSOR,
-            vocab_multiple=128,
         )
-        place = RankCoordinates(rank, TENSOR, tensor_rank, stage, 0, 0, 128)
         ranks.append(RankShards(place, tuple(params.items())))
     tensors = {}
     for name, owners in assign_owners(mapping, ranks).items():

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.bridge.manifest import MANIFEST, Layout, Manifest, PublishedBox, PublishedTensor, Shard
-from rpg_megatron.bridge.slice_table import SliceTable, TableCache, checksums, modulo
+from rpg_megatron.bridge.slice_table import Slice, SliceTable, TableCache, checksums, modulo
 from rpg_megatron.config.files import atomic_write_text
 from rpg_megatron.models.boxes import Piece
 from rpg_megatron.models.lora import AdaptedMapping
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.placement import (
-    RankCoordinates,
     RankShards,
     SliceOwner,
     assign_owners,
@@ -113,14 +113,14 @@ class PublishPlan:
         """The dtype of an HF tensor if the others are sent in ``dtype``."""
         return torch.float32 if name in self.float32 else dtype
 
-    def slices_of(self, rank: int) -> list[tuple[str, int, str, Piece]]:
-        """What a rank sends: (HF tensor name, index in ``owners`` of that tensor, Megatron name, slice)."""
-        return [
-            (name, i, s.param, s.piece)
-            for name, owners in self.owners.items()
-            for i, s in enumerate(owners)
-            if s.rank == rank
-        ]
+    def slices_of(self, rank: int, *, shared: bool = False) -> list[tuple[str, int, str, Piece]]:
+        """What a rank sends: (HF tensor name, index in ``owners`` of that tensor, Megatron name, slice).
+
+        shared: and what it holds of ``self.shared``.
+        """
+        slices = [(name, i, s) for name, owners in self.owners.items() for i, s in enumerate(owners)]
+        slices += [(*key, s) for key, others in self.shared.items() if shared for s in others]
+        return [(name, i, s.param, s.piece) for name, i, s in slices if s.rank == rank]
 
     def sum_boxes(
         self, params: Mapping[str, torch.Tensor], dtype: torch.dtype, *, shared: bool = False
@@ -129,24 +129,16 @@ class PublishPlan:
         ``self.shared``.
         """
 
-        def slices_to_sum() -> list[tuple[str, int, str, Piece]]:
-            others = [
-                (name, i, s.param, s.piece)
-                for (name, i), slices in (self.shared if shared else {}).items()
-                for s in slices
-                if s.rank == self.rank
-            ]
-            return self.slices_of(self.rank) + others
-
-        def values() -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-            for name, _, param, piece in slices_to_sum():
+        def values() -> Iterator[Slice]:
+            for name, _, param, piece in self.slices_of(self.rank, shared=shared):
                 part = params[param].detach()[piece.local.slices()]
                 yield part.to(self.dtype_of(name, dtype)), piece.hf.start
 
         def table() -> tuple[list[tuple[str, int]], SliceTable | None]:
-            keys = [(name, i) for name, i, _, _ in slices_to_sum()]
+            slices = self.slices_of(self.rank, shared=shared)
+            keys = [(name, i) for name, i, _, _ in slices]
             # Slices that must be cast are other memory in each sync.
-            cast = any(params[p].dtype != self.dtype_of(n, dtype) for n, _, p, _ in slices_to_sum())
+            cast = any(params[param].dtype != self.dtype_of(name, dtype) for name, _, param, _ in slices)
             on_gpu = bool(keys) and next(iter(params.values())).device.type == "cuda"
             return keys, SliceTable(list(values())) if on_gpu and not cast else None
 

@@ -71,6 +71,40 @@ class SliceTable:
             launch("copy_slices", len(part.tiles), part.table, part.tiles, size=part.size)
 
 
+class HostSlices:
+    """The same for slices in host memory, which are summed and copied one by one."""
+
+    def __init__(
+        self, slices: Sequence[Slice], targets: Sequence[torch.Tensor], on_slice: Callable[[], None]
+    ):
+        self._slices, self._targets, self._on_slice = slices, targets, on_slice
+
+    def sums(self) -> torch.Tensor:
+        """As ``SliceTable.sums``, in host memory."""
+        sums = np.zeros(len(self._slices), np.uint64)
+        for i, (values, start) in enumerate(self._slices):
+            self._on_slice()
+            sums[i] = checksum(values, start)
+        return torch.from_numpy(sums.view(np.int64))
+
+    def copy(self) -> None:
+        """Copy every slice to its target, of any dtype and on any device."""
+        for (values, _), target in zip(self._slices, self._targets, strict=True):
+            self._on_slice()
+            target.copy_(values)
+
+
+def table_of(
+    slices: Sequence[Slice],
+    targets: Sequence[torch.Tensor] = (),
+    on_slice: Callable[[], None] = lambda: None,
+) -> SliceTable | HostSlices:
+    """What sums slices and copies them to ``targets``. on_slice: called for each slice in host memory."""
+    if slices and slices[0][0].device.type == "cuda":
+        return SliceTable(slices, targets or None)
+    return HostSlices(slices, targets, on_slice)
+
+
 class TableCache[T]:
     """What was made from addresses in the last sync, as long as it holds."""
 
@@ -118,8 +152,8 @@ class _Part:
 def checksums(slices: Iterable[Slice]) -> list[int]:
     """``checksum`` of each slice, all on one device. The host waits once for all slices on a GPU."""
     # One after the other: a slice may be a copy that is made when it is asked for.
-    sums: list[Any] = [SliceTable([x]).sums() if x[0].device.type == "cuda" else checksum(*x) for x in slices]
-    return modulo(torch.cat(sums)) if sums and isinstance(sums[0], torch.Tensor) else sums
+    sums = [table_of([x]).sums() for x in slices]
+    return modulo(torch.cat(sums)) if sums else []
 
 
 def modulo(sums: torch.Tensor) -> list[int]:

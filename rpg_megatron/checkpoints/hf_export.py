@@ -40,7 +40,8 @@ from rpg_megatron.config.files import copy_file, open_own, parse_json, remove, r
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates, RankShards, SliceOwner, assign_owners
+from rpg_megatron.models.partition import RankCoordinates
+from rpg_megatron.models.placement import RankShards, SliceOwner, assign_owners
 from rpg_megatron.system.collectives import control_group, gather_objects, run_together
 from rpg_megatron.system.dtypes import WEIGHT_DTYPES, dtype_name
 

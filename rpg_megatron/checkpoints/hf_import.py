@@ -16,7 +16,7 @@ from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
 
 
@@ -25,11 +25,8 @@ def load_hf_weights(
     model_dir: Path,
     params: Iterable[tuple[str, torch.Tensor]],
     mapping: ModelMapping,
+    at: RankCoordinates,
     *,
-    tensor: int,
-    tensor_rank: int,
-    vocab_multiple: int,
-    experts: ExpertShard = ALL_EXPERTS,
     stored: Mapping[str, StoredTensor] | None = None,
 ) -> int:
     """Fill parameters in place from a checkpoint of either format; returns the bytes read from its files.
@@ -37,8 +34,8 @@ def load_hf_weights(
     model_dir: of Hugging Face's format, or ``hf`` of a Megatron checkpoint.
 
     params: (name, tensor) as from ``Policy.named_parameters()``, on any device, with any floating-point
-    dtype; values are cast. tensor, tensor_rank: tensor-parallel size and rank. experts: the experts of the
-    rank. stored: the files' tensors, if they have been verified.
+    dtype; values are cast. at: the rank that has them. stored: the files' tensors, if they have been
+    verified.
     Vocabulary padding rows become zero. Not collective. Extra memory is one slice at a time.
     Raises UserError if the checkpoint does not match the model (see ``verify_hf_checkpoint``) or cannot be
     read, MappingError if a parameter's name is unknown or its shape is wrong.
@@ -52,21 +49,13 @@ def load_hf_weights(
         # are reopened for each parameter. Reading some columns touches the pages of the whole tensor.
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
-            expected = mapping.local_shape(
-                name, tensor=tensor, vocab_multiple=vocab_multiple, experts=experts
-            )
+            expected = mapping.local_shape(name, at)
             if tuple(param.shape) != expected:
                 raise MappingError(
-                    f"tensor rank {tensor_rank}: {name} has shape {tuple(param.shape)}, expected {expected} "
-                    "by the checkpoint's config.json; build the model from that file"
+                    f"tensor rank {at.tensor_rank}: {name} has shape {tuple(param.shape)}, expected "
+                    f"{expected} by the checkpoint's config.json; build the model from that file"
                 )
-            pieces = mapping.pieces(
-                name,
-                tensor=tensor,
-                tensor_rank=tensor_rank,
-                vocab_multiple=vocab_multiple,
-                experts=experts,
-            )
+            pieces = mapping.pieces(name, at)
             if sum(p.local.numel for p in pieces) == param.numel():
                 check_cover(name, expected, [p.local for p in pieces])
             else:

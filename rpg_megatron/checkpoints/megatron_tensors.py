@@ -22,7 +22,7 @@ from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.layer import FUSED
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import Shape
+from rpg_megatron.models.partition import ONE_RANK, Shape
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import SAFETENSORS, WEIGHT_DTYPES, torch_dtype
 
@@ -73,11 +73,9 @@ def find_places(name: str, model: ModelShape) -> list[Place]:
 
 def whole_parameters(mapping: ModelMapping) -> dict[str, Shape]:
     """Name in Megatron's checkpoints -> shape of all parameters, on one rank with the whole model."""
-    names = mapping.stage_params(
-        layers=range(mapping.shape.num_layers), first=True, last=True, tensor=1, vocab_multiple=1
-    )
+    names = mapping.stage_params(ONE_RANK, layers=range(mapping.shape.num_layers), first=True, last=True)
     parts = [part for name in names for part in mapping.stored_parts(name)]
-    return {part: mapping.local_shape(part, tensor=1, vocab_multiple=1) for part in parts}
+    return {part: mapping.local_shape(part, ONE_RANK) for part in parts}
 
 
 def open_tensors(model: Path) -> MegatronTensors | None:
@@ -103,7 +101,7 @@ class MegatronTensors:
             raise UserError(f"{folder}: the checkpoint is damaged; copy it again\n  " + "\n  ".join(short))
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         for name in self._shapes:
-            for piece in mapping.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
+            for piece in mapping.pieces(name, ONE_RANK):
                 self._pieces[piece.hf_name].append((name, piece))
 
     @property

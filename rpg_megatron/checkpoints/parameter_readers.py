@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,8 +16,8 @@ from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.lora import peft_name, weight_name
 from rpg_megatron.models.mapping import ModelMapping
+from rpg_megatron.models.partition import ONE_RANK
 
-_ONE_RANK: dict[str, Any] = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
 Reader = Callable[[str], torch.Tensor]
 """Megatron's name -> the parameter, as one rank with the whole model has it."""
 
@@ -30,7 +29,7 @@ def parameter_reader(model: Path, mapping: ModelMapping, dtype: torch.dtype) -> 
     """
 
     def dtype_of(name: str) -> torch.dtype:
-        kept = any(piece.hf_name in mapping.float32 for piece in mapping.pieces(name, **_ONE_RANK))
+        kept = any(piece.hf_name in mapping.float32 for piece in mapping.pieces(name, ONE_RANK))
         return torch.float32 if kept else dtype
 
     if (megatron := open_tensors(model)) is not None:
@@ -39,7 +38,7 @@ def parameter_reader(model: Path, mapping: ModelMapping, dtype: torch.dtype) -> 
 
     def read(name: str) -> torch.Tensor:
         parameter = torch.empty(shapes[name], dtype=dtype_of(name))
-        load_hf_weights(model, [(name, parameter)], mapping, stored=stored, **_ONE_RANK)
+        load_hf_weights(model, [(name, parameter)], mapping, ONE_RANK, stored=stored)
         return parameter
 
     return read
@@ -54,7 +53,7 @@ def merged_reader(model: Path, layout: ModelMapping, adapters: MegatronTensors, 
     @torch.no_grad()
     def read(name: str) -> torch.Tensor:
         weight = base(name)
-        for piece in layout.pieces(name, **_ONE_RANK):
+        for piece in layout.pieces(name, ONE_RANK):
             if piece.hf_name in adapted:
                 a, b = (adapters.read(x, Box.whole(sizes[x])).float() for x in adapted[piece.hf_name])
                 rows = slice(piece.hf.start[0], piece.hf.end[0])

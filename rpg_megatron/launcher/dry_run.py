@@ -46,7 +46,7 @@ def _processes(settings: Settings, run: OpenRun, node: int, nodes: int) -> Itera
         yield f"engine_{index}{on}: {shlex.join(command)}"
     if node == 0:
         workers = settings.rollout.workers
-        yield f"sampler: {shlex.join(sampler_command(settings, run.folder, _SPACE))}"
+        yield f"sampler: {shlex.join(sampler_command(run.folder, _SPACE))}"
         yield f"  sampler workers: {workers if workers > 1 else 'one, in its process'}"
         yield f"  reward workers: {settings.reward.workers}"
     checkpoint = str(run.checkpoint) if run.checkpoint else None

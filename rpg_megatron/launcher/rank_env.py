@@ -23,7 +23,6 @@ from rpg_megatron.system.child import module_command
 RANK = "rpg_megatron.training.rank"
 """Module that the ranks of a training run execute; audit and replay have modules of their own."""
 SAMPLER = "rpg_megatron.rollout.sampler"
-CONVERSATION_SAMPLER = "rpg_megatron.rollout.fine_tuning"
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,9 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
     return environment
 
 
-def sampler_command(settings: Settings, folder: Path, space: Workspace) -> list[str]:
+def sampler_command(folder: Path, space: Workspace) -> list[str]:
     """Command line of the sampler. folder: the run's. space: the first node's private folders."""
-    module = SAMPLER if settings.sft is None else CONVERSATION_SAMPLER
-    return module_command(module, folder, space.work, space.bridge)
+    return module_command(SAMPLER, folder, space.work, space.bridge)
 
 
 def rank_starts(

@@ -189,7 +189,7 @@ class RunLauncher:
         environment = base_environment(self._settings, cluster.token)
         if cluster.address:
             environment |= cluster_environment(cluster.address)
-        command = sampler_command(self._settings, self.folder, self._agent.workspace)
+        command = sampler_command(self.folder, self._agent.workspace)
         self._sampler = cluster.start_here("sampler", command, environment)
 
     def _put_engines_to_sleep(self) -> None:

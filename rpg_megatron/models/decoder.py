@@ -18,7 +18,15 @@ from functools import cached_property
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import MappingError, Piece
 from rpg_megatron.models.layer import EXPERT, FUSED, layer_parameters, stored_parts
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Parameter, Shape, band, same
+from rpg_megatron.models.partition import (
+    ALL_EXPERTS,
+    ExpertShard,
+    Parameter,
+    RankCoordinates,
+    Shape,
+    band,
+    same,
+)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(rf"{re.escape(EXPERT)}(\d+)\.(.+)")
@@ -58,62 +66,44 @@ class DecoderMapping:
         return out
 
     def stage_params(
-        self,
-        *,
-        layers: Iterable[int],
-        first: bool,
-        last: bool,
-        tensor: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
+        self, at: RankCoordinates, *, layers: Iterable[int], first: bool, last: bool
     ) -> dict[str, Shape]:
         """See ``ModelMapping``."""
         names = [_EMBEDDING] * first
         for i in layers:
             for name in layer_parameters(self.shape, i):
                 number = match[1] if (match := _LOCAL_EXPERT.fullmatch(name)) else 0
-                if int(number) < self._experts(experts):
+                if int(number) < self._experts(at.experts):
                     names.append(f"decoder.layers.{i}.{name}")
         # A stage with both ends has one tied weight.
         names += [_NORM] * last + [_HEAD] * (last and not (first and self.shape.tied_embeddings))
-        cut = {"tensor": tensor, "vocab_multiple": vocab_multiple}
-        return {name: self.local_shape(name, **cut, experts=experts) for name in names}
+        return {name: self.local_shape(name, at) for name in names}
 
-    def local_shape(
-        self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
-    ) -> Shape:
+    def local_shape(self, param_name: str, at: RankCoordinates) -> Shape:
         """See ``ModelMapping``."""
         s = self.shape
         if param_name in (_EMBEDDING, _HEAD):
-            return (s.padded_vocab(tensor, vocab_multiple) // tensor, s.hidden_size)
+            return (s.padded_vocab(at.tensor, at.vocab_multiple) // at.tensor, s.hidden_size)
         if param_name == _NORM:
             return (s.hidden_size,)
-        _, parameter, of_expert = self._find(param_name, experts)
-        return parameter.local_shape(experts.tensor if of_expert else tensor)
+        _, parameter, of_expert = self._find(param_name, at.experts)
+        return parameter.local_shape(at.experts.tensor if of_expert else at.tensor)
 
-    def pieces(
-        self,
-        param_name: str,
-        *,
-        tensor: int,
-        tensor_rank: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
-    ) -> list[Piece]:
+    def pieces(self, param_name: str, at: RankCoordinates) -> list[Piece]:
         """See ``ModelMapping``."""
         s = self.shape
         if param_name == _NORM:
             return [same(f"{s.prefix}norm.weight", (s.hidden_size,))]
         if param_name in (_EMBEDDING, _HEAD):
             own_head = param_name == _HEAD and not s.tied_embeddings
-            step = s.padded_vocab(tensor, vocab_multiple) // tensor
-            first = tensor_rank * step
+            step, _ = self.local_shape(param_name, at)
+            first = at.tensor_rank * step
             rows = min(step, s.vocab_size - first)
             name = "lm_head.weight" if own_head else f"{s.prefix}embed_tokens.weight"
             return [band(name, first, 0, (rows, s.hidden_size))] if rows > 0 else []
-        layer, parameter, of_expert = self._find(param_name, experts)
-        cut = (experts.tensor, experts.tensor_rank) if of_expert else (tensor, tensor_rank)
-        return parameter.pieces(f"{s.prefix}layers.{layer}.", *cut)
+        layer, parameter, of_expert = self._find(param_name, at.experts)
+        cut = at.experts if of_expert else at
+        return parameter.pieces(f"{s.prefix}layers.{layer}.", cut.tensor, cut.tensor_rank)
 
     def stored_parts(self, param_name: str) -> list[str]:
         """See ``ModelMapping``."""

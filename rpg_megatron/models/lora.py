@@ -17,7 +17,7 @@ from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER, PROJECTION
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, MappingError, Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape, band, same
+from rpg_megatron.models.partition import RankCoordinates, Shape, band, same
 
 ROW_PARALLEL = ("o_proj", "down_proj")
 PACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -102,55 +102,38 @@ class AdapterMapping:
         return {peft_name(n, target, x): self._whole(target, x) for n, target in places for x in "AB"}
 
     def stage_params(
-        self,
-        *,
-        layers: Iterable[int],
-        first: bool,
-        last: bool,
-        tensor: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
+        self, at: RankCoordinates, *, layers: Iterable[int], first: bool, last: bool
     ) -> dict[str, Shape]:
         """See ``ModelMapping``."""
-        places = [
+        blocks = [
             (f"decoder.layers.{layer}.{block}", target)
             for layer in layers
             for block in _BLOCKS
             for target in self.lora.names
             if target in PROJECTIONS and (target in ATTENTION_TARGETS) == (block == "self_attention")
         ]
-        places += [("output_layer", OUTPUT_LAYER)] * (last and self.on_output_layer)
+        blocks += [("output_layer", OUTPUT_LAYER)] * (last and self.on_output_layer)
         return {
-            f"{place}.lora.{target}.{matrix}": self._cut(target, matrix, tensor, vocab_multiple)
-            for place, target in places
+            f"{block}.lora.{target}.{matrix}": self._cut(target, matrix, at)
+            for block, target in blocks
             for matrix in "AB"
         }
 
-    def local_shape(
-        self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
-    ) -> Shape:
+    def local_shape(self, param_name: str, at: RankCoordinates) -> Shape:
         """See ``ModelMapping``."""
         _, target, matrix = self._part(param_name)
-        return self._cut(target, matrix, tensor, vocab_multiple)
+        return self._cut(target, matrix, at)
 
-    def pieces(
-        self,
-        param_name: str,
-        *,
-        tensor: int,
-        tensor_rank: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
-    ) -> list[Piece]:
+    def pieces(self, param_name: str, at: RankCoordinates) -> list[Piece]:
         """See ``ModelMapping``."""
         layer, target, matrix = self._part(param_name)
-        name, local = peft_name(layer, target, matrix), self._cut(target, matrix, tensor, vocab_multiple)
+        name, local = peft_name(layer, target, matrix), self._cut(target, matrix, at)
         whole = self._whole(target, matrix)
         if local == whole:
             return [same(name, local)]
         if matrix == "A":
-            return [Piece(name, Box((0, tensor_rank * local[1]), local), Box.whole(local))]
-        first = tensor_rank * local[0]
+            return [Piece(name, Box((0, at.tensor_rank * local[1]), local), Box.whole(local))]
+        first = at.tensor_rank * local[0]
         rows = min(local[0], whole[0] - first)  # of the vocabulary, without padding
         return [band(name, first, 0, (rows, local[1]))] if rows > 0 else []
 
@@ -158,13 +141,13 @@ class AdapterMapping:
         outputs, inputs = projection_shape(self.shape, target)
         return (self.lora.rank, inputs) if matrix == "A" else (outputs, self.lora.rank)
 
-    def _cut(self, target: str, matrix: str, tensor: int, vocab_multiple: int) -> Shape:
+    def _cut(self, target: str, matrix: str, at: RankCoordinates) -> Shape:
         rows, columns = self._whole(target, matrix)
         if target == OUTPUT_LAYER and matrix == "B":
-            rows = self.shape.padded_vocab(tensor, vocab_multiple)
+            rows = self.shape.padded_vocab(at.tensor, at.vocab_multiple)
         if (target in ROW_PARALLEL) != (matrix == "A"):
             return rows, columns
-        return (rows, columns // tensor) if matrix == "A" else (rows // tensor, columns)
+        return (rows, columns // at.tensor) if matrix == "A" else (rows // at.tensor, columns)
 
     def _part(self, param_name: str) -> tuple[int, str, str]:
         """Layer, projection, and A or B."""
@@ -205,53 +188,23 @@ class AdaptedMapping:
         return self.model.hf_tensors() | self.adapters.hf_tensors()
 
     def stage_params(
-        self,
-        *,
-        layers: Iterable[int],
-        first: bool,
-        last: bool,
-        tensor: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
+        self, at: RankCoordinates, *, layers: Iterable[int], first: bool, last: bool
     ) -> dict[str, Shape]:
         """See ``ModelMapping``."""
-        out: dict[str, Shape] = {}
         layers = list(layers)
-        for part in (self.model, self.adapters):
-            out |= part.stage_params(
-                layers=layers,
-                first=first,
-                last=last,
-                tensor=tensor,
-                vocab_multiple=vocab_multiple,
-                experts=experts,
-            )
-        return out
-
-    def local_shape(
-        self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
-    ) -> Shape:
-        """See ``ModelMapping``."""
-        part = self._of(param_name)
-        return part.local_shape(param_name, tensor=tensor, vocab_multiple=vocab_multiple, experts=experts)
-
-    def pieces(
-        self,
-        param_name: str,
-        *,
-        tensor: int,
-        tensor_rank: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
-    ) -> list[Piece]:
-        """See ``ModelMapping``."""
-        return self._of(param_name).pieces(
-            param_name,
-            tensor=tensor,
-            tensor_rank=tensor_rank,
-            vocab_multiple=vocab_multiple,
-            experts=experts,
+        model, adapters = (
+            part.stage_params(at, layers=layers, first=first, last=last)
+            for part in (self.model, self.adapters)
         )
+        return model | adapters
+
+    def local_shape(self, param_name: str, at: RankCoordinates) -> Shape:
+        """See ``ModelMapping``."""
+        return self._of(param_name).local_shape(param_name, at)
+
+    def pieces(self, param_name: str, at: RankCoordinates) -> list[Piece]:
+        """See ``ModelMapping``."""
+        return self._of(param_name).pieces(param_name, at)
 
     def _of(self, param_name: str) -> ModelMapping:
         return self.adapters if is_adapter(param_name) else self.model

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Piece
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, Shape
+from rpg_megatron.models.partition import RankCoordinates, Shape
 
 
 class ModelMapping(Protocol):
@@ -41,38 +41,20 @@ class ModelMapping(Protocol):
         ...
 
     def stage_params(
-        self,
-        *,
-        layers: Iterable[int],
-        first: bool,
-        last: bool,
-        tensor: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
+        self, at: RankCoordinates, *, layers: Iterable[int], first: bool, last: bool
     ) -> dict[str, Shape]:
         """Megatron name -> local shape of the parameters of some layers, in Megatron's local layer spec.
 
-        first, last: include the parameters of the first stage (embedding) or of the last (final norm, output
-        layer). tensor: tensor-parallel size. vocab_multiple: see ``RankCoordinates``. experts: the experts
-        of a rank; ignored by dense models, also in the methods below.
+        at: the rank; which layers it has is said here alone. first, last: include the parameters of the first
+        stage (embedding) or of the last (final norm, output layer).
         """
         ...
 
-    def local_shape(
-        self, param_name: str, *, tensor: int, vocab_multiple: int, experts: ExpertShard = ALL_EXPERTS
-    ) -> Shape:
+    def local_shape(self, param_name: str, at: RankCoordinates) -> Shape:
         """Shape of one parameter on one rank. Raises MappingError if the name is unknown."""
         ...
 
-    def pieces(
-        self,
-        param_name: str,
-        *,
-        tensor: int,
-        tensor_rank: int,
-        vocab_multiple: int,
-        experts: ExpertShard = ALL_EXPERTS,
-    ) -> list[Piece]:
+    def pieces(self, param_name: str, at: RankCoordinates) -> list[Piece]:
         """The pieces of one local parameter; padding rows of the vocabulary have none.
 
         Raises MappingError if the name is unknown.

@@ -32,6 +32,32 @@ ALL_EXPERTS = ExpertShard()
 
 
 @dataclass(frozen=True)
+class RankCoordinates:
+    """A rank's position in the parallel layout, as far as its weights depend on it; by default it has all."""
+
+    rank: int = 0
+    """Rank in the (default) process group."""
+    tensor: int = 1
+    """Tensor-parallel size."""
+    tensor_rank: int = 0
+    pipeline_rank: int = 0
+    data_rank: int = 0
+    context_rank: int = 0
+    vocab_multiple: int = 1
+    """The vocabulary is padded so that each tensor rank holds a multiple of this number of rows."""
+    experts: ExpertShard = ALL_EXPERTS
+    """Of no effect in dense models."""
+
+    @property
+    def shard(self) -> tuple[int, int, int, int]:
+        """The same for two ranks if and only if they hold the same parameters with the same values."""
+        return self.pipeline_rank, self.tensor_rank, self.experts.rank, self.experts.tensor_rank
+
+
+ONE_RANK = RankCoordinates()
+
+
+@dataclass(frozen=True)
 class Segment:
     """Consecutive rows of a parameter that are consecutive rows of a Hugging Face tensor."""
 

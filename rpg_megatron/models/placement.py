@@ -7,29 +7,7 @@ from dataclasses import dataclass
 
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
-
-
-@dataclass(frozen=True)
-class RankCoordinates:
-    """A trainer rank's position in the parallel layout, as far as its weights depend on it."""
-
-    rank: int
-    """Rank in the (default) process group."""
-    tensor: int
-    """Tensor-parallel size."""
-    tensor_rank: int
-    pipeline_rank: int
-    data_rank: int
-    context_rank: int
-    vocab_multiple: int
-    """The vocabulary is padded so that each tensor rank holds a multiple of this number of rows."""
-    experts: ExpertShard = ALL_EXPERTS
-
-    @property
-    def shard(self) -> tuple[int, int, int, int]:
-        """The same for two ranks if and only if they hold the same parameters with the same values."""
-        return self.pipeline_rank, self.tensor_rank, self.experts.rank, self.experts.tensor_rank
+from rpg_megatron.models.partition import RankCoordinates
 
 
 @dataclass(frozen=True)
@@ -56,20 +34,14 @@ def local_pieces(
 
     Raises MappingError that names the rank and the parameter.
     """
-    p = coordinates
-    expected = mapping.local_shape(param, tensor=p.tensor, vocab_multiple=p.vocab_multiple, experts=p.experts)
+    expected = mapping.local_shape(param, coordinates)
     if tuple(shape) != expected:
         raise MappingError(
-            f"rank {p.rank}: {param} has shape {tuple(shape)}, {mapping.shape.family} at tensor parallel "
-            f"size {p.tensor} expects {expected}; model configuration and checkpoint disagree"
+            f"rank {coordinates.rank}: {param} has shape {tuple(shape)}, {mapping.shape.family} at tensor "
+            f"parallel size {coordinates.tensor} expects {expected}; model configuration and checkpoint "
+            "disagree"
         )
-    return mapping.pieces(
-        param,
-        tensor=p.tensor,
-        tensor_rank=p.tensor_rank,
-        vocab_multiple=p.vocab_multiple,
-        experts=p.experts,
-    )
+    return mapping.pieces(param, coordinates)
 
 
 def assign_owners(mapping: ModelMapping, everyone: Iterable[RankShards]) -> dict[str, list[SliceOwner]]:

@@ -8,9 +8,9 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import Rope
+from rpg_megatron.policy.attention import attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences
 from rpg_megatron.policy.rotary import Rotary
-from rpg_megatron.policy.shared_prompts import attend_with_prompts
 
 
 class RotatingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
@@ -38,6 +38,6 @@ class RotatingAttention(TEDotProductAttention):  # type: ignore[misc]  # untyped
         row = packed_seq_params
         query, key = self.rotary(query, key, row)
         if row.prompts is not None:
-            return attend_with_prompts(query, key, value, row, self.config.softmax_scale).flatten(1)
+            return attend_runs(query, key, value, row, self.config.softmax_scale).flatten(1)
         out: Tensor = super().forward(query, key, value, attention_mask, packed_seq_params=row, **more)
         return out

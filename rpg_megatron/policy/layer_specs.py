@@ -16,8 +16,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rpg_megatron.config.model_shape import ModelShape, YarnRope
+from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.delta_net import DeltaNet
-from rpg_megatron.policy.layers import PackedAttention, ResidualAdd, RMSNorm, SwiGLU, WideNorm
+from rpg_megatron.policy.layers import ResidualAdd, RMSNorm, SwiGLU, WideNorm
 from rpg_megatron.policy.router_aux_loss import Router
 
 

@@ -1,4 +1,4 @@
-"""Layers that Megatron's specs lack: norms, additions to the residual stream, packed attention."""
+"""Layers that Megatron's specs lack: norms, additions to the residual stream, gated activations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-from rpg_megatron.config.model_shape import Rope
-from rpg_megatron.policy.context_parallel import gather_places
-from rpg_megatron.policy.microbatch import PackedSequences
-from rpg_megatron.policy.rotary import Rotary
-from rpg_megatron.policy.shared_prompts import attend_with_prompts
 
 
 class _Normalise(torch.autograd.Function):
@@ -161,117 +154,3 @@ class SwiGLU(torch.nn.Module):
         """x: gate and up beside each other."""
         out: Tensor = _Gate.apply(x)  # type: ignore[no-untyped-call]
         return out
-
-
-class PackedAttention(torch.nn.Module):
-    """Rotary embedding and causal attention of each packed sequence, by torch's scaled_dot_product_attention.
-
-    Megatron's local attention does not support packed sequences. Sequences of similar length share a call.
-    Each is padded at its end, where no real token attends, so no mask over all tokens is needed. Dropout is
-    not supported. With context parallelism a rank has two chunks of the queries of each sequence, and gathers
-    all keys and values. With a window, the queries of a sequence that is longer are computed in blocks of the
-    window's size, each with the keys that it sees.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        *,
-        rope: Rope,
-        window: int | None = None,
-        **_: Any,
-    ) -> None:
-        """rope, window: of the layer, see ``ModelShape``. The rest as Megatron passes it."""
-        super().__init__()
-        if config.attention_dropout:
-            raise ValueError("attention dropout is not supported with packed sequences; set it to 0")
-        assert config.kv_channels is not None
-        self.rotary = Rotary(rope, config.kv_channels)
-        self.scale, self.window = softmax_scale, window
-        self.context = config.context_parallel_size
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        packed_seq_params: PackedSequences,
-        **_: Any,
-    ) -> Tensor:
-        """Shapes: query [c, heads, d], key and value [c, kv_heads, d] -> [c, heads * d].
-
-        The row's lengths sum to t = c x context ranks.
-        """
-        row = packed_seq_params
-        query, key = self.rotary(query, key, row)
-        if row.prompts is not None:
-            return attend_with_prompts(query, key, value, row, self.scale).flatten(1)
-        if self.context > 1:
-            return self._attend_in_chunks(query, key, value, row.lengths, row.places)
-        groups = row.groups
-        if groups.padded is not None:
-            query, key, value = (x.index_select(0, groups.padded) for x in (query, key, value))
-        # split, not slices: its backward is one concatenation; each slice would create a zero tensor of full
-        # size.
-        sizes = [n * longest for n, longest in groups.shapes]
-        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), groups.shapes, strict=True)
-        out = torch.cat([self._attend_group(*(x.unflatten(0, g) for x in qkv)) for *qkv, g in parts])
-        if groups.restored is not None:
-            out = out.index_select(0, groups.restored)
-        return out.flatten(1)
-
-    def _attend_group(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Sequences of one length: [sequences, length, heads, d] -> [sequences x length, heads, d]."""
-        length, size = query.size(1), self.window
-        if size is None or length <= size:
-            return self._attend(query, key, value).flatten(0, 1)
-        blocks = [
-            self._attend_recomputed(first, query[:, first : first + size], key, value)
-            for first in range(0, length, size)
-        ]
-        return torch.cat(blocks, 1).flatten(0, 1)
-
-    def _attend_in_chunks(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], places: Tensor
-    ) -> Tensor:
-        """Each chunk of queries attends to the keys of all earlier chunks and, causally, to its own."""
-        chunks = [length // (2 * self.context) for length in lengths]
-        keys, values = (gather_places(x, places, summed=True).split(lengths) for x in (key, value))
-        queries = iter(query.split([n for n in chunks for _ in range(2)]))
-        rank = mpu.get_context_parallel_rank()
-        out = []
-        for n, k, v in zip(chunks, keys, values, strict=True):
-            for chunk in (rank, 2 * self.context - 1 - rank):
-                out.append(self._attend_recomputed(chunk * n, next(queries)[None], k[None], v[None])[0])
-        return torch.cat(out).flatten(1)
-
-    def _attend_recomputed(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of queries that start at position ``first`` of their sequence to all that they see.
-
-        Recomputed in backward: the masks of all layers would need more memory than everything else.
-        """
-        end = first + q.size(1)
-        start = 0 if self.window is None else max(0, first + 1 - self.window)
-        keys, values = k[:, start:end], v[:, start:end]
-        out: Tensor = checkpoint(
-            self._attend_from, first - start, q, keys, values, use_reentrant=False, preserve_rng_state=False
-        )
-        return out
-
-    def _attend_from(self, first: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of queries that start at ``first`` of the keys: [sequences, length, heads, d]."""
-        mask = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).tril(first)
-        return self._attend(q, k, v, mask if self.window is None else mask.triu(first + 1 - self.window))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention of sequences of one length: [sequences, length, heads, d]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=self.scale
-        )
-        return out.transpose(1, 2)

@@ -99,7 +99,7 @@ class Adapters(torch.nn.Module):
         return state
 
 
-class _Added:
+class AdapterHook:
     """Adds the adapters of one layer to its output; a forward hook."""
 
     def __init__(
@@ -110,10 +110,11 @@ class _Added:
         """
         self.adapters = [adapter for adapter, _ in parts if adapter is not None]
         self._parts, self._groups, self._scale = parts, groups, scale
-        self._sequence = config.sequence_parallel
+        self._config = config
         self._group = mpu.get_tensor_model_parallel_group()
 
     def __call__(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        """The output of the layer with that of its adapters."""
         layer_output, bias = output
         return layer_output + self.delta(inputs[0]), bias
 
@@ -121,39 +122,29 @@ class _Added:
         """Scale B A x, [tokens, 1, columns of this rank], for the layer's input."""
         if self.adapters[0].row_parallel:
             (adapter,) = self.adapters
-            return F.linear(self._sum(F.linear(x, adapter.A)) * self._scale, adapter.B)
-        narrow = self.narrow(x, torch.cat([adapter.A for adapter in self.adapters]))
-        narrow_parts = iter(narrow.split([adapter.A.size(0) for adapter in self.adapters], -1))
+            return F.linear(self._sum_low_rank(F.linear(x, adapter.A)) * self._scale, adapter.B)
+        low_rank = self.project_down(x, torch.cat([adapter.A for adapter in self.adapters]))
+        low_rank_parts = iter(low_rank.split([adapter.A.size(0) for adapter in self.adapters], -1))
         columns = [
-            narrow.new_zeros(*narrow.shape[:-1], self._groups, width // self._groups)
+            low_rank.new_zeros(*low_rank.shape[:-1], self._groups, width // self._groups)
             if adapter is None
-            else F.linear(next(narrow_parts), adapter.B).unflatten(-1, (self._groups, -1))
+            else F.linear(next(low_rank_parts), adapter.B).unflatten(-1, (self._groups, -1))
             for adapter, width in self._parts
         ]
         return torch.cat(columns, -1).flatten(-2)
 
-    def narrow(self, x: Tensor, a: Tensor) -> Tensor:
+    def project_down(self, x: Tensor, a: Tensor) -> Tensor:
         """Scale A x of all tokens, [tokens, 1, rows of A], for the input of a column-parallel layer."""
-        return self._whole(F.linear(x, a)) * self._scale
+        return gather_tokens(F.linear(x, a), self._config, self._group) * self._scale
 
-    def _whole(self, narrow: Tensor) -> Tensor:
-        """A x of all tokens. Backward: the sum of the ranks' gradients, each from its rows of B."""
-        if self._sequence:
-            whole: Tensor = tensor_parallel.gather_from_sequence_parallel_region(
-                narrow, tensor_parallel_output_grad=True, group=self._group
-            )
-        else:
-            whole = tensor_parallel.copy_to_tensor_model_parallel_region(narrow, group=self._group)
-        return whole
-
-    def _sum(self, narrow: Tensor) -> Tensor:
+    def _sum_low_rank(self, low_rank: Tensor) -> Tensor:
         """The sum of the ranks' A x; with sequence parallelism of this rank's tokens."""
         reduce = (
             tensor_parallel.reduce_scatter_to_sequence_parallel_region
-            if self._sequence
+            if self._config.sequence_parallel
             else tensor_parallel.reduce_from_tensor_model_parallel_region
         )
-        total: Tensor = reduce(narrow, group=self._group)
+        total: Tensor = reduce(low_rank, group=self._group)
         return total
 
     def merge(self, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -174,6 +165,20 @@ class _Added:
         return out.to(dtype)
 
 
+def gather_tokens(part: Tensor, config: Any, group: Any) -> Tensor:
+    """The values of all tokens, of which a tensor-parallel rank has a part with sequence parallelism.
+
+    Backward: the sum of the ranks' gradients, each from its rows of the next weight.
+    """
+    if config.sequence_parallel:
+        whole: Tensor = tensor_parallel.gather_from_sequence_parallel_region(
+            part, tensor_parallel_output_grad=True, group=group
+        )
+    else:
+        whole = tensor_parallel.copy_to_tensor_model_parallel_region(part, group=group)
+    return whole
+
+
 def head_parts(output_layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of the output layer's adapter: scale A x of all tokens, [tokens, rank], and this rank's rows of B.
 
@@ -182,9 +187,9 @@ def head_parts(output_layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor
     """
     if not hasattr(output_layer, "lora"):
         return None
-    added: _Added = output_layer.lora.added
-    (adapter,) = added.adapters
-    return added.narrow(hidden_states, adapter.A).squeeze(1), adapter.B
+    hook: AdapterHook = output_layer.lora.hook
+    (adapter,) = hook.adapters
+    return hook.project_down(hidden_states, adapter.A).squeeze(1), adapter.B
 
 
 class LoraModel:
@@ -194,7 +199,7 @@ class LoraModel:
         self, chunks: Iterable[GPTModel], shape: ModelShape, settings: LoraSettings, seed: int
     ) -> None:
         """Add the adapters, and freeze all other parameters. seed: of the initial values."""
-        self._added: dict[str, _Added] = {}
+        self._hooks: dict[str, AdapterHook] = {}
         mapping = AdapterMapping(shape, settings)
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -228,9 +233,9 @@ class LoraModel:
                 ]
                 if any(adapter is not None for adapter, _ in parts):
                     groups = shape.num_kv_heads // tensor if name == "linear_qkv" else 1
-                    added = _Added(parts, groups, lora.scale, config)
-                    getattr(block, name).register_forward_hook(added)
-                    self._added[f"decoder.layers.{number}.{block_name}.{name}.weight"] = added
+                    hook = AdapterHook(parts, groups, lora.scale, config)
+                    getattr(block, name).register_forward_hook(hook)
+                    self._hooks[f"decoder.layers.{number}.{block_name}.{name}.weight"] = hook
 
     def _add_to_output_layer(self, chunk: GPTModel, mapping: AdapterMapping, seed: int) -> None:
         layer, lora = chunk.output_layer, mapping.lora
@@ -239,8 +244,8 @@ class LoraModel:
         key = f"{seed}/{peft_name(0, OUTPUT_LAYER, 'A')}"
         adapter = Adapter(OUTPUT_LAYER, mapping.shape, lora.rank, chunk.config, key, padding)
         layer.add_module("lora", Adapters({OUTPUT_LAYER: adapter}).to(layer.weight.device))
-        added = _Added([(adapter, rows)], 1, lora.scale, chunk.config)
-        layer.lora.added = self._added["output_layer.weight"] = added
+        hook = AdapterHook([(adapter, rows)], 1, lora.scale, chunk.config)
+        layer.lora.hook = self._hooks["output_layer.weight"] = hook
 
     @torch.no_grad()
     def merged(
@@ -248,15 +253,15 @@ class LoraModel:
     ) -> Tensor | None:
         """The weight of this (global) name with its adapters; None if it has none.
 
-        dtype: to round the float32 sum to; None: the weight's. out: see ``_Added.merge``.
+        dtype: to round the float32 sum to; None: the weight's. out: see ``AdapterHook.merge``.
         """
-        added = self._added.get(name)
-        return None if added is None else added.merge(weight, dtype or weight.dtype, out)
+        hook = self._hooks.get(name)
+        return None if hook is None else hook.merge(weight, dtype or weight.dtype, out)
 
     @property
     def adapted(self) -> list[str]:
         """Names of the weights that have adapters."""
-        return list(self._added)
+        return list(self._hooks)
 
     @contextmanager
     def probe(self, size: float) -> Iterator[None]:
@@ -265,9 +270,9 @@ class LoraModel:
         size: of scale B A x relative to x, if x has independent elements. A fresh adapter's B is zero, so one
         that engines do not apply, or apply in the wrong place, would not be seen.
         """
-        adapters = [adapter for added in self._added.values() for adapter in added.adapters]
+        adapters = [adapter for hook in self._hooks.values() for adapter in hook.adapters]
         kept = [adapter.B.detach().clone() for adapter in adapters]
-        scale = next((added._scale for added in self._added.values()), 1.0)
+        scale = next((hook._scale for hook in self._hooks.values()), 1.0)
         with torch.no_grad():
             for adapter in adapters:
                 rank = adapter.B.size(1)

@@ -56,8 +56,8 @@ class PackedSequences(PackedSeqParams):
     """For each sequence, start and length of the shared prompt in the row that it continues; the length is 0
     if it continues none. None: no sequence does.
     """
-    shared: Any = field(default=None, kw_only=True)
-    """What attention with shared prompts computes; the first layer sets it for all layers."""
+    runs: Any = field(default=None, kw_only=True)
+    """``attention.Runs``, where they are needed; the first layer sets them for all layers."""
 
     @cached_property
     def groups(self) -> LengthGroups:

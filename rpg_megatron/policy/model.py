@@ -22,8 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
-from rpg_megatron.models.partition import ExpertShard
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import ExpertShard, RankCoordinates
 from rpg_megatron.policy.layer_specs import layer_specs, megatron_rotates, norm_type
 from rpg_megatron.policy.precision import fp8_fields, fused_weight_gradients
 from rpg_megatron.policy.rotary import rotary_frequencies

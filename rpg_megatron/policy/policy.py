@@ -219,7 +219,7 @@ class Policy(ScoringModel):
 
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
             micro_batch = next(iterator)  # type: ignore[call-overload]
-            output = self._forward(micro_batch, model)
+            output = self.forward(micro_batch, model)
             return output, lambda output: sum_loss(output, micro_batch)
 
         def sum_loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -231,7 +231,7 @@ class Policy(ScoringModel):
             )
 
         with finite_at_end():
-            reports = self._run(step, micro_batches, forward_only=False)
+            reports = self.run(step, micro_batches, forward_only=False)
         if not scored:
             return Accumulated(reports, [])
         scores = [report.pop("scores") for report in reports]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -19,7 +18,7 @@ from rpg_megatron.config.model_shape import ExpertShape
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.context_parallel import gather_places
 from rpg_megatron.policy.logprobs import Head, token_logprobs
-from rpg_megatron.policy.lora import head_parts
+from rpg_megatron.policy.lora import gather_tokens, head_parts
 from rpg_megatron.policy.microbatch import MicroBatch, make_micro_batch
 from rpg_megatron.policy.model import Mesh, named_parameters
 from rpg_megatron.policy.router_aux_loss import RouterAuxLoss
@@ -60,13 +59,7 @@ def gather_hidden(
     # still being gathered.
     for hook in output_layer._forward_pre_hooks.values():
         hook(output_layer, ())
-    group = output_layer.tp_group
-    if config.sequence_parallel:
-        hidden = tensor_parallel.gather_from_sequence_parallel_region(
-            hidden_states, tensor_parallel_output_grad=True, group=group
-        )
-    else:
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    hidden = gather_tokens(hidden_states, config, output_layer.tp_group)
     return hidden.squeeze(1), output_layer.weight if output_weight is None else output_weight
 
 
@@ -115,7 +108,7 @@ class ScoringModel:
             model.eval()
         with torch.no_grad():
             plain = [replace(micro, teacher=None) for micro in micro_batches]
-            outputs = self._run(self._scored, plain, forward_only=True)
+            outputs = self.run(self._scored, plain, forward_only=True)
         return self._on_all_stages(micro_batches, outputs)
 
     def _on_all_stages(self, micro_batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -128,7 +121,7 @@ class ScoringModel:
             dist.broadcast(flat, src=last, group=mpu.get_pipeline_model_parallel_group())
         return list(flat.split([p.size for p in micro_batches], dim=1))
 
-    def _run(
+    def run(
         self, step: Callable[..., object], micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; returns the results of ``step``, on the last stage.
@@ -150,10 +143,10 @@ class ScoringModel:
         )
         return results
 
-    def _forward(
+    def forward(
         self, micro_batch: MicroBatch, model: torch.nn.Module, head: Callable[..., Tensor] | None = None
     ) -> Tensor:
-        """head: in place of ``logprob_head``."""
+        """The model's output for a micro-batch. head: in place of ``logprob_head``."""
         output: Tensor = model(
             micro_batch.tokens,
             micro_batch.positions,
@@ -171,7 +164,7 @@ class ScoringModel:
     def _scored(self, iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
         micro_batch = next(iterator)  # type: ignore[call-overload]
 
-        return self._forward(micro_batch, model), lambda output, non_loss_data: whole_row(output, micro_batch)
+        return self.forward(micro_batch, model), lambda output, non_loss_data: whole_row(output, micro_batch)
 
 
 def whole_row(output: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from rpg_megatron.policy.precision import uses_transformer_engine
 from rpg_megatron.policy.scoring import ScoringModel, gather_hidden
 
 
-class HeldTeacher(ScoringModel):
+class HeldTeacher:
     """This rank's part of the teacher. On a GPU its weights are in host memory, and copied in to score.
 
     Methods are collective.
@@ -30,22 +30,22 @@ class HeldTeacher(ScoringModel):
         shape: ModelShape,
         mesh: Mesh,
         device: torch.device,
-        load: Callable[[HeldTeacher], None],
+        load: Callable[[Iterable[tuple[str, torch.nn.Parameter]]], None],
     ) -> None:
-        """load: called with this object, fills ``named_parameters``."""
+        """load: called with the parameters by Megatron's name, fills them."""
         precision = settings.precision.model_copy(update={"fp8": None})
         fused = uses_transformer_engine(settings.model_copy(update={"precision": precision}), device)
         config = transformer_config(shape, settings.parallel, precision, device=device, fused=fused)
         share = bool(settings.training.share_prompts)
         built = build_model(shape, config, settings.model, mesh, share_prompts=share)
         chunks = [chunk.to(device).eval() for chunk in built]
-        super().__init__(settings, mesh, device, chunks, shape.vocab_size)
+        self.model = ScoringModel(settings, mesh, device, chunks, shape.vocab_size)
         for chunk in chunks:
             chunk.requires_grad_(False)
-        load(self)
+        load(self.model.named_parameters())
         self._held: list[tuple[torch.nn.Parameter, Tensor]] = []
         if device.type == "cuda":
-            for _, p in self.named_parameters():
+            for _, p in self.model.named_parameters():
                 held = host_tensor(p.shape, p.dtype, pinned=True)
                 held.copy_(p)
                 self._held.append((p, held))
@@ -55,7 +55,7 @@ class HeldTeacher(ScoringModel):
     def swapped_in(self) -> Iterator[None]:
         """Within the block the weights are on the device."""
         for p, held in self._held:
-            p.data = held.to(self.device, non_blocking=True)
+            p.data = held.to(self.model.device, non_blocking=True)
         try:
             yield
         finally:
@@ -65,7 +65,7 @@ class HeldTeacher(ScoringModel):
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """As ``ScoringModel.logprobs``, of micro-batches that were packed for the policy."""
         with self.swapped_in():
-            return super().logprobs([micro.for_other_model() for micro in micro_batches])
+            return self.model.logprobs([micro.for_other_model() for micro in micro_batches])
 
     def with_rows(
         self, micro_batches: Sequence[MicroBatch], direction: Literal["rkl", "fkl"]
@@ -75,17 +75,17 @@ class HeldTeacher(ScoringModel):
         def step(iterator: object, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Tensor]]:
             micro: MicroBatch = next(iterator)  # type: ignore[call-overload]
             # In host memory, where the rows of a whole step fit; for a GPU torch pins it.
-            return self._forward(
+            return self.model.forward(
                 micro, model, _hidden_head
             ), lambda output, non_loss_data: output.detach().to("cpu", non_blocking=True)
 
         with self.swapped_in(), torch.no_grad():
             others = [micro.for_other_model() for micro in micro_batches]
-            hidden = self._run(step, others, forward_only=True)
-            if not self.mesh.last_stage:
+            hidden = self.model.run(step, others, forward_only=True)
+            if not self.model.mesh.last_stage:
                 # Other stages need not know it, but their micro-batches must look alike.
                 return list(micro_batches)
-            last: Any = self.chunks[-1]
+            last: Any = self.model.chunks[-1]
             shared = last.share_embeddings_and_output_weights
             weight = last.shared_embedding_or_output_weight() if shared else last.output_layer.weight
             rows = [TeacherRow(row, weight.data, direction) for row in hidden[: len(micro_batches)]]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.files import remove, rename
-from rpg_megatron.rollout.engine_pool import EnginePool, Replica
+from rpg_megatron.rollout.engine_pool import EnginePool, PooledEngine
 from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
 from rpg_megatron.rollout.kept_groups import KeptGroup, group_file, part_of, publish_kept
 from rpg_megatron.rollout.remote_worker import WorkerDied
@@ -99,18 +99,18 @@ class Dispatcher:
             self._enqueue(state)
         return state.graded
 
-    async def generate_on(self, replica: Replica, task: GroupTask) -> GroupScores | None:
+    async def generate_on(self, engine: PooledEngine, task: GroupTask) -> GroupScores | None:
         """Generate a group on one engine, bypassing the queue; None if the engine fails.
 
         A complete group is not generated again, because the engine may then have other weights.
         """
-        incarnation, version = replica.incarnation, replica.version
+        incarnation, version = engine.incarnation, engine.version
         state = self._groups[task.ticket] = _GroupState(task, self.worker_of(task.prompt_id), lambda: None)
-        while self._pool.is_current(replica, incarnation) and replica.version == version:
+        while self._pool.is_current(engine, incarnation) and engine.version == version:
             try:
-                done = await self._worker(state).generate(task, replica.index, incarnation)
+                done = await self._worker(state).generate(task, engine.index, incarnation)
                 if done.failure:
-                    self._pool.mark_failed(replica, incarnation, done.failure)
+                    self._pool.mark_failed(engine, incarnation, done.failure)
                 if not done.complete:
                     break
                 scores = await self._worker(state).score(task.ticket)
@@ -240,32 +240,32 @@ class Dispatcher:
                 if self._groups.get(ticket) is not state:  # forgotten
                     heapq.heappop(self._queue)
                     continue
-                replica = self._free_replica(state.task.samples)
-                if replica is None:
+                engine = self._free_engine(state.task.samples)
+                if engine is None:
                     break
                 heapq.heappop(self._queue)
-                replica.load += state.task.samples
-                self._spawn(self._generate(state, replica))
+                engine.load += state.task.samples
+                self._spawn(self._generate(state, engine))
 
-    def _free_replica(self, samples: int) -> Replica | None:
+    def _free_engine(self, samples: int) -> PooledEngine | None:
         """The serving engine with the least load, if it has room for a group of ``samples`` responses."""
-        serving = [replica for replica in self._pool.replicas if replica.serving.is_set()]
+        serving = [engine for engine in self._pool.engines if engine.serving.is_set()]
         if not serving:
             return None
-        least = min(serving, key=lambda replica: replica.load)
+        least = min(serving, key=lambda engine: engine.load)
         at_once = min(samples, self._max_sequences)
         groups = max(1, -(-self._max_in_flight // at_once))
         return least if least.load < groups * samples else None
 
-    async def _generate(self, state: _GroupState, replica: Replica) -> None:
-        incarnation = replica.incarnation
+    async def _generate(self, state: _GroupState, engine: PooledEngine) -> None:
+        incarnation = engine.incarnation
         try:
-            done = await self._worker(state).generate(state.task, replica.index, incarnation)
+            done = await self._worker(state).generate(state.task, engine.index, incarnation)
             self._pool.resent += done.resent
             if done.failure:
-                self._pool.mark_failed(replica, incarnation, done.failure)
+                self._pool.mark_failed(engine, incarnation, done.failure)
             elif done.resent:
-                self._pool.is_current(replica, incarnation)
+                self._pool.is_current(engine, incarnation)
         except WorkerDied:
             self._enqueue(state)
         except Exception as e:
@@ -277,7 +277,7 @@ class Dispatcher:
             else:
                 self._enqueue(state)
         finally:
-            replica.load -= state.task.samples
+            engine.load -= state.task.samples
             self._pool.dispatch_needed.set()
 
     async def _reuse(self, state: _GroupState, kept: KeptGroup) -> None:

@@ -37,7 +37,7 @@ _RESTART_WAIT_SECONDS = 0.3
 """How long a sync waits for a restarting engine, which may already be ready."""
 
 
-class Replica:
+class PooledEngine:
     """One engine, across its restarts."""
 
     def __init__(self, client: EngineClient):
@@ -88,7 +88,7 @@ class EnginePool:
         """work: the folder shared with the launcher. usage_file: file for a line per engine and step; the
         timeline is in the same folder. interrupt: a sync ends running requests; otherwise there must be none.
         """
-        self.replicas = [Replica(client) for client in clients]
+        self.engines = [PooledEngine(client) for client in clients]
         self.version: int | None = None
         """Version that the engines should serve; None before the first sync."""
         self.restarted = asyncio.Event()
@@ -98,7 +98,7 @@ class EnginePool:
         a group is queued, or an engine has finished one."""
         self.resent = 0
         """Number of requests that were resent."""
-        self.on_synced: Callable[[Replica, int], None] = lambda replica, version: None
+        self.on_synced: Callable[[PooledEngine, int], None] = lambda engine, version: None
         """Called for each engine after it has loaded new weights, before it gets requests."""
         self._settings, self._interrupt = settings, interrupt
         self._work, self._usage_file = work, usage_file
@@ -110,8 +110,8 @@ class EnginePool:
     def begin(self, version: int) -> None:
         """Send no requests to an engine until it serves the weights ``version``."""
         self.version = version
-        for replica in self.replicas:
-            replica.serving.clear()
+        for engine in self.engines:
+            engine.serving.clear()
 
     async def sync(self, manifest: Manifest, version: int, *, resync: bool) -> SyncResult:
         """Load the published weights into the engines, all at the same time.
@@ -128,39 +128,39 @@ class EnginePool:
         self.refresh()
         result = SyncResult()
 
-        async def one(replica: Replica) -> None:
-            if replica.restart is not None:
-                await asyncio.wait([replica.restart], timeout=_RESTART_WAIT_SECONDS)
-            elif replica.watch is None:
-                await replica.client.wait_ready(self._settings.start_timeout)
-                replica.incarnation = incarnation_of(self._work, replica.index)
-                note_answer(self._work, replica.index, replica.incarnation)
-            self._start_watch(replica)
-            incarnation = replica.incarnation
-            if not self.is_current(replica, incarnation):
+        async def one(engine: PooledEngine) -> None:
+            if engine.restart is not None:
+                await asyncio.wait([engine.restart], timeout=_RESTART_WAIT_SECONDS)
+            elif engine.watch is None:
+                await engine.client.wait_ready(self._settings.start_timeout)
+                engine.incarnation = incarnation_of(self._work, engine.index)
+                note_answer(self._work, engine.index, engine.incarnation)
+            self._start_watch(engine)
+            incarnation = engine.incarnation
+            if not self.is_current(engine, incarnation):
                 return
             try:
-                report = await self._sync_one(replica, manifest, version)
+                report = await self._sync_one(engine, manifest, version)
             except CheckFailed as e:
-                result.refused.append(f"engine {replica.index}: {e}")
+                result.refused.append(f"engine {engine.index}: {e}")
             except SyncError as e:
-                self.mark_failed(replica, incarnation, f"engine {replica.index}: {e}")
+                self.mark_failed(engine, incarnation, f"engine {engine.index}: {e}")
             else:
                 # If it was restarted meanwhile, the new process has no weights.
-                if self.is_current(replica, incarnation):
+                if self.is_current(engine, incarnation):
                     result.reports.append(report)
-                    replica.version = version
-                    self.on_synced(replica, version)
-                    self._set_serving(replica)
+                    engine.version = version
+                    self.on_synced(engine, version)
+                    self._set_serving(engine)
 
-        await run_all([one(replica) for replica in self.replicas if not replica.serving.is_set()])
+        await run_all([one(engine) for engine in self.engines if not engine.serving.is_set()])
         return result
 
-    async def _sync_one(self, replica: Replica, manifest: Manifest, version: int) -> SyncReport:
-        replica.link_timeout = float(manifest.place.get("timeout", 0.0))
+    async def _sync_one(self, engine: PooledEngine, manifest: Manifest, version: int) -> SyncReport:
+        engine.link_timeout = float(manifest.place.get("timeout", 0.0))
         try:
             return await sync_engine(
-                replica.client.post,
+                engine.client.post,
                 manifest,
                 version=version,
                 engine_tensor=self._settings.tensor,
@@ -169,7 +169,7 @@ class EnginePool:
                 interrupt=self._interrupt,
             )
         finally:
-            replica.link_timeout = 0.0
+            engine.link_timeout = 0.0
 
     async def sleep(self, level: int) -> None:
         """Put all engines to sleep, which frees their GPU memory.
@@ -179,14 +179,14 @@ class EnginePool:
         to sleep is reported to the launcher.
         """
         if level == 2:
-            for replica in self.replicas:
-                replica.version = None
+            for engine in self.engines:
+                engine.version = None
         # The launcher restarts no engine from here on; wait for those that it has just restarted.
         set_gpu_owner(self._work, trainers=True)
         self.refresh()
         starting = [
             r.restart
-            for r in self.replicas
+            for r in self.engines
             if r.restart and incarnation_of(self._work, r.index) != r.incarnation
         ]
         if starting:
@@ -199,28 +199,28 @@ class EnginePool:
         await self._post_all("/wake_up")
 
     async def _post_all(self, path: str) -> None:
-        async def one(replica: Replica) -> None:
-            incarnation = replica.incarnation
-            if not self.is_current(replica, incarnation):
+        async def one(engine: PooledEngine) -> None:
+            incarnation = engine.incarnation
+            if not self.is_current(engine, incarnation):
                 return  # restarting, or just restarted and awake: the next call puts it to sleep
             try:
-                status, text = await replica.client.post(path)
+                status, text = await engine.client.post(path)
             except EngineError as e:
-                self.mark_failed(replica, incarnation, str(e))
+                self.mark_failed(engine, incarnation, str(e))
                 return
             if status != 200:
                 self.mark_failed(
-                    replica,
+                    engine,
                     incarnation,
-                    f"engine {replica.index} answered {path} with {status}: {text[:300]}",
+                    f"engine {engine.index} answered {path} with {status}: {text[:300]}",
                 )
 
         self.refresh()
-        await run_all([one(replica) for replica in self.replicas])
+        await run_all([one(engine) for engine in self.engines])
 
     def is_serving(self) -> bool:
         """Whether any engine gets requests."""
-        return any(replica.serving.is_set() for replica in self.replicas)
+        return any(engine.serving.is_set() for engine in self.engines)
 
     def require_version(self, version: int | None) -> None:
         """Check that ``version`` was synced last; call it before sending requests.
@@ -229,34 +229,34 @@ class EnginePool:
         Raises EngineError for another version.
         """
         if self.version is None:
-            for replica in self.replicas:
-                if not replica.is_restarting:
-                    self._set_serving(replica)
-                    self._start_watch(replica)
+            for engine in self.engines:
+                if not engine.is_restarting:
+                    self._set_serving(engine)
+                    self._start_watch(engine)
         elif version is not None and version != self.version:
             raise EngineError(f"weights {version} requested, but version {self.version} was synced last")
         self.refresh()
 
-    def is_current(self, replica: Replica, incarnation: int) -> bool:
+    def is_current(self, engine: PooledEngine, incarnation: int) -> bool:
         """Whether the engine runs and still has that incarnation; if not, it is marked as restarting."""
-        if replica.incarnation == incarnation and incarnation_of(self._work, replica.index) != incarnation:
-            self._mark_restarting(replica)
-        return replica.incarnation == incarnation and not replica.is_restarting
+        if engine.incarnation == incarnation and incarnation_of(self._work, engine.index) != incarnation:
+            self._mark_restarting(engine)
+        return engine.incarnation == incarnation and not engine.is_restarting
 
     def refresh(self) -> None:
         """Detect engines that the launcher restarted on its own."""
-        for replica in self.replicas:
-            self.is_current(replica, replica.incarnation)
+        for engine in self.engines:
+            self.is_current(engine, engine.incarnation)
 
     def pop_counts(self) -> dict[str, float]:
         """Metrics ``engine/*`` since the last call."""
-        restarts = sum(incarnation_of(self._work, replica.index) for replica in self.replicas)
+        restarts = sum(incarnation_of(self._work, engine.index) for engine in self.engines)
         counts = {
             "engine/restarts": float(restarts - self._restarts_counted),
             "engine/requests_resent": float(self.resent),
         }
         self._restarts_counted, self.resent = restarts, 0
-        rows = [row for replica in self.replicas if (row := replica.usage.pop(replica.index))]
+        rows = [row for engine in self.engines if (row := engine.usage.pop(engine.index))]
         if rows and self._usage_file:
             try:
                 append_rows(self._usage_file, self.version, rows)
@@ -264,80 +264,79 @@ class EnginePool:
                 logger.warning("%s: %s; a step is missing from this file", self._usage_file, e)
         return counts | (summarise(rows) if rows else {})
 
-    def mark_failed(self, replica: Replica, incarnation: int, reason: str) -> None:
+    def mark_failed(self, engine: PooledEngine, incarnation: int, reason: str) -> None:
         """Request a restart of the engine, once per incarnation.
 
         Raises EngineError with the reason if ``engine.restarts`` is 0.
         """
-        if not self.is_current(replica, incarnation):
+        if not self.is_current(engine, incarnation):
             return
         if not self._settings.restarts:
             raise EngineError(reason)
-        self._ask_restart(replica, incarnation, reason)
+        self._ask_restart(engine, incarnation, reason)
 
-    def _set_serving(self, replica: Replica) -> None:
-        replica.serving.set()
+    def _set_serving(self, engine: PooledEngine) -> None:
+        engine.serving.set()
         self.dispatch_needed.set()
 
-    def _ask_restart(self, replica: Replica, incarnation: int, reason: str) -> None:
+    def _ask_restart(self, engine: PooledEngine, incarnation: int, reason: str) -> None:
         logger.warning("%s; requesting a restart", reason)
-        ask_restart(self._work, replica.index, incarnation, reason)
-        self._mark_restarting(replica)
+        ask_restart(self._work, engine.index, incarnation, reason)
+        self._mark_restarting(engine)
 
-    def _mark_restarting(self, replica: Replica) -> None:
-        replica.serving.clear()
-        replica.version = None
-        if not replica.is_restarting:
-            replica.restart = asyncio.create_task(self._wait_restarted(replica))
+    def _mark_restarting(self, engine: PooledEngine) -> None:
+        engine.serving.clear()
+        engine.version = None
+        if not engine.is_restarting:
+            engine.restart = asyncio.create_task(self._wait_restarted(engine))
 
-    async def _wait_restarted(self, replica: Replica) -> None:
+    async def _wait_restarted(self, engine: PooledEngine) -> None:
         """Wait until a new incarnation answers. The launcher limits start time and number of restarts."""
         while (
-            incarnation_of(self._work, replica.index) == replica.incarnation
-            or not await replica.client.health()
+            incarnation_of(self._work, engine.index) == engine.incarnation or not await engine.client.health()
         ):
             await asyncio.sleep(_POLL_SECONDS)
-        replica.incarnation = incarnation_of(self._work, replica.index)
-        note_answer(self._work, replica.index, replica.incarnation)
-        logger.info("engine %d has restarted", replica.index)
+        engine.incarnation = incarnation_of(self._work, engine.index)
+        note_answer(self._work, engine.index, engine.incarnation)
+        logger.info("engine %d has restarted", engine.index)
         if self.version is None:  # never synced: it serves the weights that it starts with
-            self._set_serving(replica)
+            self._set_serving(engine)
         self.restarted.set()
 
-    def _start_watch(self, replica: Replica) -> None:
-        if replica.watch is None:
-            replica.watch = asyncio.create_task(self._watch(replica))
+    def _start_watch(self, engine: PooledEngine) -> None:
+        if engine.watch is None:
+            engine.watch = asyncio.create_task(self._watch(engine))
 
-    async def _watch(self, replica: Replica) -> None:
+    async def _watch(self, engine: PooledEngine) -> None:
         """Detect an engine that hangs; the launcher detects one that exits.
 
         If restarts are not allowed, the launcher ends the run instead of restarting the engine.
         """
-        await replica.client.wait_ready(self._settings.start_timeout)
-        replica.usage = EngineLoad()
+        await engine.client.wait_ready(self._settings.start_timeout)
+        engine.usage = EngineLoad()
         allowed = self._settings.health_timeout
         interval = self._probe_seconds
         since: float | None = None  # time of the first probe without an answer
         while True:
             await asyncio.sleep(interval)
-            incarnation, sent = replica.incarnation, time.monotonic()
+            incarnation, sent = engine.incarnation, time.monotonic()
             since = since or sent
             timeout = max(since + allowed - interval - sent, _MIN_PROBE_SECONDS)
-            healthy = replica.is_restarting or await replica.client.is_progressing(timeout)
+            healthy = engine.is_restarting or await engine.client.is_progressing(timeout)
             now = time.monotonic()
-            if healthy and not replica.is_restarting:
+            if healthy and not engine.is_restarting:
                 with suppress(EngineError, ValueError):  # skip this sample
-                    values = await replica.client.metrics(_PROBE_SECONDS)
-                    replica.usage.add(values, time.monotonic())
-                    self._timeline.add(replica.index, values, time.monotonic())
+                    values = await engine.client.metrics(_PROBE_SECONDS)
+                    engine.usage.add(values, time.monotonic())
+                    self._timeline.add(engine.index, values, time.monotonic())
             # During a sync, a worker may wait for a trainer's message up to the transport's timeout.
-            limit = max(allowed, replica.link_timeout)
-            if healthy or incarnation != replica.incarnation or now > sent + timeout + _LATE_SECONDS:
+            limit = max(allowed, engine.link_timeout)
+            if healthy or incarnation != engine.incarnation or now > sent + timeout + _LATE_SECONDS:
                 since = None
-            elif now >= since + limit - interval and self.is_current(replica, incarnation):
+            elif now >= since + limit - interval and self.is_current(engine, incarnation):
                 key = "engine.health_timeout" if limit == allowed else "during a weight sync"
-                reason = f"engine {replica.index} hangs: its core did not answer for {limit:.0f} s ({key})"
-                self._ask_restart(replica, incarnation, reason)
+                reason = f"engine {engine.index} hangs: its core did not answer for {limit:.0f} s ({key})"
+                self._ask_restart(engine, incarnation, reason)
 
 
 def _open_timeline(usage_file: Path | None) -> Timeline:

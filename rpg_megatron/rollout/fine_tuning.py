@@ -1,36 +1,31 @@
-"""The sampler of a fine-tuning run: batches are recorded conversations; engines sample evaluations only.
-
-``python -m rpg_megatron.rollout.fine_tuning RUN_DIR WORK_DIR BRIDGE_DIR``, as ``rollout.sampler``.
-"""
+"""The batches of a fine-tuning run: recorded conversations; engines sample evaluations only."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, override
+from typing import Any
 
 import numpy as np
 
-from rpg_megatron.config import UserError
+from rpg_megatron.config import Settings, UserError, read_model_shape
 from rpg_megatron.data.batch_index import BatchIndex, index_of
 from rpg_megatron.data.conversations import Conversations, read_conversations, to_trajectory
 from rpg_megatron.data.prompt_stream import PromptStream
 from rpg_megatron.data.prompts import Prompt
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.rollout.sampler import Sampler, main
 from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 
 
-class ConversationSampler(Sampler):
-    """``Sampler`` for settings with ``sft``. A ticket is the index of a row in its data."""
+class RecordedBatches:
+    """What ``SamplerRequests`` asks of rollouts. A ticket is the index of a row in the data."""
 
-    @override
-    def _open_data(self, tokenizer: Any, vocab: int) -> None:
-        settings = self._settings
+    def __init__(self, settings: Settings, tokenizer: Any):
+        """Read the conversations of ``sft``. Raises UserError."""
         assert settings.sft is not None
+        vocab = read_model_shape(settings.model.path).vocab_size
         self._sft, data = settings.sft, settings.sft.data
         more = settings.rollout.stop_token_ids
         stops = stop_tokens(settings.model.path, tokenizer, more, chats=settings.chats)
@@ -47,7 +42,6 @@ class ConversationSampler(Sampler):
         total = self._sft.total(len(self._rows[0]))
         self._total = settings.training.steps * self._sft.batch_size if total is None else total
 
-    @override
     async def rollout(self, step: int, version: int) -> RolloutBatch:
         """The next ``sft.batch_size`` rows; fewer at the end of the last epoch."""
         started = time.monotonic()
@@ -61,32 +55,29 @@ class ConversationSampler(Sampler):
         }
         return RolloutBatch(index, metrics, time.monotonic() - started, await self.state())
 
-    @override
     async def held_out(self) -> RolloutBatch:
+        """The held-out conversations. Raises UserError if there are none."""
         if len(self._rows) < 2:
             raise UserError("there are no held-out conversations; set sft.heldout")
         rows = self._rows[1]
         return RolloutBatch(_index(rows.fetch(range(len(rows))), held_out=True))
 
-    @override
     async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
         """Training rows by index; held-out ones by -1 - index."""
-        found: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for ticket in tickets:
             held_out = ticket < 0
-            found += map(to_trajectory, self._rows[held_out].fetch([-1 - ticket if held_out else ticket]))
-        return found
+            trajectories += map(
+                to_trajectory, self._rows[held_out].fetch([-1 - ticket if held_out else ticket])
+            )
+        return trajectories
 
-    @override
     async def state(self) -> dict[str, Any]:
+        """Position in the data."""
         return {"stream": self._order.state(), "taken": self._taken}
 
-    @override
-    async def keep_groups(self) -> None:
-        """Nothing is sampled."""
-
-    @override
     async def restore(self, state: dict[str, Any]) -> None:
+        """Restore what ``state()`` returned. Raises UserError if it is not of a fine-tuning run."""
         if "taken" not in state:
             raise UserError(
                 "the checkpoint is not of a fine-tuning run; to train its weights on conversations, set "
@@ -100,7 +91,3 @@ def _index(rows: Sequence[Prompt], *, held_out: bool = False) -> BatchIndex:
     index = index_of(replace(to_trajectory(row), group=place) for place, row in enumerate(rows))
     tickets = np.array([row.id for row in rows], np.int64)
     return replace(index, ticket=-1 - tickets if held_out else tickets)
-
-
-if __name__ == "__main__":
-    sys.exit(main(ConversationSampler))

@@ -42,8 +42,8 @@ class KeptGroup(msgspec.Struct, frozen=True):
 
 
 def may_keep(settings: Settings) -> bool:
-    """Whether groups can be kept: rollout files have no top-k log-probs of a teacher's server."""
-    return settings.teacher is None or settings.teacher.top_k is None
+    """Whether there are groups that can be kept: files have no top-k log-probs of a teacher's server."""
+    return settings.sft is None and (settings.teacher is None or settings.teacher.top_k is None)
 
 
 def group_file(folder: Path, ticket: int) -> Path:

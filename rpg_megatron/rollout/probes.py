@@ -22,7 +22,7 @@ from rpg_megatron.engine.client import EngineError
 from rpg_megatron.rollout.batch_metrics import index_of_groups
 from rpg_megatron.rollout.dispatcher import Dispatcher
 from rpg_megatron.rollout.dynamic_sampling import Group
-from rpg_megatron.rollout.engine_pool import Replica
+from rpg_megatron.rollout.engine_pool import PooledEngine
 from rpg_megatron.rollout.groups import GroupTask
 from rpg_megatron.rollout.seeds import seed_of
 from rpg_megatron.system.tasks import run_all
@@ -44,12 +44,12 @@ class Probes:
         self._started = asyncio.Event()
         self._dropping: set[asyncio.Task[None]] = set()
 
-    def begin(self, replica: Replica, version: int) -> None:
+    def begin(self, engine: PooledEngine, version: int) -> None:
         """Probe an engine that has just loaded the weights ``version``."""
         if version != self._version:
             self.drop()  # of an engine that restarted after the batch
             self._version = version
-        self._running[replica.index] = asyncio.create_task(self._probe(replica, version))
+        self._running[engine.index] = asyncio.create_task(self._probe(engine, version))
         self._started.set()
 
     def drop(self) -> None:
@@ -101,7 +101,7 @@ class Probes:
         before, current = probes[:-count], probes[-count:]
         return [*current, *([max(before, key=lambda pair: len(pair[1].tokens))] if before else [])]
 
-    async def _probe(self, replica: Replica, version: int) -> list[Group]:
+    async def _probe(self, engine: PooledEngine, version: int) -> list[Group]:
         rollout = self._settings.rollout
         tasks = []
         for index, prompt in self._choose(version):
@@ -122,7 +122,7 @@ class Probes:
                     graded=False,
                 )
             )
-        scores = await run_all([self._dispatcher.generate_on(replica, task) for task in tasks])
+        scores = await run_all([self._dispatcher.generate_on(engine, task) for task in tasks])
         failed = [task.ticket for task, score in zip(tasks, scores, strict=True) if score is None]
         await self._dispatcher.forget(failed)
         return [Group(task, score) for task, score in zip(tasks, scores, strict=True) if score is not None]

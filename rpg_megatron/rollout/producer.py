@@ -91,7 +91,7 @@ class RolloutProducer:
         """The next groups in the order of the prompts, up to the first that is not graded."""
         self._pending_entries: deque[_AdmittedGroup] = deque()
         """The groups that follow them."""
-        self._kept = self._in_flight = 0
+        self._kept_count = self._in_flight = 0
         """Number of groups that are kept, and that are not graded yet."""
         self._version: int | None = None
         """Version of the weights that new groups are for; None: none are admitted."""
@@ -139,7 +139,7 @@ class RolloutProducer:
         entries = [entry for entry in window if entry.kept]
         groups = [entry.group for entry in entries if entry.group]
         everyone = [entry.group for entry in window if entry.group]
-        self._kept -= len(groups)
+        self._kept_count -= len(groups)
         self._batches += 1
         metrics = sampling_metrics(self._rollout, everyone)
         if self._rollout.ahead:
@@ -171,7 +171,7 @@ class RolloutProducer:
         for entry in before:
             entry.forgotten = True
         self._graded_entries, self._pending_entries = [], deque()
-        self._kept, self._in_flight, self._version = 0, 0, None
+        self._kept_count, self._in_flight, self._version = 0, 0, None
         self._held, self._held_since = 0.0, 0.0
         self._set_timer(None)
         return [entry.task.ticket for entry in before]
@@ -186,7 +186,7 @@ class RolloutProducer:
         while self._pending_entries and self._pending_entries[0].group is not None:
             self._graded_entries.append(self._pending_entries.popleft())
         total, kept = self._rollout.prompts_per_step, 0
-        if self._kept >= total:
+        if self._kept_count >= total:
             for number, entry in enumerate(self._graded_entries, 1):
                 kept += entry.kept
                 if kept == total:
@@ -211,7 +211,7 @@ class RolloutProducer:
         """Admit groups up to the limit."""
         if self._version is None or self._error is not None:
             return
-        while self._kept + self._in_flight < self._limit():
+        while self._kept_count + self._in_flight < self._limit():
             try:
                 task, position = self._stream.take(self._version)
             except UserError as e:  # of a source that is asked during the run
@@ -265,7 +265,7 @@ class RolloutProducer:
             self._error = self._error or e
         else:
             entry.group, entry.graded = Group(entry.task, scores), _now()
-            self._kept += entry.kept
+            self._kept_count += entry.kept
             if entry.kept:
                 self._report_progress()
             else:
@@ -277,7 +277,7 @@ class RolloutProducer:
 
     def _report_progress(self) -> None:
         total = self._rollout.prompts_per_step
-        self._on_progress(min(self._kept, total), total)
+        self._on_progress(min(self._kept_count, total), total)
 
     def _async_metrics(self) -> dict[str, float]:
         """``async/*`` of the producer's state when a batch is returned."""
@@ -285,7 +285,7 @@ class RolloutProducer:
             self._add_held_time()
         held, self._held = self._held, 0.0
         return {
-            "async/ready": float(self._kept),
+            "async/ready": float(self._kept_count),
             "async/in_flight": float(self._in_flight),
             "async/sampler_held": held,
         }

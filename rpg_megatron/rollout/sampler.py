@@ -32,6 +32,7 @@ from rpg_megatron.rollout.batch_metrics import batch_metrics, index_of_groups
 from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_AHEAD, Dispatcher
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
+from rpg_megatron.rollout.fine_tuning import RecordedBatches
 from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, part_of, read_kept
@@ -56,10 +57,10 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 
 class Sampler:
-    """Rollouts and evaluation, without the socket; for one event loop."""
+    """Rollouts and evaluation, without the socket; for one event loop.
 
-    fetch: Handler | None = None
-    """Gives leaders their trajectories; None: the workers do."""
+    With ``sft`` evaluation alone: ``RecordedBatches`` has the rest.
+    """
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Sampler:
         folder, for those that are kept when it is stopped; None: none are.
         """
         self._settings, self._pool, self._events = settings, pool, events
-        self._kept = run / UNFINISHED if run is not None and may_keep(settings) else None
+        self._kept_folder = run / UNFINISHED if run is not None and may_keep(settings) else None
         self._reusing = False
         """Whether groups that were kept are used, so that their folder is to be removed after that."""
         self._request: asyncio.Task[Any] | None = None
@@ -100,10 +101,10 @@ class Sampler:
                 part.name: load(part.data, tokenizer, part.where) for part in settings.evaluation.heldout
             }
             self._heldout = HeldOut(settings, self.dispatcher, heldout)
-        self._open_data(tokenizer, vocab)
-
-    def _open_data(self, tokenizer: Any, vocab: int) -> None:
-        settings, pool = self._settings, self._pool
+        self._drain_seconds = 0.0
+        """How long the last sync waited for groups in flight."""
+        if settings.sft is not None:
+            return
         prompts = open_prompts(settings.data, tokenizer, rows=settings.needs_rows, vocab=vocab)
         self._stream = TaskStream(settings, prompts)
         self._producer = RolloutProducer(settings, self.dispatcher, self._stream)
@@ -112,8 +113,6 @@ class Sampler:
             pool.on_synced = self._probes.begin
         self._position: dict[str, Any] = self._stream.position()
         """Position of the stream after the last batch."""
-        self._drain_seconds = 0.0
-        """How long the last sync waited for groups in flight."""
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -147,7 +146,7 @@ class Sampler:
         if task is None:
             raise RuntimeError("no rollout or evaluation is in progress; call rollout or evaluate first")
         while not task.done():
-            if unsynced := [r.index for r in self._pool.replicas if r.needs_weights]:
+            if unsynced := [r.index for r in self._pool.engines if r.needs_weights]:
                 return ResyncRequired(tuple(unsynced))
             self._pool.restarted.clear()
             returned = asyncio.create_task(self._pool.restarted.wait())
@@ -168,14 +167,14 @@ class Sampler:
         probes = self._probes or Probes(self._settings, self.dispatcher, self._stream.prompts)
         if self._probes is None:
             self._pool.on_synced = probes.begin  # of an engine that restarts meanwhile
-            for replica in self._pool.replicas:
-                if replica.serving.is_set():
-                    probes.begin(replica, version)
+            for engine in self._pool.engines:
+                if engine.serving.is_set():
+                    probes.begin(engine, version)
         try:
             groups, index = await probes.collect()
         finally:
             if self._probes is None:
-                self._pool.on_synced = lambda replica, version: None
+                self._pool.on_synced = lambda engine, version: None
                 probes.drop()
         self._used = [group.task.ticket for group in groups]
         return RolloutBatch(index_of_groups([], self.dispatcher.worker_of), {}, 0.0, {}, index)
@@ -214,8 +213,8 @@ class Sampler:
         """Let the workers discard the last step's trajectories: the leaders have fetched them."""
         used, self._used = self._used, []
         await self.dispatcher.forget(used)
-        if self._reusing and self._kept is not None and not self.dispatcher.reuses:
-            remove(self._kept, ignore_errors=True)
+        if self._reusing and self._kept_folder is not None and not self.dispatcher.reuses:
+            remove(self._kept_folder, ignore_errors=True)
             self._reusing = False
 
     async def state(self) -> dict[str, Any]:
@@ -233,9 +232,9 @@ class Sampler:
         if self._request is not None:  # a batch that is complete meanwhile would drop groups
             self._request.cancel()
             await asyncio.wait([self._request])
-        groups = self._producer.graded() if self._kept is not None else []
-        if self._kept is not None and groups:
-            await self.dispatcher.keep(groups, self._kept)
+        groups = self._producer.graded() if self._kept_folder is not None else []
+        if self._kept_folder is not None and groups:
+            await self.dispatcher.keep(groups, self._kept_folder)
             self._events.send({"kind": "status", "text": f"kept {len(groups)} groups of the unfinished step"})
 
     async def restore(self, state: dict[str, Any]) -> None:
@@ -246,10 +245,10 @@ class Sampler:
         await self.dispatcher.forget(used)
         self._position = self._stream.position()
         await self.dispatcher.forget(self._producer.reset())
-        if self._kept is not None:
-            remove(part_of(self._kept), ignore_errors=True)
-            self.dispatcher.reuse(read_kept(self._kept), self._kept)
-            self._reusing = self._kept.exists()
+        if self._kept_folder is not None:
+            remove(part_of(self._kept_folder), ignore_errors=True)
+            self.dispatcher.reuse(read_kept(self._kept_folder), self._kept_folder)
+            self._reusing = self._kept_folder.exists()
 
     async def _start(self, request: Coroutine[Any, Any, Any]) -> Any:
         if self._request is not None:  # started by a client that has disconnected
@@ -300,7 +299,7 @@ class Sampler:
 # -- the process ---------------------------------------------------------------------------------------------
 
 
-async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type[Sampler]) -> int:
+async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -333,7 +332,8 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
-    sampler = kind(settings, tokenizer, pool, workers, events, work, run)
+    sampler = Sampler(settings, tokenizer, pool, workers, events, work, run)
+    recorded = None if settings.sft is None else RecordedBatches(settings, tokenizer)
 
     def on_lost(error: Exception) -> None:
         if isinstance(error, UserError):
@@ -345,13 +345,14 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
 
     async def addresses() -> list[str]:
         await asyncio.gather(*starting)
-        return [worker.address for worker in remote if sampler.fetch is None] or [listening]
+        return [worker.address for worker in remote if recorded is None] or [listening]
 
-    fetch = sampler.fetch or (local.fetch if local else None)
-    others: dict[str, Handler] = {} if fetch is None else {"fetch": fetch}
+    others: dict[str, Handler] = {"fetch": local.fetch} if local else {}
+    if recorded is not None:
+        others = methods_of(RecordedBatches, recorded)
     server = Server(token, methods_of(SamplerRequests, sampler, addresses=addresses, **others))
     listening = server.listen(f"ipc://{work / SOCKET}")
-    if fetch is not None and host:
+    if others and host:
         listening = server.listen(f"tcp://{host}:*")
     serving = asyncio.create_task(server.serve())
     code = await ended
@@ -374,7 +375,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str, kind: type
     return code
 
 
-def main(kind: type[Sampler] = Sampler) -> int:
+def main() -> int:
     """Run the process; returns its exit code: 2 after a UserError, whose message is the log's last line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
@@ -386,7 +387,7 @@ def main(kind: type[Sampler] = Sampler) -> int:
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token, kind))
+        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens by a teacher behind a vLLM server, asked with token ids."""
+"""Log-probs of sampled tokens by a teacher behind a vLLM server, queried with token ids."""
 
 from __future__ import annotations
 

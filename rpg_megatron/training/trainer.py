@@ -109,10 +109,7 @@ class Trainer:
             return None
         path = self.settings.teacher.path
         shape = read_model_shape(path)
-
-        def load(teacher: HeldTeacher) -> None:
-            self._load(path, teacher.named_parameters(), mapping_for(shape))
-
+        load = partial(self._load, path, layout=mapping_for(shape))
         return HeldTeacher(self.settings, shape, self.mesh, self._device, load)
 
     def _load(
@@ -122,16 +119,8 @@ class Trainer:
         layout: ModelMapping,
         stored: Mapping[str, StoredTensor] | None = None,
     ) -> None:
-        load_hf_weights(
-            path,
-            parameters,
-            layout,
-            tensor=self.mesh.tensor,
-            tensor_rank=self.mesh.tensor_rank,
-            vocab_multiple=self.settings.model.vocab_multiple,
-            experts=self.mesh.experts,
-            stored=stored,
-        )
+        coordinates = self.mesh.coordinates(self.settings.model.vocab_multiple)
+        load_hf_weights(path, parameters, layout, coordinates, stored=stored)
         barrier()  # faster ranks wait here, not in the first NCCL collective, which would occupy their GPU
 
     def load(self, checkpoint: Path, *, trusted: bool = False) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
 from rpg_megatron.config.rollout import BUCKET_BYTES, LINK_SECONDS, BridgeSettings
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.policy.offload import StateOffloader
 from rpg_megatron.rollout.sampler_client import ResyncRequired, SamplerClient, SyncResult
 from rpg_megatron.system.collectives import any_rank, broadcast_object

@@ -60,7 +60,7 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     if lora is not None:
         LoraModel(chunks, shape, lora, 0)
     for name, p in named_parameters(chunks):
-        expected_shape = layout.local_shape(name, tensor=mesh.tensor, vocab_multiple=1, experts=mesh.experts)
+        expected_shape = layout.local_shape(name, mesh.coordinates(1))
         if expected_shape != tuple(p.shape):
             problems.append(f"{name} has shape {tuple(p.shape)}, not {expected_shape}")
         if p.dtype != torch.bfloat16 or p.device.type != "cuda":

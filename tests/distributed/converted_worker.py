@@ -44,10 +44,7 @@ def compare(folder: Path, layout: dict[str, object], name: str) -> tuple[int, li
             model_dir,
             parameters.items(),
             mapping,
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=1,
-            experts=mesh.experts,
+            mesh.coordinates(1),
         )
 
     found: dict[str, dict[str, torch.Tensor]] = {}

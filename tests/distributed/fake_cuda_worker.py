@@ -35,11 +35,11 @@ from rpg_megatron.commands.plan.trainer_memory import communicators
 from rpg_megatron.config import Settings, load_settings, read_model_shape
 from rpg_megatron.config.model_shape import ExpertShape, LinearAttention
 from rpg_megatron.models.placement import RankShards
+from rpg_megatron.policy.attention import Runs
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
-from rpg_megatron.policy.shared_prompts import CopiedKeys
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.trainer import Trainer
@@ -138,7 +138,7 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
     with report.part("score"):
         policy.logprobs(scored)
     if settings.training.share_prompts:
-        assert isinstance(scored[0].packed.shared, CopiedKeys)
+        assert isinstance(scored[0].packed.runs, Runs)
     if trainer.anchor is not None:
         with report.part("anchor"), trainer.anchor.swapped_in():
             pass
@@ -164,7 +164,7 @@ def drive(every: list[Settings], case: dict[str, Any], folder: Path, report: Rep
             update(2 * few, s)
     report.more = few
     if trainer.teacher is not None:
-        left = [n for n, p in trainer.teacher.named_parameters() if p.device.type != "cpu"]
+        left = [n for n, p in trainer.teacher.model.named_parameters() if p.device.type != "cpu"]
         if left:
             report.recorder.fault(f"the teacher stays on the GPU after its passes: {left[:3]}")
     policy.served.refresh()

@@ -84,10 +84,7 @@ def main() -> None:
             settings.model.path,
             split_parameters(dict(policy.named_parameters()))[0].items(),
             layout,
-            tensor=mesh.tensor,
-            tensor_rank=mesh.tensor_rank,
-            vocab_multiple=settings.model.vocab_multiple,
-            experts=mesh.experts,
+            mesh.coordinates(settings.model.vocab_multiple),
         )
         phase("load")
 

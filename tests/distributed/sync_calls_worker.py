@@ -25,7 +25,7 @@ from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader
 from rpg_megatron.bridge.transports.mapped_reader import Copies, ShardReader
 from rpg_megatron.config.model_shape import ExpertShape, ModelShape
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from tests.support import fake_cuda
@@ -60,9 +60,7 @@ class Calls(TorchDispatchMode):
 def measure(name: str, folder: Path) -> dict[str, Any]:
     shape, device = MODELS[name], torch.device("cuda", 0)
     mapping = mapping_for(shape)
-    sizes = mapping.stage_params(
-        layers=range(shape.num_layers), first=True, last=True, tensor=1, vocab_multiple=1
-    )
+    sizes = mapping.stage_params(ONE_RANK, layers=range(shape.num_layers), first=True, last=True)
     params = {n: torch.empty(s, dtype=torch.bfloat16, device=device) for n, s in sizes.items()}
     storages: list[torch.UntypedStorage] = []
 
@@ -76,7 +74,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     cuda_ipc._export, mapped_reader.open_memory = export, open_memory
     bridge = folder / name
     bridge.mkdir(mode=0o700)
-    place = RankCoordinates(0, 1, 0, 0, 0, 0, 1)
+    place = ONE_RANK
     publisher = cuda_ipc.CudaIpcPublisher(bridge, place, params, mapping, torch.bfloat16)
     reader = ShardReader(bridge, "gpu")
     wanted = [(n, Box.whole(s)) for n, s in mapping.hf_tensors().items()]

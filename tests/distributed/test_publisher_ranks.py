@@ -19,7 +19,7 @@ from rpg_megatron.bridge.transports.process_group_publisher import GroupPublishe
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import fork_server

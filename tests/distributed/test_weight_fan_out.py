@@ -16,13 +16,15 @@ import torch.distributed as dist
 
 from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.controller import compare_checksums, compare_totals
+from rpg_megatron.bridge.slice_table import TableCache
 from rpg_megatron.bridge.transports import folder_store
 from rpg_megatron.bridge.transports.folder_store import FolderStore
+from rpg_megatron.bridge.transports.mapped_reader import Copies
 from rpg_megatron.bridge.transports.process_group_link import Link, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.bridge.vllm.sync_route import sum_acks
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_trainers import PublishingRanks
 from tests.support.megatron_shards import grid, stage_shapes, stage_values
@@ -83,7 +85,7 @@ def boxes_read(worker):
     return [
         (piece.hf_name, piece.hf)
         for param in stage_shapes(LAYOUT, place, 1)
-        for piece in LAYOUT.pieces(param, tensor=WORKERS, tensor_rank=worker, vocab_multiple=16)
+        for piece in LAYOUT.pieces(param, place)
     ]
 
 
@@ -92,8 +94,10 @@ def read(reader, manifest, worker):
     reader.open(manifest.place, manifest.version)
     reader.check(boxes_read(worker))
     reader.begin()
-    for name, box in boxes_read(worker):
-        assert all(torch.isfinite(part).all() for part, _ in reader.cut(name, box))
+    boxes = boxes_read(worker)
+    targets = [torch.full(box.extent, float("nan")) for _, box in boxes]
+    reader.load(Copies(boxes, targets, lambda: targets, TableCache()))
+    assert all(target.isfinite().all() for target in targets)
     return {"rank": worker, "sums": reader.end()}
 
 

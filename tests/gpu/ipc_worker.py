@@ -20,7 +20,7 @@ def publish(folder: Path) -> None:
 
     device, mesh = start("cuda")
     from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
-    from rpg_megatron.models.placement import RankCoordinates
+    from rpg_megatron.models.partition import RankCoordinates
 
     shape = SHAPES["tiny"]
     policy = build(shape, mesh, device, "bf16")

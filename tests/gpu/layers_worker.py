@@ -16,6 +16,7 @@ from benchmarks.policies import SHAPES, start
 from rpg_megatron.checkpoints.megatron import load_weights
 from rpg_megatron.config.model_shape import LinearAttention, ModelShape, Rope, Windows
 from rpg_megatron.config.policy import FP8Settings, ModelSettings, ParallelSettings, PrecisionSettings
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.model import Mesh, build_model, named_parameters, transformer_config
 from tests.support.rank_policy import save_weights
@@ -56,9 +57,9 @@ def names(shape: ModelShape, model: GPTModel) -> list[str]:
     """Names that the layout or the model lacks, and parameters of another shape than the layout's."""
     layout, problems, known = mapping_for(shape), [], set()
     for name, p in named_parameters([model]):
-        if layout.local_shape(name, tensor=1, vocab_multiple=1) != tuple(p.shape):
+        if layout.local_shape(name, ONE_RANK) != tuple(p.shape):
             problems.append(f"{name} has shape {tuple(p.shape)}")
-        pieces = layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1)
+        pieces = layout.pieces(name, ONE_RANK)
         known |= {piece.hf_name for piece in pieces}
     return problems + sorted(known ^ set(layout.hf_tensors()))
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.policies import SHAPES
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from tests.support.ranks import run_alone
 
@@ -24,6 +25,6 @@ def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
         read = load_file(tmp_path / f"read_{version}.safetensors")
         assert set(read) == set(layout.hf_tensors())
         for name, param in params.items():
-            for piece in layout.pieces(name, tensor=1, tensor_rank=0, vocab_multiple=1):
+            for piece in layout.pieces(name, ONE_RANK):
                 actual, expected = read[piece.hf_name][piece.hf.slices()], param[piece.local.slices()]
                 assert torch.equal(actual, expected), (version, piece.hf_name)

@@ -25,7 +25,7 @@ from rpg_megatron.bridge.transports.mapped_reader import ShardReader
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
 from rpg_megatron.models.boxes import Box
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.policy.device import start_device, start_process_group
 from rpg_megatron.system.collectives import broadcast_object, gather_objects
@@ -82,13 +82,7 @@ def utilization(device: torch.device) -> int | None:
 def parameters(place: RankCoordinates, device: torch.device) -> dict[str, torch.Tensor]:
     """Random weights of one rank: the same on ranks that hold the same."""
     generator = torch.Generator().manual_seed(place.tensor_rank)
-    shapes = LAYOUT.stage_params(
-        layers=list(range(LAYOUT.shape.num_layers)),
-        first=True,
-        last=True,
-        tensor=place.tensor,
-        vocab_multiple=place.vocab_multiple,
-    )
+    shapes = LAYOUT.stage_params(place, layers=range(LAYOUT.shape.num_layers), first=True, last=True)
     return {n: torch.randn(s, generator=generator).to(device, torch.bfloat16) for n, s in shapes.items()}
 
 

@@ -40,9 +40,7 @@ def main() -> None:
         folder / "adapter",
         split_parameters(dict(named_parameters([model])))[1].items(),
         mapping,
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        vocab_multiple=1,
+        mesh.coordinates(1),
         stored=check_adapter(folder / "adapter", mapping),
     )
     planned = plan_save(folder / "saved", [model], stage=False)

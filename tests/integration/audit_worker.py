@@ -21,8 +21,8 @@ from rpg_megatron.config import Settings, load_settings
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
 from rpg_megatron.engine.client import EngineClient
 from rpg_megatron.engine.process import engine_socket
+from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.device import start_device, start_process_group
-from rpg_megatron.policy.layers import PackedAttention
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.microbatch import MicroBatch, PackedSequences
 from rpg_megatron.policy.model import start_mesh
@@ -135,10 +135,7 @@ def load(run: RankRun, folder: Path) -> None:
         folder,
         run.policy.named_parameters(),
         run.trainer.layout,
-        tensor=run.mesh.tensor,
-        tensor_rank=run.mesh.tensor_rank,
-        vocab_multiple=run.settings.model.vocab_multiple,
-        experts=run.mesh.experts,
+        run.mesh.coordinates(run.settings.model.vocab_multiple),
     )
 
 

@@ -35,15 +35,15 @@ def set_size(policy: Policy, size: float) -> float:
     assert policy.adapters is not None
     weights = dict(policy.named_parameters())
     sizes = []
-    for number, (name, added) in enumerate(policy.adapters._added.items()):
+    for number, (name, hook) in enumerate(policy.adapters._hooks.items()):
         weight = weights[name].float()
         generator = torch.Generator().manual_seed(number)
-        for adapter in added.adapters:
+        for adapter in hook.adapters:
             adapter.B.copy_(torch.randn(adapter.B.shape, generator=generator))
-        delta = added.merge(torch.zeros_like(weight), torch.float32)
-        for adapter in added.adapters:
+        delta = hook.merge(torch.zeros_like(weight), torch.float32)
+        for adapter in hook.adapters:
             adapter.B.mul_(size * weight.norm() / delta.norm())
-        sizes.append(float(added.merge(torch.zeros_like(weight), torch.float32).norm() / weight.norm()))
+        sizes.append(float(hook.merge(torch.zeros_like(weight), torch.float32).norm() / weight.norm()))
     return max(sizes)
 
 

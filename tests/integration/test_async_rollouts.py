@@ -25,6 +25,7 @@ from rpg_megatron.data.prompts import codec_of, load_tokenizer
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, Sample
 from rpg_megatron.engine.metrics import read_metrics
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.sampler import Sampler
@@ -32,7 +33,7 @@ from rpg_megatron.rollout.sampler_client import RolloutBatch
 from rpg_megatron.rollout.seeds import stop_tokens
 from rpg_megatron.rollout.worker import Worker
 from rpg_megatron.system.events import EventSender
-from tests.support.bridge_trainers import ALONE, alone_params, published
+from tests.support.bridge_trainers import alone_params, published
 from tests.support.engine import Engine, running_engines
 
 SIZE, SAMPLES = 4, 4
@@ -75,7 +76,7 @@ class Weights:
     def exported(self, version: int, folder: Path) -> Path:
         """The version as a checkpoint for transformers."""
         layout = mapping_for(read_model_shape(self.model))
-        export_hf(folder, self.model, self.params(version), layout, ALONE, dtype=torch.float32)
+        export_hf(folder, self.model, self.params(version), layout, ONE_RANK, dtype=torch.float32)
         return folder
 
     def params(self, version: int) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_files import verify_hf_checkpoint
 from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import Box, Piece
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import Rig, bridge_engines, check_matrix, make_model, running_rig
 from tests.support.bridge_trainers import state_dict
@@ -61,10 +61,10 @@ class AsStored:
     def hf_tensors(self):
         return {n: tuple(t.shape) for n, t in self.tensors.items()}
 
-    def local_shape(self, name, **_):
+    def local_shape(self, name, _):
         return tuple(self.tensors[name].shape)
 
-    def pieces(self, name, **_):
+    def pieces(self, name, _):
         return [Piece(name, Box.whole(self.tensors[name].shape), Box.whole(self.tensors[name].shape))]
 
 

@@ -33,6 +33,7 @@ from rpg_megatron.commands.convert.convert import choose_sequences, compare
 from rpg_megatron.commands.convert.staging import Staging
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.launcher.stopping import Interrupted, RunFailed, StopSignals
+from rpg_megatron.models.partition import ONE_RANK
 from tests.support.conversion import difference, fail, run, succeed, tensors
 from tests.support.forking import fresh_starts
 from tests.support.megatron_shards import megatron_value
@@ -267,7 +268,7 @@ def test_the_checkpoint_holds_megatrons_tensors(pair: tuple[Path, Path]) -> None
     }
     for key, value in state.items():
         name = next((key.replace(a, b) for a, b in names.items() if a in key), key)
-        expected = megatron_value(name, weights, shape, tensor=1, tensor_rank=0, vocab_multiple=1)
+        expected = megatron_value(name, weights, shape, ONE_RANK)
         assert torch.equal(value, expected), key
     assert len(state) == 3 + 7 * shape.num_layers
 

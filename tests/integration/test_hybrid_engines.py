@@ -27,6 +27,7 @@ from rpg_megatron.engine.command import context_length
 from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.engine.metrics import PREEMPTIONS, ROUTE, read_metrics
 from rpg_megatron.launcher.layer_checks import check_hybrid_cache
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import (
     bridge_engines,
@@ -38,7 +39,7 @@ from tests.support.bridge_rig import (
     settings_for,
     write_released,
 )
-from tests.support.bridge_trainers import ALONE, published, state_dict
+from tests.support.bridge_trainers import published, state_dict
 from tests.support.engine import Engine, running_engines
 from tests.support.megatron_shards import stage_values
 
@@ -190,7 +191,7 @@ def test_bfloat16_after_each_sync(tmp_path: Path) -> None:
     with running_engines(tmp_path, [settings], weights="checkpoint") as (engine,):
         loaded, samples = measure(0), alone()
         for version, seed in enumerate((1, 2, 3, 4, 0), start=1):
-            params = stage_values(layout, ALONE, 1, weights_of(seed))
+            params = stage_values(layout, ONE_RANK, 1, weights_of(seed))
             with published(engine.bridge, model, params, version, torch.bfloat16):
                 engine.sync(version)
             assert (measure(seed) <= 1.5 * loaded).all()

@@ -28,6 +28,7 @@ from rpg_megatron.config import Settings
 from rpg_megatron.config.lora import TARGETS, LoraSettings
 from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.lora import AdaptedMapping, AdapterMapping, with_adapters
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from tests.support.bridge_rig import (
     PROMPT,
@@ -37,7 +38,7 @@ from tests.support.bridge_rig import (
     prompt_logprobs,
     settings_for,
 )
-from tests.support.bridge_trainers import ALONE, alone_params
+from tests.support.bridge_trainers import alone_params
 from tests.support.engine import Engine, running_engines
 from tests.support.lora_faults import FAULTS
 
@@ -63,13 +64,12 @@ class Publisher:
         layout = mapping_for(read_model_shape(model))
         mapping = with_adapters(layout, LoraSettings.model_validate(LORA))
         assert isinstance(mapping, AdaptedMapping)
-        shapes = mapping.adapters.stage_params(
-            layers=range(layout.shape.num_layers), first=True, last=True, tensor=1, vocab_multiple=1
-        )
+        layers = range(layout.shape.num_layers)
+        shapes = mapping.adapters.stage_params(ONE_RANK, layers=layers, first=True, last=True)
         self.adapters = {name: torch.zeros(shape) for name, shape in shapes.items()}
         self.names = mapping.adapters.hf_tensors().keys()
         params = alone_params(model) | self.adapters
-        self.inner = SharedMemoryPublisher(bridge, ALONE, params, mapping, torch.float32)
+        self.inner = SharedMemoryPublisher(bridge, ONE_RANK, params, mapping, torch.float32)
         self.version = 0
 
     def sync(self, engine: Engine, *, complete: bool) -> Any:
@@ -135,13 +135,12 @@ def test_a_stock_server_serves_the_exported_adapter(tmp_path: Path, monkeypatch:
     plain["engine"]["arguments"] += ["--enable-lora", "--max-lora-rank", "8"]
     shape = read_model_shape(tmp_path / "model")
     mapping = AdapterMapping(shape, LoraSettings.model_validate(LORA))
-    cut: dict[str, Any] = {"tensor": 1, "vocab_multiple": 1}
-    shapes = mapping.stage_params(layers=range(shape.num_layers), first=True, last=True, **cut)
+    shapes = mapping.stage_params(ONE_RANK, layers=range(shape.num_layers), first=True, last=True)
     folders = [tmp_path / "one", tmp_path / "two"]
     for seed, folder in enumerate(folders):
         generator = torch.Generator().manual_seed(seed)
         params = {n: 0.2 * torch.randn(s, generator=generator) for n, s in shapes.items()}
-        export_adapter(folder, params, mapping, ALONE, tmp_path / "model", dtype=torch.float32)
+        export_adapter(folder, params, mapping, ONE_RANK, tmp_path / "model", dtype=torch.float32)
     settings = Settings.model_validate(plain)
     with running_engines(tmp_path, [settings], weights="checkpoint") as (engine,):
         for folder in folders:

@@ -35,11 +35,12 @@ from rpg_megatron.config.rollout import RolloutSettings
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, Sample
 from rpg_megatron.engine.metrics import KV_USE, PREEMPTIONS, RUNNING, TOKENS, WAITING
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import SOCKET, RolloutBatch, SamplerClient, TrajectoryClient
 from rpg_megatron.system.process_groups import members
 from rpg_megatron.training.mismatch import find_gaps
-from tests.support.bridge_trainers import ALONE, alone_params, published
+from tests.support.bridge_trainers import alone_params, published
 from tests.support.engine import Engine, running_engines
 from tests.support.runs import find_core
 
@@ -83,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(folder: Path, checkpoint: Path) -> Path:
     """The checkpoint as a run exports it: it is what vLLM loads."""
     layout = mapping_for(read_model_shape(checkpoint))
-    export_hf(folder / "export", checkpoint, alone_params(checkpoint), layout, ALONE, dtype=torch.float32)
+    export_hf(folder / "export", checkpoint, alone_params(checkpoint), layout, ONE_RANK, dtype=torch.float32)
     return folder / "export"
 
 

@@ -20,14 +20,10 @@ from rpg_megatron.bridge.transports.process_group_publisher import GroupPublishe
 from rpg_megatron.bridge.transports.shared_memory import SharedMemoryPublisher
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
 from rpg_megatron.config.model_config import read_model_shape
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_values
 from tests.support.ranks import fork_server
-
-ALONE = RankCoordinates(
-    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
-)
 
 
 def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
@@ -42,10 +38,9 @@ def state_dict(folder: Path, seed: int) -> dict[str, torch.Tensor]:
 def alone_params(model: Path) -> dict[str, torch.Tensor]:
     """A checkpoint's weights as a single trainer rank holds them."""
     layout = mapping_for(read_model_shape(model))
-    cut = {"tensor": 1, "vocab_multiple": 1}
-    shapes = layout.stage_params(layers=range(layout.shape.num_layers), first=True, last=True, **cut)
+    shapes = layout.stage_params(ONE_RANK, layers=range(layout.shape.num_layers), first=True, last=True)
     params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    load_hf_weights(model, params.items(), layout, tensor_rank=0, **cut)
+    load_hf_weights(model, params.items(), layout, ONE_RANK)
     return params
 
 
@@ -59,7 +54,7 @@ def published(
 ) -> Iterator[Manifest]:
     """Weights of the model as a single trainer rank publishes them to engines on its node."""
     layout = mapping_for(read_model_shape(model))
-    publisher = SharedMemoryPublisher(bridge, ALONE, params, layout, dtype)
+    publisher = SharedMemoryPublisher(bridge, ONE_RANK, params, layout, dtype)
     try:
         manifest = publisher.publish(version)
         assert manifest is not None

@@ -44,7 +44,6 @@ MODULES = (
     "rpg_megatron.cli",
     "rpg_megatron.engine.server",
     "rpg_megatron.launcher.reaper",
-    "rpg_megatron.rollout.fine_tuning",
     "rpg_megatron.rollout.sampler",
     "rpg_megatron.rollout.worker",
     "rpg_megatron.training.rank",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from rpg_megatron.models.boxes import Piece
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 
 WHEEL = Path(__file__).parents[2] / ".megatron-bridge"
 _STAND_INS = re.compile(r"megatron\.bridge\.(peft|training|models\.(hf_pretrained|(\w+\.)?\w+_provider))\b")

@@ -10,8 +10,7 @@ import torch
 
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import ExpertShard, RankCoordinates
 
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -20,8 +19,9 @@ FUSED_NORMS = {
 """The local spec's names of the norms that Transformer Engine fuses into the layers behind them -> TE's."""
 
 
-def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, experts=ALL_EXPERTS):
+def megatron_value(name, sd, shape, place):
     """The value of one local Megatron parameter, from a full HF state dict."""
+    tensor, tensor_rank, experts = place.tensor, place.tensor_rank, place.experts
 
     def rows(w):
         return w.chunk(tensor, 0)[tensor_rank]
@@ -30,7 +30,7 @@ def megatron_value(name, sd, shape, *, tensor, tensor_rank, vocab_multiple, expe
         return w.chunk(tensor, 1)[tensor_rank]
 
     def vocabulary(w):
-        padded = shape.padded_vocab(tensor, vocab_multiple)
+        padded = shape.padded_vocab(tensor, place.vocab_multiple)
         return rows(torch.cat([w, w.new_zeros(padded - w.shape[0], w.shape[1])]))
 
     if name == "embedding.word_embeddings.weight":
@@ -150,12 +150,10 @@ def stage_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes on one rank; ``fused``: under Transformer Engine's names."""
     shapes = layout.stage_params(
+        place,
         layers=rank_layers(layout.shape, pipeline, virtual, place.pipeline_rank),
         first=place.pipeline_rank == 0,
         last=place.pipeline_rank == pipeline - 1,
-        tensor=place.tensor,
-        vocab_multiple=place.vocab_multiple,
-        experts=place.experts,
     )
     return {_fused(layout.shape, name) if fused else name: shape for name, shape in shapes.items()}
 
@@ -180,14 +178,6 @@ def stage_values(
     layout: ModelMapping, place: RankCoordinates, pipeline: int, sd, virtual: int = 1, fused: bool = False
 ) -> dict[str, torch.Tensor]:
     return {
-        name: megatron_value(
-            name,
-            sd,
-            layout.shape,
-            tensor=place.tensor,
-            tensor_rank=place.tensor_rank,
-            vocab_multiple=place.vocab_multiple,
-            experts=place.experts,
-        ).clone()
+        name: megatron_value(name, sd, layout.shape, place).clone()
         for name in stage_shapes(layout, place, pipeline, virtual, fused)
     }

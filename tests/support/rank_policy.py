@@ -52,9 +52,7 @@ def load_peft(settings: Settings, adapters: dict[str, torch.Tensor], mesh: Mesh)
         folder,
         adapters.items(),
         mapping,
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        vocab_multiple=settings.model.vocab_multiple,
+        mesh.coordinates(settings.model.vocab_multiple),
         stored=check_adapter(folder, mapping),
     )
 
@@ -65,8 +63,8 @@ def checkpoint_teacher(settings: Settings, mesh: Mesh, device: torch.device) -> 
     if path is None:
         return None
 
-    def load(teacher: HeldTeacher) -> None:
-        load_checkpoint(path, teacher.named_parameters(), settings, mesh)
+    def load(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        load_checkpoint(path, parameters, settings, mesh)
 
     return HeldTeacher(settings, read_model_shape(path), mesh, device, load)
 
@@ -78,10 +76,7 @@ def load_checkpoint(
         path,
         parameters,
         mapping_for(read_model_shape(path)),
-        tensor=mesh.tensor,
-        tensor_rank=mesh.tensor_rank,
-        vocab_multiple=settings.model.vocab_multiple,
-        experts=mesh.experts,
+        mesh.coordinates(settings.model.vocab_multiple),
     )
 
 

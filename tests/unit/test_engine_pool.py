@@ -123,7 +123,7 @@ def draws(count: int = 12) -> list[GroupTask]:
 
 async def sample(pool: EnginePool) -> list[list[list[int]]]:
     """Sample a dozen groups; their tokens. Fails if a group is finished twice."""
-    clients: Any = [replica.client for replica in pool.replicas]
+    clients: Any = [engine.client for engine in pool.engines]
     worker = Worker(SETTINGS, TextCodec(str, str.split, str), clients, pool._work, [0])
     dispatcher = Dispatcher(pool, [worker], SETTINGS.engine.max_sequences)
     finished: list[int] = []
@@ -171,7 +171,7 @@ def test_the_others_finish_what_a_lost_engine_began(tmp_path: Path) -> None:
         assert 1 <= counts["engine/requests_resent"] <= 4
         assert counts["engine/restarts"] == 0
         engines[1].restart()
-        await until(lambda: pool.replicas[1].needs_weights)
+        await until(lambda: pool.engines[1].needs_weights)
         assert pool.pop_counts() == {"engine/restarts": 1, "engine/requests_resent": 0}
 
     play(scene)
@@ -195,7 +195,7 @@ def test_engines_that_share_gpus_are_put_to_sleep_or_lost(tmp_path: Path) -> Non
             "engine 1 answered /sleep?level=2&mode=abort with 500: no",
             "engine 2 is gone",
         ]
-        assert [r.version for r in pool.replicas] == [None] * 3
+        assert [r.version for r in pool.engines] == [None] * 3
         assert len((await pool.sync(NOTHING, 6, resync=False)).reports) == 1
 
     play(scene)
@@ -210,7 +210,7 @@ def test_trainers_get_the_gpus_after_a_starting_engine_is_up(tmp_path: Path) -> 
         assert not is_trainers_turn(tmp_path)
         for engine in engines[1:]:
             engine.up = False
-            pool.mark_failed(pool.replicas[engine.index], 0, "died")
+            pool.mark_failed(pool.engines[engine.index], 0, "died")
         engines[1].restart()
         engines[1].up = False  # its process runs and does not answer yet; nobody has started engine 2
         sleeping = asyncio.create_task(pool.sleep(2))
@@ -255,7 +255,7 @@ def test_an_answer_of_the_next_life_is_not_taken(tmp_path: Path) -> None:
         sampling = asyncio.create_task(sample(pool))
         await until(lambda: engines[0].asked > 0)
         engines[0].restart()
-        await until(lambda: pool.replicas[0].needs_weights)
+        await until(lambda: pool.engines[0].needs_weights)
         engines[0].slow = 0.0
         await pool.sync(NOTHING, 5, resync=True)
         assert await sampling == expected(5)
@@ -272,13 +272,13 @@ def test_engines_that_do_not_take_weights(tmp_path: Path) -> None:
         result = await pool.sync(NOTHING, 6, resync=False)
         assert result.refused == ["engine 0: version 6 refused: norm.weight"]
         assert [r.version for r in result.reports] == [6]
-        assert [r.version for r in pool.replicas] == [5, None, 6]
+        assert [r.version for r in pool.engines] == [5, None, 6]
         assert "out of memory" in (take_request(tmp_path, 1, 0) or "")
         assert await sample(pool) == expected(6)  # by the one that is left
         # Published once more: the first takes them now, the second is still away.
         result = await pool.sync(NOTHING, 6, resync=True)
         assert (len(result.reports), result.refused) == (1, [])
-        assert [r.version for r in pool.replicas] == [6, None, 6]
+        assert [r.version for r in pool.engines] == [6, None, 6]
 
     play(scene)
 
@@ -295,7 +295,7 @@ def test_an_engine_that_was_restarted_between_steps(tmp_path: Path) -> None:
         engines[0].restart()
         pool.require_version(6)
         sampling = asyncio.create_task(sample(pool))
-        await until(lambda: pool.replicas[0].needs_weights)
+        await until(lambda: pool.engines[0].needs_weights)
         await pool.sync(NOTHING, 6, resync=True)
         assert await sampling == expected(6)
         assert pool.pop_counts()["engine/restarts"] == 2
@@ -326,7 +326,7 @@ def test_a_silent_engine_is_lost(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         assert take_request(tmp_path, 0, 0) is None
         engines[0].up = False
-        await until(lambda: pool.replicas[0].is_restarting)
+        await until(lambda: pool.engines[0].is_restarting)
         assert "engine.health_timeout" in (take_request(tmp_path, 0, 0) or "")
 
     play(scene)
@@ -345,14 +345,14 @@ def test_an_engine_that_hangs_is_lost_though_its_server_answers(tmp_path: Path, 
             else:
                 pool.require_version(None)
             await asyncio.sleep(0.2)
-            assert not pool.replicas[0].is_restarting
+            assert not pool.engines[0].is_restarting
             engines[0].core_answers = False
-            await until(lambda pool=pool: pool.replicas[0].is_restarting)
+            await until(lambda pool=pool: pool.engines[0].is_restarting)
             reason = take_request(tmp_path, int(synced), 0) or ""
             assert reason.startswith(f"engine {int(synced)} hangs: its core did not answer for 0 s")
             engines[0].core_answers = True
             engines[0].restart()
-            await until(lambda pool=pool: not pool.replicas[0].is_restarting)
+            await until(lambda pool=pool: not pool.engines[0].is_restarting)
 
     play(scene)
 
@@ -378,7 +378,7 @@ def test_a_worker_may_wait_for_a_trainer_up_to_the_timeout(
         assert len((await pool.sync(links, 5, resync=False)).reports) == 1
         assert take_request(tmp_path, 0, 0) is None
         syncing = asyncio.create_task(pool.sync(NOTHING, 6, resync=False))  # weights in shared memory
-        await until(lambda: pool.replicas[0].is_restarting)
+        await until(lambda: pool.engines[0].is_restarting)
         syncing.cancel()
 
     play(scene)
@@ -423,7 +423,7 @@ def test_each_life_that_came_up_is_noted(tmp_path: Path) -> None:
         engines[0].restart()
         pool.refresh()
         assert not has_answered(tmp_path, 0, 1)
-        await until(lambda: not pool.replicas[0].is_restarting)
+        await until(lambda: not pool.engines[0].is_restarting)
         assert has_answered(tmp_path, 0, 1)
 
     play(scene)

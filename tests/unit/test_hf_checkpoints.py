@@ -18,6 +18,7 @@ from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import MappingError
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from tests.support.megatron_shards import grid, stage_shapes, stage_values
 from tests.support.tiny_models import FAMILIES, TINY, random_state_dict, tiny_shape, write_checkpoint
@@ -27,14 +28,7 @@ def load(folder, layout, place, pipeline, dtype=torch.float32):
     params = {
         n: torch.full(s, float("nan"), dtype=dtype) for n, s in stage_shapes(layout, place, pipeline).items()
     }
-    nbytes_read = load_hf_weights(
-        folder,
-        params.items(),
-        layout,
-        tensor=place.tensor,
-        tensor_rank=place.tensor_rank,
-        vocab_multiple=place.vocab_multiple,
-    )
+    nbytes_read = load_hf_weights(folder, params.items(), layout, place)
     return params, nbytes_read
 
 
@@ -275,12 +269,11 @@ def test_files_that_readers_would_read_differently_are_refused(tmp_path):
 def test_a_model_built_with_other_sizes_is_refused(tmp_path):
     layout = mapping_for(TINY)
     write_checkpoint(tmp_path, TINY, random_state_dict(layout))
-    kw = {"tensor": 1, "tensor_rank": 0, "vocab_multiple": 1}
     with pytest.raises(MappingError, match=r"decoder\.final_layernorm\.weight has shape \(25,\)"):
-        load_hf_weights(tmp_path, [("decoder.final_layernorm.weight", torch.zeros(25))], layout, **kw)
+        load_hf_weights(tmp_path, [("decoder.final_layernorm.weight", torch.zeros(25))], layout, ONE_RANK)
     with pytest.raises(MappingError, match="numbered through the whole model"):
         load_hf_weights(
-            tmp_path, [("decoder.layers.9.input_layernorm.weight", torch.zeros(24))], layout, **kw
+            tmp_path, [("decoder.layers.9.input_layernorm.weight", torch.zeros(24))], layout, ONE_RANK
         )
 
 

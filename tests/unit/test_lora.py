@@ -22,7 +22,8 @@ from rpg_megatron.engine.command import engine_command
 from rpg_megatron.launcher.preflight import check_lora
 from rpg_megatron.models.boxes import MappingError
 from rpg_megatron.models.lora import AdapterMapping, split_parameters, with_adapters
-from rpg_megatron.models.placement import RankCoordinates, RankShards, assign_owners
+from rpg_megatron.models.partition import ONE_RANK, RankCoordinates
+from rpg_megatron.models.placement import RankShards, assign_owners
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.training.mismatch import check_known_adapters
 from tests.support.layouts import make_batch
@@ -85,18 +86,15 @@ def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any)
     for stage in range(pipeline):
         layers = range(stage * TINY.num_layers // pipeline, (stage + 1) * TINY.num_layers // pipeline)
         for cut in range(tensor):
-            shapes = mapping.stage_params(
-                layers=layers, first=stage == 0, last=stage == pipeline - 1, tensor=tensor, vocab_multiple=5
-            )
             place = RankCoordinates(
                 rank=len(ranks),
                 tensor=tensor,
                 tensor_rank=cut,
                 pipeline_rank=stage,
-                data_rank=0,
-                context_rank=0,
                 vocab_multiple=5,  # 53 tokens: 55, 60 and 60 rows
             )
+            ends = {"first": stage == 0, "last": stage == pipeline - 1}
+            shapes = mapping.stage_params(place, layers=layers, **ends)
             ranks.append(RankShards(place, tuple(shapes.items())))
     owners = assign_owners(mapping, ranks)  # checks that the slices cover each tensor once
     names = list(owners)
@@ -119,11 +117,11 @@ def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any)
 def test_names_of_no_adapter_are_refused() -> None:
     mapping = AdapterMapping(TINY, LoraSettings(targets=("q_proj",)))
     name = "decoder.layers.0.self_attention.lora.{}.A"
-    assert mapping.local_shape(name.format("q_proj"), tensor=1, vocab_multiple=1) == (16, TINY.hidden_size)
+    assert mapping.local_shape(name.format("q_proj"), ONE_RANK) == (16, TINY.hidden_size)
     others = (name.format("k_proj"), "decoder.layers.0.self_attention.linear_qkv.weight")
     for other in (*others, "output_layer.lora.q_proj.A", "output_layer.lora.lm_head.A"):
         with pytest.raises(MappingError, match="not a parameter of an adapter"):
-            mapping.local_shape(other, tensor=1, vocab_multiple=1)
+            mapping.local_shape(other, ONE_RANK)
 
 
 def test_some_tensors_are_published_alone() -> None:
@@ -131,18 +129,14 @@ def test_some_tensors_are_published_alone() -> None:
 
     lora = LoraSettings(rank=2)
     mapping = with_adapters(mapping_for(TINY), lora)
-    cut: dict[str, Any] = {"tensor": 1, "vocab_multiple": 1}
-    shapes = mapping.stage_params(layers=range(TINY.num_layers), first=True, last=True, **cut)
+    shapes = mapping.stage_params(ONE_RANK, layers=range(TINY.num_layers), first=True, last=True)
     params = {name: torch.zeros(shape) for name, shape in shapes.items()}
     model, adapters = split_parameters(params)
     assert set(model) == set(
-        mapping_for(TINY).stage_params(layers=range(TINY.num_layers), first=True, last=True, **cut)
+        mapping_for(TINY).stage_params(ONE_RANK, layers=range(TINY.num_layers), first=True, last=True)
     )
     assert len(adapters) == TINY.num_layers * 7 * 2
-    place = RankCoordinates(
-        rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
-    )
-    plan = make_publish_plan(place, params, mapping)
+    plan = make_publish_plan(ONE_RANK, params, mapping)
     names = AdapterMapping(TINY, lora).hf_tensors().keys()
     assert plan.restricted(None) is plan
     assert plan.restricted(names).owners.keys() == names

@@ -49,9 +49,8 @@ def compare(folder: Path, family: str, *, fused: bool, change: Change = list) ->
     count, problems = 0, []
     for tensor, expert, expert_tensor in LAYOUTS:
         for place in grid(mapping.shape, tensor, 1, expert=expert, expert_tensor=expert_tensor):
-            cut = {"tensor": tensor, "tensor_rank": place.tensor_rank, "vocab_multiple": place.vocab_multiple}
             for name, shape in stage_shapes(mapping, place, 1, fused=fused).items():
-                ours = bridge.origins_of(change(mapping.pieces(name, **cut, experts=place.experts)), shape)
+                ours = bridge.origins_of(change(mapping.pieces(name, place)), shape)
                 theirs = bridge.origins(name, shape, place)
                 count += 1
                 where = f"{name} on rank {place.tensor_rank} of {tensor}"

@@ -17,7 +17,7 @@ from rpg_megatron.checkpoints.hf_export import group_shards
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.policy import ParallelSettings
 from rpg_megatron.models.boxes import Box, MappingError, Piece, check_cover
-from rpg_megatron.models.partition import ExpertShard
+from rpg_megatron.models.partition import ONE_RANK, ExpertShard, RankCoordinates
 from rpg_megatron.models.placement import RankShards, assign_owners
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from tests.support.megatron_shards import grid, rank_layers, stage_shapes, stage_values
@@ -106,16 +106,16 @@ def test_experts_are_shared_out(tensor, data, expert, expert_tensor, pipeline, v
 
 def test_a_rank_knows_its_own_experts_and_no_others():
     layout = mapping_for(TINY_MOE)
-    cut = {"tensor": 1, "vocab_multiple": 1, "experts": ExpertShard(4, 1)}
+    at = RankCoordinates(experts=ExpertShard(4, 1))
     name = "decoder.layers.2.mlp.experts.local_experts.{}.linear_fc2.weight"
-    (piece,) = layout.pieces(name.format(1), tensor_rank=0, **cut)
+    (piece,) = layout.pieces(name.format(1), at)
     assert piece.hf_name == "model.layers.2.mlp.experts.3.down_proj.weight"
     with pytest.raises(MappingError, match="an expert-parallel rank holds 2 of the 8 experts"):
-        layout.local_shape(name.format(2), **cut)
+        layout.local_shape(name.format(2), at)
     with pytest.raises(MappingError, match="layer 2 of this qwen3_moe model has experts"):
-        layout.local_shape("decoder.layers.2.mlp.linear_fc1.weight", **cut)
+        layout.local_shape("decoder.layers.2.mlp.linear_fc1.weight", at)
     with pytest.raises(MappingError, match="no such parameter"):
-        layout.local_shape("decoder.layers.0.mlp.router.weight", **cut)
+        layout.local_shape("decoder.layers.0.mlp.router.weight", at)
 
 
 def test_ranks_with_other_experts_are_not_replicas():
@@ -214,9 +214,8 @@ def check_round_trip(shape, tensor, pipeline, virtual, vocab_multiple, *, fused,
     for place in places:
         for name, value in shards[place.rank].items():
             built = torch.zeros_like(value)
-            cut = {"tensor": tensor, "vocab_multiple": vocab_multiple, "experts": place.experts}
-            assert tuple(value.shape) == layout.local_shape(name, **cut)
-            for piece in layout.pieces(name, tensor_rank=place.tensor_rank, **cut):
+            assert tuple(value.shape) == layout.local_shape(name, place)
+            for piece in layout.pieces(name, place):
                 built[piece.local.slices()] = sd[piece.hf_name][piece.hf.slices()]
             assert torch.equal(built, value), (place, name)
     holdings = [
@@ -242,14 +241,14 @@ def test_the_last_stages_tied_copy_loads_but_is_not_a_source():
 @pytest.mark.parametrize("family", [f for f in MAPPED if f != "olmo3"])
 def test_fused_norm_names_map_to_the_same_tensors(family):
     layout = mapping_for(tiny_shape(family))
-    kw = {"tensor": 2, "tensor_rank": 1, "vocab_multiple": 1}
+    at = RankCoordinates(tensor=2, tensor_rank=1)
     projection = "in_proj" if layout.shape.is_linear(1) else "linear_qkv"
     for fused, plain in (
         (f"self_attention.{projection}.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     ):
-        assert layout.pieces(f"decoder.layers.1.{fused}", **kw) == layout.pieces(
-            f"decoder.layers.1.{plain}", **kw
+        assert layout.pieces(f"decoder.layers.1.{fused}", at) == layout.pieces(
+            f"decoder.layers.1.{plain}", at
         )
 
 
@@ -269,12 +268,11 @@ def test_a_family_knows_its_own_parameters_and_no_others(family, has):
         "self_attention.k_layernorm.weight",
         "self_attention.linear_qkv.bias",
     ):
-        place = {"tensor": 1, "vocab_multiple": 1}
         if name in has:
-            assert layout.local_shape(f"decoder.layers.0.{name}", **place)
+            assert layout.local_shape(f"decoder.layers.0.{name}", ONE_RANK)
         else:
             with pytest.raises(MappingError, match=f"the {family} mapping has no such parameter"):
-                layout.local_shape(f"decoder.layers.0.{name}", **place)
+                layout.local_shape(f"decoder.layers.0.{name}", ONE_RANK)
 
 
 def test_chunks_of_virtual_stages_lie_apart():

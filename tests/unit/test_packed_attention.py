@@ -18,8 +18,8 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from rpg_megatron.config.model_shape import Rope
-from rpg_megatron.policy import layers
-from rpg_megatron.policy.layers import PackedAttention
+from rpg_megatron.policy import attention as packed_attention
+from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.length_groups import group_by_length
 from rpg_megatron.policy.microbatch import pack_lengths
 from rpg_megatron.policy.rotary import Rotary
@@ -61,9 +61,9 @@ def test_chunks_of_context_ranks(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
     positions = packed.places[rank]
     weight = torch.zeros_like(full_output).index_fill(0, positions, 1.0) * torch.randn_like(full_output)
     expected = torch.autograd.grad((full_output * weight).sum(), (q, k, v))
-    monkeypatch.setattr(layers.mpu, "get_context_parallel_rank", lambda: rank)
+    monkeypatch.setattr(packed_attention.mpu, "get_context_parallel_rank", lambda: rank)
     gathered = iter((k, v))
-    monkeypatch.setattr(layers, "gather_places", lambda x, _, *, summed: next(gathered))
+    monkeypatch.setattr(packed_attention, "gather_places", lambda x, _, *, summed: next(gathered))
     keys, values = k[positions], v[positions]
     with AllocationWatch() as watch:
         out = attention(context)(q[positions], keys, values, None, packed)
@@ -91,11 +91,11 @@ def test_windows(monkeypatch: pytest.MonkeyPatch, window: int, context: int) -> 
     wanted = torch.autograd.grad((torch.cat(expected) * weight).sum(), (q, k, v), retain_graph=True)
     total = [torch.zeros_like(x) for x in (q, k, v)]
     for rank in range(context):
-        monkeypatch.setattr(layers.mpu, "get_context_parallel_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(packed_attention.mpu, "get_context_parallel_rank", lambda rank=rank: rank)
         packed = pack_lengths(lengths, CPU, context=context, context_rank=rank)
         own = packed.places[rank]
         gathered = iter((k, v))
-        monkeypatch.setattr(layers, "gather_places", lambda x, _, *, summed, of=gathered: next(of))
+        monkeypatch.setattr(packed_attention, "gather_places", lambda x, _, *, summed, of=gathered: next(of))
         with AllocationWatch() as watch:
             out = attention(context, window)(q[own], k[own], v[own], None, packed)
             live = watch.live

@@ -23,6 +23,7 @@ from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.launcher import checks
 from rpg_megatron.models.lora import AdapterMapping
+from rpg_megatron.models.partition import ONE_RANK
 from tests.support.megatron_shards import grid, stage_shapes
 from tests.support.peft_adapters import save_random_adapter
 from tests.support.tiny_models import AWKWARD, TINY, make_model
@@ -64,9 +65,7 @@ def test_pefts_own_adapter_comes_back_bit_by_bit(
         tmp_path / "theirs",
         params.items(),
         layout,
-        tensor=1,
-        tensor_rank=0,
-        vocab_multiple=1,
+        ONE_RANK,
         stored=check_adapter(tmp_path / "theirs", layout),
     )
     export_adapter(tmp_path / "ours", params, layout, place, tmp_path / "model", dtype=torch.float32)

@@ -111,9 +111,9 @@ def test_restricted_sampling_applies_to_rollouts_not_probes(config_file: Path) -
     async def run() -> tuple[RolloutBatch, list[FakeEngine]]:
         fakes = engines(1)
         sampler = LocalSampler(settings, fakes)
-        for replica in sampler._pool.replicas:
-            replica.version = 4
-            sampler._pool.on_synced(replica, 4)
+        for engine in sampler._pool.engines:
+            engine.version = 4
+            sampler._pool.on_synced(engine, 4)
         batch = await sampler.rollout(5, 4)
         assert isinstance(batch, RolloutBatch)
         assert batch.probes is not None

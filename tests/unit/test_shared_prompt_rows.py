@@ -1,10 +1,9 @@
 """Rows whose responses share prompts: layout, attention on both kinds of device, plans, and what they count.
 
 Why: a response that attends to its neighbour, to padding, or with positions of its own gives plausible
-numbers. Attention is compared with each sequence alone: on CPUs by its blocks, for GPUs by the runs of
-queries and keys, with a plain attention in place of the kernel, which has no CPU version. Transformer
-Engine's module is a stand-in, too. Not covered: the numbers in a model
-(tests/distributed/test_shared_prompts.py), GPUs.
+numbers. Attention is compared with each sequence alone: on CPUs, and for GPUs with a plain attention in place
+of the kernel, which has no CPU version. Transformer Engine's module is a stand-in, too. Not covered: the
+numbers in a model (tests/distributed/test_shared_prompts.py), GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import megatron.core.extensions.transformer_engine as te
 import numpy as np
@@ -26,10 +26,9 @@ from rpg_megatron.config.model_shape import ExpertShape, Rope
 from rpg_megatron.data.packing import count_shared, pack_rows, plan_batches
 from rpg_megatron.data.row_layout import lay_out, shareable
 from rpg_megatron.data.trajectory import Trajectory
-from rpg_megatron.policy import shared_prompts
-from rpg_megatron.policy.layers import PackedAttention
+from rpg_megatron.policy import attention as packed_attention
+from rpg_megatron.policy.attention import PackedAttention, attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences, make_micro_batch, pack_lengths
-from rpg_megatron.policy.shared_prompts import attend_with_prompts
 from tests.support.allocations import AllocationWatch
 
 CPU = torch.device("cpu")
@@ -96,6 +95,12 @@ def varlen(
     return torch.cat([plain_attention(*part) for part in parts])
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("context", "rank"), [(1, 0), (2, 0), (2, 1), (3, 1)])
 def test_each_response_attends_to_its_prompt_and_itself(
@@ -109,15 +114,17 @@ def test_each_response_attends_to_its_prompt_and_itself(
     assert before.tolist() == np.cumsum([0, *LENGTHS])[:-1].tolist()
     expected = alone(q, k, v)
     weight = torch.zeros_like(expected).index_fill(0, places, 1.0) * torch.randn_like(expected)
-    monkeypatch.setattr(shared_prompts.mpu, "get_context_parallel_rank", lambda: rank)
+    monkeypatch.setattr(packed_attention.mpu, "get_context_parallel_rank", lambda: rank)
     whole = iter((k, v))
     if context > 1:
-        monkeypatch.setattr(shared_prompts, "gather_places", lambda x, _, *, summed: next(whole))
+        monkeypatch.setattr(packed_attention, "gather_places", lambda x, _, *, summed: next(whole))
+    queries, kernel = q[places], Mock(side_effect=varlen)
     if device == "cuda":
-        monkeypatch.setattr(shared_prompts, "varlen_attn", varlen)
-        row.shared = shared_prompts.copied_keys(row, context, rank)
-    out = attend_with_prompts(q[places], k[places], v[places], row)
-    assert isinstance(row.shared, shared_prompts.Blocks) == (device == "cpu")
+        monkeypatch.setattr(packed_attention, "varlen_attn", kernel)
+        queries = queries.as_subclass(OnGpu)
+    out = attend_runs(queries, k[places], v[places], row)
+    assert kernel.called == (device == "cuda")
+    out = out.as_subclass(torch.Tensor)
     torch.testing.assert_close(out, expected[places], rtol=0, atol=1e-12)
     actual = torch.autograd.grad((out * weight[places]).sum(), (q, k, v))
     reference = torch.autograd.grad((expected * weight).sum(), (q, k, v))
@@ -126,15 +133,16 @@ def test_each_response_attends_to_its_prompt_and_itself(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_linear_in_the_tokens(dtype: torch.dtype) -> None:
-    """No scores, no mask, no copy of the keys for each response."""
+def test_memory_is_that_of_the_keys_that_responses_see(dtype: torch.dtype) -> None:
+    """Each has a copy of its prompt's; scores and masks are those of one response at a time."""
     lengths = [600, *[30] * 20]
     q, k, v = heads(sum(lengths), dtype)
     row = pack_lengths(lengths, CPU, prompts=[(0, 0), *[(0, 600)] * 20])
     with AllocationWatch() as watch:
-        attend_with_prompts(q, k, v, row).sum().backward()
-    assert torch.Size(watch.largest).numel() <= 4 / 3 * q.numel()
-    assert watch.peak <= 20 * q.numel() * q.element_size()
+        attend_runs(q, k, v, row).sum().backward()
+    keys = 600 + 20 * 630
+    assert torch.Size(watch.largest).numel() <= keys * k[0].numel()
+    assert watch.peak <= 5 * keys * k[0].numel() * k.element_size()
 
 
 def test_transformer_engines_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from rpg_megatron.bridge.transports.shared_memory import require_private_folder
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.files import remove
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
 
 _BYTES = (1, 4, 6)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ import torch
 
 from rpg_megatron.bridge.checksum import MODULUS, checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, Copy, Manifest, PublishedBox, Shard, parse_manifest
-from rpg_megatron.bridge.slice_table import SliceTable, TableCache, modulo
+from rpg_megatron.bridge.slice_table import HostSlices, SliceTable, TableCache, modulo, table_of
 from rpg_megatron.bridge.transports.cuda_ipc import HandleError, choose_copies, open_memory
 from rpg_megatron.config.files import open_own, read_text
 from rpg_megatron.models.boxes import Box
@@ -29,6 +29,16 @@ from rpg_megatron.system.dtypes import torch_dtype
 
 ReadSums = dict[str, tuple[int, int]]
 """HF tensor name -> checksum and number of bytes of what a worker read of it."""
+Parts = list[tuple[str, int]]
+"""HF tensor name and number of bytes of each slice of a table."""
+_Sums = tuple[Parts, SliceTable | HostSlices]
+
+
+def add_sums(sums: ReadSums, parts: Parts, numbers: Sequence[int]) -> None:
+    """Add the checksums of these parts."""
+    for (name, size), number in zip(parts, numbers, strict=True):
+        total, nbytes = sums[name]
+        sums[name] = (total + number) % MODULUS, nbytes + size
 
 
 class ShardError(Exception):
@@ -81,15 +91,8 @@ class Reader(Protocol):
         """Start reading what was checked, once and in the same order. Raises ShardError."""
         ...
 
-    def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
-        """The parts of a box of an HF tensor, as (values, their box in the HF tensor).
-
-        They cover the box exactly. Values are read-only, and valid until the next part is requested.
-        """
-        ...
-
     def load(self, copies: Copies) -> None:
-        """Copy what ``cut`` returns of each box to its target; on a GPU all at once."""
+        """Copy boxes of HF tensors to their targets. Raises ShardError."""
         ...
 
     def whole(self, name: str) -> torch.Tensor:
@@ -109,6 +112,14 @@ class Reader(Protocol):
     def close(self) -> None:
         """Release all memory and connections."""
         ...
+
+
+def read_whole(reader: Reader, manifest: Manifest, name: str, device: torch.device) -> torch.Tensor:
+    """A full HF tensor, as a copy on this device."""
+    tensor = manifest.tensors[name]
+    out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
+    reader.load(Copies([(name, Box.whole(tensor.shape))], [out], lambda: [out], TableCache()))
+    return out
 
 
 @contextmanager
@@ -154,7 +165,7 @@ class ShardReader:
         self._path, self._written = self.root, 0
         self._opened_gpu: dict[Copy, torch.Tensor] = {}
         self._copies: list[Copy] = []
-        self._checked: TableCache[tuple[list[tuple[str, int]], SliceTable]] = TableCache()
+        self._checked: TableCache[_Sums] = TableCache()
 
     def open(self, place: dict[str, Any], version: int) -> Manifest:
         """Map the files of a manifest after checking location, owner and version.
@@ -209,25 +220,16 @@ class ShardReader:
 
     def check(self, wanted: Sequence[tuple[str, Box]]) -> ReadSums:
         """Compute the checksums of exactly what will be read."""
-        sums: ReadSums = {name: (0, 0) for name, _ in wanted}
-        parts = ((name, *cut) for name, box in wanted for cut in self.cut(name, box))
 
-        def table() -> tuple[list[tuple[str, int]], SliceTable]:
-            cuts = list(parts)
+        def make() -> _Sums:
+            cuts = [(name, *cut) for name, box in wanted for cut in self.cut(name, box)]
             slices = [(part, where.start) for _, part, where in cuts]
-            return [(name, part.nbytes) for name, part, _ in cuts], SliceTable(slices)
+            parts = [(name, part.nbytes) for name, part, _ in cuts]
+            return parts, table_of(slices, on_slice=self._on_progress)
 
-        if self._on_gpu:
-            sizes, prepared = self._checked.get((self._opened().parsed, tuple(wanted)), self._files, table)
-            numbers = modulo(prepared.sums())
-        else:
-            sizes, numbers = [], []
-            for name, part, where in parts:
-                sizes.append((name, part.nbytes))
-                numbers.append(checksum(part, where.start))
-        for (name, size), number in zip(sizes, numbers, strict=True):
-            total, nbytes = sums[name]
-            sums[name] = (total + number) % MODULUS, nbytes + size
+        parts, table = self._made(self._checked, tuple(wanted), self._files, make)
+        sums: ReadSums = {name: (0, 0) for name, _ in wanted}
+        add_sums(sums, parts, modulo(table.sums()))
         self.check_version()
         return sums
 
@@ -251,33 +253,22 @@ class ShardReader:
         for box in self._opened().tensors[name].boxes:
             common = box.hf.intersect(wanted)
             if common is not None:
-                self._on_progress()
                 yield self._view(name, box, common), common
 
     def load(self, copies: Copies) -> None:
-        """Copy boxes to their targets: on a GPU in one launch, with a table as long as nothing has moved."""
-        if not self._on_gpu:
-            for _, part, _, target in copies.parts(self.cut):
-                target.copy_(part)
-            return
+        """Copy boxes to their targets, on a GPU in one launch."""
 
-        def table() -> SliceTable:
+        def make() -> SliceTable | HostSlices:
             parts = list(copies.parts(self.cut))
-            return SliceTable(
-                [(p, where.start) for _, p, where, _ in parts], [target for *_, target in parts]
-            )
+            slices = [(part, where.start) for _, part, where, _ in parts]
+            return table_of(slices, [target for *_, target in parts], self._on_progress)
 
-        copies.cache.get(self._opened().parsed, [*copies.memory, *self._files], table).copy()
+        self._made(copies.cache, None, [*copies.memory, *self._files], make).copy()
         self._on_progress()
 
     def whole(self, name: str) -> torch.Tensor:
         """A full HF tensor, as a copy."""
-        tensor = self._opened().tensors[name]
-        device = self._files[0].device
-        out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
-        for part, box in self.cut(name, Box.whole(tensor.shape)):
-            out[box.slices()].copy_(part)
-        return out
+        return read_whole(self, self._opened(), name, self._files[0].device)
 
     def ranks_read(self, name: str) -> set[int]:
         """The trainer ranks whose slices of a tensor are read: with ``cuda_ipc``, of the replica chosen."""
@@ -306,9 +297,12 @@ class ShardReader:
             raise ShardError("no publication is open; call open first")
         return self.manifest
 
-    @property
-    def _on_gpu(self) -> bool:
-        return bool(self._files) and self._files[0].device.type == "cuda"
+    def _made[T](
+        self, cache: TableCache[T], key: Hashable, memory: Iterable[torch.Tensor], make: Callable[[], T]
+    ) -> T:
+        """What ``make`` returns, on a GPU as long as nothing has moved; host memory would stay in use."""
+        on_gpu = any(file.device.type == "cuda" for file in self._files)
+        return cache.get((self._opened().parsed, key), memory, make) if on_gpu else make()
 
     def _view(self, name: str, box: PublishedBox, part: Box) -> torch.Tensor:
         dtype = torch_dtype(self._opened().tensors[name].dtype)

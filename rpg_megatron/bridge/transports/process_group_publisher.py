@@ -30,7 +30,8 @@ from rpg_megatron.bridge.transports.buckets import BucketPart, largest, message_
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError, Rendezvous
 from rpg_megatron.models.boxes import Box, Piece
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates, local_pieces
+from rpg_megatron.models.partition import RankCoordinates
+from rpg_megatron.models.placement import local_pieces
 from rpg_megatron.system.collectives import broadcast_object, gather_objects, gather_on_first, run_together
 
 logger = logging.getLogger("rpg_megatron.bridge")

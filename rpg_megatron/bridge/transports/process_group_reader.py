@@ -21,21 +21,29 @@ from typing import Any
 
 import torch
 
-from rpg_megatron.bridge.checksum import MODULUS
 from rpg_megatron.bridge.manifest import Manifest, parse_manifest
-from rpg_megatron.bridge.slice_table import Slice, SliceTable, TableCache, checksums, modulo
+from rpg_megatron.bridge.slice_table import HostSlices, Slice, SliceTable, TableCache, modulo, table_of
 from rpg_megatron.bridge.transports.buckets import (
     Bucket,
     BucketPart,
     choose_shard,
     exclusive_bytes,
+    largest,
+    message_bytes,
     plan_streams,
     split_box,
 )
-from rpg_megatron.bridge.transports.mapped_reader import Copies, ReadSums, ShardError, own_stream
-from rpg_megatron.bridge.transports.process_group_link import RECEIVER, LinkError, Rendezvous
+from rpg_megatron.bridge.transports.mapped_reader import (
+    Copies,
+    Parts,
+    ReadSums,
+    ShardError,
+    add_sums,
+    own_stream,
+    read_whole,
+)
+from rpg_megatron.bridge.transports.process_group_link import RECEIVER, Link, LinkError, Rendezvous
 from rpg_megatron.bridge.transports.process_group_publisher import inbox
-from rpg_megatron.bridge.transports.process_group_receiver import Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.system.dtypes import torch_dtype
 
@@ -67,7 +75,7 @@ class GroupReader:
         self._links: dict[int, Receiver] = {}
         self._made = 0
         self._sums: ReadSums = {}
-        self._unread: list[tuple[list[tuple[str, int]], torch.Tensor]] = []
+        self._unread: list[tuple[Parts, torch.Tensor]] = []
         """Parts and their checksums, which are still on the GPU."""
         self._planned: TableCache[tuple[Counter[int], int, dict[int, list[Bucket]]]] = TableCache()
         self._max_part_bytes = 0
@@ -137,96 +145,68 @@ class GroupReader:
                 raise ShardError(f"{manifest.shards[shard]} has closed its link: {e}") from None
         self._sums = {name: (0, 0) for name in manifest.tensors}
 
-    def cut(self, hf_name: str, wanted: Box) -> Iterator[tuple[torch.Tensor, Box]]:
-        """The parts of a box of an HF tensor: (view into a message, its box in the HF tensor).
-
-        Boxes must be requested in the order given to ``check``, and a view is valid until the next part is
-        requested.
-        Raises ShardError.
-        """
-        for shard, part in self._split(hf_name, wanted):
-            try:
-                raw = self._links[shard].take(part)
-            except LinkError as e:
-                raise ShardError(f"{self._opened().shards[shard]} failed at {hf_name}: {e}") from None
-            self._on_progress()
-            values = self._values(raw, part)
-            self._count([(hf_name, part.nbytes)], checksums([(values, part.box.start)]))
-            yield values.to(self._device), part.box  # with gloo it is in host memory
-
     def load(self, copies: Copies) -> None:
         """Copy boxes to their targets; in GPU memory by one launch for a message's checksums, one for copies.
 
-        The next message overwrites the one before, so all of it is copied first.
+        Boxes must come in the order given to ``check``. The next message overwrites the one before, so all of
+        it is copied first. Raises ShardError.
         """
-        if not all(receiver.on_gpu for receiver in self._links.values()):
-            for _, part, _, target in copies.parts(self.cut):
-                target.copy_(part)
-            return
-        links = self._links
-        key = self._opened().parsed, tuple((shard, *link.position) for shard, link in links.items())
-        memory = [*copies.memory, *(buffer for link in links.values() for buffer in link.buffers)]
-        steps, remaining = copies.cache.get(key, memory, partial(self._plan_steps, copies))
+        links, plan = self._links, partial(self._plan_steps, copies)
+        key = self._opened().parsed, tuple((s, k.name, k.plans, k.taken) for s, k in links.items())
+        buffers = [buffer for link in links.values() for buffer in link.buffers]
+        on_gpu = all(buffer.device.type == "cuda" for buffer in buffers)
+        # Host memory would stay in use.
+        steps, taken = copies.cache.get(key, [*copies.memory, *buffers], plan) if on_gpu else plan()
         for step in steps:
-            if step.shard is not None:
-                try:
-                    links[step.shard].advance()
-                except LinkError as e:
-                    raise ShardError(f"{self._opened().shards[step.shard]} failed: {e}") from None
+            try:
+                links[step.shard].wait_for(step.message)
+            except LinkError as e:
+                raise ShardError(f"{self._opened().shards[step.shard]} failed: {e}") from None
             self._unread.append((step.parts, step.table.sums()))
             step.table.copy()
             self._on_progress()
-        for shard, number in remaining.items():
-            links[shard].skip_to(number)
+        for shard, number in taken.items():
+            links[shard].taken = number
 
     def _plan_steps(self, copies: Copies) -> tuple[list[_Step], dict[int, int]]:
-        """What ``load`` does from here on, and how many parts each link has left then of its last message."""
-        coming = {shard: link.coming_parts() for shard, link in self._links.items()}
-        remaining = {shard: link.left for shard, link in self._links.items()}
-        steps: list[tuple[int | None, list[tuple[str, int]], list[Slice], list[torch.Tensor]]] = []
+        """What ``load`` does from here on, and how many parts of each link it has taken then."""
+        taken = {shard: link.taken for shard, link in self._links.items()}
+        arrived = {shard: link.arrived for shard, link in self._links.items()}
+        steps: list[tuple[int, int, Parts, list[Slice], list[torch.Tensor]]] = []
 
         def split(name: str, box: Box) -> Iterator[tuple[tuple[int, BucketPart], Box]]:
-            return (((shard, part), part.box) for shard, part in self._split(name, box))
+            parts = split_box(self._opened(), name, box, self._max_part_bytes, self._exclusive)
+            return (((shard, part), part.box) for shard, part in parts)
 
         for name, (shard, part), _, target in copies.parts(split):
-            if remaining[shard] == 0:
-                steps.append((shard, [], [], []))
-            elif not steps:
-                steps.append((None, [], [], []))
-            expected, raw, remaining[shard] = next(coming[shard], (None, None, 0))
+            number = taken[shard]
+            message, expected, raw = next(
+                iter(self._links[shard].parts[number : number + 1]), (0, None, None)
+            )
             if expected != part or raw is None:
                 raise ShardError(f"{self._opened().shards[shard]}: {expected} is next, not {part}")
-            _, parts, slices, targets = steps[-1]
+            if message >= arrived[shard] or not steps:
+                steps.append((shard, message, [], [], []))
+            taken[shard], arrived[shard] = number + 1, max(arrived[shard], message + 1)
+            _, _, parts, slices, targets = steps[-1]
             parts.append((name, part.nbytes))
-            slices.append((self._values(raw, part), part.box.start))
+            values = raw.view(torch_dtype(self._opened().tensors[name].dtype)).view(part.box.extent)
+            slices.append((values, part.box.start))
             targets.append(target)
-        return [_Step(shard, parts, SliceTable(a, b)) for shard, parts, a, b in steps], remaining
-
-    def _split(self, name: str, wanted: Box) -> Iterator[tuple[int, BucketPart]]:
-        return split_box(self._opened(), name, wanted, self._max_part_bytes, self._exclusive)
-
-    def _values(self, raw: torch.Tensor, part: BucketPart) -> torch.Tensor:
-        return raw.view(torch_dtype(self._opened().tensors[part.hf_name].dtype)).view(part.box.extent)
-
-    def _count(self, parts: Sequence[tuple[str, int]], numbers: Sequence[int]) -> None:
-        """Add the checksums of parts, each with its tensor's name and its bytes."""
-        for (name, size), number in zip(parts, numbers, strict=True):
-            total, nbytes = self._sums[name]
-            self._sums[name] = (total + number) % MODULUS, nbytes + size
+        return [
+            _Step(shard, message, parts, table_of(slices, targets, self._on_progress))
+            for shard, message, parts, slices, targets in steps
+        ], taken
 
     def whole(self, name: str) -> torch.Tensor:
         """A full HF tensor, as a copy."""
-        tensor = self._opened().tensors[name]
-        out = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device=self._device)
-        for part, box in self.cut(name, Box.whole(tensor.shape)):
-            out[box.slices()].copy_(part)
-        return out
+        return read_whole(self, self._opened(), name, self._device)
 
     def end(self) -> ReadSums:
         """Checksum and bytes of each tensor received since ``begin``; the host waits once for a GPU."""
         if self._unread:
             numbers = modulo(torch.cat([sums for _, sums in self._unread]))
-            self._count([part for parts, _ in self._unread for part in parts], numbers)
+            add_sums(self._sums, [part for parts, _ in self._unread for part in parts], numbers)
             self._unread.clear()
         return {name: total for name, total in self._sums.items() if total[1]}
 
@@ -328,8 +308,82 @@ class GroupReader:
 class _Step:
     """What ``GroupReader.load`` does between two messages."""
 
-    shard: int | None
-    """Go on to the next message of this one first."""
-    parts: list[tuple[str, int]]
-    """HF tensor name and bytes of each part of ``table``."""
-    table: SliceTable
+    shard: int
+    message: int
+    """Number of the message of this shard to wait for first."""
+    parts: Parts
+    """Of ``table``."""
+    table: SliceTable | HostSlices
+
+
+class Receiver:
+    """The engine worker's end of one link, whose messages arrive one after the other in two buffers."""
+
+    def __init__(self, link: Link, name: str) -> None:
+        self.name = name
+        self.buckets: list[Bucket] = []
+        self.buffers: list[torch.Tensor] = []
+        self.parts: list[tuple[int, BucketPart, torch.Tensor]] = []
+        """Of all messages, in order: number of the message, part, and where its bytes arrive."""
+        self.taken = 0
+        """Number of parts that were used."""
+        self.plans = 0
+        """How often ``plan`` was called."""
+        self.arrived = 0
+        """Number of messages that have arrived."""
+        self._link = link
+        self._coming: Any = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are still expected."""
+        return self._coming is not None
+
+    def plan(self, buckets: list[Bucket]) -> None:
+        """Set the buckets to receive from now on; allocates memory for two messages."""
+        self.buckets, self.parts = buckets, []
+        size = largest(buckets)
+        self.plans += 1
+        self.buffers = [self._link.buffer(size) for _ in range(min(2, len(buckets)))]
+        for i, bucket in enumerate(buckets):
+            at = 0
+            for part in bucket:
+                self.parts.append((i, part, self.buffers[i % 2][at : at + part.nbytes]))
+                at += part.padded_nbytes
+
+    def finish_handshake(self, version: int) -> None:
+        """Receive the version and size that the rank serves. Raises LinkError if they are not as expected."""
+        message = self._link.buffer(16)
+        self._link.finish(self._link.receive(message))
+        served, total = message.view(torch.int64).tolist()
+        expected = sum(part.nbytes for _, part, _ in self.parts)
+        if (served, total) != (version, expected):
+            raise LinkError(f"it serves {total} bytes of version {served}, expected {expected} of {version}")
+
+    def begin(self) -> None:
+        """Start receiving the first message."""
+        self.taken = self.arrived = 0
+        self._post()
+
+    def wait_for(self, message: int) -> None:
+        """Wait until this message has arrived; all before it were used. Raises LinkError."""
+        while self.arrived <= message:
+            if self._coming is None:
+                raise LinkError("all messages were received, but another one is requested")
+            self._link.finish(self._coming)
+            self.arrived += 1
+            # The previous message has been used, so its memory can receive the next one. Not earlier: on a
+            # GPU, a receive that waits for the previous one may block other links in the same hardware
+            # queue, and with them the rank that this one waits for.
+            self._post()
+
+    def close(self) -> None:
+        """Close the link."""
+        self._link.close()
+
+    def _post(self) -> None:
+        """Start receiving the next message, if there is one."""
+        self._coming, number = None, self.arrived
+        if number < len(self.buckets):
+            message = self.buffers[number % 2][: message_bytes(self.buckets[number])]
+            self._coming = self._link.receive(message)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from rpg_megatron.bridge.checksum import checksum
 from rpg_megatron.bridge.manifest import HEADER_BYTES, MANIFEST, WRITING, Manifest, Shard
 from rpg_megatron.bridge.publisher import (
     ManifestBuilder,
@@ -32,7 +31,7 @@ from rpg_megatron.bridge.publisher import (
 from rpg_megatron.config.errors import UserError, gib
 from rpg_megatron.config.files import open_own, open_private, remove
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.system.collectives import gather_objects, run_together
 
 ALIGNMENT = 64
@@ -183,8 +182,7 @@ class SharedMemoryPublisher:
         if not self._shards:
             return {}
         self._word.fill_(WRITING)
-        slices = plan.slices_of(self.coordinates.rank)
-        for name in {param for _, _, param, _ in slices}:
+        for name in {param for _, _, param, _ in plan.slices_of(plan.rank)}:
             shard = self._shards[name]
             if name not in self._adopted:
                 shard.copy_(self._params[name].detach())
@@ -193,10 +191,7 @@ class SharedMemoryPublisher:
                     f"{name}: its memory was replaced after it was moved into {self._path}; "
                     "construct the publisher with adopt=False"
                 )
-        sums = {
-            (hf_name, i): checksum(self._shards[param][piece.local.slices()], piece.hf.start)
-            for hf_name, i, param, piece in slices
-        }
+        sums = plan.sum_boxes(self._shards, self.dtype)
         self._word.fill_(version)
         return sums
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rpg_megatron.config import ModelShape
 from rpg_megatron.models.activation_sites import FINAL_INPUT, FINAL_NORM, Trace, layer_site, split_site
-from rpg_megatron.policy.layers import PackedAttention
+from rpg_megatron.policy.attention import PackedAttention
 from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.collectives import gather_on_first

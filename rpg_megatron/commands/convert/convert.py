@@ -28,14 +28,11 @@ from rpg_megatron.config import ModelShape, read_model_shape
 from rpg_megatron.launcher.stopping import RunFailed
 from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.mapping import ModelMapping
-from rpg_megatron.models.placement import RankCoordinates
+from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.system.dtypes import torch_dtype
 
 Count = Callable[[int], None]
 """Called with the bytes of each parameter."""
-_WHOLE = RankCoordinates(
-    rank=0, tensor=1, tensor_rank=0, pipeline_rank=0, data_rank=0, context_rank=0, vocab_multiple=1
-)
 TOLERANCE = 1e-5
 """Largest difference of logits in float32, relative to the largest logit or to 1 if that is smaller."""
 
@@ -61,14 +58,14 @@ def write_hf(source: Source, out: Path, count: Count, max_shard_bytes: int) -> N
     dtype, read = _read_source(source)
     parameters = _Parameters(layout, read, count)
     if isinstance(layout, AdapterMapping):
-        export_adapter(out, parameters, layout, _WHOLE, source.config, dtype=dtype)
+        export_adapter(out, parameters, layout, ONE_RANK, source.config, dtype=dtype)
         return
     export_hf(
         out,
         source.config,
         parameters,
         layout,
-        _WHOLE,
+        ONE_RANK,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         root=source.root,

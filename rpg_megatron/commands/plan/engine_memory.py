@@ -25,7 +25,7 @@ from rpg_megatron.config.rollout import BUCKET_BYTES
 from rpg_megatron.engine.command import kv_bytes_per_token
 from rpg_megatron.engine.hybrid_cache import hybrid_cache
 from rpg_megatron.models.lora import AdapterMapping
-from rpg_megatron.models.partition import ExpertShard
+from rpg_megatron.models.partition import ExpertShard, RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -149,14 +149,9 @@ def worker_parameters(shape: ModelShape, tensor: int) -> int:
 
     vLLM splits what Megatron splits, but replicates key and value heads if there are fewer than workers.
     """
-    params = mapping_for(shape).stage_params(
-        layers=range(shape.num_layers),
-        first=True,
-        last=True,
-        tensor=tensor,
-        vocab_multiple=max(1, VOCAB_PADDING // tensor),
-        experts=ExpertShard(tensor=tensor),
-    )
+    padding, experts = max(1, VOCAB_PADDING // tensor), ExpertShard(tensor=tensor)
+    at = RankCoordinates(tensor=tensor, vocab_multiple=padding, experts=experts)
+    params = mapping_for(shape).stage_params(at, layers=range(shape.num_layers), first=True, last=True)
     columns = 2 * shape.softmax_layers * shape.head_dim * (shape.hidden_size + shape.qkv_bias)
     missing = max(0, tensor - shape.num_kv_heads) * columns // tensor
     return sum(map(math.prod, params.values())) + missing

@@ -13,7 +13,7 @@ from rpg_megatron.config.policy import FP8Settings, ParallelSettings
 from rpg_megatron.data.packing import padded_length, sequence_multiple
 from rpg_megatron.launcher.nodes import assign_node
 from rpg_megatron.models.lora import AdapterMapping, projection_shape
-from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard
+from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 
 _FP8_MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
@@ -75,17 +75,17 @@ def rank_parameters(settings: Settings, shape: ModelShape, stage: int) -> RankPa
     parallel, fp8, lora = settings.parallel, settings.precision.fp8, settings.lora
     # All expert-parallel ranks have shards of the same size.
     shard = ExpertShard(parallel.expert, 0, parallel.expert_tensor, 0) if shape.experts else ALL_EXPERTS
-    how = parallel.tensor, settings.model.vocab_multiple, shard
-    whole = 1, settings.model.vocab_multiple, replace(shard, tensor=1)
-    sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), *how))
+    at = RankCoordinates(tensor=parallel.tensor, vocab_multiple=settings.model.vocab_multiple, experts=shard)
+    whole = replace(at, tensor=1, experts=replace(shard, tensor=1))
+    sums = Counter(_count(shape, lora, None, (stage == 0, stage == parallel.pipeline - 1), at))
     layers = layers_of(shape, parallel, stage)
     examples = {(shape.has_experts(n), shape.is_linear(n)): n for n in layers}
     for n in layers:
         example = examples[shape.has_experts(n), shape.is_linear(n)]
-        in_layer = _count(shape, lora, example, (False, False), *how)
+        in_layer = _count(shape, lora, example, (False, False), at)
         sums.update(in_layer)
         sums["in_fp8"] -= 0 if in_fp8(fp8, n, shape.num_layers) else in_layer["in_fp8"]
-        sums["flops"] += _count(shape, None, example, (False, False), *whole)["orthogonalised"]
+        sums["flops"] += _count(shape, None, example, (False, False), whole)["orthogonalised"]
     trained = sums["total"] if lora is None else sums["adapters"]
     total = sums["total"] + sums["adapters"]
     of_muon = sums["hidden"], sums["flops"]
@@ -98,18 +98,15 @@ def _count(
     lora: LoraSettings | None,
     layer: int | None,
     ends: tuple[bool, bool],
-    tensor: int,
-    vocab_multiple: int,
-    experts: ExpertShard,
+    at: RankCoordinates,
 ) -> dict[str, int]:
     """Parameters of a layer: all but adapters, those of experts, of matrices in FP8 recipes, of all matrices,
     of adapters, and of matrices that have adapters. FLOPs of five Newton-Schulz steps of each matrix.
 
     layer None: those of the embedding (``ends[0]``) and of the modules after the layers (``ends[1]``).
     """
-    where = {"layers": [] if layer is None else [layer], "first": ends[0], "last": ends[1]}
-    how = {"tensor": tensor, "vocab_multiple": vocab_multiple}
-    shapes = mapping_for(shape).stage_params(**where, **how, experts=experts)  # type: ignore[arg-type]
+    layers = [] if layer is None else [layer]
+    shapes = mapping_for(shape).stage_params(at, layers=layers, first=ends[0], last=ends[1])
     sizes = {name: math.prod(dims) for name, dims in shapes.items()}
     counts = {
         "total": sum(sizes.values()),
@@ -121,11 +118,11 @@ def _count(
     counts["orthogonalised"] = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in matrices)
     if lora is not None:
         mapping = AdapterMapping(shape, lora)
-        adapters = mapping.stage_params(**where, **how)  # type: ignore[arg-type]
+        adapters = mapping.stage_params(at, layers=layers, first=ends[0], last=ends[1])
         counts["adapters"] = sum(map(math.prod, adapters.values()))
-        rows = shape.padded_vocab(tensor, vocab_multiple) // tensor
+        rows = shape.padded_vocab(at.tensor, at.vocab_multiple) // at.tensor
         names = [name for packed in mapping.packed for name in packed] if layer is not None else []
-        counts["adapted"] = sum(math.prod(projection_shape(shape, name)) for name in names) // tensor
+        counts["adapted"] = sum(math.prod(projection_shape(shape, name)) for name in names) // at.tensor
         counts["adapted"] += mapping.on_output_layer * ends[1] * rows * shape.hidden_size
     return counts
 
