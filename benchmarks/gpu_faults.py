@@ -4,11 +4,12 @@
     python -m benchmarks.gpu_faults run FOLDER [--only NAME ...] [--tests PATH ...]
 
 Each fault is planted in a copy of the repository in FOLDER, and the tests of its place (``TESTS``) run on it
-until the first failure. FOLDER/outcomes.jsonl holds what was found: the same command goes on where it stopped,
-and tries faults again that were not found. tests/cuda needs .venv-cuda (``make test-cuda``).
+until the first failure. Outcomes are kept in FOLDER/outcomes.jsonl: the same command goes on where it
+stopped, and tries again the faults that were not found. tests/cuda needs .venv-cuda (``make test-cuda``).
 
-The listed faults come from two reviews, whose time's tests did not find most of them. ``DRAWS`` more are drawn
-from all places where a wait, an event, a copy, a device or a check can be removed, moved or weakened.
+The listed faults come from two reviews; the tests of their time did not find most of them. More are drawn
+(``DRAWS``) from all places where a wait, an event, a copy, a device or a check can be removed, moved or
+weakened.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def _named() -> list[Fault]:
         Fault(
             "apex taken for granted",
             "rpg_megatron/policy/precision.py",
-            'return device.type == "cuda" and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None',
-            'return device.type == "cuda"',
+            ' and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None',
+            "",
         ),
         Fault("a teacher that stays on the GPU", "rpg_megatron/policy/teacher.py",
               "            for p, held in self._held:\n                p.data = held", "            pass"),
@@ -314,7 +315,8 @@ def run(folder: Path, tests: list[str], only: list[str]) -> None:
             outcomes[fault.name] = _outcome(fault, folder, tests or tests_of(fault))
             with file.open("a") as f:
                 print(json.dumps([fault.name, outcomes[fault.name]]), file=f)
-            print(f"{fault.name[:90]}: {outcomes[fault.name]} ({time.monotonic() - start:.0f} s)", flush=True)
+            name, seconds = " ".join(fault.name.split())[:90], time.monotonic() - start
+            print(f"{name}: {outcomes[fault.name]} ({seconds:.0f} s)", flush=True)
     results = [outcomes[fault.name] for fault in chosen]
     gone = results.count(_GONE)
     detected = len(results) - gone - results.count(_NOT_FOUND)
