@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import random
@@ -105,7 +106,6 @@ _ENGINE = [
     "tests/unit/test_vllm_contract.py",
     "tests/unit/test_engine_liveness.py",
     "tests/cuda/test_load_plan.py",
-    "tests/integration/test_direct_loads.py",
 ]
 _POLICY = [
     "tests/unit/test_stream_order.py",
@@ -339,32 +339,60 @@ def _outcome(fault: Fault, folder: Path, tests: list[str]) -> str:
     except ValueError:
         return _GONE
     on_cuda = [test for test in tests if test.startswith("tests/cuda")]
-    elsewhere = [test for test in tests if test not in on_cuda]
-    stubs, cuda_python = ROOT / ".venv-cuda/stubs", ROOT / ".venv-cuda/bin/python"
-    variables = {"LD_LIBRARY_PATH": str(stubs), "RPG_CUDA_STUBS": "1", "HF_HUB_OFFLINE": "1"}
-    calls = [(sys.executable, elsewhere, {}), (str(cuda_python), on_cuda, variables)]
     try:
-        for python, paths, more in calls:
-            if not paths or not Path(python).exists():
-                continue
-            process = subprocess.run(
-                [python, "-m", "pytest", "-x", "-q", "--no-header", "--timeout", "300", *_NO_LONG, *paths],
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(folder)} | more,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if process.returncode != 0:
-                lines = process.stdout.splitlines()
-                failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-                return failures[0][:150] if failures else process.stdout[-300:]
+        failure = _run_forked(folder, [test for test in tests if test not in on_cuda])
+        return failure or _run_on_cuda(folder, on_cuda) or _NOT_FOUND
     finally:
         shutil.copy(ROOT / fault.file, folder / fault.file)
-    return _NOT_FOUND
 
 
-_NO_LONG = ("-m", "not long and not gpu")
+def _run_forked(folder: Path, tests: list[str]) -> str:
+    """What failed, in a fork of this process: importing the libraries is most of the time of a test."""
+    for library in _LIBRARIES:
+        importlib.import_module(library)
+    output = folder / "output.txt"
+    if (pid := os.fork()) == 0:
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
+        for stream in (1, 2):
+            os.dup2(os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
+        os._exit(importlib.import_module("pytest").main([*_OPTIONS, *tests]))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return _failure(output.read_text()) if code else ""
+
+
+def _run_on_cuda(folder: Path, tests: list[str]) -> str:
+    """What failed in .venv-cuda, as ``make test-cuda`` runs it; nothing without that environment."""
+    python = ROOT / ".venv-cuda/bin/python"
+    if not tests or not python.exists():
+        return ""
+    variables = {"LD_LIBRARY_PATH": str(ROOT / ".venv-cuda/stubs"), "RPG_CUDA_STUBS": "1"}
+    process = subprocess.run(
+        [python, "-m", "pytest", *_OPTIONS, *tests],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return _failure(process.stdout) if process.returncode else ""
+
+
+def _failure(output: str) -> str:
+    failures = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failures[0][:150] if failures else output[-300:]
+
+
+_LIBRARIES = (
+    "torch",
+    "hypothesis",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "vllm.distributed.weight_transfer.factory",
+    "vllm.model_executor.layers.quantization.base_config",
+    "vllm.model_executor.model_loader.reload.layerwise",
+)
+_OPTIONS = ("-x", "-q", "--no-header", "--timeout", "300", "-m", "not long and not gpu")
 
 
 def main() -> None:
