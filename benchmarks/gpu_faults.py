@@ -53,6 +53,7 @@ MORE_PLACES = (
     "rpg_megatron/system/collectives.py",
 )
 LAST = "91a53d2"
+"""The sources when the later draws were made."""
 
 
 @dataclass(frozen=True)
