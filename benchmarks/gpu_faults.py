@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -370,7 +369,7 @@ def _run_forked(folder: Path, tests: list[str]) -> str:
     output = folder / "output.txt"
     if (pid := os.fork()) == 0:
         os.chdir(folder)
-        os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
+        os.environ["PYTHONPATH"] = str(folder)
         for stream in (1, 2):
             os.dup2(os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
         os._exit(importlib.import_module("pytest").main([*_OPTIONS, *tests]))

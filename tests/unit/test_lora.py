@@ -221,7 +221,7 @@ def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("adapters", "level"), [(None, 2), (["lora_A"], 1)])
 def test_engines_keep_what_is_not_published_again(adapters: list[str] | None, level: int) -> None:
-    """At level 2 an engine on a GPU loses the model's weights; on a CPU it has them still, and no run tells."""
+    """At level 2 an engine on a GPU loses the model's weights; one on a CPU has them still."""
     levels: list[int] = []
     run: Any = object.__new__(RankRun)
     run.settings = SimpleNamespace(engine=SimpleNamespace(colocated=True))
