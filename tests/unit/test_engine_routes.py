@@ -55,6 +55,7 @@ def test_an_engine_without_its_folder_says_which_variable(monkeypatch):
         ("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", None, "without --enable-lora"),
         ("model.norm.weight", SimpleNamespace(), "no adapters are published"),
     ],
+    ids=["adapters", "slots"],
 )
 def test_a_worker_refuses_adapters_without_slots_and_slots_without_adapters(published, lora, message):
     """Slots that nothing fills would be served as they are: the policy without its adapter."""
