@@ -3,29 +3,33 @@
     python -m benchmarks.gpu_faults list
     python -m benchmarks.gpu_faults run FOLDER [--only NAME ...] [--tests PATH ...]
 
-Each fault is planted in a copy of the repository in FOLDER, and the tests run on it until the first failure.
-Ten faults are listed here: a review found them, the tests of its time did not. ``DRAWN`` more are drawn from
-all places where a wait, an event, a copy, a device or a check can be removed, moved or weakened.
+Each fault is planted in a copy of the repository in FOLDER, and the tests of its place (``TESTS``) run on it
+until the first failure. Outcomes are kept in FOLDER/outcomes.jsonl: the same command goes on where it
+stopped, and tries again the faults that were not found. tests/cuda needs .venv-cuda (``make test-cuda``).
+
+The listed faults come from two reviews; the tests of their time did not find most of them. More are drawn
+(``DRAWS``) from all places where a wait, an event, a copy, a device or a check can be removed, moved or
+weakened.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import json
 import os
 import random
 import shutil
 import subprocess
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED, DRAWN, COMMIT = 20261126, 20, "fe73f58"
-"""Fixed before the checker of order was written; the draw is from the sources of that commit."""
 PLACES = (
     "rpg_megatron/bridge/transports",
     "rpg_megatron/bridge/vllm",
@@ -33,6 +37,40 @@ PLACES = (
     "rpg_megatron/policy/anchor.py",
     "rpg_megatron/policy/offload.py",
     "rpg_megatron/training/weight_sync.py",
+)
+MORE_PLACES = (
+    *PLACES,
+    "rpg_megatron/bridge/publisher.py",
+    "rpg_megatron/bridge/slice_table.py",
+    "rpg_megatron/policy/device.py",
+    "rpg_megatron/policy/divergence.py",
+    "rpg_megatron/policy/length_groups.py",
+    "rpg_megatron/policy/logprobs.py",
+    "rpg_megatron/policy/precision.py",
+    "rpg_megatron/policy/attention.py",
+    "rpg_megatron/policy/teacher.py",
+    "rpg_megatron/system/collectives.py",
+)
+LAST = "91a53d2"
+"""The sources when the later draws were made."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Faults drawn from the sources of a commit. ``seed`` was written here before the draw was looked at."""
+
+    seed: int
+    number: int
+    commit: str
+    places: tuple[str, ...] = PLACES
+    still_in: str | None = None
+    """Only of places that this commit has, too."""
+
+
+DRAWS = (
+    Draw(20261126, 20, "fe73f58"),  # before the checker of order was written
+    Draw(20261130, 3, "ddc6c18f", still_in=LAST),  # for those of the first whose places have gone
+    Draw(20261201, 10, LAST, MORE_PLACES),
 )
 WAITS = {
     "synchronize",
@@ -49,6 +87,58 @@ CHECKS = {"check_version", "_check_unchanged", "_check_types", "check_cover", "_
 DEVICES = {"set_device"}
 REMOVABLE = WAITS | CHECKS | DEVICES | {"copy_", "retract", "_unregister", "restore_layers", "_refresh"}
 """Functions whose calls can be removed if the result is not used."""
+
+_TRANSPORTS = [
+    "tests/unit/test_stream_order.py",
+    "tests/unit/test_cuda_transports.py",
+    "tests/unit/test_shared_memory_transport.py",
+    "tests/unit/test_sync_controller.py",
+    "tests/unit/test_nccl_use.py",
+    "tests/distributed/test_sync_calls.py",
+    "tests/distributed/test_process_group_transport.py",
+    "tests/distributed/test_publisher_ranks.py",
+    "tests/distributed/test_weight_fan_out.py",
+]
+_ENGINE = [
+    "tests/unit/test_weight_loader.py",
+    "tests/unit/test_load_recorder.py",
+    "tests/unit/test_engine_routes.py",
+    "tests/unit/test_sync_controller.py",
+    "tests/unit/test_vllm_contract.py",
+    "tests/unit/test_engine_liveness.py",
+    "tests/cuda/test_load_plan.py",
+]
+_FAKE_GPUS = ["tests/distributed/test_fake_cuda.py::test_a_layout_runs_on_fake_gpus"]
+_POLICY = [
+    "tests/unit/test_stream_order.py",
+    "tests/unit/test_host_memory.py",
+    "tests/unit/test_nccl_use.py",
+    *_FAKE_GPUS,
+    "tests/distributed/test_offload_for_engines.py",
+]
+TESTS = {
+    "rpg_megatron/bridge/transports": _TRANSPORTS,
+    "rpg_megatron/bridge/publisher.py": _TRANSPORTS,
+    "rpg_megatron/bridge/slice_table.py": ["tests/distributed/test_slice_kernels.py", *_TRANSPORTS],
+    "rpg_megatron/bridge/vllm": _ENGINE,
+    "rpg_megatron/launcher": ["tests/unit/test_rank_env.py"],
+    "rpg_megatron/policy/logprobs.py": ["tests/unit/test_logprobs.py", *_FAKE_GPUS],
+    "rpg_megatron/policy/precision.py": ["tests/unit/test_precision.py", *_FAKE_GPUS],
+    "rpg_megatron/policy/attention.py": ["tests/unit/test_shared_prompt_rows.py", *_FAKE_GPUS],
+    "rpg_megatron/policy/teacher.py": [*_FAKE_GPUS, "tests/distributed/test_teachers.py"],
+    "rpg_megatron/policy": _POLICY,
+    "rpg_megatron/system": ["tests/unit/test_object_collectives.py", *_TRANSPORTS],
+    "rpg_megatron/training/weight_sync.py": ["tests/unit/test_nccl_use.py", "tests/unit/test_rank_env.py"],
+    "rpg_megatron/training/run.py": ["tests/unit/test_lora.py"],
+    "rpg_megatron/training/efficiency.py": ["tests/unit/test_efficiency.py", *_FAKE_GPUS],
+}
+"""Tests that reach a file or folder, the quickest first; the first entry that fits a fault's file counts."""
+
+HARMLESS = {
+    "weight_loader.py:173 without synchronize": "all this work is on one stream, for which own_stream waits "
+    "before anything is acknowledged",
+}
+"""Part of a fault's name -> why nothing changes that could be observed."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +172,8 @@ def _named() -> list[Fault]:
         Fault(
             "LOCAL_RANK is the global rank",
             "rpg_megatron/launcher/rank_env.py",
-            "str(rank - assignment.ranks.start)",
-            "str(rank)",
+            '"LOCAL_RANK": str(place)',
+            '"LOCAL_RANK": str(rank)',
         ),
         Fault(
             "experts of FlashInfer's layout loaded in place",
@@ -98,14 +188,36 @@ def _named() -> list[Fault]:
             # The comparison of dtypes and shapes is removed too, since it alone would find the fault.
             'if getattr(plan.layer, "quant_method", None) is not None:\n        return True\n    expected',
         ),
+        Fault("shared prompts are not causal", "rpg_megatron/policy/attention.py",
+              "window_size=(-1, 0)", "window_size=(-1, -1)"),
+        Fault("a CPU tensor in NCCL's all-reduce", "rpg_megatron/training/efficiency.py",
+              "[peak_memory_bytes(self._device)], dtype=torch.float64, device=self._device",
+              "[peak_memory_bytes(self._device)], dtype=torch.float64"),
+        Fault(
+            "apex taken for granted",
+            "rpg_megatron/policy/precision.py",
+            ' and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None',
+            "",
+        ),
+        Fault("a teacher that stays on the GPU", "rpg_megatron/policy/teacher.py",
+              "            for p, held in self._held:\n                p.data = held", "            pass"),
+        Fault("log-prob kernels compiled for each shape", "rpg_megatron/policy/logprobs.py",
+              "dynamic=True", "dynamic=False"),
+        Fault("freed memory stays in torch's cache", PLACES[4],
+              "        torch.cuda.empty_cache()  # returns", "        # returns"),
+        Fault("FP8's copies of weights stay while engines run", PLACES[4],
+              'getattr(module, "_fp8_workspaces", {}).clear()', "pass"),
+        Fault("engines with adapters lose the model's weights", "rpg_megatron/training/run.py",
+              "self._weight_sync.sleep(2 if self._trainer.published[1] is None else 1)",
+              "self._weight_sync.sleep(2)"),
     ]  # fmt: skip
 
 
-def candidates() -> Iterator[Fault]:
+def candidates(commit: str, places: tuple[str, ...]) -> Iterator[Fault]:
     """Every fault that can be drawn, in the order of the files."""
-    for place in PLACES:
-        for file in _git("ls-tree", "-r", "--name-only", COMMIT, place).split():
-            source = _git("show", f"{COMMIT}:{file}")
+    for place in places:
+        for file in _git("ls-tree", "-r", "--name-only", commit, place).split():
+            source = _git("show", f"{commit}:{file}")
             for node in ast.walk(ast.parse(source)):
                 for kind, line, old, new in _changes_of(node, source):
                     yield _in_context(f"{file}:{line} {kind}", file, source, line, old, new)
@@ -174,8 +286,18 @@ def _called(call: ast.expr) -> str:
 
 
 def faults() -> list[Fault]:
-    """The ten that are listed and those drawn."""
-    return _named() + random.Random(SEED).sample(list(candidates()), DRAWN)
+    """Those that are listed and those drawn."""
+    return _named() + [fault for draw in DRAWS for fault in _drawn(draw)]
+
+
+def _drawn(draw: Draw) -> list[Fault]:
+    faults = list(candidates(draw.commit, draw.places))
+    if draw.still_in is not None:
+        files = _git("ls-tree", "-r", "--name-only", draw.still_in).split()
+        sources = {f.file: "" for f in faults}
+        sources |= {file: _git("show", f"{draw.still_in}:{file}") for file in sources if file in files}
+        faults = [f for f in faults if sources[f.file].count(f.old) == 1]
+    return random.Random(draw.seed).sample(faults, draw.number)
 
 
 def plant(fault: Fault, folder: Path) -> None:
@@ -188,34 +310,105 @@ def plant(fault: Fault, folder: Path) -> None:
 
 
 def run(folder: Path, tests: list[str], only: list[str]) -> None:
-    """Plant each fault in turn and run the tests on it; prints the test that found it, if any."""
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "site", ".*_cache"))
-    detected = gone = 0
+    """Plant each fault in turn and run the tests on it; prints the test that found it, if any.
+
+    tests: instead of those of the fault's place.
+    """
+    ignored = shutil.ignore_patterns(".venv*", ".git", "runs", "site", ".*_cache", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+    file = folder / "outcomes.jsonl"
+    outcomes = dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
     chosen = [f for f in faults() if not only or any(word in f.name for word in only)]
     for fault in chosen:
+        harmless = next((why for name, why in HARMLESS.items() if name in fault.name), "")
+        if harmless:
+            outcomes[fault.name] = _HARMLESS
+            print(f"{fault.name}: changes nothing: {harmless}", flush=True)
+        elif outcomes.get(fault.name, _NOT_FOUND) == _NOT_FOUND:
+            start = time.monotonic()
+            outcomes[fault.name] = _outcome(fault, folder, tests or tests_of(fault))
+            with file.open("a") as f:
+                print(json.dumps([fault.name, outcomes[fault.name]]), file=f)
+            name, seconds = " ".join(fault.name.split())[:90], time.monotonic() - start
+            print(f"{name}: {outcomes[fault.name]} ({seconds:.0f} s)", flush=True)
+    results = Counter(outcomes[fault.name] for fault in chosen)
+    missed, gone, without_effect = (results.pop(outcome, 0) for outcome in (_NOT_FOUND, _GONE, _HARMLESS))
+    found = results.total()
+    print(
+        f"{found} of {found + missed} found; {without_effect} change nothing, the places of {gone} are gone"
+    )
+
+
+_NOT_FOUND, _GONE, _HARMLESS = "NOT FOUND", "its place is gone", "changes nothing"
+
+
+def tests_of(fault: Fault) -> list[str]:
+    """The tests that reach a fault's place."""
+    return next(tests for place, tests in TESTS.items() if fault.file.startswith(place))
+
+
+def _outcome(fault: Fault, folder: Path, tests: list[str]) -> str:
+    """What found the fault: the first line of a failure."""
+    shutil.copy(ROOT / fault.file, folder / fault.file)
+    try:
+        plant(fault, folder)
+    except ValueError:
+        return _GONE
+    on_cuda = [test for test in tests if test.startswith("tests/cuda")]
+    try:
+        failure = _run_forked(folder, [test for test in tests if test not in on_cuda])
+        return failure or _run_on_cuda(folder, on_cuda) or _NOT_FOUND
+    finally:
         shutil.copy(ROOT / fault.file, folder / fault.file)
-        try:
-            plant(fault, folder)
-        except ValueError as e:
-            print(f"gone: {e}", flush=True)
-            gone += 1
-            continue
-        start = time.monotonic()
-        process = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--timeout", "300", *tests],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        shutil.copy(ROOT / fault.file, folder / fault.file)
-        failures = [line for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        detected += process.returncode != 0
-        output = "NOT FOUND" if process.returncode == 0 else process.stdout[-300:]
-        outcome = failures[0][:150] if failures else output
-        print(f"{fault.name[:90]}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
-    print(f"{detected} of {len(chosen) - gone} found; the places of {gone} are gone")
+
+
+def _run_forked(folder: Path, tests: list[str]) -> str:
+    """What failed, in a fork of this process: importing the libraries is most of the time of a test."""
+    for library in _LIBRARIES:
+        importlib.import_module(library)
+    output = folder / "output.txt"
+    if (pid := os.fork()) == 0:
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(folder)
+        for stream in (1, 2):
+            os.dup2(os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
+        os._exit(importlib.import_module("pytest").main([*_OPTIONS, *tests]))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return _failure(output.read_text()) if code else ""
+
+
+def _run_on_cuda(folder: Path, tests: list[str]) -> str:
+    """What failed in .venv-cuda, as ``make test-cuda`` runs it; nothing without that environment."""
+    python = ROOT / ".venv-cuda/bin/python"
+    if not tests or not python.exists():
+        return ""
+    variables = {"LD_LIBRARY_PATH": str(ROOT / ".venv-cuda/stubs"), "RPG_CUDA_STUBS": "1"}
+    process = subprocess.run(
+        [python, "-m", "pytest", *_OPTIONS, *tests],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return _failure(process.stdout) if process.returncode else ""
+
+
+def _failure(output: str) -> str:
+    failures = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failures[0][:150] if failures else output[-300:]
+
+
+_LIBRARIES = (
+    "torch",
+    "hypothesis",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "vllm.distributed.weight_transfer.factory",
+    "vllm.model_executor.layers.quantization.base_config",
+    "vllm.model_executor.model_loader.reload.layerwise",
+)
+_OPTIONS = ("-x", "-q", "--no-header", "--timeout", "300", "-m", "not long and not gpu")
 
 
 def main() -> None:
@@ -224,9 +417,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="names of the faults")
     runs = commands.add_parser("run", help="plant each fault and run the tests on it")
-    runs.add_argument("folder", type=Path, help="new folder for the copy")
+    runs.add_argument("folder", type=Path, help="folder for the copy and the outcomes")
     runs.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
-    runs.add_argument("--tests", nargs="*", default=["tests/unit"], help="what pytest gets")
+    runs.add_argument("--tests", nargs="*", default=[], help="what pytest gets, instead of TESTS")
     options = parser.parse_args()
     if options.command == "list":
         print(*(fault.name for fault in faults()), sep="\n")

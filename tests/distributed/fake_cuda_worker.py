@@ -41,6 +41,7 @@ from rpg_megatron.policy.microbatch import MicroBatch
 from rpg_megatron.policy.model import start_mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.dtypes import torch_dtype
+from rpg_megatron.training.efficiency import Efficiency
 from rpg_megatron.training.loss import build_aggregator, build_loss
 from rpg_megatron.training.trainer import Trainer
 from tests.support import fake_cuda
@@ -206,6 +207,9 @@ def step(trainer: Trainer, report: Report) -> None:
         trainer.scorer.compute_log_probs(batch)
     with report.part("first update"):
         trainer.update(1, batch, lambda done, all_: None)
+    efficiency = Efficiency(trainer.settings, trainer.shape, trainer.policy.device)
+    efficiency.metrics({"step/tokens": 1.0, "step/forward_flops": 1.0, "time/step": 1.0})
+    efficiency.close()
 
 
 def publish(trainer: Trainer, folder: Path, report: Report) -> None:

@@ -3,9 +3,9 @@
 Why: a tensor on the wrong device, in the wrong group or of the wrong dtype ends a run in its first minute on
 a cluster, and a line that makes the host wait for the device shows there only as a slow step. Each
 layout is run as one of its ranks (fake_cuda_worker): build, pack, score, anchor, updates, offload and reload;
-without pipeline stages a whole step on rank 0, checksums, publication by shared memory and export; on one
-rank, the plan of a save. fake_cuda lists what this cannot show: values, kernels, memory, the order of streams
-and messages. Layers are the local ones, not Transformer Engine's.
+without pipeline stages a whole step on rank 0 and its metrics, checksums, publication by shared memory and
+export; on one rank, the plan of a save. fake_cuda lists what this cannot show: values, kernels, memory, the
+order of streams and messages. Layers are the local ones, not Transformer Engine's.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ workers are readers in the test's process, without vLLM (tests/integration has t
 
 import itertools
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -191,6 +192,23 @@ def test_what_is_stale_or_elsewhere_is_refused(trainers):
     with pytest.raises(ShardError, match=r"trainer rank [01] does not answer"):
         reader.check(halves(0))
     assert time.monotonic() - began < 60
+
+
+def test_publishing_again_ends_the_service_of_what_was_published(tmp_path):
+    """Else it would go on from weights that an update changes, and its thread would never be joined."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        (place,) = grid(SHAPE, 1, 1, vocab_multiple=16)
+        params = stage_values(LAYOUT, place, 1, random_state_dict(LAYOUT))
+        arguments = "127.0.0.1", place, params, LAYOUT, torch.float32
+        publisher = GroupPublisher(*arguments, timeout=4.0, bucket_bytes=3000, private=tmp_path)
+        publisher.publish(1)
+        serving = threading.active_count()
+        publisher.publish(2)
+        assert threading.active_count() == serving
+        publisher.close()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("when", ["before the check", "before the apply", "in the apply"])

@@ -12,19 +12,24 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rpg_megatron.bridge import publisher
 from rpg_megatron.bridge.controller import _describe, compare_checksums
-from rpg_megatron.bridge.manifest import Copy, Manifest
+from rpg_megatron.bridge.manifest import Copy, Layout, Manifest, PublishedBox, PublishedTensor, Shard
+from rpg_megatron.bridge.slice_table import TableCache
 from rpg_megatron.bridge.transports import cuda_ipc, mapped_reader
 from rpg_megatron.bridge.transports.buckets import BucketPart
 from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
-from rpg_megatron.bridge.transports.mapped_reader import ShardReader
-from rpg_megatron.bridge.transports.process_group_reader import Receiver
+from rpg_megatron.bridge.transports.mapped_reader import Copies, ShardError, ShardReader
+from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError
+from rpg_megatron.bridge.transports.process_group_reader import GroupReader, Receiver
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
@@ -68,6 +73,42 @@ def test_a_link_has_one_receive_under_way() -> None:
         assert places == [places[0], places[1]] * 3
         assert places[0] != places[1]
     assert link.most == 1
+
+
+def test_a_plan_of_copies_follows_the_messages() -> None:
+    """On a GPU parts are not taken one by one: the plan that is made at the first sync compares them."""
+    whole, parts = Box((0,), (32,)), [BucketPart("w", Box((row,), (16,)), 64) for row in (0, 16)]
+    tensors = {"w": PublishedTensor("float32", (32,), (PublishedBox(0, 0, (32,), whole, whole),))}
+    reader, receiver = GroupReader(torch.device("cpu")), Receiver(SlowLink(), "name")  # type: ignore[arg-type]
+    receiver.plan([tuple(parts)])
+    receiver.begin()
+    reader.manifest = Manifest("process_group", {}, 1, Layout((Shard(0, 128),), tensors).to_json(), (0,))
+    reader._links, reader._max_part_bytes = {0: receiver}, 64
+    for wanted in (parts[::-1], [*parts, parts[1]]):  # in another order, and one more
+        boxes = [("w", part.box) for part in wanted]
+        targets = [torch.empty(16)] * len(wanted)
+        copies = Copies(boxes, [], lambda t=targets: t, TableCache())  # type: ignore[misc]
+        with pytest.raises(ShardError, match=r"trainer rank 0.* is next, not"):
+            reader._plan_steps(copies)
+
+
+def test_a_link_through_the_host_has_pinned_memory_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From other memory, copies to and from the GPU are several times slower."""
+    monkeypatch.setattr(dist, "ProcessGroupGloo", MagicMock())
+    place = {"backend": "gloo", "timeout": 1.0, "address": "127.0.0.1"}
+    rendezvous: Any = SimpleNamespace(place=place, link_store=lambda *_: None)
+    link = Link(rendezvous, "name", SENDER, torch.device("cuda"))
+    made: dict[str, Any] = {}
+    with monkeypatch.context() as patch:  # torch cannot pin memory without a GPU
+        patch.setattr(torch, "empty", lambda *_, **options: made.update(options))
+        link.buffer(16)
+    assert made == {"dtype": torch.uint8, "device": torch.device("cpu"), "pin_memory": True}
+    link.send(torch.zeros(16))
+    link.close()
+    with pytest.raises(LinkError, match="is closed"):
+        link.send(torch.zeros(16))
 
 
 LAYOUT = mapping_for(TINY)

@@ -7,8 +7,10 @@ proved by tests/distributed/test_lora_layouts and tests/integration/test_lora_en
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from rpg_megatron.models.partition import ONE_RANK, RankCoordinates
 from rpg_megatron.models.placement import RankShards, assign_owners
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.training.mismatch import check_known_adapters
+from rpg_megatron.training.run import RankRun
 from tests.support.layouts import make_batch
 from tests.support.tiny_models import TINY, TINY_MOE, config_of, write_checkpoint
 
@@ -208,6 +211,20 @@ def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
     ]
     assert found[7:9] == ["down_proj", "lm_head"]
     assert options(None) == options({"publish": "merged"}) == options({"rank": 4}, "checkpoint") == []
+
+
+@pytest.mark.parametrize(("adapters", "level"), [(None, 2), (["lora_A"], 1)])
+def test_engines_keep_what_is_not_published_again(adapters: list[str] | None, level: int) -> None:
+    """At level 2 an engine on a GPU loses the model's weights; one on a CPU has them still."""
+    levels: list[int] = []
+    run: Any = object.__new__(RankRun)
+    run.settings = SimpleNamespace(engine=SimpleNamespace(colocated=True))
+    run.time = lambda phase: nullcontext()
+    run._weight_sync = SimpleNamespace(sleep=levels.append)
+    run._trainer = SimpleNamespace(published=(None, adapters))
+    run.policy = SimpleNamespace(offloader=SimpleNamespace(reload=lambda: None))
+    run.offload_engines()
+    assert levels == [level]
 
 
 def test_known_adapters_must_be_what_each_engine_computes_with() -> None:

@@ -128,6 +128,28 @@ def test_reader_refuses_what_is_stale_foreign_or_misplaced(folder, tmp_path):
         reader.open(manifest.place, 1)
 
 
+@pytest.mark.parametrize("phase", ["check", "apply"])
+def test_weights_that_change_while_they_are_read_are_refused(folder, phase):
+    """The trainer withdraws them as the first slice is read; no later phase need notice."""
+    pub, _, _ = publisher(folder)
+    withdraw = []
+    reader = ShardReader(folder, on_progress=lambda: [pub.retract() for _ in withdraw])
+    manifest = pub.publish(1)
+    reader.open(manifest.place, 1)
+    box = Box.whole(manifest.tensors["model.norm.weight"].shape)
+    if phase == "check":
+        withdraw.append(True)
+        with pytest.raises(ShardError, match="must not be read now"):
+            reader.check([("model.norm.weight", box)])
+    else:
+        reader.check([("model.norm.weight", box)])
+        reader.begin()
+        withdraw.append(True)
+        reader.whole("model.norm.weight")
+        with pytest.raises(ShardError, match="must not be read now"):
+            reader.end()
+
+
 def test_damage_is_traced_to_the_file(folder):
     pub, _, _ = publisher(folder)
     manifest = pub.publish(1)

@@ -144,6 +144,16 @@ def test_what_a_loader_copies_directly_arrives(transposed, with_table):
         assert {name: (p, p.data_ptr()) for name, p in model.named_parameters()} == before
 
 
+def test_a_recording_leaves_the_model_as_it_is():
+    """Also what no plan knows of: an update that fails after it must not have changed a served model."""
+    model = Model()
+    model.table.fill_(7.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan_of(model, model.shapes() | {"table": (4,)})
+    assert torch.equal(model.table, torch.full((4,), 7.0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("left_out", "rows", "says"),

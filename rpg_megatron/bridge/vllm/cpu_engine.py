@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 import socket
@@ -94,8 +95,8 @@ def _adapt_config(current_platform: Any) -> None:
 
 def _compute_experts_without_adapters() -> None:
     """With adapters vLLM chooses experts by Triton, which has no CPU; here no expert has an adapter."""
-    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
-
+    name = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
+    method: Any = importlib.import_module(name)
     select = method.select_unquantized_moe_backend
 
     def select_plain(moe_config: Any) -> Any:
