@@ -20,7 +20,7 @@ import pytest
 
 from rpg_megatron.commands.plan.activations import StageActivations
 from rpg_megatron.commands.plan.layout import BatchPlan, count_gpus, plan_batch
-from rpg_megatron.commands.plan.trainer_memory import IMPORTS, SAVE, rank_memory, recomputation
+from rpg_megatron.commands.plan.trainer_memory import IMPORTS, SAVE, rank_memory
 from rpg_megatron.config import Settings, read_model_shape
 from tests.support.ranks import run_ranks
 
@@ -245,7 +245,7 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
     world = next(iter(cases.values())).parallel.world
     ranks = run_ranks("tests.distributed.plan_activation_worker", world, folder, timeout=550)
     for name, settings in cases.items():
-        model, kind = read_model_shape(settings.model.path), recomputation(settings)
+        model, kind = read_model_shape(settings.model.path), settings.recompute
         for rank, saved in enumerate(ranks):
             stage = rank if settings.parallel.pipeline > 1 else 0
             planned = StageActivations(settings, model, stage, batch_of(settings, 1), "cpu").saved(kind)

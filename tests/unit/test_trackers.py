@@ -91,7 +91,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setti
     (tmp_path / "my_trackers.py").write_text(MODULE)
     (example,) = re.findall(r"```python\n# my_trackers.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "documented.py").write_text(example)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # where modules are found
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     for name in ("my_trackers", "documented"):  # of an earlier test
         monkeypatch.delitem(sys.modules, name, raising=False)
