@@ -43,12 +43,15 @@ def shareable(prompt: int, response: int, least: float | None) -> int:
 def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> list[RowPiece]:
     """The pieces of a row, in order. least: see ``shareable``.
 
-    Trajectories with the same prompt tokens share them if there are at least two. Responses follow their
-    prompt; everything else keeps the order of the trajectories.
+    Trajectories with the same prompt tokens share them if there are at least two; with routes, which a shared
+    prompt has from its first response, those of the same weights. Responses follow their prompt; everything
+    else keeps the order of the trajectories.
     """
     members: dict[Hashable, list[int]] = {}
     for number, t in enumerate(trajectories):
-        key = t.prompt.tobytes() if shareable(len(t.prompt), len(t.response), least) else number
+        weights = int(t.versions[0]) if len(t.routes) else None
+        shares = shareable(len(t.prompt), len(t.response), least) > 0
+        key = (t.prompt.tobytes(), weights) if shares else number
         members.setdefault(key, []).append(number)
     pieces: list[RowPiece] = []
     for numbers in members.values():

@@ -212,7 +212,7 @@ def make_micro_batch(
     exclude truncated responses from the loss; their log-probs are still computed. experts: replay the
     routes of the trajectories, which all or none of them have. direction: of the divergence to the teacher's
     likeliest tokens, which trajectories may have; None: they are not used. share: the responses to one prompt
-    stand behind a single copy of it, see ``row_layout.shareable``; its routes are those of the first.
+    stand behind a single copy of it, see ``row_layout.lay_out``.
     Raises ValueError if some have routes and some do not.
     """
     pieces = lay_out(trajectories, share)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import pickle
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from rpg_megatron.config.model_shape import ExpertShape, Rope
 from rpg_megatron.data.packing import count_shared, pack_rows, plan_batches
 from rpg_megatron.data.row_layout import lay_out, shareable
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import NO_ROUTES, Trajectory
 from rpg_megatron.policy import attention as packed_attention
 from rpg_megatron.policy.attention import PackedAttention, attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences, make_micro_batch, pack_lengths
@@ -227,6 +228,20 @@ def test_the_routes_of_a_prompt_are_those_of_its_first_response() -> None:
     routes = make_micro_batch(GROUP, CPU, share=0.0, experts=experts).packed.routes
     assert routes is not None
     assert routes.experts[0, :, 0].tolist() == [1, 1, 1, 1, 3, 5, 5, 5, 2, 2, 2, 4, 4, 4, 4, 6]
+
+
+def test_prompts_that_other_weights_routed_are_not_shared() -> None:
+    """Ahead of training, groups of other versions may have the prompt of a turn in common."""
+    batch = pickle.loads(pickle.dumps([GROUP[0], GROUP[2], GROUP[4]]))
+    alike = lay_out(batch, 0.0)
+    assert sum(piece.shared for piece in alike) == 1
+    batch[1].versions += 1
+    apart = lay_out(batch, 0.0)
+    prompts = {piece.trajectory: piece.prompt for piece in apart if not piece.shared}
+    assert prompts[1] is None
+    for t in batch:
+        t.routes = NO_ROUTES
+    assert lay_out(batch, 0.0) == alike
 
 
 def test_short_prompts_are_not_shared() -> None:
