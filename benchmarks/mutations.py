@@ -55,30 +55,50 @@ LAYER_TESTS = [
     ["tests/distributed/test_plan_memory.py", "tests/integration/test_convert_tools.py"],
 ]
 """Of the default tier, in groups, the fastest first."""
-PAIRS = [
-    "bridge/controller.py",
-    "bridge/publisher.py",
-    "policy/lora.py",
-    "policy/microbatch.py",
-    "policy/policy.py",
-    "policy/router_replay.py",
-    "policy/teacher.py",
-    "rollout/admission.py",
-    "rollout/conversation.py",
-    "rollout/kept_groups.py",
-    "rollout/producer.py",
-    "training/advantages.py",
-    "training/batch_scoring.py",
-    "training/off_policy.py",
-    "training/run.py",
-    "training/trainer.py",
-    "training/weight_sync.py",
+_RUN = "tests/integration/test_feature_pairs.py"
+_UPDATES = [
+    *("tests/unit/test_training_metrics.py", "tests/unit/test_step_warnings.py"),
+    *(
+        f"tests/distributed/test_{name}.py"
+        for name in ("training_knobs", "old_from_update", "skipped_updates")
+    ),
+    *(f"tests/distributed/test_{name}.py" for name in ("probes", "router_replay", "batch_scatter")),
 ]
-PAIR_TESTS = [
-    ["tests/unit"],
-    ["tests/integration/test_feature_pairs.py"],
-    ["tests/distributed"],
-]
+PAIRS = {
+    "bridge/controller.py": ["tests/unit/test_sync_controller.py", "tests/unit/test_weight_checksum.py"],
+    "bridge/publisher.py": [
+        *("tests/unit/test_shared_memory_transport.py", "tests/distributed/test_publisher_ranks.py"),
+        "tests/distributed/test_process_group_transport.py",
+    ],
+    "policy/lora.py": ["tests/unit/test_lora.py", "tests/distributed/test_lora_layouts.py"],
+    "policy/microbatch.py": [
+        "tests/unit/test_shared_prompt_rows.py",
+        "tests/distributed/test_shared_prompts.py",
+    ],
+    "policy/policy.py": ["tests/distributed/test_layouts.py"],
+    "policy/router_replay.py": [
+        "tests/unit/test_router_routes.py",
+        "tests/distributed/test_router_replay.py",
+    ],
+    "policy/teacher.py": ["tests/distributed/test_teachers.py"],
+    "rollout/admission.py": ["tests/unit/test_admission.py"],
+    "rollout/conversation.py": [
+        *("tests/unit/test_conversations.py", "tests/unit/test_episodes.py", "tests/unit/test_gateway.py"),
+        "tests/unit/test_episode_pool.py",
+    ],
+    "rollout/kept_groups.py": ["tests/unit/test_kept_groups.py"],
+    "rollout/producer.py": [
+        *("tests/unit/test_sampler_ahead.py", "tests/unit/test_sampled_ahead.py"),
+        *("tests/unit/test_sampler.py", "tests/unit/test_plan_ahead.py"),
+    ],
+    "training/advantages.py": _UPDATES,
+    "training/batch_scoring.py": _UPDATES,
+    "training/off_policy.py": ["tests/unit/test_training_metrics.py", *_UPDATES],
+    "training/run.py": ["tests/unit/test_lora.py", *_UPDATES],
+    "training/trainer.py": _UPDATES,
+    "training/weight_sync.py": ["tests/distributed/test_weight_fan_out.py", *_UPDATES],
+}
+"""Module where features meet -> tests of the default tier that reach it; the run of pairs comes after them."""
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
 _COMPARED = {
     ast.Lt: "<=",
@@ -203,7 +223,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="Only print the draw.")
     options = parser.parse_args()
     pairs = options.subject == "pairs"
-    modules, tests = (PAIRS, PAIR_TESTS) if pairs else (LAYERS, LAYER_TESTS)
+    modules = list(PAIRS) if pairs else LAYERS
     everything = [mutation for module in modules for mutation in find_mutations(module, logic=pairs)]
     drawn = random.Random(options.seed).sample(everything, options.count)
     print(
@@ -219,6 +239,7 @@ def main() -> None:
             ignore = shutil.ignore_patterns(".git", ".venv*", "runs", "evals", "site", "*_cache")
             shutil.copytree(ROOT, root, ignore=ignore, symlinks=True)
             mutation.apply(root)
+            tests = [[test] for test in [*PAIRS[mutation.module], _RUN]] if pairs else LAYER_TESTS
             found = first_failure(root, tests)
         print(f"   {found or 'NOT FOUND'} ({time.monotonic() - began:.0f} s)", flush=True)
         survivors += [] if found else [mutation]
