@@ -98,7 +98,7 @@ PAIRS = {
     "training/trainer.py": _UPDATES,
     "training/weight_sync.py": ["tests/distributed/test_weight_fan_out.py", *_UPDATES],
 }
-"""Module where features meet -> tests of the default tier that reach it; the run of pairs comes after them."""
+"""Module where features meet -> tests of the default tier that reach it; the run of pairs comes last."""
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
 _COMPARED = {
     ast.Lt: "<=",
