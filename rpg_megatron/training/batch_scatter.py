@@ -113,7 +113,13 @@ def fetch_planned(
 
 
 def slim(batch: ReplicaBatch) -> ReplicaBatch:
-    """The batch with copies of the trajectories that lack texts and versions, which no update needs."""
+    """The batch with copies of the trajectories that lack texts, which no update needs, and versions, which
+    only the layout of rows with routes does (``lay_out``).
+    """
     blank: dict[str, Any] = {"text": "", "answer": "", "extracted": None, "reason": "", "parts": {}}
-    blank["versions"] = np.zeros(0, np.int32)
-    return [[[replace(t, **blank) for t in micro] for micro in mini] for mini in batch]
+    none = np.zeros(0, np.int32)
+
+    def copy(t: Trajectory) -> Trajectory:
+        return replace(t, **blank, versions=t.versions if len(t.routes) else none)
+
+    return [[[copy(t) for t in micro] for micro in mini] for mini in batch]

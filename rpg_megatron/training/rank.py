@@ -35,7 +35,7 @@ from rpg_megatron.system.collectives import barrier
 from rpg_megatron.system.forked_ranks import STATUS, fork_ranks
 from rpg_megatron.system.parent_death import set_process_name
 from rpg_megatron.training.preemption import REQUEUE
-from rpg_megatron.training.trackers.client import exit_if_left_behind
+from rpg_megatron.training.trackers.client import exit_past_trackers
 
 if TYPE_CHECKING:
     from rpg_megatron.policy.model import Mesh
@@ -124,7 +124,7 @@ def run_rank(job: Callable[[RankProcess], bool | None]) -> None:
         # The other ranks wait in a collective that this rank does not join; the launcher ends them.
         os._exit(2)
     finally:
-        exit_if_left_behind()
+        exit_past_trackers()
 
 
 def _fork_ranks(logs: Path, work: Path) -> None:

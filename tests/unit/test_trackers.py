@@ -38,7 +38,7 @@ from rpg_megatron.launcher.run_dir import create_run
 from rpg_megatron.training import metrics
 from rpg_megatron.training.metrics import MetricsWriter, open_metrics
 from rpg_megatron.training.trackers import client
-from rpg_megatron.training.trackers.client import Trackers, exit_if_left_behind
+from rpg_megatron.training.trackers.client import Trackers, exit_past_trackers
 from tests.support.checks import doctor_rows
 from tests.support.launcher import wait_for
 
@@ -46,7 +46,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 PAGE = Path(__file__).parents[2] / "docs" / "trackers.md"
 
 MODULE = """
-import json, os, time
+import asyncio, json, os, time
 
 class Works:
     def __init__(self, run, *, file: str = "works.jsonl"):
@@ -83,6 +83,15 @@ class Blocks:
 class Fails:
     def __init__(self, run):
         raise PermissionError("no key")
+
+class Cancelled(Works):
+    def __init__(self, run):
+        super().__init__(run, file="cancelled.jsonl")
+
+    def log(self, step, metrics, responses):
+        if step == 1:
+            raise asyncio.CancelledError("the server has closed the stream")
+        self.write(step)
 """
 
 
@@ -192,28 +201,51 @@ def test_each_tracker_gets_its_rows_and_none_stops_another(
     assert "PermissionError: no key" in traces
 
 
+def test_a_tracker_outlives_exceptions_that_are_no_errors(
+    make: Callable[..., Settings], impatient: None
+) -> None:
+    settings = make("['my_trackers:Cancelled']")
+    folder, warnings = create_run(settings), list[str]()
+    trackers = Trackers(settings, folder, warnings.append)
+    for step in range(3):
+        log(trackers, step)
+    wait_until(lambda: [2] in read(folder, "cancelled.jsonl"))
+    assert trackers.metrics()["trackers/dropped"] == 1
+    trackers.close(300.0)
+    assert read(folder, "cancelled.jsonl")[1:] == [[0], [2], ["close"]]
+    assert "CancelledError: the server has closed the stream" in warnings[0]
+    assert "1 of 3 rows were not delivered" in warnings[1]
+
+
 @pytest.mark.parametrize(
-    ("end", "code"), [("", 0), ("sys.exit(75)", 75), ("raise ValueError('a fault')", 1)], ids=str
+    ("kind", "seconds", "end", "code"),
+    [
+        ("Blocks", 0.1, "", 0),
+        ("Blocks", 0.1, "sys.exit(75)", 75),
+        ("Blocks", 0.1, "raise ValueError('a fault')", 1),
+        ("Works", 90, "", 0),
+    ],
+    ids=str,
 )
 def test_the_exit_of_a_process_does_not_wait_for_a_tracker(
-    make: Callable[..., Settings], end: str, code: int
+    make: Callable[..., Settings], kind: str, seconds: float, end: str, code: int
 ) -> None:
-    """Exit handlers of its package may: this one waits for longer than the test."""
-    folder = create_run(make("['my_trackers:Blocks']"))
+    """Exit handlers of its package may, though it was closed: this one waits for longer than the test."""
+    folder = create_run(make(f"['my_trackers:{kind}']"))
     script = f"""
 import atexit, sys, time
 from pathlib import Path
 from rpg_megatron.config import load_settings
-from rpg_megatron.training.trackers.client import Trackers, exit_if_left_behind
+from rpg_megatron.training.trackers.client import Trackers, exit_past_trackers
 atexit.register(time.sleep, 1000)
 folder = Path({str(folder)!r})
 try:
     trackers = Trackers(load_settings(folder / "config.yaml"), folder, print)
     trackers.put({{"step": 0}})
-    trackers.close(0.1)
+    trackers.close({seconds})
     {end}
 finally:
-    exit_if_left_behind()
+    exit_past_trackers()
 """
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
@@ -221,7 +253,7 @@ finally:
     )
     assert ended.returncode == code
     assert ("ValueError: a fault" in ended.stderr) == (code == 1)
-    assert "1 of 1 rows were not delivered" in ended.stdout
+    assert ("1 of 1 rows were not delivered" in ended.stdout) == (kind == "Blocks")
 
 
 def test_a_resumed_run_has_the_same_id_and_writes_the_count(
@@ -443,7 +475,7 @@ def log_in_vain(folder: Path, told: Any) -> None:
     wait_until(lambda: bool(warnings))
     trackers.close(1.0)
     told.put((warnings, [process.pid for process in psutil.Process().children(recursive=True)]))
-    exit_if_left_behind()
+    exit_past_trackers()
 
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])

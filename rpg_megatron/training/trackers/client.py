@@ -55,8 +55,8 @@ _HINTS = {
     "wandb": "check the network and WANDB_API_KEY (or `wandb login`), or set WANDB_MODE=offline",
     "mlflow": "check the server of trackers.uri or MLFLOW_TRACKING_URI",
 }
-_THREAD = "tracker "
-"""What the names of the threads begin with."""
+_started = threading.Event()
+"""Set when this process has had a tracker."""
 
 
 def open_tracker(settings: Settings, index: int, folder: Path) -> Tracker:
@@ -91,7 +91,8 @@ class TrackerClient:
         self._warned = False
         self._called: float | None = None
         """When the call in progress began."""
-        self._thread = threading.Thread(target=self._run, name=_THREAD + self.kind, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {self.kind}", daemon=True)
+        _started.set()
         self._thread.start()
 
     def put(self, item: dict[str, Any]) -> None:
@@ -161,7 +162,7 @@ class TrackerClient:
                 return call()
             except UserError as e:
                 self._report(str(e))
-            except (Exception, SystemExit) as e:
+            except BaseException as e:  # SystemExit, asyncio.CancelledError: else the thread would end
                 self._report(f"{type(e).__name__}: {' '.join(str(e).split())}", traceback.format_exc())
             finally:
                 self._called = None
@@ -225,12 +226,13 @@ class Trackers:
         self._clients, self._counts = [], []
 
 
-def exit_if_left_behind() -> None:
-    """End the process, whatever else would happen at its exit, if a thread of a tracker is still at work.
+def exit_past_trackers() -> None:
+    """End the process, whatever else would happen at its exit, if it has had a tracker.
 
-    Its package's exit handlers may wait for the server too. The exit code is that of the exception in flight.
+    Its thread may still be at work, and exit handlers of its package may wait for the server, closed or not.
+    The exit code is that of the exception in flight.
     """
-    if not any(thread.name.startswith(_THREAD) for thread in threading.enumerate()):
+    if not _started.is_set():
         return
     error = sys.exception()
     if error is not None and not isinstance(error, SystemExit):
