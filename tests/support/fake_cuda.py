@@ -642,7 +642,7 @@ def _pretend_groups() -> None:
         values = gather_objects(value, kind, group)
         return values if dist.get_rank() == 0 else []
 
-    def broadcast_object(value: Any, kind: Any = Any, group: Any = None) -> Any:
+    def broadcast_object(value: Any, kind: Any = Any, group: Any = None, *, largest: int = 0) -> Any:
         require_host("broadcast_object", group or collectives.control_group())
         return decode(encode(value), kind)
 
