@@ -262,7 +262,32 @@ def _load(
             # Not strict: Megatron's empty extra states are not parameters and not in the checkpoint.
             model.load_state_dict(loaded[key], strict=False)
         if optimizer is not None:
+            _add_missing_states(loaded["optimizer"])
             optimizer.load_state_dict(loaded["optimizer"])
+            _add_missing_steps(optimizer)
+
+
+def _add_missing_states(loaded: dict[Any, Any]) -> None:
+    """Add the states that Megatron leaves out of what it returns, in place, because they are empty: those of
+    optimizers without a parameter on this rank, such as that of experts on a stage of dense layers.
+    """
+    if "param_groups" in loaded:
+        loaded.setdefault("state", {})
+        return
+    for part in loaded.values():
+        if isinstance(part, dict):
+            _add_missing_states(part)
+
+
+def _add_missing_steps(optimizer: MegatronOptimizer) -> None:
+    """Set the step of groups that the checkpoint has no step of: rank 0, which writes them, counts none for a
+    group without a parameter on its stage.
+    """
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    steps = {type(each): group["step"] for each in inner for group in each.param_groups if "step" in group}
+    for each in inner:
+        for group in each.param_groups if type(each) in steps else ():  # Muon counts none
+            group.setdefault("step", steps[type(each)])
 
 
 def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:
