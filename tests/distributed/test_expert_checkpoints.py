@@ -45,7 +45,9 @@ SIZES = {
 }
 
 
-def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str], world: int = 4) -> None:
+def run_all(
+    folder: Path, kind: str, saved: list[str], loaded: list[str], *, world: int = 4, dtype: str = "float32"
+) -> None:
     """Each layout of ``saved`` makes three updates; each of ``loaded`` the third from every checkpoint."""
     cases: dict[str, Any] = {}
     for source in saved:
@@ -54,6 +56,8 @@ def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str], world:
         for name in loaded:
             run = f"{source} to {name}"
             cases[run] = make_resume_case(folder, kind, LAYOUTS[name], f"{source}: second", [run])
+    for case in cases.values():
+        case["settings"]["precision"] = {**case["settings"].get("precision", {}), "dtype": dtype}
     (folder / "cases.json").write_text(json.dumps(cases))
     results = run_ranks("tests.distributed.resume_worker", world, folder, timeout=1200)
     config = json.loads((folder / "model" / "config.json").read_text())
@@ -78,12 +82,12 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) 
     run_all(tmp_path, "distributed", [source], ["DP4", "TP2+SP x PP2, ETP2"])
 
 
-@pytest.mark.parametrize("kind", ["muon", "plain"])
-def test_a_stage_without_experts(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [("muon", "float32"), ("muon", "bfloat16"), ("plain", "float32")])
+def test_a_stage_without_experts(tmp_path: Path, kind: str, dtype: str) -> None:
     """It has no state of the experts' optimizer, and may be rank 0, which writes what all ranks share."""
     sizes = SIZES | {"num_hidden_layers": 2, "mlp_only_layers": [0]}
     write_batch(tmp_path, make_model(tmp_path / "model", "qwen3_moe", **sizes))
-    run_all(tmp_path, kind, ["DP2, EP2", "PP2"], ["PP2", "DP2, EP2"], world=2)
+    run_all(tmp_path, kind, ["DP2, EP2", "PP2"], ["PP2", "DP2, EP2"], world=2, dtype=dtype)
 
 
 @pytest.mark.long
