@@ -49,6 +49,9 @@ from rpg_megatron.config.files import open_own, open_regular, places_of
 from rpg_megatron.models.lora import is_adapter
 from rpg_megatron.system.collectives import default_group_on_host, gather_objects
 
+_MAIN_WEIGHTS = "fp32_from_fp16_params"
+"""Megatron's name of the float32 weights in the state of an optimizer that is not distributed."""
+
 
 class _Strategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy, with access to its plan, so that we can end a save ourselves.
@@ -149,6 +152,9 @@ def plan_save(
             part.init_state_fn(part.optimizer, part.config)  # creates missing moments
         with _gathered_once(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(state, metadata=_metadata(CONTENT))
+        for part in state["optimizer"].values():
+            if isinstance(part, dict) and not any(part.get(_MAIN_WEIGHTS, [True])):
+                del part[_MAIN_WEIGHTS]  # rank 0 would write empty lists, which others could not fill
     # For Megatron-LM: without a version it would assume its oldest order of QKV.
     state |= {"checkpoint_version": 3.0, "iteration": iteration}
     if stage or next(models[0].parameters()).is_cuda:
@@ -183,8 +189,7 @@ def _gathered_once(optimizer: MegatronOptimizer) -> Iterator[None]:
     Megatron gathers it on all replicas: each would need host memory for all of it, on a node of eight ranks
     eight times. Its switch for that (``distrib_optim_fully_reshardable_mem_efficient``) gathers over gloo.
     """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    distributed = _distributed_parts(optimizer)
     for part in distributed:
         part.get_parameter_state_dp_zero = partial(_gather_state, part)
     try:
@@ -192,6 +197,11 @@ def _gathered_once(optimizer: MegatronOptimizer) -> Iterator[None]:
     finally:
         for part in distributed:
             del part.get_parameter_state_dp_zero
+
+
+def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if isinstance(part, DistributedOptimizer)]
 
 
 def _copy_gathered(state: dict[str, Any]) -> set[int]:
@@ -262,7 +272,33 @@ def _load(
             # Not strict: Megatron's empty extra states are not parameters and not in the checkpoint.
             model.load_state_dict(loaded[key], strict=False)
         if optimizer is not None:
+            if not _distributed_parts(optimizer):
+                _add_missing_states(loaded["optimizer"])
             optimizer.load_state_dict(loaded["optimizer"])
+            _add_missing_steps(optimizer)
+
+
+def _add_missing_states(loaded: dict[Any, Any]) -> None:
+    """Add the states that Megatron leaves out of what it returns, in place, because they are empty: those of
+    optimizers without a parameter on this rank, such as that of experts on a stage of dense layers.
+    """
+    for part in (each for each in [loaded, *loaded.values()] if isinstance(each, dict)):
+        if "optimizer" in part:  # of 16-bit weights
+            part.setdefault(_MAIN_WEIGHTS, [])
+        inner = part.get("optimizer", part)
+        if "param_groups" in inner:
+            inner.setdefault("state", {})
+
+
+def _add_missing_steps(optimizer: MegatronOptimizer) -> None:
+    """Set the step of groups that the checkpoint has no step of: rank 0, which writes them, counts none for a
+    group without a parameter on its stage.
+    """
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    steps = {type(each): group["step"] for each in inner for group in each.param_groups if "step" in group}
+    for each in inner:
+        for group in each.param_groups if type(each) in steps else ():  # Muon counts none
+            group.setdefault("step", steps[type(each)])
 
 
 def _describe(models: Sequence[GPTModel], content: dict[str, Any]) -> dict[str, Any]:

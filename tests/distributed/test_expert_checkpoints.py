@@ -31,7 +31,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP x PP2": {**SP, "pipeline": 2},
     "PP2 x VPP2 x DP2, EP2": {"pipeline": 2, "virtual": 2, "data": 2, "expert": 2},
     "CP2 x DP2, EP4": {"context": 2, "data": 2, "expert": 4},
+    "DP2, EP2": {"data": 2, "expert": 2},
+    "PP2": {"pipeline": 2},
 }
+FOUR = list(LAYOUTS)[:-2]
+"""Those of four ranks."""
 SAVED = ["TP2+SP x DP2, EP2", "DP4", "TP2+SP x PP2, ETP2"]
 SIZES = {
     "num_hidden_layers": 4,
@@ -39,11 +43,11 @@ SIZES = {
     "moe_intermediate_size": 32,
     "max_position_embeddings": 512,
 }
-WEIGHTS = 4 * 9 + 3
-"""Tensors of a checkpoint, where all experts of a layer share one; a dense layer has one fewer."""
 
 
-def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str]) -> None:
+def run_all(
+    folder: Path, kind: str, saved: list[str], loaded: list[str], *, world: int = 4, dtype: str = "float32"
+) -> None:
     """Each layout of ``saved`` makes three updates; each of ``loaded`` the third from every checkpoint."""
     cases: dict[str, Any] = {}
     for source in saved:
@@ -52,10 +56,13 @@ def run_all(folder: Path, kind: str, saved: list[str], loaded: list[str]) -> Non
         for name in loaded:
             run = f"{source} to {name}"
             cases[run] = make_resume_case(folder, kind, LAYOUTS[name], f"{source}: second", [run])
+    for case in cases.values():
+        case["settings"]["precision"] = {**case["settings"].get("precision", {}), "dtype": dtype}
     (folder / "cases.json").write_text(json.dumps(cases))
-    results = run_ranks("tests.distributed.resume_worker", 4, folder, timeout=1200)
+    results = run_ranks("tests.distributed.resume_worker", world, folder, timeout=1200)
     config = json.loads((folder / "model" / "config.json").read_text())
-    count = WEIGHTS - len(config["mlp_only_layers"])
+    # All experts of a layer share a tensor; a dense layer has one fewer.
+    count = config["num_hidden_layers"] * 9 + 3 - len(config["mlp_only_layers"])
     for source in saved:
         expected = results[f"{source}, straight"][2]
         third = step_folder(folder / kind / f"{source}: third", 1)
@@ -75,10 +82,18 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path: Path) 
     run_all(tmp_path, "distributed", [source], ["DP4", "TP2+SP x PP2, ETP2"])
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("muon", "float32"), ("muon", "bfloat16"), ("plain", "float32")])
+def test_a_stage_without_experts(tmp_path: Path, kind: str, dtype: str) -> None:
+    """It has no state of the experts' optimizer, and may be rank 0, which writes what all ranks share."""
+    sizes = SIZES | {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+    write_batch(tmp_path, make_model(tmp_path / "model", "qwen3_moe", **sizes))
+    run_all(tmp_path, kind, ["DP2, EP2", "PP2"], ["PP2", "DP2, EP2"], world=2, dtype=dtype)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["distributed", "plain", "schedule-free"])
 @pytest.mark.parametrize("dense", [[], [0]], ids=["experts", "first layer dense"])
 def test_every_layout_loads_each_kind_of_checkpoint(tmp_path: Path, kind: str, dense: list[int]) -> None:
     write_batch(tmp_path, make_model(tmp_path / "model", "qwen3_moe", **SIZES, mlp_only_layers=dense))
-    run_all(tmp_path, kind, SAVED, list(LAYOUTS))
+    run_all(tmp_path, kind, SAVED, FOUR)

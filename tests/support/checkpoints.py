@@ -25,8 +25,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 WEIGHTS = {"adapters": 4 * 7 * 2 + 2}
 """Number of weights in a checkpoint, if it is not the model's."""
-MATRICES = tuple(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2"))
-"""The hidden matrices of a dense layer, which Muon updates."""
+MATRICES = *(f"linear_{name}.weight" for name in ("qkv", "proj", "fc1", "fc2")), "router.weight"
+"""The hidden matrices of a layer, which Muon updates."""
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
