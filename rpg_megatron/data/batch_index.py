@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rpg_megatron.data.row_layout import routed_by
 from rpg_megatron.data.trajectory import Trajectory
 
 
@@ -35,6 +36,8 @@ class BatchIndex:
     """Tokens of the response."""
     sampled: NDArray[np.int64]
     """Tokens of the response that the policy sampled."""
+    routed_by: NDArray[np.int64]
+    """``row_layout.routed_by``: only equal ones share a prompt."""
     reward: NDArray[np.float64]
     """The reward that the advantage is computed from."""
 
@@ -66,11 +69,11 @@ class TrajectorySource(Protocol):
 def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
     """The index of local trajectories: the worker is 0, and the ticket is the group."""
     entries = [
-        (t.group, t.sample, t.branch, len(t.prompt), len(t.response), t.sampled, t.reward)
+        (t.group, t.sample, t.branch, len(t.prompt), len(t.response), t.sampled, routed_by(t), t.reward)
         for t in trajectories
     ]
-    columns = zip(*entries, strict=True) if entries else [()] * 7
-    group, sample, branch, prompt, response, sampled, reward = columns
+    columns = zip(*entries, strict=True) if entries else [()] * 8
+    group, sample, branch, prompt, response, sampled, routed, reward = columns
     sizes, rows = Counter[int](), []
     for number in group:
         rows.append(sizes[number])
@@ -85,5 +88,6 @@ def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
         prompt_length=np.array(prompt, np.int64),
         response_length=np.array(response, np.int64),
         sampled=np.array(sampled, np.int64),
+        routed_by=np.array(routed, np.int64),
         reward=np.array(reward, np.float64),
     )

@@ -40,6 +40,11 @@ def shareable(prompt: int, response: int, least: float | None) -> int:
     return shared if least is not None and shared >= least * (shared + response) else 0
 
 
+def routed_by(trajectory: Trajectory) -> int:
+    """Version of the weights that chose the routes of its prompt; -1: it has no routes."""
+    return int(trajectory.versions[0]) if len(trajectory.routes) and len(trajectory.versions) else -1
+
+
 def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> list[RowPiece]:
     """The pieces of a row, in order. least: see ``shareable``.
 
@@ -49,9 +54,8 @@ def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> l
     """
     members: dict[Hashable, list[int]] = {}
     for number, t in enumerate(trajectories):
-        weights = int(t.versions[0]) if len(t.routes) else None
         shares = shareable(len(t.prompt), len(t.response), least) > 0
-        key = (t.prompt.tobytes(), weights) if shares else number
+        key = (t.prompt.tobytes(), routed_by(t)) if shares else number
         members.setdefault(key, []).append(number)
     pieces: list[RowPiece] = []
     for numbers in members.values():

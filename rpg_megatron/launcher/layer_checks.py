@@ -29,7 +29,7 @@ def check_layers(settings: Settings, shape: ModelShape) -> None:
         raise UserError(
             f"optimizer.distributed: false with {shape.family} models in {settings.precision.dtype}: "
             "Megatron cannot save the optimizer of their float32 parameters (rates and norms of linear "
-            "attention); set it to true, or precision.dtype to float32"
+            "attention); set it to true, with optimizer.type adamw, or precision.dtype to float32"
         )
     other = shape.fused_rows or shape.post_norm or shape.is_part or shape.scales != Scales()
     if settings.lora is not None and (other or shape.gated_attention):

@@ -35,6 +35,7 @@ def index_of_groups(
         prompt_length=column([size.prompt for _, _, _, size in each]),
         response_length=column([size.response for _, _, _, size in each]),
         sampled=column([size.sampled for _, _, _, size in each]),
+        routed_by=column([size.routed_by for _, _, _, size in each]),
         reward=np.array([g.scores.rewards[size.sample] for _, g, _, size in each], np.float64),
     )
 

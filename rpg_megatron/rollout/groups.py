@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from rpg_megatron.data.row_layout import routed_by
 from rpg_megatron.data.trajectory import Tokens, Trajectory
 from rpg_megatron.rewards.failures import FailureCount
 
@@ -72,6 +73,8 @@ class TrajectorySize(NamedTuple):
     prompt: int
     response: int
     sampled: int
+    routed_by: int = -1
+    """``row_layout.routed_by``; in a group without rows of sizes it is the same for all."""
 
 
 class GroupScores(msgspec.Struct, frozen=True):
@@ -185,8 +188,12 @@ def scores_of(group: list[Trajectory]) -> GroupScores:
         segments += len(starts)
         recomputed += sum(len(t.prompt) + int(places[start]) for start in starts[1:])
     parts = dict.fromkeys(name for t in first for name in t.parts)
+    sizes = [
+        TrajectorySize(t.sample, t.branch, len(t.prompt), len(t.response), t.sampled, routed_by(t))
+        for t in group
+    ]
     plain = len(responses) == len(group) and all(t.mask.all() for t in group)
-    sizes = [TrajectorySize(t.sample, t.branch, len(t.prompt), len(t.response), t.sampled) for t in group]
+    plain = plain and len({size.routed_by for size in sizes}) == 1
     return GroupScores(
         lengths=[sum(t.sampled for t in rows) for rows in responses],
         rewards=[t.reward for t in first],

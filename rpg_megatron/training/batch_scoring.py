@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.config.reward import KLRewardSettings
 from rpg_megatron.data.packing import Prompt, pack_rows
-from rpg_megatron.data.row_layout import shareable
+from rpg_megatron.data.row_layout import routed_by, shareable
 from rpg_megatron.data.trajectory import Floats, Trajectory
 from rpg_megatron.objectives.advantages import response_kl
 from rpg_megatron.policy.anchor import HeldAnchor
@@ -244,7 +244,8 @@ class BatchScorer:
         prompts: list[Prompt] | None = None
         if least is not None:
             prompts = [
-                (t.prompt.tobytes(), shareable(len(t.prompt), len(t.response), least)) for t in trajectories
+                ((t.prompt.tobytes(), routed_by(t)), shareable(len(t.prompt), len(t.response), least))
+                for t in trajectories
             ]
         rows = [
             [trajectories[i] for i in row]

@@ -220,9 +220,9 @@ class Trainer:
         least = self.settings.training.shared_from
         if least is None:
             return None
-        columns = (index.group, index.branch, index.prompt_length, index.response_length)
+        columns = (index.group, index.routed_by, index.branch, index.prompt_length, index.response_length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [(g, 0 if branch else shareable(p, r, least)) for g, branch, p, r in rows]
+        return [((g, by), 0 if branch else shareable(p, r, least)) for g, by, branch, p, r in rows]
 
     def start_update(self, batch: Batch) -> None:
         """Accumulate the gradients of the first update, whose forward pass gives log-probs.

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpg_megatron.config.model_shape import ExpertShape, Rope
+from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.packing import count_shared, pack_rows, plan_batches
 from rpg_megatron.data.row_layout import lay_out, shareable
 from rpg_megatron.data.trajectory import NO_ROUTES, Trajectory
@@ -239,6 +240,7 @@ def test_prompts_that_other_weights_routed_are_not_shared() -> None:
     apart = lay_out(batch, 0.0)
     prompts = {piece.trajectory: piece.prompt for piece in apart if not piece.shared}
     assert prompts[1] is None
+    assert index_of(batch).routed_by.tolist() == [0, 1, 0]
     for t in batch:
         t.routes = NO_ROUTES
     assert lay_out(batch, 0.0) == alike

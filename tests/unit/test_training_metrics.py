@@ -171,14 +171,20 @@ def test_scores_count_what_the_policy_sampled() -> None:
     group = [replace(t, sample=number) for number, t in enumerate(group)]
     scores = scores_of(group)
     assert scores.lengths == [5, 5, 5]
-    assert scores.rows == [(0, 0, 2, 5, 5), (1, 0, 2, 12, 5), (2, 0, 2, 6, 5)]
+    assert scores.rows == [(0, 0, 2, 5, 5, -1), (1, 0, 2, 12, 5, -1), (2, 0, 2, 6, 5, -1)]
     assert scores.versions == {6: 6, 7: 9}
     assert (scores.segments, scores.mixed) == (6, 3)
     # The prompt, and the tokens before the first one of the second version.
     assert scores.recomputed == 3 * 2 + 2 + 6 + 2
     assert scores_of([plain]).rows == []
     none = scores_of([replace(plain, mask=np.zeros(5, bool))])
-    assert (none.lengths, none.rows, none.versions) == ([0], [(1, 0, 2, 5, 0)], {})
+    assert (none.lengths, none.rows, none.versions) == ([0], [(1, 0, 2, 5, 0, -1)], {})
+
+    routed = [replace(plain, routes=np.zeros((6, 1, 1), np.uint8), sample=i) for i in range(2)]
+    assert scores_of(routed).rows == []
+    later = [routed[0], replace(routed[1], versions=routed[1].versions + 1)]  # begun after a sync
+    assert [size.routed_by for size in scores_of(later).rows] == [6, 7]
+    assert index_of(later).routed_by.tolist() == [6, 7]
 
     groups = [
         Group(GroupTask(number, 0, plain.prompt, "", 3, 0, 1, 7), scores)
