@@ -220,8 +220,8 @@ def test_engines_keep_what_is_not_published_again(adapters: list[str] | None, le
     run: Any = object.__new__(RankRun)
     run.settings = SimpleNamespace(engine=SimpleNamespace(colocated=True))
     run.time = lambda phase: nullcontext()
-    run._weight_sync = SimpleNamespace(sleep=levels.append)
-    run._trainer = SimpleNamespace(published=(None, adapters))
+    run.weight_sync = SimpleNamespace(sleep=levels.append)
+    run.trainer = SimpleNamespace(published=(None, adapters))
     run.policy = SimpleNamespace(offloader=SimpleNamespace(reload=lambda: None))
     run.offload_engines()
     assert levels == [level]
