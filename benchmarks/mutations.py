@@ -55,7 +55,7 @@ LAYER_TESTS = [
     ["tests/distributed/test_plan_memory.py", "tests/integration/test_convert_tools.py"],
 ]
 """Of the default tier, in groups, the fastest first."""
-_RUN = "tests/integration/test_feature_pairs.py"
+_RUN = "tests/integration/test_feature_pair_runs.py"
 _UPDATES = [
     *("tests/unit/test_training_metrics.py", "tests/unit/test_step_warnings.py"),
     *(

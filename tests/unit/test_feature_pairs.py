@@ -2,7 +2,7 @@
 
 Why: planted faults that no test found stood where two features meet. A feature that is added gets a row of
 ``tests/support/feature_pairs.py``, and its pairs are then missing here until each is in a run or refused.
-The runs themselves: tests/integration/test_feature_pairs.py.
+The runs themselves: tests/integration/test_feature_pair_runs.py.
 """
 
 from __future__ import annotations

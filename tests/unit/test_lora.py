@@ -221,7 +221,7 @@ def test_engines_keep_what_is_not_published_again(adapters: list[str] | None, le
     run.settings = SimpleNamespace(engine=SimpleNamespace(colocated=True))
     run.time = lambda phase: nullcontext()
     run.weight_sync = SimpleNamespace(sleep=levels.append)
-    run.trainer = SimpleNamespace(published=(None, adapters))
+    run.trainer = SimpleNamespace(published=SimpleNamespace(adapters=adapters))
     run.policy = SimpleNamespace(offloader=SimpleNamespace(reload=lambda: None))
     run.offload_engines()
     assert levels == [level]
