@@ -239,7 +239,7 @@ def exit_past_trackers() -> None:
         traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    code = error.code if isinstance(error, SystemExit) else error is not None
+    code = (error.code or 0) if isinstance(error, SystemExit) else error is not None
     os._exit(code if isinstance(code, int) else 1)
 
 
