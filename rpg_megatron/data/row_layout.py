@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from rpg_megatron.data.trajectory import Trajectory
+from rpg_megatron.data.trajectory import NOT_SAMPLED, Trajectory
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ def shareable(prompt: int, response: int, least: float | None) -> int:
 
 
 def routed_by(trajectory: Trajectory) -> int:
-    """Version of the weights that chose the routes of its prompt; -1: it has no routes."""
-    return int(trajectory.versions[0]) if len(trajectory.routes) and len(trajectory.versions) else -1
+    """Version of the weights that routed its prompt, by its first sampled token; -1: it has no routes."""
+    sampled = trajectory.versions[trajectory.versions != NOT_SAMPLED]
+    return int(sampled[0]) if len(trajectory.routes) and len(sampled) else -1
 
 
 def lay_out(trajectories: Sequence[Trajectory], least: float | None = None) -> list[RowPiece]:

@@ -15,6 +15,7 @@ import torch
 
 from rpg_megatron.config import Settings
 from rpg_megatron.data.batch_index import index_of
+from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.training import efficiency
 from rpg_megatron.training.efficiency import Efficiency, UtilizationSampler, peak_flops
 from tests.support.tiny_models import TINY
@@ -66,12 +67,13 @@ def test_mfu_counts_three_passes_an_update_and_one_a_policy(
 ) -> None:
     tracker = make(monkeypatch, "NVIDIA H100 80GB HBM3")
     trajectories = [
-        SimpleNamespace(
-            group=0, sample=i, branch=0, prompt=np.zeros(p), response=np.zeros(r), sampled=5, reward=0.0
+        Trajectory(
+            *(i, i, np.zeros(p, np.int32), np.zeros(r, np.int32), np.zeros(r, np.float32)),
+            *(np.zeros(r, np.int32), "stop", ""),
         )
         for i, (p, r) in enumerate([(30, 10), (100, 60)])
     ]
-    row = tracker.batch_metrics(index_of(trajectories))  # type: ignore[arg-type]
+    row = tracker.batch_metrics(index_of(trajectories))
     heads, kv = TINY.num_heads * TINY.head_dim, TINY.num_kv_heads * TINY.head_dim
     layer = TINY.hidden_size * (2 * heads + 2 * kv + 3 * TINY.ffn_hidden_size)
     parameters = TINY.num_layers * layer + TINY.hidden_size * TINY.vocab_size

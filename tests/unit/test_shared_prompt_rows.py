@@ -27,7 +27,7 @@ from rpg_megatron.config.model_shape import ExpertShape, Rope
 from rpg_megatron.data.batch_index import index_of
 from rpg_megatron.data.packing import count_shared, pack_rows, plan_batches
 from rpg_megatron.data.row_layout import lay_out, shareable
-from rpg_megatron.data.trajectory import NO_ROUTES, Trajectory
+from rpg_megatron.data.trajectory import NO_ROUTES, NOT_SAMPLED, Trajectory
 from rpg_megatron.policy import attention as packed_attention
 from rpg_megatron.policy.attention import PackedAttention, attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences, make_micro_batch, pack_lengths
@@ -241,6 +241,10 @@ def test_prompts_that_other_weights_routed_are_not_shared() -> None:
     prompts = {piece.trajectory: piece.prompt for piece in apart if not piece.shared}
     assert prompts[1] is None
     assert index_of(batch).routed_by.tolist() == [0, 1, 0]
+    batch[1].versions[0] = NOT_SAMPLED  # a response may begin with tokens of its environment
+    batch[1].versions[1:] = 0
+    batch[2].versions[0] = NOT_SAMPLED
+    assert index_of(batch).routed_by.tolist() == [0, -1, 0]
     for t in batch:
         t.routes = NO_ROUTES
     assert lay_out(batch, 0.0) == alike
