@@ -77,6 +77,8 @@ def _sft_problems(s: Sections) -> Iterator[str]:
     for key in ("objective", "advantage", "correction", "anchor", "teacher"):
         if getattr(s, key) != type(s).model_fields[key].default:
             yield f"{key} has no effect with sft, whose loss is -log p; remove it"
+    if s.reward.kl is not None:
+        yield "reward.kl has no effect with sft, which has no rewards; remove it"
     defaults = TrainingSettings()
     for key, instead in {
         "minibatches": "each step is one update on sft.batch_size conversations",

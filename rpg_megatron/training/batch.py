@@ -12,7 +12,7 @@ from rpg_megatron.rewards.failures import FailureCount
 from rpg_megatron.training.batch_scatter import ReplicaBatch
 
 
-class Probes(NamedTuple):
+class ProbeBatch(NamedTuple):
     """Responses that only the guard on mismatch compares."""
 
     minibatches: ReplicaBatch
@@ -35,7 +35,7 @@ class Batch:
     """Rank 0: lengths and rewards of all trajectories. Elsewhere None."""
     shared: tuple[int, int] = (0, 0)
     """Rank 0: of ``packing.count_shared``."""
-    probes: Probes | None = None
+    probes: ProbeBatch | None = None
     """With ``rollout.probed``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the step so far; complete on rank 0."""

@@ -36,7 +36,7 @@ from rpg_megatron.system.collectives import (
     sum_arrays,
 )
 from rpg_megatron.training.advantages import Advantages, advantages_of
-from rpg_megatron.training.batch import Batch, Probes
+from rpg_megatron.training.batch import Batch, ProbeBatch
 from rpg_megatron.training.batch_scatter import ReplicaBatch, iter_trajectories
 
 
@@ -156,7 +156,7 @@ class BatchScorer:
             if len(t.old) and not len(t.anchor):  # else a teacher's server has given it
                 t.anchor = t.old
 
-    def score_probes(self, probes: Probes) -> list[Floats]:
+    def score_probes(self, probes: ProbeBatch) -> list[Floats]:
         """Set ``old`` of this rank's probes alone; returns that of ``probes.mine``."""
         micro_batches = self._pack(probes.minibatches)
         _set_old(micro_batches, self._policy.logprobs(micro_batches))

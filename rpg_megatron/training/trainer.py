@@ -38,7 +38,7 @@ from rpg_megatron.rollout.seeds import chat_ends
 from rpg_megatron.system.collectives import barrier, gather_objects
 from rpg_megatron.system.dtypes import torch_dtype
 from rpg_megatron.training.advantages import advantages_of, build_advantages
-from rpg_megatron.training.batch import Batch, Probes
+from rpg_megatron.training.batch import Batch, ProbeBatch
 from rpg_megatron.training.batch_scatter import BatchScatter
 from rpg_megatron.training.batch_scoring import BatchScorer
 from rpg_megatron.training.checkpoint_saver import load_run
@@ -191,7 +191,7 @@ class Trainer:
         shared = (0, 0) if prompts is None else count_shared(plan, prompts)
         return Batch(minibatches, trajectories, index, shared=shared)
 
-    def fetch_probes(self, index: BatchIndex | None, source: TrajectorySource | None) -> Probes:
+    def fetch_probes(self, index: BatchIndex | None, source: TrajectorySource | None) -> ProbeBatch:
         """This replica's part of the step's probes; parameters and errors as in ``prepare_batch``.
 
         index: None on rank 0 means that there are none.
@@ -199,7 +199,7 @@ class Trainer:
         if self.mesh.rank == 0 and index is None:
             index = index_of(())
         advantages = np.zeros(0 if index is None else len(index))
-        return Probes(*self._scatter.scatter(self._plan(index, 1), index, advantages, source))
+        return ProbeBatch(*self._scatter.scatter(self._plan(index, 1), index, advantages, source))
 
     def _plan(self, index: BatchIndex | None, minibatches: int) -> Plan:
         if index is None:

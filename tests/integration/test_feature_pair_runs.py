@@ -10,7 +10,6 @@ Long: all runs. Default: one that covers most features. Not covered: GPUs.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -33,6 +32,7 @@ from tests.support.feature_pairs import (
     WARM_START,
     settings_of,
 )
+from tests.support.held_reward import graded, hold_rewards
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import read_rows
 from tests.support.slurm import Slurm
@@ -41,38 +41,12 @@ pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.timeout(1200
 
 HELD = 3
 """Groups of the stopped rollout whose rewards wait."""
-REWARD = """
-import pathlib, time
-here = pathlib.Path(__file__).parent
-def reward(response, answer):
-    with open(here / "graded", "a") as f:
-        f.write(answer + "\\n")
-    while {first} <= int(answer) < {end} and not (here / "go").exists():
-        time.sleep(0.05)
-    return float(len(response) % 3)
-"""
 
 
-def write_task(folder: Path, settings: Settings) -> list[str]:
-    """Problems in a fixed order, with their numbers as answers, and a reward that holds some of them."""
-    rows = [json.loads(line) for line in (QUICKSTART.parent / "quickstart" / "train.jsonl").open()]
-    (folder / "data.jsonl").write_text(
-        "".join(json.dumps(row | {"answer": str(i)}) + "\n" for i, row in enumerate(rows[:400]))
-    )
+def held_task(folder: Path, settings: Settings) -> list[str]:
+    """The last groups of the second step, or of the one sampled ahead of it, wait for their rewards."""
     end = PROMPTS * (2 + settings.rollout.ahead)
-    (folder / "held_reward.py").write_text(REWARD.format(first=end - HELD, end=end))
-    return [
-        f"data.path={folder / 'data.jsonl'}",
-        "reward.type=held_reward:reward",
-        "reward.deadline=600",
-        "reward.workers=16",
-        "reward.concurrency=16",
-    ]
-
-
-def graded(folder: Path) -> Counter[int]:
-    file = folder / "graded"
-    return Counter(int(line) for line in file.read_text().split()) if file.exists() else Counter()
+    return [*hold_rewards(folder, range(end - HELD, end)), "reward.workers=16", "reward.concurrency=16"]
 
 
 def stop(command: Command) -> str:
@@ -90,7 +64,7 @@ def stop(command: Command) -> str:
 def test_features_meet(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     settings = settings_of(name)
-    words = [*RL, *RUNS[name], f"runs={tmp_path / 'runs'}", *write_task(tmp_path, settings)]
+    words = [*RL, *RUNS[name], f"runs={tmp_path / 'runs'}", *held_task(tmp_path, settings)]
     last = PROMPTS * (2 + settings.rollout.ahead)
     expected = Counter(dict.fromkeys(range(last - HELD), SAMPLES))
     first = Command(tmp_path, "train", str(QUICKSTART), *words)

@@ -8,7 +8,6 @@ Not covered: nodes (test_slurm_scripts.py), which groups may be used (tests/unit
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,8 @@ import pytest
 from rpg_megatron.data.rollout_files import read_rollouts, rollouts_file
 from tests.support.ahead_runs import compare_ahead
 from tests.support.commands import Command
+from tests.support.held_reward import graded as all_graded
+from tests.support.held_reward import hold_rewards
 from tests.support.runs import QUICKSTART
 from tests.support.same_runs import read_rows
 from tests.support.slurm import Slurm
@@ -27,30 +28,12 @@ from tests.support.slurm import Slurm
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 PROMPTS, GRADED, SAMPLES = 20, 16, 4
-REWARD = """
-import os, pathlib, time
-here = pathlib.Path(__file__).parent
-def reward(response, answer):
-    with open(here / "graded", "a") as f:
-        f.write(answer + "\\n")
-    number = int(answer)
-    while {first} + {graded} <= number < {first} + {prompts} and not (here / "go").exists():
-        time.sleep(0.05)
-    return float(len(response) % 3)
-"""
 
 
 def write_task(folder: Path, first: int) -> list[str]:
-    """Problems in a fixed order, with their numbers as answers; ``first``: of those that the reward holds."""
-    rows = [json.loads(line) for line in (QUICKSTART.parent / "quickstart" / "train.jsonl").open()]
-    (folder / "data.jsonl").write_text(
-        "".join(json.dumps(row | {"answer": str(i)}) + "\n" for i, row in enumerate(rows[:400]))
-    )
-    (folder / "held_reward.py").write_text(REWARD.format(first=first, graded=GRADED, prompts=PROMPTS))
+    """Settings of a run in which the last problems of the step that begins at ``first`` wait."""
     return [
-        f"data.path={folder / 'data.jsonl'}",
-        "data.shuffle=false",
-        "reward={type: 'held_reward:reward', deadline: 600}",
+        *hold_rewards(folder, range(first + GRADED, first + PROMPTS)),
         f"rollout.prompts_per_step={PROMPTS}",
         f"rollout.samples_per_prompt={SAMPLES}",
         "training.minibatches=2",
@@ -66,9 +49,7 @@ def write_task(folder: Path, first: int) -> list[str]:
 
 def graded(folder: Path) -> Counter[int]:
     """How often each problem was graded in the run; the check before it grades the first one once."""
-    file = folder / "graded"
-    counts = Counter(int(line) for line in file.read_text().split()) if file.exists() else Counter()
-    return counts - Counter({0: 1})
+    return all_graded(folder) - Counter({0: 1})
 
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> Command:

@@ -25,7 +25,6 @@ SFT = [
     "checkpoint.every=1",
 ]
 RL = [
-    "data.shuffle=false",
     f"rollout.prompts_per_step={PROMPTS}",
     f"rollout.samples_per_prompt={SAMPLES}",
     f"training.steps={STEPS}",
@@ -105,7 +104,7 @@ REFUSED: dict[tuple[str, str], tuple[list[str], str]] = {
     ("adapters", "Muon"): ([_ADAPTERS, _MUON], "lora excludes optimizer.type muon"),
     ("teacher", "fine-tuning"): ([_TEACHER], f"teacher {_NO_EFFECT}"),
     ("teacher", "held anchor"): ([_TEACHER, _DISTIL, _ANCHOR], "teacher takes the place of the anchor"),
-    ("teacher", "KL in the reward"): ([_TEACHER, _DISTIL, "reward.kl={}"], "reward.kl"),
+    ("teacher", "KL in the reward"): ([_TEACHER, _DISTIL, "reward.kl={}"], "reward.kl and teacher exclude"),
     ("colocated", "ahead"): ([_COLOCATED, _AHEAD, _CORRECTION], "rollout.ahead excludes engine.colocated"),
     ("ahead", "fine-tuning"): ([_AHEAD], f"rollout.ahead {_NO_EFFECT}"),
     ("shared prompts", "fine-tuning"): ([_SHARED], "training.share_prompts has no effect"),
@@ -121,7 +120,7 @@ REFUSED: dict[tuple[str, str], tuple[list[str], str]] = {
     ("old: engine", "KL in the reward"): ([*_KL, _ENGINE], "training.old engine excludes reward.kl"),
     ("old: engine", "correction"): ([_ENGINE, _CORRECTION], "so correction has no effect"),
     ("fine-tuning", "held anchor"): ([_ANCHOR], f"anchor {_NO_EFFECT}"),
-    ("fine-tuning", "KL in the reward"): (["reward.kl={}"], "reward.kl needs a reference model"),
+    ("fine-tuning", "KL in the reward"): (["reward.kl={}"], f"reward.kl {_NO_EFFECT}"),
     ("fine-tuning", "correction"): ([_CORRECTION], f"correction {_NO_EFFECT}"),
     ("fine-tuning", "epochs"): ([_EPOCHS], f"training.ppo_epochs {_NO_EFFECT}"),
 }
