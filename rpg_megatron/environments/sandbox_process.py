@@ -360,7 +360,8 @@ def _inside(work: str, path: str) -> Path:
 def main() -> None:
     """Try limits."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a fork server ignores it
-    limits, command = SandboxLimits(**json.loads(sys.argv[1])), ["sh", "-c", "echo ok | cat"]
+    limits = SandboxLimits(**json.loads(sys.argv[1]))
+    command = ["sh", "-c", "echo ok | cat; sleep 0.3"]  # long enough that its memory is looked at
     try:
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
             if not limits.image:
