@@ -26,12 +26,12 @@ from rpg_megatron.checkpoints.hf_files import (
     INDEX,
     SINGLE,
     UNTRAINED,
-    has_old_names,
+    find_form,
     list_untrained,
-    old_name,
     open_copied,
     stored_bytes,
 )
+from rpg_megatron.checkpoints.hf_forms import PACKED, FileTensor, Form
 from rpg_megatron.checkpoints.hf_import import read_whole
 from rpg_megatron.checkpoints.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
@@ -54,15 +54,15 @@ class _Plan:
 
     shards: list[list[str]]
     owners: dict[str, list[SliceOwner]]
-    shapes: dict[str, tuple[int, ...]]
+    """By name in the mapping."""
+    tensors: dict[str, FileTensor]
     untrained: dict[str, StoredTensor] = field(default_factory=dict)
     """Tensors that are copied from the model's own files, as they are."""
-    old_names: bool = False
-    """Whether those files have the older names, see ``decoder_name``."""
 
-    def file_name(self, name: str) -> str:
-        """The name of a tensor in the files."""
-        return old_name(name) if self.old_names and name not in self.untrained else name
+    def slices(self, name: str) -> list[tuple[tuple[int, ...], SliceOwner]]:
+        """The slices of a file's tensor, each with the index at which its part of the tensor begins."""
+        parts = self.tensors[name].parts.items()
+        return [(begin, owner) for part, begin in parts for owner in self.owners[part]]
 
 
 @torch.no_grad()
@@ -98,26 +98,27 @@ def export_hf(
     shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
     gathered = gather_objects(shards, RankShards)
     shapes = mapping.hf_tensors()
-    dtypes = {n: torch.float32 if n in mapping.float32 else dtype for n in shapes}
-    sizes = {n: math.prod(s) * dtypes[n].itemsize for n, s in shapes.items()}
+    tensors = find_form(source_dir, mapping.shape).tensors(shapes)
+    dtypes = {n: torch.float32 if {*t.parts} & mapping.float32 else dtype for n, t in tensors.items()}
+    sizes = {n: math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items()}
     untrained = list_untrained(source_dir, mapping.shape)
     sizes |= {n: stored_bytes(t) for n, t in untrained.items()}
     owners, shards_of_files = assign_owners(mapping, gathered), group_shards(sizes, max_shard_bytes)
-    plan = _Plan(shards_of_files, owners, shapes, untrained, has_old_names(source_dir, mapping.shape))
+    plan = _Plan(shards_of_files, owners, tensors, untrained)
     names = _file_names(len(plan.shards))
 
     run_together(lambda: _prepare(out_dir, part, replace) if rank == 0 else None)
     try:
         for first in range(0, len(plan.shards), world):
             shard = first + rank
-            tensors = _assemble_round(plan, first, world, rank, params, dtypes)
+            file = _assemble_round(plan, first, world, rank, params, dtypes)
 
-            def write(shard: int = shard, tensors: dict[str, torch.Tensor] = tensors) -> None:
+            def write(shard: int = shard, file: dict[str, torch.Tensor] = file) -> None:
                 if shard < len(plan.shards):
-                    _save({plan.file_name(n): t for n, t in tensors.items()}, part / names[shard])
+                    _save(file, part / names[shard])
 
             run_together(write)
-            del tensors, write  # free this round's file before the next one is assembled
+            del file, write  # free this round's file before the next one is assembled
 
         def finish() -> None:
             if rank == 0:
@@ -132,10 +133,13 @@ def export_hf(
 
 
 def copy_untrained(source_dir: Path, folder: Path, shape: ModelShape) -> None:
-    """Write a file of the tensors that Megatron's format has no place for, if the family has any."""
-    if shape.untrained:
-        stored = list_untrained(source_dir, shape)
-        _save({name: read_whole(tensor) for name, tensor in stored.items()}, folder / UNTRAINED)
+    """Write a file of what Megatron's format has no place for, if there is any: tensors that are not trained,
+    and, as an empty tensor, that experts are packed.
+    """
+    tensors = {name: read_whole(t) for name, t in list_untrained(source_dir, shape).items()}
+    tensors |= {PACKED: torch.empty(0)} if find_form(source_dir, shape).packed else {}
+    if tensors or shape.untrained:
+        _save(tensors, folder / UNTRAINED)
 
 
 @torch.no_grad()
@@ -156,7 +160,8 @@ def export_adapter(
     part = out_dir.parent / f".{os.path.basename(out_dir)}.incomplete"
     shards = RankShards(coordinates, tuple((n, tuple(p.shape)) for n, p in params.items()))
     shapes = mapping.hf_tensors()
-    plan = _Plan([list(shapes)], assign_owners(mapping, gather_objects(shards, RankShards)), shapes)
+    owners = assign_owners(mapping, gather_objects(shards, RankShards))
+    plan = _Plan([list(shapes)], owners, Form().tensors(shapes))
     tensors = _assemble_round(plan, 0, world, rank, params, dict.fromkeys(shapes, dtype))
 
     def write() -> None:
@@ -217,21 +222,22 @@ def _assemble_round(
                 continue
             dtype = dtypes[name]
             if assembler == rank:
-                out[name] = torch.empty(plan.shapes[name], dtype=dtype)
-            for tag, owner in enumerate(plan.owners[name]):
+                out[name] = torch.empty(plan.tensors[name].shape, dtype=dtype)
+            for tag, (begin, owner) in enumerate(plan.slices(name)):
                 if rank not in (assembler, owner.rank):
                     continue
                 piece = owner.piece
+                place = piece.hf.slices(begin)
                 if owner.rank == rank:
                     values = params[owner.param].detach()[piece.local.slices()].to(dtype)
                     if assembler == rank:
-                        out[name][piece.hf.slices()].copy_(values)
+                        out[name][place].copy_(values)
                     else:
                         ops.append(dist.P2POp(dist.isend, values.contiguous().cpu(), assembler, group, tag))
                 else:
                     buffer = torch.empty(piece.hf.extent, dtype=dtype)
                     ops.append(dist.P2POp(dist.irecv, buffer, owner.rank, group, tag))
-                    landing.append((out[name][piece.hf.slices()], buffer))
+                    landing.append((out[name][place], buffer))
         if ops:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
@@ -267,7 +273,7 @@ def _finish(
     if len(names) > 1:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {plan.file_name(n): names[s] for s, shard in enumerate(plan.shards) for n in shard},
+            "weight_map": {n: names[s] for s, shard in enumerate(plan.shards) for n in shard},
         }
         with open_own(part / INDEX, "x", encoding="utf-8") as f:
             f.write(json.dumps(index, indent=2) + "\n")

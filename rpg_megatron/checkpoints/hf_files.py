@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rpg_megatron.checkpoints.hf_forms import Form, decoder_tensors, form_of
 from rpg_megatron.checkpoints.megatron_folder import weights_of
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError, shorten
@@ -171,26 +172,15 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-_OLD_NAMES = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
-"""How the names of a decoder in a vision model begin in older files -> in transformers' models."""
-
-
-def decoder_name(name: str) -> str:
-    """The name of a tensor as transformers' models have it; files of a vision model may have an older one."""
-    start = next((old for old in _OLD_NAMES if name.startswith(old)), "")
-    return _OLD_NAMES.get(start, "") + name.removeprefix(start)
-
-
-def old_name(name: str) -> str:
-    """Inverse of ``decoder_name`` for a decoder's tensor in a file with older names."""
-    old, new = next((old, new) for old, new in _OLD_NAMES.items() if name.startswith(new))
-    return old + name.removeprefix(new)
-
-
-def has_old_names(model_dir: Path, shape: ModelShape) -> bool:
-    """Whether the files of a vision model have older names."""
-    old = ("language_model.", "vision_tower.", "multi_modal_projector.")
-    return shape.is_part and any(name.startswith(old) for name in _list_all(model_dir))
+def find_form(model_dir: Path, shape: ModelShape) -> Form:
+    """How the files of a model have its tensors; for weights in Megatron's format, as the model had them."""
+    known = shape.is_part or shape.experts is not None
+    try:
+        return form_of(_list_all(model_dir)) if known else Form()
+    except UserError:
+        if shape.untrained:
+            raise
+        return Form()
 
 
 def stored_bytes(tensor: StoredTensor) -> int:
@@ -269,9 +259,8 @@ def verify_hf_checkpoint(
     Raises one UserError that lists every missing, unexpected and wrongly shaped tensor, or the corrupt files;
     also for a head that is not the embedding: transformers and vLLM use it in spite of config.json.
     """
-    listed = list_checkpoint(model_dir)
-    stored = {decoder_name(name): tensor for name, tensor in listed.items()}
-    if twice := [name for name in listed if name != decoder_name(name) and decoder_name(name) in listed]:
+    stored, twice = decoder_tensors(list_checkpoint(model_dir))
+    if twice:
         raise UserError(f"{model_dir}: has tensors under two names: {_some(twice)}; remove one of each")
     untrained = [name for name in stored if name.startswith(mapping.shape.untrained)]
     for name in [*list_computed(stored), *untrained]:

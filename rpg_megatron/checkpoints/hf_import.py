@@ -95,7 +95,7 @@ def _open(file: Path) -> Any:
 def _read(handle: Any, piece: Piece, in_file: StoredTensor) -> torch.Tensor:
     """One slice of an HF tensor, in the file's dtype."""
     try:
-        values: torch.Tensor = handle.get_slice(in_file.name)[piece.hf.slices()]
+        values: torch.Tensor = handle.get_slice(in_file.name)[piece.hf.slices(in_file.start)]
     except (SafetensorError, OSError) as e:
         raise UserError(f"{in_file.file}: {in_file.name} cannot be read ({e}); copy the file again") from None
     return values

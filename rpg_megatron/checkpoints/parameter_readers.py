@@ -7,10 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from rpg_megatron.checkpoints.hf_files import list_checkpoint, verify_hf_checkpoint
-from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.hf_forms import decoder_tensors
+from rpg_megatron.checkpoints.hf_import import load_hf_weights, read_whole
 from rpg_megatron.checkpoints.megatron_tensors import MegatronTensors, open_tensors, whole_parameters
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.models.boxes import Box
@@ -68,15 +68,15 @@ Weights = Callable[[str], torch.Tensor]
 
 
 def stored_weights(folder: Path) -> Weights:
-    """Reads tensors of a checkpoint, Hugging Face's or Megatron's; KeyError for unknown names."""
-    stored, megatron = list_checkpoint(folder), open_tensors(folder)
+    """Reads tensors of a checkpoint, Hugging Face's or Megatron's, by their names in mappings; KeyError for
+    unknown names.
+    """
+    (stored, _), megatron = decoder_tensors(list_checkpoint(folder)), open_tensors(folder)
 
     @lru_cache(maxsize=32)
     def read(name: str) -> torch.Tensor:
         if megatron is not None:
             return megatron.read(name, Box.whole(stored[name].shape))
-        with safe_open(stored[name].file, framework="pt", device="cpu") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+        return read_whole(stored[name])
 
     return read

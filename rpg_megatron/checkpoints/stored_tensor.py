@@ -9,7 +9,8 @@ from pathlib import Path
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint: file, dtype as in the header (F32, BF16, F16, ...), shape, first byte, and
-    its name there, which may be an older form of that in a mapping.
+    its name there, which may be an older form of that in a mapping. start: of a matrix of a larger tensor,
+    the index at which it begins there.
     """
 
     file: Path
@@ -17,3 +18,4 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     name: str = ""
+    start: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ A family is a row of ``FAMILIES``. Sizes are in config.json; ``model_config.py``
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Family:
     """See ``ModelShape``; so has ``fused_rows``."""
     fused_rows: bool = False
     experts: bool = False
+    shared_expert: bool = False
+    """Layers with experts have one more, for all tokens, whose output a gate scales."""
     scales: bool = False
     """config.json has multipliers: of embedding, residual stream, attention scores and logits."""
     windows: Literal["no", "all", "some"] = "no"
@@ -35,6 +37,8 @@ class Family:
     """``layer_types`` may list layers with linear attention; the others' output is gated, and norms multiply
     by 1 + weight.
     """
+    interleaved: bool = False
+    """The input projections of linear attention have the rows of each key head together."""
     inside: str = ""
     """Of a released form with other parts, such as a vision tower: the model_type of its ``text_config``."""
     untrained: tuple[str, ...] = ()
@@ -43,11 +47,22 @@ class Family:
     """Types of rotary embedding."""
     partial_rope: bool = False
     """``partial_rotary_factor`` counts."""
-    refused: tuple[str, ...] = ()
-    """Keys that vLLM would compute otherwise than transformers."""
+    fixed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Key -> the values that it may have besides null; none: false. With others vLLM would compute something
+    else than transformers, or released models have no others.
+    """
     defaults: dict[str, float] = field(default_factory=dict)
     """Values of keys that config.json may lack, where transformers' differ between families."""
 
+
+_HYBRID: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("silu", "swish"),
+    "is_causal": (True,),
+    **dict.fromkeys(("layer_scale", "qkv_bias", "dual_chunk_attention_config"), ()),
+}
+_ALL_EXPERTS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+"""Of families that do not read these keys: all layers have experts."""
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", "Llama 2, 3 to 3.3", ropes=("default", "llama3")),
@@ -69,7 +84,7 @@ FAMILIES = {
         "granite",
         "Granite 3",
         scales=True,
-        refused=("layer_types", "layer_rope_theta", "attention_sinks", "logit_scale"),
+        fixed=dict.fromkeys(("layer_types", "layer_rope_theta", "attention_sinks", "logit_scale"), ()),
     ),
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5",
@@ -77,12 +92,56 @@ FAMILIES = {
         qk_norm="heads",
         linear=True,
         partial_rope=True,
-        refused=("layer_scale", "qkv_bias", "dual_chunk_attention_config"),
+        fixed=_HYBRID,
         defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        "OLMoE",
+        qk_norm="wide",
+        experts=True,
+        fixed=_ALL_EXPERTS | {"clip_qkv": (), "rms_norm_eps": (1e-5,), "head_dim": ()},
+        defaults={"num_experts": 64},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        "Qwen1.5-MoE, Qwen2-MoE",
+        qkv_bias=True,
+        experts=True,
+        shared_expert=True,
+        fixed={"use_sliding_window": (), "qkv_bias": (True,), "head_dim": ()},
+        defaults={"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632},
     ),
 }
 """Hugging Face's name of an architecture -> the family."""
 
+_MIXTURE = {
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 5632,  # of layers without experts, if any
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+FAMILIES["Qwen3NextForCausalLM"] = replace(
+    FAMILIES["Qwen3_5ForCausalLM"],
+    name="qwen3_next",
+    models="Qwen3-Next",
+    experts=True,
+    shared_expert=True,
+    interleaved=True,
+    untrained=("mtp.",),
+    defaults=FAMILIES["Qwen3_5ForCausalLM"].defaults | _MIXTURE,
+)
+FAMILIES["Qwen3_5MoeForCausalLM"] = replace(
+    FAMILIES["Qwen3NextForCausalLM"],
+    name="qwen3_5_moe",
+    models="Qwen3.5 mixtures (their decoder alone)",
+    interleaved=False,
+    untrained=(),
+    fixed=_HYBRID | _ALL_EXPERTS | {"norm_topk_prob": (True,)},
+    defaults=FAMILIES["Qwen3NextForCausalLM"].defaults | {"num_experts_per_tok": 8, "num_experts": 256},
+)
 FAMILIES["Mistral3ForConditionalGeneration"] = replace(
     FAMILIES["MistralForCausalLM"],
     models="Mistral Small 3.1 and 3.2 (text)",
@@ -96,17 +155,17 @@ FAMILIES["Mistral3ForConditionalGeneration"] = replace(
     ),
 )
 
-FAMILIES["Qwen3_5ForConditionalGeneration"] = replace(
-    FAMILIES["Qwen3_5ForCausalLM"],
-    models="Qwen3.5 (dense; text)",
-    inside="qwen3_5_text",
-    untrained=("model.visual.", "mtp."),
-)
+FAMILIES |= {
+    f"{name}ForConditionalGeneration": replace(
+        FAMILIES[f"{name}ForCausalLM"], models=models, inside=inside, untrained=("model.visual.", "mtp.")
+    )
+    for name, models, inside in (
+        ("Qwen3_5", "Qwen3.5 (dense; text)", "qwen3_5_text"),
+        ("Qwen3_5Moe", "Qwen3.5 (mixtures; text)", "qwen3_5_moe_text"),
+    )
+}
 
 NOT_SUPPORTED = {
-    "Qwen3_5Moe": "Qwen3.5 mixtures of experts",
-    "Qwen3Next": "Qwen3-Next",
-    "Qwen2Moe": "Qwen1.5-MoE, Qwen2-MoE",
     "Glm4Moe": "GLM-4.5",
     "DeepseekV": "DeepSeek",
     "KimiK": "Kimi",

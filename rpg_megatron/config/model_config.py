@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,10 @@ def read_model_shape(path: Path) -> ModelShape:
     try:
         if family.inside:
             raw = _text_config(file, raw, family)
-        sizes = {key: _size(key, raw[key]) for key in _SIZES if raw.get(key) is not None}
+        given = {key: value for key, value in raw.items() if value is not None}
+        sizes = {
+            key: _size(key, v) for key in _SIZES if (v := (family.defaults | given).get(key)) is not None
+        }
         _refuse_variants(file, raw, family)
         layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
         kv_heads = sizes.get("num_key_value_heads", heads)
@@ -69,8 +73,6 @@ def read_model_shape(path: Path) -> ModelShape:
             raise ValueError(
                 f"num_key_value_heads is {kv_heads}, which does not divide num_attention_heads ({heads})"
             )
-        # transformers' default head size where the file has none.
-        head_dim = int(family.defaults.get("head_dim", max(sizes["hidden_size"] // heads, 1)))
         return ModelShape(
             family=family.name,
             num_layers=layers,
@@ -78,7 +80,7 @@ def read_model_shape(path: Path) -> ModelShape:
             ffn_hidden_size=sizes["intermediate_size"],
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=sizes.get("head_dim", head_dim),
+            head_dim=sizes.get("head_dim", max(sizes["hidden_size"] // heads, 1)),
             vocab_size=sizes["vocab_size"],
             tied_embeddings=_flag(raw, "tie_word_embeddings"),
             qk_norm=family.qk_norm != "no",
@@ -87,7 +89,7 @@ def read_model_shape(path: Path) -> ModelShape:
             norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
             max_positions=sizes["max_position_embeddings"],
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-            experts=_experts(raw, layers) if family.experts else None,
+            experts=_experts(raw, family, layers) if family.experts else None,
             windows=_windows(raw, family, layers),
             wide_qk_norm=family.qk_norm == "wide",
             post_norm=family.post_norm,
@@ -150,6 +152,7 @@ _LARGEST = {
     "num_local_experts": 2**16,
     "num_experts_per_tok": 2**16,
     "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
     "decoder_sparse_step": 10_000,
 }
 """Key -> maximum value, far above that of any model."""
@@ -205,25 +208,23 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
-    if family.linear and raw.get("attn_output_gate", True) is not True:
-        problems.append(
-            f"attn_output_gate={raw['attn_output_gate']!r} is not supported; released models have true"
-        )
-    if family.linear and (gate := raw.get("output_gate_type", "silu")) not in ("silu", "swish"):
-        problems.append(f"output_gate_type={gate!r} is not supported; known: silu, swish")
-    if family.linear and raw.get("is_causal", True) is not True:
-        problems.append(f"is_causal={raw['is_causal']!r} is not supported; released models have true")
-    if keys := [key for key in family.refused if raw.get(key) is not None and raw[key] is not False]:
-        problems.append(f"{', '.join(keys)}: not supported for {family.name}; released models have none")
+    for key, values in family.fixed.items():
+        value = raw.get(key)
+        if value is not None and (value not in values if values else value is not False):
+            known = ", ".join(json.dumps(v) for v in values) or "none"
+            problems.append(
+                f"{key}={shorten(ascii(value), 80)} is not supported for {family.name}; released models "
+                f"have {known}"
+            )
     given, older = raw.get("rope_parameters"), raw.get("rope_scaling")
     if given and older and given != older:
         problems.append("rope_parameters and rope_scaling differ; keep the one that is right")
     kinds = _layer_kinds(raw, family, int(raw["num_hidden_layers"]))
-    known = {_FULL} if family.windows == "no" else {_FULL, _SLIDING}
-    known |= {_LINEAR} if family.linear else set()
-    if others := sorted(set(kinds) - known):
-        count = sum(kind not in known for kind in kinds)
-        only = "only full attention is supported" if known == {_FULL} else "this kind is not supported"
+    supported = {_FULL} if family.windows == "no" else {_FULL, _SLIDING}
+    supported |= {_LINEAR} if family.linear else set()
+    if others := sorted(set(kinds) - supported):
+        count = sum(kind not in supported for kind in kinds)
+        only = "only full attention is supported" if supported == {_FULL} else "this kind is not supported"
         problems.append(f"{count} of {len(kinds)} layers have {', '.join(others)}; {only}")
     for kind in dict.fromkeys([_FULL, *kinds]):
         rope = _rope_settings(raw, family, kind)
@@ -281,7 +282,8 @@ def _linear(raw: dict[str, Any], family: Family, layers: int) -> LinearAttention
         _size(key, raw.get(key, default))
         for key, default in ((f"linear_{k}", v) for k, v in (defaults | {"conv_kernel_dim": 4}).items())
     ]
-    out = LinearAttention(found, *sizes)
+    key_heads, value_heads, key_dim, value_dim, kernel = sizes
+    out = LinearAttention(found, key_heads, value_heads, key_dim, value_dim, kernel, family.interleaved)
     if out.kernel < 2:
         raise ValueError("linear_conv_kernel_dim is 1, which vLLM does not support")
     if out.value_heads % out.key_heads:
@@ -358,18 +360,19 @@ def _yarn(rope: dict[str, Any], original: int) -> YarnRope:
     return YarnRope(factor, fast, slow, original, _positive("attention_factor", magnitude))
 
 
-def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
-    """The experts of a Qwen3-MoE model, with transformers' defaults for keys that the file lacks."""
+def _experts(raw: dict[str, Any], family: Family, layers: int) -> ExpertShape:
+    """The experts of a mixture, with transformers' defaults for keys that the file lacks."""
     # transformers writes num_local_experts; published files have num_experts.
     counts = {key: _size(key, raw[key]) for key in ("num_experts", "num_local_experts") if key in raw}
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"num_experts is {raw['num_experts']}, but num_local_experts {raw['num_local_experts']}"
         )
-    count = next(iter(counts.values()), 128)
+    raw = {"num_experts_per_tok": 8, "decoder_sparse_step": 1} | family.defaults | raw
+    count = next(iter(counts.values()), int(family.defaults.get("num_experts", 128)))
     if layers * count > _MOST_EXPERTS:
         raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
-    per_token = _size("num_experts_per_tok", raw.get("num_experts_per_tok", 8))
+    per_token = _size("num_experts_per_tok", raw["num_experts_per_tok"])
     normalised = _flag(raw, "norm_topk_prob")
     if per_token > count:
         raise ValueError(f"num_experts_per_tok is {per_token}, more than num_experts ({count})")
@@ -378,13 +381,16 @@ def _experts(raw: dict[str, Any], layers: int) -> ExpertShape:
             "num_experts_per_tok is 1 with norm_topk_prob true: the router would have no gradient, and "
             "Megatron does not support it"
         )
-    step = _size("decoder_sparse_step", raw.get("decoder_sparse_step", 1))
+    step = _size("decoder_sparse_step", raw["decoder_sparse_step"])
     dense = raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
         raise ValueError(f"mlp_only_layers is {repr(dense)[:80]}; it must be a list of layer indices")
     sparse = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
     if not sparse:
         raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
-    return ExpertShape(
-        count, per_token, _size("moe_intermediate_size", raw["moe_intermediate_size"]), normalised, sparse
-    )
+    # OLMoE's experts have the size that dense layers have in other families.
+    key = "moe_intermediate_size" if family.name != "olmoe" else "intermediate_size"
+    size = _size(key, raw[key])
+    key = "shared_expert_intermediate_size"
+    shared = _size(key, raw[key]) if family.shared_expert else 0
+    return ExpertShape(count, per_token, size, normalised, sparse, shared)

@@ -84,6 +84,8 @@ class LinearAttention:
     value_dim: int
     kernel: int
     """Tokens that the convolution covers."""
+    interleaved: bool = False
+    """Whether the checkpoint has two input projections, with the rows of each key head together."""
 
     @property
     def keys(self) -> int:
@@ -148,6 +150,8 @@ class ExpertShape:
     """Whether the weights of a token's chosen experts sum to 1 (norm_topk_prob)."""
     layers: tuple[int, ...]
     """Indices of the layers with experts, ascending; the other layers are dense."""
+    shared_ffn_hidden_size: int = 0
+    """Feed-forward size of one more expert, for all tokens, whose output a sigmoid gate scales; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -297,13 +301,16 @@ class ModelShape:
     def active_ffn_columns(self) -> float:
         """Feed-forward columns that a token passes in all layers together.
 
-        A router's outputs count a third: an expert has three matrices, the router one.
+        A router's outputs count a third: an expert has three matrices, the router one, as the shared
+        expert's gate has.
         """
         e = self.experts
         if e is None:
             return self.num_layers * self.ffn_hidden_size
         dense = self.num_layers - len(e.layers)
         chosen = e.per_token * e.ffn_hidden_size + e.count / 3
+        if e.shared_ffn_hidden_size:
+            chosen += e.shared_ffn_hidden_size + 1 / 3
         return dense * self.ffn_hidden_size + len(e.layers) * chosen
 
     def stage_layers(self, stages: int) -> list[int]:

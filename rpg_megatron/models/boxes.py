@@ -61,9 +61,13 @@ class Box:
             raise ValueError(f"{self} is not inside {outer}")
         return tuple(a - b for a, b in zip(self.start, outer.start, strict=True))
 
-    def slices(self) -> tuple[slice, ...]:
-        """Index of this box in a tensor."""
-        return tuple(slice(s, s + e) for s, e in zip(self.start, self.extent, strict=True))
+    def slices(self, begin: tuple[int, ...] = ()) -> tuple[int | slice, ...]:
+        """Index of this box in its tensor; with ``begin``, in one of which its tensor is a part that begins
+        there, which may have more dimensions in front.
+        """
+        more = len(begin) - len(self.start) if begin else 0
+        starts = map(sum, zip(self.start, begin[more:], strict=True)) if begin else self.start
+        return *begin[:more], *(slice(s, s + e) for s, e in zip(starts, self.extent, strict=True))
 
 
 @dataclass(frozen=True)

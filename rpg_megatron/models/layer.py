@@ -13,6 +13,8 @@ Where Megatron-Core and Hugging Face differ:
 - With gated attention q_proj has the query rows and then the gate rows of each head; Megatron has all queries
   of a group, then all its gates.
 - A gated delta net has one input projection: queries, keys, values, gates, beta, alpha, each cut by heads.
+  Qwen3-Next's two tensors have these of each key head together.
+- Megatron's gate of the shared expert belongs to that expert.
 - Transformer Engine fuses the norms before QKV, in_proj and fc1 into those layers, under other names.
 """
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 
 from rpg_megatron.config.model_shape import LinearAttention, ModelShape
 from rpg_megatron.models.partition import Parameter, Segment
@@ -69,6 +72,10 @@ def _parameters(s: ModelShape, experts: bool, linear: bool) -> dict[str, Paramet
         out["mlp.router.weight"] = Parameter((Segment("mlp.gate.weight", s.experts.count),), s.hidden_size)
         for e in range(s.experts.count):
             out |= _feed_forward(s, f"{EXPERT}{e}.", f"mlp.experts.{e}.", s.experts.ffn_hidden_size)
+        if shared := s.experts.shared_ffn_hidden_size:
+            out |= _feed_forward(s, "mlp.shared_experts.", "mlp.shared_expert.", shared)
+            gate = Segment("mlp.shared_expert_gate.weight", 1)
+            out["mlp.shared_experts.gate_weight"] = Parameter((gate,), s.hidden_size)
     else:
         out |= _feed_forward(s, "mlp.", "mlp.", s.ffn_hidden_size)
     if linear:
@@ -86,10 +93,14 @@ def _delta_net(s: ModelShape, linear: LinearAttention) -> dict[str, Parameter]:
     """A gated delta net."""
     keys, values, heads, hf = linear.keys, linear.values, linear.value_heads, "linear_attn."
     rows = ((keys, 0), (keys, keys), (values, 2 * keys))
-    projected = [Segment(f"{hf}in_proj_qkv.weight", count, first) for count, first in rows]
-    projected += [
-        Segment(f"{hf}in_proj_{n}.weight", k) for n, k in (("z", values), ("b", heads), ("a", heads))
-    ]
+    if linear.interleaved:
+        projected = _interleaved(f"{hf}in_proj_qkvz.weight", [keys, keys, values, values], linear.key_heads)
+        projected += _interleaved(f"{hf}in_proj_ba.weight", [heads, heads], linear.key_heads)
+    else:
+        projected = [Segment(f"{hf}in_proj_qkv.weight", count, first) for count, first in rows]
+        projected += [
+            Segment(f"{hf}in_proj_{n}.weight", k) for n, k in (("z", values), ("b", heads), ("a", heads))
+        ]
     convolved = tuple(Segment(f"{hf}conv1d.weight", count, first) for count, first in rows)
     return {
         "dt_bias": Parameter((Segment(f"{hf}dt_bias", heads),), cut="rows"),
@@ -99,6 +110,16 @@ def _delta_net(s: ModelShape, linear: LinearAttention) -> dict[str, Parameter]:
         "out_norm.weight": Parameter((Segment(f"{hf}norm.weight", linear.value_dim),), float32=True),
         "out_proj.weight": by_columns(f"{hf}out_proj.weight", s.hidden_size, values),
     }
+
+
+def _interleaved(name: str, parts: list[int], heads: int) -> list[Segment]:
+    """Parts of a tensor that has the rows of each head together. parts: rows of each part in all heads."""
+    blocks = [rows // heads for rows in parts]
+    starts = accumulate(blocks, initial=0)
+    return [
+        Segment(name, rows, first, block, sum(blocks))
+        for rows, first, block in zip(parts, starts, blocks, strict=False)
+    ]
 
 
 def qkv(s: ModelShape, what: str) -> Parameter:

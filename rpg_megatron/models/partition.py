@@ -6,6 +6,7 @@ tensor a rank holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,13 +60,32 @@ ONE_RANK = RankCoordinates()
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows of a parameter that are consecutive rows of a Hugging Face tensor."""
+    """Consecutive rows of a parameter that are rows of a Hugging Face tensor: consecutive, or in blocks."""
 
     name: str
     """Of the tensor, within its layer."""
     rows: int
     first: int = 0
     """The first of these rows in the tensor."""
+    block: int = 0
+    """Rows that are consecutive in the tensor; 0: all."""
+    stride: int = 0
+    """Rows of the tensor from the start of a block to the start of the next."""
+
+    @property
+    def end(self) -> int:
+        """The row behind the last one in the tensor."""
+        blocks = self.rows // self.block - 1 if self.block else 0
+        return self.first + blocks * self.stride + (self.block or self.rows)
+
+    def bands(self, begin: int, stop: int) -> Iterator[tuple[int, int]]:
+        """First row in the tensor, and number, of the consecutive rows that make up [begin, stop) of this."""
+        block = self.block or self.rows
+        while begin < stop:
+            number, row = divmod(begin, block)
+            count = min(block - row, stop - begin)
+            yield self.first + number * self.stride + row, count
+            begin += count
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ class Parameter:
         """Name within the layer -> full shape of each HF tensor in the parameter."""
         rows: dict[str, int] = {}
         for s in self.segments:
-            rows[s.name] = max(rows.get(s.name, 0), s.first + s.rows)
+            rows[s.name] = max(rows.get(s.name, 0), s.end)
         return {name: (count, *self._columns) for name, count in rows.items()}
 
     def local_shape(self, tensor: int) -> Shape:
@@ -113,9 +133,9 @@ class Parameter:
             else:
                 begin = max(tensor_rank * local[0] - at, 0)
                 stop = min((tensor_rank + 1) * local[0] - at, s.rows) if tensor > 1 else s.rows
-            if begin < stop:
-                out.append(band(layer + s.name, s.first + begin, held, (stop - begin, *self._columns)))
-                held += stop - begin
+            for first, count in s.bands(begin, stop):
+                out.append(band(layer + s.name, first, held, (count, *self._columns)))
+                held += count
             at += s.rows
         return out
 

@@ -40,6 +40,8 @@ def check_layout(
         split.append((shape.ffn_hidden_size, "feed-forward columns"))
     if shape.experts is not None and expert_tensor is None:
         split.append((shape.experts.ffn_hidden_size, "feed-forward columns of an expert"))
+    if shape.experts is not None and (shared := shape.experts.shared_ffn_hidden_size):
+        split.append((shared, "feed-forward columns of the shared expert"))
     for count, dimension in split:
         if count % tensor:
             problems.append(f"tensor={tensor} does not divide the model's {count} {dimension}")

@@ -59,7 +59,8 @@ def _local_layer(shape: ModelShape, n: int) -> ModuleSpec:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     mlp = parts.mlp.keywords["submodules"]
-    (mlp.experts.keywords["submodules"] if experts else mlp).activation_func = SwiGLU
+    for block in (mlp.experts, mlp.shared_experts) if experts else (parts.mlp,):
+        block.keywords["submodules"].activation_func = SwiGLU
     if shape.is_linear(n):
         parts.self_attention = delta_net(ColumnParallelLinear, RMSNorm, RowParallelLinear)
         # In checkpoints the norm has the name that it has in Transformer Engine's layers.

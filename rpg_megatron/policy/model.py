@@ -253,6 +253,8 @@ def _expert_fields(
         "moe_layer_freq": [int(layer in e.layers) for layer in range(shape.num_layers)],
         "moe_ffn_hidden_size": e.ffn_hidden_size,
         "moe_router_topk": e.per_token,
+        "moe_shared_expert_intermediate_size": e.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": e.shared_ffn_hidden_size > 0,
         # A softmax over the chosen experts' logits equals a softmax over all, normalised afterwards.
         "moe_router_pre_softmax": not e.normalised,
         "moe_router_dtype": "fp32",

@@ -60,6 +60,12 @@ def megatron_value(name, sd, shape, place):
     if rest.startswith("self_attention.") and shape.is_linear(int(index)) and "layer_norm" not in rest:
         linear, p = shape.linear, p + "linear_attn."
         parts = [linear.keys, linear.keys, linear.values]
+        if rest == "self_attention.in_proj.weight" and linear.interleaved:
+            value_rows = linear.values // linear.key_heads
+            by_head = sd[p + "in_proj_qkvz.weight"].unflatten(0, (linear.key_heads, -1))
+            parts = [*by_head.split([linear.key_dim, linear.key_dim, value_rows, value_rows], 1)]
+            parts += sd[p + "in_proj_ba.weight"].unflatten(0, (linear.key_heads, -1)).chunk(2, 1)
+            return torch.cat([rows(w.flatten(0, 1)) for w in parts])
         if rest == "self_attention.in_proj.weight":
             parts = [
                 *sd[p + "in_proj_qkv.weight"].split(parts),
@@ -76,6 +82,13 @@ def megatron_value(name, sd, shape, place):
         }[rest]()
     if rest == "mlp.router.weight":
         return sd[p + "mlp.gate.weight"]
+    if rest == "mlp.shared_experts.gate_weight":
+        return sd[p + "mlp.shared_expert_gate.weight"]
+    if rest.startswith("mlp.shared_experts."):
+        p += "mlp.shared_expert."
+        if "linear_fc2" in rest:
+            return columns(sd[p + "down_proj.weight"])
+        return torch.cat([rows(sd[f"{p}{x}_proj.weight"]) for x in ("gate", "up")])
     if rest.startswith("mlp.experts."):
         number = int(re.search(r"(?:local_experts\.|weight)(\d+)", rest)[1])
         local_experts = torch.arange(shape.experts.count).chunk(experts.parallel)[experts.rank].tolist()

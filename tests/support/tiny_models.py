@@ -50,6 +50,23 @@ _COMMON = {
     "bos_token_id": None,
     "pad_token_id": 256,
 }
+_MIXTURE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
+_HYBRID = {
+    **{key: value for key, value in _COMMON.items() if key != "rope_theta"},
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -103,15 +120,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        **{key: value for key, value in _COMMON.items() if key != "rope_theta"},
-        "head_dim": 32,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
-        "linear_conv_kernel_dim": 4,
+        **_HYBRID,
+    },
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        **_HYBRID,
+        **_MIXTURE,
+    },
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        **_HYBRID,
+        **_MIXTURE,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        **_COMMON,
+        **_MIXTURE,
+    },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        **_COMMON,
+        "intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
     },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -122,6 +158,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Family -> config.json."""
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+"""Families with linear attention, whose other norms multiply by 1 + weight."""
 AWKWARD = {
     "vocab_size": 251,
     "hidden_size": 48,
@@ -184,6 +222,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "gated_attention": True,
         "linear": LinearAttention((0, 1, 3), 4, 8, 6, 5, 3),
     },
+    "qwen3_5_moe": {
+        "family": "qwen3_5_moe",
+        "rope": Rope(1e6, 1 / 3),
+        "zero_centred": True,
+        "gated_attention": True,
+        "linear": LinearAttention((0, 1, 3), 4, 8, 6, 5, 3),
+        "experts": ExpertShape(4, 2, 24, True, (0, 1, 2, 3), 16),
+    },
+    "qwen3_next": {
+        "family": "qwen3_next",
+        "rope": Rope(1e6, 1 / 3),
+        "zero_centred": True,
+        "gated_attention": True,
+        "linear": LinearAttention((0, 1, 3), 4, 8, 6, 5, 3, True),
+        "experts": ExpertShape(4, 2, 24, True, (1, 3), 16),
+        "untrained": ("mtp.",),
+    },
     "granite": {"family": "granite", "qk_norm": False, "scales": Scales(3.0, 0.5, 0.3, 1 / 4.0)},
 }
 """What differs from TINY in each family."""
@@ -237,6 +292,8 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
             "norm_topk_prob": experts.normalised,
             "mlp_only_layers": [layer for layer in range(shape.num_layers) if layer not in experts.layers],
         }
+        if experts.shared_ffn_hidden_size:
+            config["shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
     if (linear := shape.linear) is not None:
         sizes = linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim, linear.kernel
         keys = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
@@ -391,21 +448,26 @@ def delta_rule_by_token(
 def use_float64() -> Iterator[None]:
     """Within the block, what transformers computes in float32 for every model is computed as the model is.
 
-    Of Qwen3-MoE norms and routers, which would choose by rounded numbers; of Qwen3.5 norms, decay rates, and
+    Of mixtures norms and routers, which would choose by rounded numbers; of hybrids norms, decay rates, and
     the gated delta rule, then token by token, as the paper defines it.
     """
     import torch
+    from transformers.models.olmoe import modeling_olmoe as olmoe
+    from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
     from transformers.models.qwen3_5 import modeling_qwen3_5 as hybrid
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as module
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-        scale: torch.Tensor = self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        eps = self.variance_epsilon
+        scale: torch.Tensor = self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
         return scale
 
     def route(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
         weights, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
-        if self.norm_topk_prob:
+        if getattr(self, "norm_topk_prob", True):  # Qwen3.5's always does
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, chosen
 
@@ -419,10 +481,21 @@ def use_float64() -> Iterator[None]:
         return self if self.dtype is torch.float64 else to_float32(self)
 
     changes: list[tuple[Any, str, Any]] = [
-        (module.Qwen3MoeRMSNorm, "forward", norm),
-        (module.Qwen3MoeTopKRouter, "forward", route),
+        (qwen3_moe.Qwen3MoeRMSNorm, "forward", norm),
+        (qwen2_moe.Qwen2MoeRMSNorm, "forward", norm),
+        (olmoe.OlmoeRMSNorm, "forward", norm),
+        (qwen3_moe.Qwen3MoeTopKRouter, "forward", route),
+        (qwen2_moe.Qwen2MoeTopKRouter, "forward", route),
+        (olmoe.OlmoeTopKRouter, "forward", route),
+        (qwen3_5_moe.Qwen3_5MoeTopKRouter, "forward", route),
+        (qwen3_next.Qwen3NextTopKRouter, "forward", route),
         (hybrid.Qwen3_5RMSNormGated, "forward", gated_norm),
-        (hybrid, "torch_chunk_gated_delta_rule", delta_rule_by_token),
+        (qwen3_5_moe.Qwen3_5MoeRMSNormGated, "forward", gated_norm),
+        (qwen3_next.Qwen3NextRMSNormGated, "forward", gated_norm),
+        *(
+            (m, "torch_chunk_gated_delta_rule", delta_rule_by_token)
+            for m in (hybrid, qwen3_5_moe, qwen3_next)
+        ),
         (torch.Tensor, "float", keep),
     ]
     with ExitStack() as stack:
@@ -445,7 +518,7 @@ def make_model(
     config = CONFIGS[family] | {"eos_token_id": None, "pad_token_id": None} | changes
     kind = config.pop("model_type")
     if "rope_parameters" in changes:
-        del config["rope_theta"]
+        config.pop("rope_theta", None)
     dtype = getattr(torch, config.pop("dtype"))
     if not family.startswith("qwen3") and "head_dim" not in changes:
         config.pop("head_dim", None)
@@ -457,7 +530,7 @@ def make_model(
             if name.endswith("A_log"):
                 values -= 2  # states that last for some tokens
             elif "norm" in name:  # centred around 0 or around 1
-                values = 0.2 * values + (0 if family == "qwen3_5" and "linear_attn" not in name else 1)
+                values = 0.2 * values + (0 if family in HYBRIDS and "linear_attn" not in name else 1)
             else:
                 # Short queries and keys, or states, would be noise that norms amplify, in any program.
                 size = {"bias": 0.5, "conv1d": 1.0, "in_proj_qkv": 6 * noise}
@@ -468,6 +541,6 @@ def make_model(
         if name.endswith(("A_log", "linear_attn.norm.weight")):  # as in released checkpoints
             p.data = p.data.float()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if family == "qwen3_moe":
+    if "num_experts" in config:
         model.set_experts_implementation("eager")  # the default, a grouped product, does not take float64
     return model.double().eval()

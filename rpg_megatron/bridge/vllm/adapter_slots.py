@@ -90,7 +90,7 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
     checked = 0
     for name, module in manager.modules.items():
         stacked = module.lora_a_stacked, module.lora_b_stacked
-        slots: list[tuple[str, tuple[slice, ...], Any]]
+        slots: list[tuple[str, tuple[int | slice, ...], Any]]
         if isinstance(module, LogitsProcessorWithLoRA):  # adds B A x to the logits of all workers
             slots = [(f"{name}.weight", (slice(None), slice(None)), stacked)]
         else:
@@ -116,7 +116,7 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
 
 
 def _expected(
-    hf_name: str, cut: tuple[slice, ...], tensors: Mapping[str, Tensor], scale: float
+    hf_name: str, cut: tuple[int | slice, ...], tensors: Mapping[str, Tensor], scale: float
 ) -> tuple[Tensor, Tensor] | None:
     """A and scaled B of a projection on this worker, the columns and rows of its weight; None if it has none.
 

@@ -1,0 +1,105 @@
+"""The forms in which files have a decoder's tensors, which differ from those of a mapping.
+
+Files of vision models may have older names. Files of mixtures may have all experts of a layer in two tensors,
+``experts.gate_up_proj`` [experts, 2 x columns, hidden] and ``experts.down_proj`` [experts, hidden, columns],
+as Qwen3.5 is released; a mapping has three matrices for each expert, as engines read them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from rpg_megatron.checkpoints.stored_tensor import StoredTensor
+from rpg_megatron.system.dtypes import ITEM_BYTES, SAFETENSORS
+
+PACKED = "mlp.experts.gate_up_proj"
+"""How a name of packed experts ends."""
+_OLD_NAMES = {"language_model.lm_head.": "lm_head.", "language_model.model.": "model.language_model."}
+"""How the names of a decoder in a vision model begin in older files -> in transformers' models."""
+_ALL_EXPERTS = re.compile(r"(.*\bmlp\.experts)\.(gate_up|down)_proj")
+_EXPERT = re.compile(r"(.*\bmlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor as files have it."""
+
+    shape: tuple[int, ...]
+    parts: dict[str, tuple[int, ...]]
+    """Name in the mapping -> the index at which that tensor begins; empty if it is the whole one."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How files have a decoder's tensors."""
+
+    old_names: bool = False
+    packed: bool = False
+    """Whether the experts of a layer are in two tensors."""
+
+    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileTensor]:
+        """The tensors of the files, by name. shapes: those of a mapping."""
+        out: dict[str, FileTensor] = {}
+        for name, shape in shapes.items():
+            if not self.packed or not (expert := _EXPERT.fullmatch(name)):
+                file_name = _old_name(name) if self.old_names else name
+                out[file_name] = FileTensor(shape, {name: ()})
+                continue
+            rows, columns = shape
+            is_down = expert[3] == "down"
+            file_name = f"{expert[1]}.{'down' if is_down else 'gate_up'}_proj"
+            before = out.get(file_name, FileTensor((0,), {}))
+            count = max(before.shape[0], int(expert[2]) + 1)
+            start = int(expert[2]), rows * (expert[3] == "up"), 0
+            out[file_name] = FileTensor(
+                (count, rows if is_down else 2 * rows, columns), before.parts | {name: start}
+            )
+        return out
+
+
+def form_of(names: Iterable[str]) -> Form:
+    """The form of a checkpoint's files. names: of their tensors."""
+    names = list(names)
+    old = ("language_model.", "vision_tower.", "multi_modal_projector.")
+    return Form(any(n.startswith(old) for n in names), any(n.endswith(PACKED) for n in names))
+
+
+def decoder_tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors of files by their names in mappings; and the names that more than one of them has."""
+    out: dict[str, StoredTensor] = {}
+    twice: list[str] = []
+    for name, tensor in stored.items():
+        start = next((old for old in _OLD_NAMES if name.startswith(old)), "")
+        name = _OLD_NAMES.get(start, "") + name.removeprefix(start)
+        for part, value in _experts(name, tensor) or [(name, tensor)]:
+            twice += [part] * (part in out)
+            out[part] = value
+    return out, twice
+
+
+def _experts(name: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
+    """The matrices of packed experts; empty for another tensor."""
+    match = _ALL_EXPERTS.fullmatch(name)
+    if match is None or len(tensor.shape) != 3:
+        return []
+    count, rows, columns = tensor.shape
+    kinds = ["down"] if match[2] == "down" else ["gate", "up"]
+    rows, size = rows // len(kinds), ITEM_BYTES.get(SAFETENSORS.get(tensor.dtype, ""), 1)
+    out = []
+    for place, (expert, kind) in enumerate((e, k) for e in range(count) for k in kinds):
+        part = replace(
+            tensor,
+            shape=(rows, columns),
+            begin=tensor.begin + place * math.prod((rows, columns)) * size,
+            start=(expert, rows * (kind == "up"), 0),
+        )
+        out.append((f"{match[1]}.{expert}.{kind}_proj.weight", part))
+    return out
+
+
+def _old_name(name: str) -> str:
+    old, new = next((old, new) for old, new in _OLD_NAMES.items() if name.startswith(new))
+    return old + name.removeprefix(new)
