@@ -27,9 +27,19 @@ from tests.support.tiny_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(not (WHEEL / ".complete").exists(), reason="run make .megatron-bridge")
 
-COMPARED = {"llama": 105, "mistral": 105, "qwen2": 119, "qwen3": 133, "qwen3_5": 147, "qwen3_moe": 247}
+COMPARED = {
+    "llama": 105,
+    "mistral": 105,
+    "qwen2": 119,
+    "qwen3": 133,
+    "qwen3_5": 147,
+    "qwen3_moe": 247,
+    "qwen3_5_moe": 303,
+    "qwen3_next": 303,
+    "olmoe": 247,
+}
 """Family -> parameters of two layers on all ranks of LAYOUTS."""
-NOT_THERE = {"granite", "olmo3", "phi3"}
+NOT_THERE = {"granite", "olmo3", "phi3", "qwen2_moe"}
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 53}
 """Two and four ranks pad the vocabulary; four cut a query group in two."""
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 2, 2)]

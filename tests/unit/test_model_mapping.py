@@ -75,6 +75,8 @@ def test_every_tensor_and_pipeline_size_together(tensor, queries, groups, family
     heads = {"num_heads": queries, "num_kv_heads": groups, "ffn_hidden_size": 840, "hidden_size": 6}
     for pipeline, virtual, layers in DEEP:
         shape = tiny_shape(family, tied_embeddings=bool(layers % 2), num_layers=layers, **heads)
+        if shape.linear is not None:
+            shape = replace(shape, linear=replace(shape.linear, key_heads=tensor, value_heads=2 * tensor))
         check_round_trip(shape, tensor, pipeline, virtual, 4, fused=pipeline % 2 == 0)
 
 
