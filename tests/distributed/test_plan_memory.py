@@ -54,6 +54,9 @@ EXPERTS = {
     "moe_intermediate_size": 512,
     "norm_topk_prob": True,
 }
+SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 768}
+NO_HEAD_SIZE = {"head_dim": None}
+"""Some families have no such key."""
 EXPERT_LAYOUTS = {
     "TP1": {},
     "EP2": {"parallel": {"data": 2, "expert": 2}},
@@ -173,11 +176,16 @@ def test_a_small_rank_holds_what_is_planned(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["mistral", "phi3", "olmo3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "phi3", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen2_moe", "olmoe"]
+)
 def test_a_rank_of_other_layers_holds_what_is_planned(
     family: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
-    model = make_checkpoint(tmp_path / "model", family=family, **SMALL | {"sliding_window": 64})
+    no_head_size = NO_HEAD_SIZE if family in ("olmoe", "qwen2_moe") else {}
+    model = make_checkpoint(
+        tmp_path / "model", family=family, **SMALL | SHARED | {"sliding_window": 64} | no_head_size
+    )
     check(settings_for(model), tmp_path, bridge)
 
 
@@ -235,6 +243,8 @@ def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
         "mistral": make_checkpoint(folder / "mistral", family="mistral", **shape | {"sliding_window": 64}),
         "olmo3": make_checkpoint(folder / "olmo3", family="olmo3", **shape | {"sliding_window": 64}),
         "qwen3_5": make_checkpoint(folder / "qwen3_5", family="qwen3_5", **shape),
+        "qwen3_5_moe": make_checkpoint(folder / "qwen3_5_moe", family="qwen3_5_moe", **shape | SHARED),
+        "olmoe": make_checkpoint(folder / "olmoe", family="olmoe", **shape | SHARED | NO_HEAD_SIZE),
     }
 
 
@@ -262,11 +272,12 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
     [
         {"qwen3": "float32", "llama": "bfloat16"},
         {"mistral": "float32", "olmo3": "float32"},
-        {"qwen3_5": "float32"},
+        {"qwen3_5": "float32", "qwen3_5_moe": "float32"},
+        pytest.param({"qwen3_5_moe": "bfloat16", "olmoe": "float32"}, marks=pytest.mark.long),
         pytest.param({"qwen3_5": "bfloat16"}, marks=pytest.mark.long),
         pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
     ],
-    ids=["few", "kinds", "hybrid", "hybrid in bfloat16", "others"],
+    ids=["few", "kinds", "hybrids", "mixtures", "hybrid in bfloat16", "others"],
 )
 def test_activations_are_those_that_autograd_saves(
     tmp_path: Path, tiny: dict[str, Path], models: dict[str, str]

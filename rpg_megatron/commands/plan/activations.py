@@ -92,7 +92,7 @@ class StageActivations:
         if shape.gated_attention:  # the gate, its sigmoid in float32, and the product
             total += (4 + 2 * item) * queries
         gathered = shape.qk_norm * (queries + keys) + 2 * (parallel.context - 1) * keys
-        own = 2 * queries + (not shape.qk_norm) * keys
+        own = 2 * queries + (not shape.qk_norm or shape.wide_qk_norm) * keys
         total += local * item * (own if parallel.context == 1 else gathered)
         # Log-sum-exp of attention, and 1/rms of each head: float32.
         total += 4 * heads * (self.fused or parallel.context == 1)
@@ -110,6 +110,9 @@ class StageActivations:
             of_row = trained * shape.hidden_size + (2 + trained + local) * columns
             total += expert_rows(shape, parallel, worst=worst) * (item * of_row + 4)  # and its weight
             total += (8 * e.count + 20 * e.per_token) / parallel.tensor
+            if shared := e.shared_ffn_hidden_size:  # gate|up, their product, and what its own gate multiplies
+                total += item * (3 * trained + 2 * local * (not trained)) * shared / parallel.tensor
+                total += item * stream
         return total
 
     def _delta_net(self) -> float:
@@ -149,6 +152,7 @@ class StageActivations:
                 # The rows in the order of the tokens and of the experts, and the inner tensors.
                 of_row = 2 * hidden + (3 * columns if self.fused else 5 * columns / held)
                 inner = expert_rows(shape, parallel, worst=worst) * of_row
+                inner += 5 * e.shared_ffn_hidden_size / parallel.tensor
             weight = 0 if frozen else at_once * 2 * columns * hidden
             most = max(most, item * (self.tokens * (inner + 3 * hidden) + weight) + self.tokens * again)
         return round(most)

@@ -140,6 +140,7 @@ def _activations(shape: ModelShape, tensor: int) -> int:
     # For each chosen expert: gate|up, their product, and the output before the weighted sum.
     e = shape.experts
     experts = e.per_token * (3 * e.ffn_hidden_size // tensor + shape.hidden_size) if e else 0
+    experts += 3 * e.shared_ffn_hidden_size // tensor + shape.hidden_size if e else 0
     return max(dense, experts) + 4 * shape.hidden_size
 
 
