@@ -87,6 +87,8 @@ def _experts(name: str, tensor: StoredTensor) -> list[tuple[str, StoredTensor]]:
         return []
     count, rows, columns = tensor.shape
     kinds = ["down"] if match[2] == "down" else ["gate", "up"]
+    if rows % len(kinds):
+        return []
     rows, size = rows // len(kinds), ITEM_BYTES.get(SAFETENSORS.get(tensor.dtype, ""), 1)
     out = []
     for place, (expert, kind) in enumerate((e, k) for e in range(count) for k in kinds):

@@ -110,7 +110,12 @@ FAMILIES = {
         experts=True,
         shared_expert=True,
         fixed={"use_sliding_window": (), "qkv_bias": (True,), "head_dim": ()},
-        defaults={"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632},
+        defaults={
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
     ),
 }
 """Hugging Face's name of an architecture -> the family."""

@@ -38,7 +38,7 @@ from tests.support.conversion import difference, fail, run, succeed, tensors
 from tests.support.forking import fresh_starts
 from tests.support.megatron_shards import megatron_value
 from tests.support.run_checkpoints import write_step
-from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, make_model
+from tests.support.tiny_models import AWKWARD, LLAMA3_ROPE, make_model, pack_experts
 
 pytestmark = pytest.mark.usefixtures("forked_starts")
 
@@ -54,6 +54,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", {}),
     "granite": ("granite", {"tie_word_embeddings": True}),
     "qwen3.5": ("qwen3_5", {"head_dim": 8}),
+    "qwen3.5-moe": ("qwen3_5_moe", {"head_dim": 8}),
+    "qwen3.5-moe-packed": ("qwen3_5_moe", {"head_dim": 8}),
+    "qwen3-next": ("qwen3_next", {"head_dim": 8, "mlp_only_layers": [1]}),
+    "qwen2-moe": ("qwen2_moe", {}),
+    "olmoe": ("olmoe", {}),
 }
 
 
@@ -61,6 +66,8 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
     """A random model of awkward sizes in several files, with stand-ins for a tokenizer and its template."""
     name, family_changes = FAMILIES[family]
     make_model(folder, name, max_shard_size="200KB", **AWKWARD | family_changes | changes)
+    if family.endswith("packed"):
+        pack_experts(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -105,12 +112,17 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         ("olmo3", torch.float32, {}, "megatron_to_hf"),
         ("granite", torch.float32, {}, "hf_to_megatron"),
         ("qwen3.5", torch.bfloat16, {}, "hf_to_megatron"),
+        ("qwen3.5-moe-packed", torch.bfloat16, {}, "megatron_to_hf"),
+        ("qwen3-next", torch.float32, {}, "hf_to_megatron"),
         # Each verification is a start of Megatron; what these add is in ``test_every_dtype`` too.
         pytest.param("qwen2-tied", torch.float32, {}, "hf_to_megatron", marks=pytest.mark.long),
         pytest.param("qwen3-moe", torch.bfloat16, {}, "both", marks=pytest.mark.long),
         pytest.param("mistral", torch.float32, {}, "both", marks=pytest.mark.long),
         pytest.param("phi3", torch.float32, {}, "both", marks=pytest.mark.long),
         pytest.param("qwen3.5", torch.float32, {}, "both", marks=pytest.mark.long),
+        pytest.param("qwen3.5-moe", torch.float32, {}, "both", marks=pytest.mark.long),
+        pytest.param("qwen2-moe", torch.float32, {}, "both", marks=pytest.mark.long),
+        pytest.param("olmoe", torch.float32, {}, "both", marks=pytest.mark.long),
     ],
     ids=[
         "llama",
@@ -120,11 +132,16 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         "olmo3",
         "granite",
         "qwen3.5-bf16",
+        "qwen3.5-moe-packed-bf16",
+        "qwen3-next",
         "qwen2-tied",
         "qwen3-moe-bf16",
         "mistral",
         "phi3",
         "qwen3.5",
+        "qwen3.5-moe",
+        "qwen2-moe",
+        "olmoe",
     ],
 )
 def test_there_and_back_is_bit_exact(

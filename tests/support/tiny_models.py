@@ -421,6 +421,41 @@ def write_vision_model(folder: Path, family: str = "mistral") -> dict[str, Any]:
     return tensors
 
 
+def pack_experts(folder: Path) -> dict[str, Any]:
+    """Rewrite a checkpoint, in one file or several, with the experts of each layer in two tensors, as
+    Qwen3.5 is released. Returns its tensors.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    experts = sorted({n.partition(".experts.")[0] for n in tensors if ".experts." in n})
+    for block in experts:
+        count = len(
+            {n.split(".experts.")[1].split(".")[0] for n in tensors if n.startswith(f"{block}.experts.")}
+        )
+        parts = [
+            [tensors.pop(f"{block}.experts.{e}.{x}_proj.weight") for e in range(count)]
+            for x in ("gate", "up", "down")
+        ]
+        tensors[f"{block}.experts.gate_up_proj"] = torch.cat([torch.stack(part) for part in parts[:2]], 1)
+        tensors[f"{block}.experts.down_proj"] = torch.stack(parts[2])
+    for file in [*files, folder / "model.safetensors.index.json"]:
+        file.unlink(missing_ok=True)
+    if len(files) == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return tensors
+    weight_map = {}
+    for i, file in enumerate(files):
+        part = {n: tensors[n] for n in list(tensors)[i :: len(files)]}
+        save_file(part, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
 def delta_rule_by_token(
     query: torch.Tensor,
     key: torch.Tensor,

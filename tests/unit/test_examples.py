@@ -338,7 +338,8 @@ def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     rows = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(
-            r"\| `(\S*(?:_a\S+b|olmoe\S+)_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*) \| (\d+) \| (\d+) \| (\d+) \|",
+            r"\| `(\S*(?:_a\S+b|olmoe\S+)_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*)"
+            r" \| (\d+) \| (\d+) \| (\d+) \|",
             line,
         ):
             overrides = re.findall(r"[\w.]+=\S+(?=[ `])", match[3])

@@ -13,15 +13,22 @@ from safetensors.torch import load_file, save_file
 
 from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
-from rpg_megatron.checkpoints.hf_import import load_hf_weights
+from rpg_megatron.checkpoints.hf_import import load_hf_weights, read_whole
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import MappingError
 from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
-from tests.support.megatron_shards import grid, stage_shapes, stage_values
-from tests.support.tiny_models import FAMILIES, TINY, random_state_dict, tiny_shape, write_checkpoint
+from tests.support.megatron_shards import grid, megatron_value, stage_shapes, stage_values
+from tests.support.tiny_models import (
+    FAMILIES,
+    TINY,
+    pack_experts,
+    random_state_dict,
+    tiny_shape,
+    write_checkpoint,
+)
 
 
 def load(folder, layout, place, pipeline, dtype=torch.float32):
@@ -45,13 +52,14 @@ def test_each_rank_loads_its_slices_and_no_more(tmp_path, files, tied, family, p
     write_checkpoint(tmp_path, shape, {**sd, **head}, files=files)
     assert read_model_shape(tmp_path) == shape
     total = 0
-    for place in grid(shape, 2, pipeline, vocab_multiple=16):
+    for place in grid(shape, 2, pipeline, vocab_multiple=16, expert_tensor=2 if shape.experts else 1):
         params, nbytes_read = load(tmp_path, layout, place, pipeline)
         for name, value in stage_values(layout, place, pipeline, sd).items():
             assert torch.equal(params[name], value), (place, name)
         total += nbytes_read
     weights = sum(t.nbytes for t in sd.values())
-    norms = sum(t.nbytes for n, t in sd.items() if "norm" in n)  # every tensor rank reads these
+    whole = ("norm", "mlp.gate.", "expert_gate")  # every tensor rank reads these
+    norms = sum(t.nbytes for n, t in sd.items() if any(part in n for part in whole))
     tied_copy = sd["model.embed_tokens.weight"].nbytes if tied else 0
     assert total == weights + norms + tied_copy
 
@@ -81,6 +89,56 @@ def test_wrong_tensors_are_all_listed_in_one_error(tmp_path):
         "model.layers.3.self_attn.k_norm.weight is I32",
     ):
         assert part in str(e.value)
+
+
+PACKED = tiny_shape("qwen3_5_moe")
+
+
+def packed_checkpoint(folder, **changes):
+    """A mixture whose experts are in two tensors a layer; its weights, by the mapping's names."""
+    sd = random_state_dict(mapping_for(PACKED))
+    write_checkpoint(folder, PACKED, sd)
+    tensors = pack_experts(folder)
+    write_checkpoint(
+        folder, PACKED, {name: tensor for name, tensor in (tensors | changes).items() if len(tensor)}
+    )
+    return sd
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_packed_experts_are_read_as_one_tensor_an_expert(tmp_path, expert):
+    layout, sd = mapping_for(PACKED), packed_checkpoint(tmp_path)
+    stored = verify_hf_checkpoint(tmp_path, layout)
+    assert set(stored) == set(sd)
+    assert all(torch.equal(read_whole(stored[name]), tensor) for name, tensor in sd.items())
+    # The bytes are where the part begins in the file, too.
+    part = stored["model.layers.2.mlp.experts.3.up_proj.weight"]
+    data = (tmp_path / "model.safetensors").read_bytes()[part.begin :][: 4 * 24 * 24]
+    assert data == sd["model.layers.2.mlp.experts.3.up_proj.weight"].numpy().tobytes()
+    for place in grid(PACKED, 2, 1, data=expert, expert=expert, expert_tensor=2):
+        params, _ = load(tmp_path, layout, place, 1)
+        for name, value in params.items():
+            assert torch.equal(value, megatron_value(name, sd, PACKED, place)), name
+
+
+def test_packed_experts_that_are_wrong_are_refused(tmp_path):
+    layout, name = mapping_for(PACKED), "model.layers.1.mlp.experts.gate_up_proj"
+    twice = "model.layers.1.mlp.experts.0.up_proj.weight"
+    for changes, message in (
+        ({name: torch.zeros(3, 48, 24)}, r"missing: model\.layers\.1\.mlp\.experts\.3\.gate_proj\.weight, "),
+        (
+            {name: torch.zeros(5, 48, 24)},
+            r"unexpected: model\.layers\.1\.mlp\.experts\.4\.gate_proj\.weight, ",
+        ),
+        ({name: torch.zeros(4, 50, 24)}, r"experts\.0\.gate_proj\.weight is \[25, 24\], not \[24, 24\]"),
+        ({name: torch.zeros(4, 49, 24)}, rf"unexpected: {name}"),
+        ({name: torch.zeros(192, 24)}, rf"unexpected: {name}"),
+        ({name: torch.zeros(0)}, r"missing: model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight, "),
+        ({twice: torch.zeros(24, 24)}, f"tensors under two names: {twice}"),
+    ):
+        packed_checkpoint(tmp_path, **changes)
+        with pytest.raises(UserError, match=message):
+            verify_hf_checkpoint(tmp_path, layout)
 
 
 def corrupt(kind, file):

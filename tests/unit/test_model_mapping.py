@@ -51,10 +51,17 @@ def test_up_to_eight_tensor_parallel_ranks(tensor, queries, groups, tied, family
     # 840: every number up to 8 divides it.
     sizes = {"num_heads": queries, "num_kv_heads": groups, "ffn_hidden_size": 840, "hidden_size": 6}
     shape = tiny_shape(family, tied_embeddings=tied, num_layers=5, **sizes)
+    check_round_trip(divided_by(tensor, shape), tensor, 2, 2, 16, fused=fused)
+
+
+def divided_by(tensor, shape):
+    """The shape with linear heads and experts that this number of ranks can share."""
     if shape.linear is not None:
-        linear = replace(shape.linear, key_heads=tensor, value_heads=2 * tensor)
-        shape = replace(shape, linear=linear)
-    check_round_trip(shape, tensor, 2, 2, 16, fused=fused)
+        shape = replace(shape, linear=replace(shape.linear, key_heads=tensor, value_heads=2 * tensor))
+    if shape.experts is not None:
+        experts = replace(shape.experts, ffn_hidden_size=2 * tensor, shared_ffn_hidden_size=3 * tensor)
+        shape = replace(shape, experts=experts)
+    return shape
 
 
 # How layers are dealt out does not depend on the family: the others repeat the proof.
@@ -75,9 +82,7 @@ def test_every_tensor_and_pipeline_size_together(tensor, queries, groups, family
     heads = {"num_heads": queries, "num_kv_heads": groups, "ffn_hidden_size": 840, "hidden_size": 6}
     for pipeline, virtual, layers in DEEP:
         shape = tiny_shape(family, tied_embeddings=bool(layers % 2), num_layers=layers, **heads)
-        if shape.linear is not None:
-            shape = replace(shape, linear=replace(shape.linear, key_heads=tensor, value_heads=2 * tensor))
-        check_round_trip(shape, tensor, pipeline, virtual, 4, fused=pipeline % 2 == 0)
+        check_round_trip(divided_by(tensor, shape), tensor, pipeline, virtual, 4, fused=pipeline % 2 == 0)
 
 
 EXPERTS = [

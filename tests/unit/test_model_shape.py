@@ -266,6 +266,82 @@ def test_experts_are_read_as_transformers_does(
     assert shape.has_dense_layers == (len(expected.layers) < 6)
 
 
+def mixture(name: str) -> dict[str, object]:
+    """A config.json of sizes without those of experts."""
+    linear = {"rope_theta": None} if name in ("Qwen3_5Moe", "Qwen3Next") else {}
+    raw = {**LLAMA, "architectures": [f"{name}ForCausalLM"], "num_hidden_layers": 6} | linear
+    raw |= {"rms_norm_eps": 1e-5} if name == "Olmoe" else {}
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_experts": 12, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24},
+        {"moe_intermediate_size": 40, "norm_topk_prob": True},
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"norm_topk_prob": False},
+    ],
+    ids=["defaults", "sizes", "normalised", "dense layers", "not normalised"],
+)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen3_5Moe", "qwen3_5_moe_text"),
+        ("Qwen3Next", "qwen3_next"),
+        ("Qwen2Moe", "qwen2_moe"),
+        ("Olmoe", "olmoe"),
+    ],
+)
+def test_mixtures_are_read_as_transformers_does(
+    tmp_path: Path, name: str, kind: str, changes: dict[str, object]
+) -> None:
+    raw = mixture(name) | changes
+    # These families do not read the keys; vLLM reads one of them.
+    ignored = {"decoder_sparse_step", "mlp_only_layers"} if name in ("Qwen3_5Moe", "Olmoe") else set()
+    if ignored & changes.keys() or (name == "Qwen3_5Moe" and changes == {"norm_topk_prob": False}):
+        with pytest.raises(UserError, match=f"{next(iter(changes))}=.* is not supported for {kind[:11]}"):
+            read(tmp_path, raw)
+        return
+    shape, config = read(tmp_path, raw), AutoConfig.for_model(kind, **json.loads(json.dumps(raw)))
+    e = shape.experts
+    assert e is not None
+    assert (e.count, e.per_token) == (config.num_experts, config.num_experts_per_tok)
+    assert e.normalised == getattr(config, "norm_topk_prob", True)
+    if name == "Olmoe":
+        assert (e.ffn_hidden_size, e.shared_ffn_hidden_size) == (config.intermediate_size, 0)
+    else:
+        assert e.ffn_hidden_size == config.moe_intermediate_size
+        assert e.shared_ffn_hidden_size == config.shared_expert_intermediate_size
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", [])
+    assert e.layers == tuple(i for i in range(6) if i not in dense and (i + 1) % step == 0)
+    assert (shape.linear is not None) == shape.gated_attention == (name in ("Qwen3_5Moe", "Qwen3Next"))
+    assert shape.linear is None or shape.linear.interleaved == (name == "Qwen3Next")
+    assert (shape.qkv_bias, shape.wide_qk_norm) == (name == "Qwen2Moe", name == "Olmoe")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Qwen2Moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2_moe"),
+        ("Qwen2Moe", {"qkv_bias": False}, "qkv_bias=False is not supported .*; released models have true"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported for olmoe; released models have none"),
+        (
+            "Olmoe",
+            {"rms_norm_eps": 1e-6},
+            "rms_norm_eps=1e-06 is not supported .*; released models have 1e-05",
+        ),
+        ("Qwen3Next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    ],
+)
+def test_keys_of_mixtures_that_are_refused(
+    tmp_path: Path, name: str, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, mixture(name) | changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
