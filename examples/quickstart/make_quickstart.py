@@ -65,12 +65,16 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+type Model = Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 VOCAB = 304
@@ -278,25 +282,26 @@ def make_hybrid(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5ForCausalLM:
 
 
 @torch.no_grad()
-def make_mixture(dense: Qwen3ForCausalLM, experts: int) -> Qwen3MoeForCausalLM:
-    """A Qwen3-MoE whose weights are those of ``dense`` except for the MLPs.
+def make_mixture(dense: Qwen3ForCausalLM | Qwen3_5ForCausalLM, experts: int) -> Model:
+    """A Qwen3-MoE or Qwen3.5-MoE whose weights are those of ``dense`` except for the MLPs.
 
     An expert's EXPERT_WIDTH columns are drawn from those of the dense MLP. The weights of a token's TOP_K
     experts sum to one, so a down projection is multiplied by (dense width / EXPERT_WIDTH): then the mean over
-    all choices of experts is the dense layer's output.
+    all choices of experts is the dense layer's output. Of Qwen3.5 half of it comes from the shared expert,
+    whose gate is about 1/2 at first.
     """
-    old = dense.config
-    config = Qwen3MoeConfig(
-        **{key: value for key, value in old.to_dict().items() if key not in ("model_type", "architectures")},
-        num_experts=experts,
-        num_experts_per_tok=TOP_K,
-        moe_intermediate_size=EXPERT_WIDTH,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        router_aux_loss_coef=0.01,
-    )
-    mixture = Qwen3MoeForCausalLM(config)
+    old, hybrid = dense.config, isinstance(dense, Qwen3_5ForCausalLM)
+    keys = {key: value for key, value in old.to_dict().items() if key not in ("model_type", "architectures")}
+    keys |= {"num_experts": experts, "num_experts_per_tok": TOP_K, "moe_intermediate_size": EXPERT_WIDTH}
+    keys |= {"router_aux_loss_coef": 0.01}
+    mixture: Model
+    if hybrid:
+        config = Qwen3_5MoeTextConfig(**keys, shared_expert_intermediate_size=EXPERT_WIDTH)
+        mixture = Qwen3_5MoeForCausalLM(config)
+    else:
+        mixture = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**keys, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+        )
     mixture.load_state_dict(dense.state_dict(), strict=False)
     for layer, source in zip(mixture.model.layers, dense.model.layers, strict=True):
         for expert in range(experts):
@@ -304,7 +309,11 @@ def make_mixture(dense: Qwen3ForCausalLM, experts: int) -> Qwen3MoeForCausalLM:
             gate, up = source.mlp.gate_proj.weight[columns], source.mlp.up_proj.weight[columns]
             layer.mlp.experts.gate_up_proj[expert] = torch.cat((gate, up))
             scale = old.intermediate_size / EXPERT_WIDTH
-            layer.mlp.experts.down_proj[expert] = source.mlp.down_proj.weight[:, columns] * scale
+            down = source.mlp.down_proj.weight[:, columns] * scale
+            layer.mlp.experts.down_proj[expert] = down / 2 if hybrid else down
+        if hybrid:  # that of the last expert is drawn twice
+            for name, weight in {"gate": gate, "up": up, "down": down}.items():
+                getattr(layer.mlp.shared_expert, f"{name}_proj").weight.copy_(weight)
     return mixture
 
 
@@ -344,7 +353,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def pretrain(
-    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     rng: random.Random,
     exclude: set[Problem],
@@ -354,14 +363,15 @@ def pretrain(
 
     Routers are also trained to use experts evenly, by the auxiliary loss of the model's own code.
     """
-    balanced = {"output_router_logits": True} if isinstance(model, Qwen3MoeForCausalLM) else {}
+    mixture = isinstance(model, Qwen3MoeForCausalLM | Qwen3_5MoeForCausalLM)
+    balanced = {"output_router_logits": True} if mixture else {}
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         betas=(0.9, 0.98),
     )
-    alone = isinstance(model, Qwen3_5ForCausalLM)
+    alone = isinstance(model, Qwen3_5ForCausalLM | Qwen3_5MoeForCausalLM)
     count, row = (ROWS * ROW // ALONE, ALONE) if alone else (ROWS, ROW)
     rows = packed_rows(tokenizer, rng, exclude, row, alone)
     model.train()
@@ -392,7 +402,7 @@ def is_right(text: str, gold: str) -> bool:
 
 @torch.no_grad()
 def measure(
-    model: Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5ForCausalLM,
+    model: Model,
     tokenizer: PreTrainedTokenizerFast,
     problems: list[Problem],
     samples: int,
@@ -454,13 +464,16 @@ def main() -> None:
         tokenizer = make_tokenizer(rng)
         model = make_model(tokenizer)
     else:
-        folder = args.out / ("hybrid_model" if args.hybrid else "moe_model")
+        name = "hybrid_" * args.hybrid + "moe_" * (args.experts is not None) + "model"
+        folder = args.out / name
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out / "model")
         # What transformers notes about where it was read from.
         for key in ("is_local", "local_files_only"):
             tokenizer.init_kwargs.pop(key, None)
-        if args.hybrid:
+        if args.experts is None:
             model = make_hybrid(tokenizer)
+        elif args.hybrid:
+            model = make_mixture(Qwen3_5ForCausalLM.from_pretrained(args.out / "hybrid_model"), args.experts)
         else:
             model = make_mixture(Qwen3ForCausalLM.from_pretrained(args.out / "model"), args.experts)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
