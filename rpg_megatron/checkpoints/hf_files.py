@@ -173,14 +173,13 @@ def list_checkpoint(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def find_form(model_dir: Path, shape: ModelShape) -> Form:
-    """How the files of a model have its tensors; for weights in Megatron's format, as the model had them."""
-    known = shape.is_part or shape.experts is not None
-    try:
-        return form_of(_list_all(model_dir)) if known else Form()
-    except UserError:
-        if shape.untrained:
-            raise
+    """How the files of a model have its tensors; for weights in Megatron's format, as the model had them.
+
+    Raises UserError as ``list_untrained``.
+    """
+    if not shape.untrained and (shape.experts is None or not _has_files(model_dir)):
         return Form()
+    return form_of(_list_all(model_dir))
 
 
 def stored_bytes(tensor: StoredTensor) -> int:
@@ -197,14 +196,18 @@ def list_untrained(model_dir: Path, shape: ModelShape) -> dict[str, StoredTensor
 
 def _list_all(model_dir: Path) -> dict[str, StoredTensor]:
     """As ``list_checkpoint``; beside Megatron's weights, the tensors that these do not have."""
-    if (model_dir / INDEX).exists() or (model_dir / SINGLE).exists():
+    if any((model_dir / name).exists() for name in (INDEX, SINGLE)):
         return list_checkpoint(model_dir)
-    if not (model_dir / UNTRAINED).exists():
+    if not _has_files(model_dir):
         raise UserError(
             f"{model_dir}: lacks the tensors that are not trained, such as a vision tower's; give the folder "
             f"of the whole model, or of a converted one with its {UNTRAINED}"
         )
     return read_header(model_dir / UNTRAINED)
+
+
+def _has_files(model_dir: Path) -> bool:
+    return any((model_dir / name).exists() for name in (INDEX, SINGLE, UNTRAINED))
 
 
 def list_computed(stored: Iterable[str]) -> list[str]:
