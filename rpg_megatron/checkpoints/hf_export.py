@@ -171,7 +171,7 @@ def export_adapter(
         _prepare(out_dir, part, replace=True)
         _save(tensors, part / ADAPTER_WEIGHTS)
         with open_own(part / ADAPTER_CONFIG, "x", encoding="utf-8") as f:
-            f.write(json.dumps(peft_config(mapping.lora, base), indent=2) + "\n")
+            f.write(json.dumps(peft_config(mapping, base), indent=2) + "\n")
         _publish(part, out_dir, [ADAPTER_WEIGHTS])
 
     try:

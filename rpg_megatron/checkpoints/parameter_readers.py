@@ -46,8 +46,9 @@ def parameter_reader(model: Path, mapping: ModelMapping, dtype: torch.dtype) -> 
 
 def merged_reader(model: Path, layout: ModelMapping, adapters: MegatronTensors, lora: LoraSettings) -> Reader:
     """Reader of a model's folder with adapters added. The sums are float32: the caller rounds them once."""
-    layers, sizes = range(layout.shape.num_layers), adapters.mapping.hf_tensors()
-    adapted = {weight_name(n, t): [peft_name(n, t, x) for x in "AB"] for n in layers for t in lora.names}
+    s, sizes = layout.shape, adapters.mapping.hf_tensors()
+    places = [(s, n, t) for n in range(s.num_layers) for t in lora.names_in(s)]
+    adapted = {weight_name(*place): [peft_name(*place, x) for x in "AB"] for place in places}
     base = parameter_reader(model, layout, torch.float32)
 
     @torch.no_grad()

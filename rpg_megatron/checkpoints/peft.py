@@ -11,7 +11,7 @@ from rpg_megatron.checkpoints.hf_files import check_stored, read_header
 from rpg_megatron.checkpoints.stored_tensor import StoredTensor
 from rpg_megatron.config.errors import UserError, shorten
 from rpg_megatron.config.files import read_json
-from rpg_megatron.config.lora import OUTPUT_LAYER, TARGETS, LoraSettings
+from rpg_megatron.config.lora import OUTPUT_LAYER, TARGETS
 from rpg_megatron.models.lora import AdapterMapping, peft_name
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,8 +43,9 @@ _KEEP_BASE = ("gaussian", "eva", "orthogonal", "mica")
 """The values of init_lora_weights with which PEFT leaves the model's weights as they are."""
 
 
-def peft_config(lora: LoraSettings, base: Path) -> dict[str, Any]:
+def peft_config(mapping: AdapterMapping, base: Path) -> dict[str, Any]:
     """Content of adapter_config.json. base: the model's folder."""
+    lora = mapping.lora
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
@@ -53,7 +54,7 @@ def peft_config(lora: LoraSettings, base: Path) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.names),
+        "target_modules": list(mapping.names),
         "use_rslora": lora.rslora,
         "inference_mode": True,
         **_UNSUPPORTED,
@@ -77,7 +78,7 @@ def check_adapter(folder: Path, mapping: AdapterMapping) -> dict[str, StoredTens
         ) from None
     if (kind := config.get("peft_type")) != "LORA":
         raise UserError(f"model.adapter: {file} has peft_type {_shown(kind)}; only LORA can be trained")
-    if problems := [*_unsupported(config), *_differences(config, mapping.lora)]:
+    if problems := [*_unsupported(config), *_differences(config, mapping)]:
         raise UserError(f"model.adapter: {file}: {'; '.join(problems)}")
     weights = folder / ADAPTER_WEIGHTS
     if not weights.exists() and (folder / _PICKLE).exists():
@@ -88,7 +89,7 @@ def check_adapter(folder: Path, mapping: AdapterMapping) -> dict[str, StoredTens
     stored = read_header(weights)
     if mapping.on_output_layer:
         # PEFT saves the frozen weight, too. Of another size, it is not the model's.
-        base = peft_name(0, OUTPUT_LAYER, "A").replace("lora_A", "base_layer")
+        base = peft_name(mapping.shape, 0, OUTPUT_LAYER, "A").replace("lora_A", "base_layer")
         size = mapping.shape.vocab_size, mapping.shape.hidden_size
         if base in stored and stored[base].shape == size:
             del stored[base]
@@ -108,8 +109,9 @@ def _unsupported(config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _differences(config: dict[str, Any], lora: LoraSettings) -> Iterator[str]:
+def _differences(config: dict[str, Any], mapping: AdapterMapping) -> Iterator[str]:
     """What differs from the settings, or cannot be compared with them."""
+    lora = mapping.lora
     for key, name, ours in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         theirs = config.get(key, 8)
         if type(theirs) not in (int, float) or not 0 < theirs < math.inf:
@@ -120,7 +122,7 @@ def _differences(config: dict[str, Any], lora: LoraSettings) -> Iterator[str]:
         yield f"set lora.rslora to {str(theirs).lower()}"
     named = config.get("target_modules")
     if isinstance(named, list) and all(isinstance(name, str) for name in named):
-        if set(named) != set(lora.names) and set(named) <= set(TARGETS):
+        if set(named) != set(mapping.names) and set(named) <= set(TARGETS):
             yield f"set lora.targets to [{', '.join(sorted(set(named)))}]"
     elif not isinstance(named, str):  # a pattern, which the tensors' names show
         yield f"target_modules is {_shown(named)}, not a list of names"

@@ -8,11 +8,16 @@ from typing import Literal, get_args
 from pydantic import Field, field_validator
 
 from rpg_megatron.config.base import Section
+from rpg_megatron.config.model_shape import ModelShape
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+_Softmax = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
+_Linear = Literal["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+Target = Literal[_Softmax, _Linear, "gate_proj", "up_proj", "down_proj", "lm_head"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 PROJECTIONS, OUTPUT_LAYER = TARGETS[:-1], TARGETS[-1]
-ATTENTION_TARGETS = TARGETS[:4]
+SOFTMAX_TARGETS: tuple[Target, ...] = get_args(_Softmax)
+LINEAR_TARGETS: tuple[Target, ...] = get_args(_Linear)
+ATTENTION_TARGETS = SOFTMAX_TARGETS + LINEAR_TARGETS
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's --max-lora-rank."""
 
@@ -20,7 +25,7 @@ ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class LoraSettings(Section, affects="training"):
     """Train adapters beside frozen weights: each target's W x becomes W x + scale B A x.
 
-    The names are PEFT's. Each of q_proj, k_proj, v_proj, gate_proj and up_proj has an A of its own.
+    The names are PEFT's. Each projection has an A of its own.
     """
 
     rank: int = Field(16, ge=1, le=ENGINE_RANKS[-1])
@@ -29,8 +34,9 @@ class LoraSettings(Section, affects="training"):
     """The scale is alpha / rank (PEFT's lora_alpha)."""
     targets: Literal["all-linear"] | tuple[Target, ...] = "all-linear"
     """Matrices with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
-    o_proj, gate_proj, up_proj, down_proj, lm_head. all-linear is all but lm_head, the output layer, as in
-    PEFT. For a mixture of experts leave out gate_proj, up_proj, down_proj: experts get no adapters."""
+    o_proj, gate_proj, up_proj, down_proj, lm_head, and with linear attention in_proj_qkv, in_proj_z,
+    in_proj_b, in_proj_a, out_proj. all-linear is all but lm_head, the output layer, as in PEFT. For a mixture
+    of experts leave out gate_proj, up_proj, down_proj: experts get no adapters."""
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (PEFT's use_rslora)."""
     publish: Literal["adapters", "merged"] = "adapters"
@@ -50,8 +56,12 @@ class LoraSettings(Section, affects="training"):
 
     @property
     def names(self) -> tuple[Target, ...]:
-        """The targets, in the order of a layer; the output layer last."""
+        """The targets, in the order of a layer, the output layer last; also those that a model lacks."""
         return PROJECTIONS if self.targets == "all-linear" else tuple(t for t in TARGETS if t in self.targets)
+
+    def names_in(self, shape: ModelShape) -> tuple[Target, ...]:
+        """Those of ``names`` that a model has."""
+        return tuple(t for t in self.names if t not in LINEAR_TARGETS or shape.linear is not None)
 
     @property
     def scale(self) -> float:

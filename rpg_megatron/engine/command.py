@@ -35,6 +35,11 @@ _ENGINE_MODULES = {
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
     "o_proj": "o_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+    "out_proj": "out_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
     "down_proj": "down_proj",
@@ -109,7 +114,8 @@ def engine_command(
     command += ["--disable-uvicorn-access-log"]
     if (lora := settings.lora) is not None and settings.serves_adapters and weights == "dummy":
         command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(lora.engine_rank)]
-        command += ["--lora-target-modules", *dict.fromkeys(_ENGINE_MODULES[name] for name in lora.names)]
+        modules = dict.fromkeys(_ENGINE_MODULES[name] for name in lora.names_in(shape))
+        command += ["--lora-target-modules", *modules]
     if settings.training.router_replay == "rollout":
         command += ["--enable-return-routed-experts"]
     if settings.device == "cpu":

@@ -31,12 +31,12 @@ def check_layers(settings: Settings, shape: ModelShape) -> None:
             "Megatron cannot save the optimizer of their float32 parameters (rates and norms of linear "
             "attention); set it to true, with optimizer.type adamw, or precision.dtype to float32"
         )
-    other = shape.fused_rows or shape.post_norm or shape.is_part or shape.scales != Scales()
-    if settings.lora is not None and (other or shape.gated_attention):
+    other = shape.fused_rows or shape.post_norm or shape.scales != Scales()
+    # Projections in the towers of other families have the same names, and PEFT would adapt them, too.
+    if settings.lora is not None and (other or (shape.is_part and shape.linear is None)):
         raise UserError(
             f"lora: {shape.family} models in this form (one tensor for several projections, norms behind "
-            "blocks, multipliers, gated or linear attention, or a vision tower beside the decoder) have no "
-            "adapters here; remove lora"
+            "blocks, multipliers, or a vision tower beside the decoder) have no adapters here; remove lora"
         )
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER
+from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER, LoraSettings
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.launcher.nodes import NodeAssignment
-from rpg_megatron.models.lora import AdapterMapping, check_heads, projection_shape
+from rpg_megatron.models.lora import HEAD_ROWS, AdapterMapping, check_heads, projection_shape
 from rpg_megatron.models.registry import check_experts, check_layout, mapping_for
 from rpg_megatron.system import process_groups
 from rpg_megatron.system.dtypes import ITEM_BYTES
@@ -106,21 +106,53 @@ def check_lora(settings: Settings, shape: ModelShape) -> list[str]:
     lora = settings.lora
     if lora is None:
         return []
-    problems: list[str] = []
-    if OUTPUT_LAYER in lora.names:
+    names = lora.names_in(shape)
+    problems = [*_linear_attention_problems(settings, shape)]
+    if OUTPUT_LAYER in names:
         problems += _output_layer_problems(settings, shape)
-    if shape.experts is not None and (others := set(lora.names) - {*ATTENTION_TARGETS, OUTPUT_LAYER}):
+    if shape.experts is not None and (others := set(names) - {*ATTENTION_TARGETS, OUTPUT_LAYER}):
+        attention = [t for t in LoraSettings().names_in(shape) if t in ATTENTION_TARGETS]
         problems.append(
             f"lora.targets: {', '.join(sorted(others))} are in experts, which get no adapters (PEFT's format "
-            f"cannot name the dense layers alone); set it to [{', '.join(ATTENTION_TARGETS)}]"
+            f"cannot name the dense layers alone); set it to [{', '.join(attention)}]"
         )
     if problems:
         raise UserError("; ".join(problems))
     check_heads(shape, settings.parallel.tensor, "parallel.tensor")
-    smaller = {name: min(projection_shape(shape, name)) for name in lora.names}
+    # A row for each head is fewer than a rank that suits the other projections.
+    smaller = {name: min(projection_shape(shape, name)) for name in names if name not in HEAD_ROWS}
     wide = [f"{name} ({side})" for name, side in smaller.items() if side < lora.rank]
+    if not wide:
+        return []
     fix = f"more memory and no more can be learnt; {max(smaller.values())} or less is enough"
-    return [f"lora.rank {lora.rank} exceeds the smaller side of {', '.join(wide)}: {fix}"] if wide else []
+    return [f"lora.rank {lora.rank} exceeds the smaller side of {', '.join(wide)}: {fix}"]
+
+
+def _linear_attention_problems(settings: Settings, shape: ModelShape) -> Iterator[str]:
+    """Why layers with linear attention, or those beside them, cannot have adapters."""
+    lora, parallel = settings.lora, settings.parallel
+    assert lora is not None
+    names = lora.names_in(shape)
+    if lora.targets != "all-linear" and (absent := [t for t in lora.names if t not in names]):
+        yield (
+            f"lora.targets: {', '.join(absent)} are in linear attention, which {shape.family} models do not "
+            "have; remove them"
+        )
+    if shape.linear is None or names == (OUTPUT_LAYER,):
+        return
+    if settings.serves_adapters and "in_proj_z" in names and "in_proj_qkv" not in names:
+        yield (
+            "lora.targets: vLLM does not adapt in_proj_z without in_proj_qkv; add in_proj_qkv, or set "
+            "lora.publish to merged"
+        )
+    mapping, first = AdapterMapping(shape, lora), 0
+    for count in shape.stage_layers(parallel.pipeline * parallel.virtual) if parallel.pipeline > 1 else ():
+        if not any(mapping.in_layer(n) for n in range(first, first + count)):
+            yield (
+                f"lora.targets: layers {first} to {first + count - 1}, a stage by parallel.pipeline, have "
+                "none of them, and nothing to train; add projections, or set parallel.pipeline to 1"
+            )
+        first += count
 
 
 def _output_layer_problems(settings: Settings, shape: ModelShape) -> Iterator[str]:
@@ -195,17 +227,19 @@ def check_precision(settings: Settings, shape: ModelShape) -> list[str]:
     fp8, parallel = settings.precision.fp8, settings.parallel
     if fp8 is None:
         return []
-    if shape.experts is not None or shape.linear is not None:
-        what = "linear attention" if shape.experts is None else "mixtures of experts"
-        raise UserError(f"precision.fp8 is not supported for {what}; set it to null")
+    if shape.experts is not None:
+        raise UserError("precision.fp8 is not supported for mixtures of experts; set it to null")
     heads = shape.num_heads * shape.head_dim
-    rows = heads + 2 * shape.num_kv_heads * shape.head_dim
+    rows = heads * (1 + shape.gated_attention) + 2 * shape.num_kv_heads * shape.head_dim
     sizes = {
         "hidden size": shape.hidden_size,
         "query, key and value rows": rows // parallel.tensor,
         "attention columns": heads // parallel.tensor,
         "feed-forward columns": shape.ffn_hidden_size // parallel.tensor,
     }
+    if (linear := shape.linear) is not None:
+        sizes["rows of linear attention's in_proj"] = linear.in_rows // parallel.tensor
+        sizes["columns of its out_proj"] = linear.values // parallel.tensor
     if wrong := [f"{label} {size}" for label, size in sizes.items() if size % fp8.multiple]:
         raise UserError(
             f"precision.fp8.recipe {fp8.recipe} requires multiples of {fp8.multiple} on each tensor-parallel "

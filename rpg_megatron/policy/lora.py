@@ -22,18 +22,20 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rpg_megatron.config.lora import OUTPUT_LAYER, LoraSettings
 from rpg_megatron.config.model_shape import ModelShape
-from rpg_megatron.models.lora import PACKED, ROW_PARALLEL, AdapterMapping, peft_name, projection_shape
-
-_LAYERS = {
-    "self_attention": dict(zip(("linear_qkv", "linear_proj"), PACKED[:2], strict=True)),
-    "mlp": dict(zip(("linear_fc1", "linear_fc2"), PACKED[2:], strict=True)),
-}
-"""Megatron's block and layer -> the projections in it, in the order of its rows within a query group."""
+from rpg_megatron.models.lora import (
+    BANDS,
+    ROW_PARALLEL,
+    AdapterMapping,
+    peft_name,
+    projection_shape,
+    row_bands,
+)
 
 
 class Adapter(torch.nn.Module):
@@ -49,6 +51,7 @@ class Adapter(torch.nn.Module):
         super().__init__()
         self.outputs, inputs = projection_shape(shape, target)
         self.row_parallel, self.padding = target in ROW_PARALLEL, padding
+        self.bands = row_bands(shape, target)
         self.key = key
         a, b = _uniform((rank, inputs), 1 / math.sqrt(inputs), key), torch.zeros(self.outputs, rank)
         a, b = (self.own(a, 1), b) if self.row_parallel else (a, self.own(b, 0))
@@ -65,8 +68,10 @@ class Adapter(torch.nn.Module):
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor; padding rows are zero."""
-        parts = F.pad(whole, (0, 0, 0, self.padding)).chunk(mpu.get_tensor_model_parallel_world_size(), dim)
-        part: Tensor = parts[mpu.get_tensor_model_parallel_rank()]
+        ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+        if len(self.bands) > 1 and dim == 0:
+            return torch.cat([band.chunk(ranks)[rank] for band in whole.split(self.bands)])
+        part: Tensor = F.pad(whole, (0, 0, 0, self.padding)).chunk(ranks, dim)[rank]
         return part
 
 
@@ -95,6 +100,10 @@ class Adapters(torch.nn.Module):
             )
             if name == OUTPUT_LAYER:  # layouts pad the vocabulary differently
                 tensors[f"{prefix}{name}.B"].allow_shape_mismatch = True
+            if name in BANDS:  # as Megatron splits in_proj
+                rows = [band // mpu.get_tensor_model_parallel_world_size() for band in adapter.bands]
+                b = _split_tensor_factory(tensors[f"{prefix}{name}.B"], rows, list(BANDS[name]), 0)
+                tensors[f"{prefix}{name}.B"] = b
             state |= tensors
         return state
 
@@ -215,33 +224,29 @@ class LoraModel:
         number = layer.layer_number - 1
         lora, config = mapping.lora, layer.config
         tensor = mpu.get_tensor_model_parallel_world_size()
-        for block_name, layers in _LAYERS.items():
-            block = getattr(layer, block_name)
-            adapters: dict[str, Adapter] = {
-                target: Adapter(target, shape, lora.rank, config, f"{seed}/{peft_name(number, target, 'A')}")
-                for names in layers.values()
-                for target in names
-                if target in lora.names
-            }
-            if not adapters:
-                continue
-            block.add_module("lora", Adapters(adapters).to(next(layer.parameters()).device))
-            for name, projections in layers.items():
-                parts = [
-                    (adapters.get(t), projection_shape(shape, t)[0] // (1 if t in ROW_PARALLEL else tensor))
-                    for t in projections
-                ]
-                if any(adapter is not None for adapter, _ in parts):
-                    groups = shape.num_kv_heads // tensor if name == "linear_qkv" else 1
-                    hook = AdapterHook(parts, groups, lora.scale, config)
-                    getattr(block, name).register_forward_hook(hook)
-                    self._hooks[f"decoder.layers.{number}.{block_name}.{name}.weight"] = hook
+        in_layer = mapping.in_layer(number)
+        adapters: dict[str, Adapter] = {
+            t: Adapter(t, shape, lora.rank, config, f"{seed}/{peft_name(shape, number, t, 'A')}")
+            for t in in_layer
+        }
+        for block in dict.fromkeys(in_layer.values()):
+            own = Adapters({t: adapters[t] for t, place in in_layer.items() if place == block})
+            layer.get_submodule(block).add_module("lora", own.to(next(layer.parameters()).device))
+        for name, projections in mapping.packed(number).items():
+            parts = [
+                (adapters.get(t), projection_shape(shape, t)[0] // (1 if t in ROW_PARALLEL else tensor))
+                for t in projections
+            ]
+            groups = shape.num_kv_heads // tensor if name.endswith("linear_qkv") else 1
+            hook = AdapterHook(parts, groups, lora.scale, config)
+            layer.get_submodule(name).register_forward_hook(hook)
+            self._hooks[f"decoder.layers.{number}.{name}.weight"] = hook
 
     def _add_to_output_layer(self, chunk: GPTModel, mapping: AdapterMapping, seed: int) -> None:
         layer, lora = chunk.output_layer, mapping.lora
         rows = layer.weight.size(0)
         padding = rows * mpu.get_tensor_model_parallel_world_size() - mapping.shape.vocab_size
-        key = f"{seed}/{peft_name(0, OUTPUT_LAYER, 'A')}"
+        key = f"{seed}/{peft_name(mapping.shape, 0, OUTPUT_LAYER, 'A')}"
         adapter = Adapter(OUTPUT_LAYER, mapping.shape, lora.rank, chunk.config, key, padding)
         layer.add_module("lora", Adapters({OUTPUT_LAYER: adapter}).to(layer.weight.device))
         hook = AdapterHook([(adapter, rows)], 1, lora.scale, chunk.config)

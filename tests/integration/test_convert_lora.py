@@ -106,7 +106,7 @@ def test_sums_are_rounded_once(case: Case, tmp_path: Path) -> None:
     base = load_file(case.folder / "model" / "model.safetensors")
     adapter = load_file(case.folder / "adapter" / ADAPTER_WEIGHTS)
     for target in LORA.names:
-        name = weight_name(1, target)
+        name = weight_name(TINY, 1, target)
         a, b = (
             adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight"].bfloat16().float()
             for x in "AB"

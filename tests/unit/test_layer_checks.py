@@ -43,7 +43,6 @@ PART: dict[str, Any] = {"prefix": "model.language_model.", "untrained": ("vision
         (tiny_shape("olmo3"), ["lora.rank=4"], "lora: olmo3 models in this form"),
         (tiny_shape(scales=Scales(residual=0.5)), ["lora.rank=4"], "lora: qwen3 models in this form"),
         (tiny_shape(**PART), ["lora.rank=4"], "lora: qwen3 models in this form"),
-        (HYBRID, ["lora.rank=4"], "lora: qwen3_5 models in this form"),
         (
             HYBRID,
             ["precision.dtype=bfloat16", "optimizer.distributed=false"],

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from rpg_megatron.bridge.publisher import make_publish_plan
-from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config import ModelShape, Settings, UserError
 from rpg_megatron.config.lora import ENGINE_RANKS, LoraSettings
 from rpg_megatron.config.settings import make_settings
 from rpg_megatron.engine.command import engine_command
+from rpg_megatron.launcher.layer_checks import check_layers
 from rpg_megatron.launcher.preflight import check_lora
 from rpg_megatron.models.boxes import MappingError
 from rpg_megatron.models.lora import AdapterMapping, split_parameters, with_adapters
@@ -30,7 +31,7 @@ from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.training.mismatch import check_known_adapters
 from rpg_megatron.training.run import RankRun
 from tests.support.layouts import make_batch
-from tests.support.tiny_models import TINY, TINY_MOE, config_of, write_checkpoint
+from tests.support.tiny_models import TINY, TINY_MOE, config_of, tiny_shape, write_checkpoint
 
 BASE: dict[str, Any] = {
     "model": {"path": "model"},
@@ -39,6 +40,8 @@ BASE: dict[str, Any] = {
     "precision": {"dtype": "float32"},
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+HYBRID = tiny_shape("qwen3_5", prefix="model.language_model.")
 
 
 def settings_with(lora: dict[str, Any] | None, **more: Any) -> Settings:
@@ -81,13 +84,18 @@ def test_the_scale_is_that_of_peft() -> None:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (4, 2)])
 @pytest.mark.parametrize(
-    "targets", ["all-linear", ("k_proj", "down_proj"), ("q_proj", "lm_head"), ("lm_head",)]
+    ("shape", "targets"),
+    [
+        *((TINY, targets) for targets in ("all-linear", ("k_proj", "down_proj"))),
+        *((TINY, targets) for targets in (("q_proj", "lm_head"), ("lm_head",))),
+        *((HYBRID, targets) for targets in ("all-linear", ("q_proj", "in_proj_qkv"), ("in_proj_a",))),
+    ],
 )
-def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any) -> None:
-    mapping = AdapterMapping(TINY, LoraSettings(rank=3, targets=targets))
+def test_ranks_hold_every_element_once(shape: ModelShape, tensor: int, pipeline: int, targets: Any) -> None:
+    mapping = AdapterMapping(shape, LoraSettings(rank=3, targets=targets))
     ranks = []
     for stage in range(pipeline):
-        layers = range(stage * TINY.num_layers // pipeline, (stage + 1) * TINY.num_layers // pipeline)
+        layers = range(stage * shape.num_layers // pipeline, (stage + 1) * shape.num_layers // pipeline)
         for cut in range(tensor):
             place = RankCoordinates(
                 rank=len(ranks),
@@ -101,17 +109,34 @@ def test_ranks_hold_every_element_once(tensor: int, pipeline: int, targets: Any)
             ranks.append(RankShards(place, tuple(shapes.items())))
     owners = assign_owners(mapping, ranks)  # checks that the slices cover each tensor once
     names = list(owners)
-    in_layers = set(mapping.lora.names) - {"lm_head"}
     heads = ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"]
-    assert len(names) == TINY.num_layers * 2 * len(in_layers) + 2 * mapping.on_output_layer
-    prefix = "base_model.model.model.layers."
+    adapted = {name.removesuffix("weight") for name in mapping_for(shape).hf_tensors()}
+    adapted = {name for name in adapted if name.split(".")[-2] in mapping.lora.names}
+    assert set(names) == {f"base_model.model.{name}lora_{x}.weight" for name in adapted for x in "AB"}
+    prefix = f"base_model.model.{shape.prefix}layers."
     assert all(
         (name.startswith(prefix) and name.endswith((".lora_A.weight", ".lora_B.weight"))) or name in heads
         for name in names
     )
     assert list(mapping.hf_tensors())[-2:] == heads or not mapping.on_output_layer
-    cut_names = {name.split(".")[-3] for name, slices in owners.items() if len(slices) == tensor > 1}
-    assert cut_names == (set(mapping.lora.names) if tensor > 1 else set())
+    cut_names = {name.split(".")[-3] for name, slices in owners.items() if len(slices) >= tensor > 1}
+    assert cut_names == (set(mapping.names) if tensor > 1 else set())
+    for name, slices in owners.items():  # B's rows are on the ranks that have the weight's
+        weight = name.removeprefix("base_model.model.").replace("lora_B.", "")
+        if not name.endswith(".lora_B.weight") or weight == "lm_head.weight":
+            continue
+        for s in slices if len(slices) > 1 else ():
+            at = next(r.coordinates for r in ranks if r.coordinates.rank == s.rank)
+            layer, whole = int(s.param.split(".")[2]), mapping_for(shape)
+            of_weight = [
+                row
+                for param in whole.stage_params(at, layers=[layer], first=False, last=False)
+                for piece in whole.pieces(param, at)
+                if piece.hf_name == weight
+                for row in range(piece.hf.start[0], piece.hf.end[0])
+            ]
+            own = [row for p in mapping.pieces(s.param, at) for row in range(p.hf.start[0], p.hf.end[0])]
+            assert own == of_weight, name
     elements = sum(math.prod(shape) for shape in mapping.hf_tensors().values())
     held = sum(s.piece.hf.numel for slices in owners.values() for s in slices)
     assert held == elements
@@ -158,6 +183,35 @@ def test_models_that_cannot_have_the_adapters(shape: Any, lora: Any, tensor: int
     with pytest.raises(UserError, match=message):
         check_lora(settings_with(lora, parallel={"tensor": tensor}), shape)
     check_lora(settings_with({"targets": ATTENTION}, parallel={"tensor": 4}), shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lora", "more", "message"),
+    [
+        (TINY, {"targets": ["in_proj_z", "q_proj"]}, {}, "in_proj_z are in linear attention, which qwen3"),
+        (HYBRID, {"targets": ["in_proj_z"]}, {}, "does not adapt in_proj_z without in_proj_qkv"),
+        (
+            HYBRID,  # three of four layers have linear attention: all but the third
+            {"targets": ["q_proj"]},
+            {"parallel": {"pipeline": 2}},
+            "layers 0 to 1, a stage by parallel.pipeline, have none",
+        ),
+        (
+            replace(HYBRID, experts=TINY_MOE.experts),
+            {},
+            {},
+            r"set it to \[q_proj, k_proj, v_proj, o_proj, in_proj_qkv, .*, out_proj\]",
+        ),
+    ],
+)
+def test_what_linear_attention_excludes(shape: ModelShape, lora: Any, more: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_lora(settings_with(lora, **more), shape)
+    for allowed in ({}, {"targets": LINEAR}, {"targets": ["in_proj_z"], "publish": "merged"}):
+        assert check_lora(settings_with({"rank": 9} | allowed), HYBRID) == []  # B of in_proj_b has 8 rows
+    check_layers(settings_with({}), HYBRID)
+    check_lora(settings_with({"targets": ["q_proj", "in_proj_b"]}, parallel={"pipeline": 2}), HYBRID)
+    check_lora(settings_with({"targets": LINEAR}), replace(HYBRID, experts=TINY_MOE.experts))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +264,11 @@ def test_engines_get_slots_only_for_published_adapters(tmp_path: Path) -> None:
         *("--lora-target-modules", "qkv_proj"),
     ]
     assert found[7:9] == ["down_proj", "lm_head"]
+    assert "in_proj_qkvz" not in options({})
     assert options(None) == options({"publish": "merged"}) == options({"rank": 4}, "checkpoint") == []
+    write_checkpoint(tmp_path / "model", config_of(HYBRID), {})
+    found = options({"targets": ["in_proj_a", "in_proj_b", "in_proj_z", "in_proj_qkv", "out_proj"]})
+    assert found[6:9] == ["in_proj_qkvz", "in_proj_ba", "out_proj"]
 
 
 @pytest.mark.parametrize(("adapters", "level"), [(None, 2), (["lora_A"], 1)])

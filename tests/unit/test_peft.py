@@ -35,7 +35,7 @@ LAYOUT = AdapterMapping(TINY, LORA)
 def write_adapter(folder: Path, **changes: Any) -> Path:
     """An adapter of TINY by LORA. changes: to adapter_config.json."""
     folder.mkdir()
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config(LORA, Path("/base")) | changes))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config(LAYOUT, Path("/base")) | changes))
     save_file({n: torch.zeros(s) for n, s in LAYOUT.hf_tensors().items()}, folder / ADAPTER_WEIGHTS)
     return folder
 
@@ -47,6 +47,8 @@ def write_adapter(folder: Path, **changes: Any) -> Path:
         ("qwen2", ("q_proj", "down_proj"), False),
         ("llama", "all-linear", True),
         ("qwen3", ("v_proj", "lm_head"), False),
+        ("qwen3_5", "all-linear", False),
+        ("qwen3_5", ("q_proj", "in_proj_qkv", "in_proj_a"), True),
     ],
 )
 def test_pefts_own_adapter_comes_back_bit_by_bit(

@@ -52,15 +52,16 @@ def without_wrappers(model: torch.nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def load_adapters(model: Any, tensors: Mapping[str, Tensor], scale: float) -> None:
     """Load A and B, by their names in PEFT's file, in place of the adapter that the engine has."""
-    manager = _manager(model)
+    manager, mapper = _manager(model), getattr(model, "hf_to_vllm_mapper", None)
     layers: dict[str, LoRALayerWeights] = {}
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             module = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
             # A copy, since vLLM multiplies B in place.
             b = tensors[f"{_PREFIX}{module}.lora_B.weight"].clone()
-            layers[module] = LoRALayerWeights(module, a.shape[0], 1, a, b, scaling=scale)
-            layers[module].optimize()
+            own = module if mapper is None else mapper.get_rename_mapper()._map_name(module)
+            layers[own] = LoRALayerWeights(own, a.shape[0], 1, a, b, scaling=scale)
+            layers[own].optimize()
     rank = max(layer.rank for layer in layers.values())
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(LoRAModel(ADAPTER_ID, rank, layers))
@@ -87,7 +88,7 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
         for layer in plan.layers
     }
     wrong: list[str] = []
-    checked = 0
+    checked: set[str] = set()  # a projection may have several slots
     for name, module in manager.modules.items():
         stacked = module.lora_a_stacked, module.lora_b_stacked
         slots: list[tuple[str, tuple[int | slice, ...], Any]]
@@ -101,14 +102,14 @@ def check_slots(model: Any, plan: ModelPlan, tensors: Mapping[str, Tensor], scal
             ]
         for hf_name, cut, pair in slots:
             expected = _expected(hf_name, cut, tensors, scale)
-            checked += expected is not None
+            checked |= {hf_name} if expected is not None else set()
             for index, matrix in enumerate("AB"):
                 if not _holds(pair[index], None if expected is None else expected[index]):
                     projection = hf_name.removesuffix(".weight").rpartition(".")[2]
                     wrong.append(f"{matrix} of {projection} in {name}")
     published = sum(name.endswith(".lora_A.weight") for name in tensors)
-    if checked != published:
-        wrong.append(f"{published - checked} of {published} projections have no module")
+    if len(checked) != published:
+        wrong.append(f"{published - len(checked)} of {published} projections have no module")
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         listed = ", ".join(wrong[:5]) + more

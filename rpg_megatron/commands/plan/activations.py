@@ -12,9 +12,9 @@ from typing import Literal
 
 from rpg_megatron.commands.plan.layout import BatchPlan, in_fp8, layers_of
 from rpg_megatron.config import ModelShape, Settings
-from rpg_megatron.config.lora import ATTENTION_TARGETS
 from rpg_megatron.config.model_shape import CHUNK
 from rpg_megatron.config.policy import ParallelSettings
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Device = Literal["cpu", "cuda"]
@@ -99,7 +99,8 @@ class StageActivations:
         total += 4 * (heads + kv_heads) * (shape.qk_norm and not shape.wide_qk_norm)
         if lora is not None:
             inner = recompute == "none" and not experts
-            total += item * lora.rank * sum(name in ATTENTION_TARGETS or inner for name in lora.names)
+            blocks = AdapterMapping(shape, lora).in_layer(number).values()
+            total += item * lora.rank * sum(block == "self_attention" or inner for block in blocks)
         if recompute == "none" or experts or local or lora is not None:
             total += low * stream  # second norm's output; fused with the first product of a dense MLP
         if recompute == "none" and not experts:

@@ -16,7 +16,10 @@ from rpg_megatron.models.lora import AdapterMapping, projection_shape
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 
-_FP8_MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+_FP8_MATRICES = tuple(
+    f".{name}.weight"
+    for name in ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
+)
 """The parameters of a layer that FP8 recipes quantise."""
 
 
@@ -121,7 +124,8 @@ def _count(
         adapters = mapping.stage_params(at, layers=layers, first=ends[0], last=ends[1])
         counts["adapters"] = sum(map(math.prod, adapters.values()))
         rows = shape.padded_vocab(at.tensor, at.vocab_multiple) // at.tensor
-        names = [name for packed in mapping.packed for name in packed] if layer is not None else []
+        packed = {} if layer is None else mapping.packed(layer)
+        names = [name for targets in packed.values() for name in targets]
         counts["adapted"] = sum(math.prod(projection_shape(shape, name)) for name in names) // at.tensor
         counts["adapted"] += mapping.on_output_layer * ends[1] * rows * shape.hidden_size
     return counts

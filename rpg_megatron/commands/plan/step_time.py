@@ -14,6 +14,7 @@ from rpg_megatron.commands.plan.layout import in_fp8, rank_parameters
 from rpg_megatron.commands.plan.plan import Plan
 from rpg_megatron.commands.plan.trainer_memory import TEACHER, optimizer_bytes, readers
 from rpg_megatron.config import read_model_shape
+from rpg_megatron.models.lora import AdapterMapping
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.system.dtypes import ITEM_BYTES
 
@@ -358,7 +359,7 @@ def _sync(case: _Case) -> Phase:
     slices = len(mapping_for(case.plan.shape).hf_tensors())
     if (lora := settings.lora) is not None and settings.serves_adapters:
         worker, sender = case.item * case.plan.trained, case.plan.largest.trained
-        slices = 2 * len(lora.names) * case.plan.shape.num_layers
+        slices = len(AdapterMapping(case.plan.shape, lora).hf_tensors())
     transport, parallel = settings.bridge.transport, settings.parallel
     seconds, bound = (case.item * sender + worker) / case.host_link, "host link"
     if transport == "process_group":

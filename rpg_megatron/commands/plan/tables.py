@@ -107,7 +107,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{', tied' * shape.tied_embeddings}",
     )
     if (lora := settings.lora) is not None:
-        where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names)
+        where = "all-linear" if lora.targets == "all-linear" else ", ".join(lora.names_in(shape))
         trained = f"{count(plan.trained)} of {count(plan.parameters)} parameters are trained"
         yield "adapters", f"rank {lora.rank}, {where}: {trained} ({plan.trained / plan.parameters:.2%})"
     if (e := shape.experts) is not None:
