@@ -103,6 +103,15 @@ def test_hybrid_after_five_perturbations(tmp_path: Path, capsys: pytest.CaptureF
         check_matrix(tmp_path, engines, "qwen3.5", HYBRID, 5, capsys, tolerance=1e-4)
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.usefixtures("forked_starts")
+def test_adapters_of_a_hybrid(tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
+    lora = {"rank": 6, "alpha": 9}
+    with bridge_engines(tmp_path, "qwen3.5", [workers], lora=lora) as engines:
+        check_matrix(tmp_path, engines, "qwen3.5", {workers: HYBRID[workers]}, 1, capsys, 1e-4, lora=lora)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("forked_starts")

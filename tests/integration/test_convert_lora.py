@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from rpg_megatron.checkpoints.peft import ADAPTER_WEIGHTS
 from rpg_megatron.commands.convert.command import convert_to_hf, open_megatron
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
-from rpg_megatron.config import UserError
+from rpg_megatron.config import UserError, read_model_shape
 from rpg_megatron.config.lora import LoraSettings
 from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.lora import weight_name
@@ -106,7 +106,7 @@ def test_sums_are_rounded_once(case: Case, tmp_path: Path) -> None:
     base = load_file(case.folder / "model" / "model.safetensors")
     adapter = load_file(case.folder / "adapter" / ADAPTER_WEIGHTS)
     for target in LORA.names:
-        name = weight_name(TINY, 1, target)
+        name = weight_name(read_model_shape(case.folder / "model"), 1, target)
         a, b = (
             adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight"].bfloat16().float()
             for x in "AB"

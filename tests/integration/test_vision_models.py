@@ -6,7 +6,8 @@ names, in several files, and one tensor of ``mtp.``: converted there and back wi
 transformers, trained in two tensor-parallel ranks with a real engine (``--language-model-only``), exported,
 and the export evaluated by a real engine that reads it itself. For that the ``mtp.`` tensor leaves: vLLM 0.32
 does not know it in this architecture, and no released one has it. The same of Qwen3.5, whose rates of linear
-attention are float32, and whose ``mtp.`` tensors vLLM knows. Not covered: images, GPUs.
+attention are float32, and whose ``mtp.`` tensors vLLM knows; also with adapters, which PEFT then adds to the
+model with its tower, where they compute what the merged export does. Not covered: images, GPUs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5ForConditionalGeneration
 
 from rpg_megatron.checkpoints.hf_files import list_untrained
 from rpg_megatron.config import UserError, read_model_shape
+from rpg_megatron.config.lora import PROJECTIONS
 from tests.support.commands import Command
 from tests.support.conversion import difference, succeed, tensors
 from tests.support.tiny_models import write_vision_model
@@ -93,3 +97,35 @@ def test_a_run_and_an_evaluation(
     options = ["--data", str(problems), "-n", "1", "--device", "cpu"]
     code, err = Command(tmp_path, "eval", str(export), *options, *sizes).finish(timeout=400)
     assert code == 0, err
+
+
+@pytest.mark.timeout(1200)
+def test_adapters_of_a_released_hybrid(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    source = bits(write_vision_model(tmp_path / "model", "qwen3_5"))
+    by_bytes = "def reward(text, answer, **_):\n    return len(text.encode()) % 7 / 7\n"
+    (tmp_path / "by_bytes.py").write_text(by_bytes)
+    settings = ["parallel={tensor: 2, sequence: true}", "training.steps=2", "reward.type=by_bytes:reward"]
+    settings += [f"model.path={tmp_path / 'model'}", "lora={rank: 4}", "optimizer.lr=1e-2"]
+    code, err = Command(tmp_path, "train", str(config_file), *settings).finish(timeout=600)
+    assert code == 0, err
+    run = tmp_path / "runs" / "tiny-001"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["mismatch/logp_max"] < 1e-4 for row in rows if row["step"] > 0)
+    exported = bits(tensors(run / "hf" / "step_000002"))
+    changed = {name.split(".")[-2] for name in source if exported[name] != source[name]}
+    assert changed == set(PROJECTIONS)
+    assert exported.keys() == source.keys()
+    base, merged = (
+        Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (tmp_path / "model", run / "hf" / "step_000002")
+    )
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        plain, expected = base(tokens).logits, merged(tokens).logits
+        adapted = PeftModel.from_pretrained(base, str(run / "adapters" / "step_000002")).eval()
+        torch.testing.assert_close(adapted(tokens).logits, expected, atol=2e-5, rtol=0)
+    assert (plain - expected).abs().max() > 1e-2
+    assert not any("visual" in name for name, _ in adapted.named_parameters() if "lora_" in name)
