@@ -81,16 +81,20 @@ def check(
     *,
     back: bool,
     tolerance: float,
-    count: int = 4 * 8 + 3,
+    count: int | None = None,
 ) -> None:
-    """Compare a case with the uninterrupted run; ``back``: it made the fourth update, not the third."""
+    """Compare a case with the uninterrupted run; ``back``: it made the fourth update, not the third.
+
+    count: weights in a checkpoint; None: those of the usual model.
+    """
+    count = count or WEIGHTS.get(kind, 4 * 8 + 3)
     place, update = ("fourth", 3) if back else ("third", 2)
     expected, (actual,) = results[f"{kind}, straight"][update], results[f"{kind}, {name}"]
     for key in ("loss", "grad_norm"):
         assert abs(actual[key] - expected[key]) <= tolerance, (kind, name, key, actual, expected)
     folders = [step_folder(folder / kind / run, 1) for run in (place, name)]
     assert not any(find_problems(checkpoint) for checkpoint in folders)
-    compare(folders[0], folders[1], tolerance, count=WEIGHTS.get(kind, count))
+    compare(folders[0], folders[1], tolerance, count=count)
 
 
 @pytest.mark.parametrize(
@@ -122,27 +126,40 @@ def test_the_next_update_is_the_same_in_other_layouts(
             check(tmp_path, results, kind, name, back=name == "back", tolerance=tolerance)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["phi3", "olmo3", "qwen3_5"])
-def test_layers_of_other_kinds(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "names"),
+    [
+        *(
+            pytest.param(*case, ("TP2xPP2", "DP4", "CP2xTP2+SP"), marks=pytest.mark.long)
+            for case in (
+                *((family, "distributed") for family in ("phi3", "olmo3", "qwen3_5")),
+                ("qwen3_5", "adapters"),
+            )
+        ),
+        ("qwen3_5", "adapters", ("DP4",)),
+    ],
+)
+def test_layers_of_other_kinds(tmp_path: Path, family: str, kind: str, names: tuple[str, ...]) -> None:
     """Fused tensors; windows, norms behind blocks and over all heads, which each tensor rank has whole;
-    linear attention, whose parameters checkpoints have in parts.
+    linear attention, whose parameters, and B of whose queries, keys and values, checkpoints have in parts.
     """
     sizes = {"vocab_size": 251, "intermediate_size": 160, "num_hidden_layers": 4, "sliding_window": 16}
     write_batch(tmp_path, make_model(tmp_path / "model", family, noise=0.08, **sizes))
-    names, straight = ("TP2xPP2", "DP4", "CP2xTP2+SP"), [None, "second", "third"]
+    straight = [None, "second", "third"]
     saved = SAVED | {"sequence": family == "qwen3_5"}
-    cases = {"distributed, straight": make_resume_case(tmp_path, "distributed", saved, None, straight)}
+    cases = {f"{kind}, straight": make_resume_case(tmp_path, kind, saved, None, straight)}
     for name in names:
         layout = saved if name == "TP2xPP2" else LAYOUTS[name]
-        case = make_resume_case(tmp_path, "distributed", layout, "second", [name])
-        cases[f"distributed, {name}"] = case
+        case = make_resume_case(tmp_path, kind, layout, "second", [name])
+        cases[f"{kind}, {name}"] = case
     results = run_cases(tmp_path, 4, cases)
     count = {"phi3": 4 * 6, "olmo3": 4 * 8, "qwen3_5": 2 * 17 + 2 * 8}[family] + 3
+    if kind == "adapters":  # A and B of all projections and of the head; one B has three parts
+        count = 2 * (2 * 5 + 2 * 4 + 4 * 3 + 1) + 2 * 2
     for name in names:
         other = 5e-6 if family == "qwen3_5" else 1e-6  # its norms amplify rounding
         tolerance = 0.0 if name == "TP2xPP2" else other
-        check(tmp_path, results, "distributed", name, back=False, tolerance=tolerance, count=count)
+        check(tmp_path, results, kind, name, back=False, tolerance=tolerance, count=count)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])

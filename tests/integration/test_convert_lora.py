@@ -23,7 +23,7 @@ from rpg_megatron.checkpoints.peft import ADAPTER_WEIGHTS
 from rpg_megatron.commands.convert.command import convert_to_hf, open_megatron
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
 from rpg_megatron.config import UserError, read_model_shape
-from rpg_megatron.config.lora import LoraSettings
+from rpg_megatron.config.lora import LINEAR_TARGETS, LoraSettings
 from rpg_megatron.launcher.stopping import StopSignals
 from rpg_megatron.models.lora import weight_name
 from tests.support.peft_adapters import save_random_adapter
@@ -36,6 +36,9 @@ pytestmark = pytest.mark.usefixtures("forked_starts")
 LORA = LoraSettings(
     rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head")
 )
+HYBRID_LORA = LoraSettings(
+    rank=3, alpha=5, targets=("q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "lm_head")
+)
 TOKENS = torch.arange(40)[None]
 
 
@@ -44,25 +47,27 @@ class Case:
     folder: Path
     logits: torch.Tensor
     """PEFT's."""
+    lora: LoraSettings
 
     def step(self, run: Path, dtype: str) -> Path:
         """The adapter as a checkpoint of a LoRA run with two tensor-parallel ranks."""
         (self.folder / "saved").mkdir()
         run_ranks("tests.integration.adapters_worker", 2, self.folder, dtype)
-        settings = json.dumps(LORA.model_dump(mode="json"))
+        settings = json.dumps(self.lora.model_dump(mode="json"))
         saved = self.folder / "saved"
         step = write_step(run, 1, self.folder / "model", saved, tensor=2, lora=settings, dtype=dtype)
         shutil.rmtree(saved)
         return step
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp("case")
-    model = make_model(folder / "model", head_dim=8, **AWKWARD)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def case(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Case:
+    folder, hybrid = tmp_path_factory.mktemp("case"), request.param == "qwen3_5"
+    lora = HYBRID_LORA if hybrid else LORA
+    model = make_model(folder / "model", request.param, head_dim=32 if hybrid else 8, **AWKWARD)
     (folder / "model" / "tokenizer.json").write_text("{}")
-    (folder / "lora.json").write_text(LORA.model_dump_json())
-    return Case(folder, save_random_adapter(model, LORA, folder / "adapter", TOKENS))
+    (folder / "lora.json").write_text(lora.model_dump_json())
+    return Case(folder, save_random_adapter(model, lora, folder / "adapter", TOKENS), lora)
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +110,16 @@ def test_sums_are_rounded_once(case: Case, tmp_path: Path) -> None:
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     base = load_file(case.folder / "model" / "model.safetensors")
     adapter = load_file(case.folder / "adapter" / ADAPTER_WEIGHTS)
-    for target in LORA.names:
-        name = weight_name(read_model_shape(case.folder / "model"), 1, target)
+    shape = read_model_shape(case.folder / "model")
+    for target in case.lora.names:
+        name = weight_name(shape, 0 if target in LINEAR_TARGETS else 1, target)
         a, b = (
             adapter[f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight"].bfloat16().float()
             for x in "AB"
         )
-        expected = (base[name].float() + LORA.scale * b @ a).bfloat16()
+        expected = (base[name].float() + case.lora.scale * b @ a).bfloat16()
         assert (merged[name] == expected).float().mean() > 0.999, name
-        twice = (base[name].bfloat16().float() + LORA.scale * b @ a).bfloat16()
+        twice = (base[name].bfloat16().float() + case.lora.scale * b @ a).bfloat16()
         assert (twice == expected).float().mean() < 0.9, "this model would not show it"
 
 

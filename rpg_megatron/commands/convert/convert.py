@@ -154,9 +154,11 @@ def _megatron_logits(source: Source, checkpoint: Path, sequences: list[list[int]
         if source.lora is None:
             load_weights(checkpoint, [model], shape.vocab_size)
         else:
-            dtype, read = _read_source(source)
+            (dtype, read), layout = _read_source(source), source.layout
             for name, parameter in named_parameters([model]):
-                parameter.copy_(read(name).to(dtype))
+                whole = torch.cat([read(part) for part in layout.stored_parts(name)])
+                kept = any(piece.hf_name in layout.float32 for piece in layout.pieces(name, ONE_RANK))
+                parameter.copy_(whole if kept else whole.to(dtype))
         logits = []
         for sequence in sequences:
             tokens, positions = torch.tensor([sequence]), torch.arange(len(sequence))[None]
