@@ -41,9 +41,11 @@ def measure(case: dict[str, Any], settings: Settings, mesh: Mesh, device: torch.
     batch = batch_of([40, 90, 33, 64, 21], 256)
     packs = [policy.pack(micro) for micro in cut_unevenly(batch, case.get("microbatches", 1), mesh)]
     first = policy.chunks[0].decoder.layers[0]
-    values: dict[str, Any] = {"raw w": first.self_attention.linear_qkv.weight.detach().clone()}
-    watch(first.self_attention.linear_qkv, values, "qkv")
-    watch(first.self_attention.linear_proj, values, "proj")
+    linear, attention = settings.model.path.name == "hybrid", first.self_attention
+    inputs, output = ("in_proj", "out_proj") if linear else ("linear_qkv", "linear_proj")
+    values: dict[str, Any] = {"raw w": getattr(attention, inputs).weight.detach().clone()}
+    watch(getattr(attention, inputs), values, "qkv")
+    watch(getattr(attention, output), values, "proj")
 
     def logprobs() -> torch.Tensor:
         parts = [p.split(v[0]) for p, v in zip(packs, policy.logprobs(packs), strict=True)]

@@ -35,6 +35,7 @@ from rpg_megatron.launcher.preflight import FP8_EMULATED, check_gpus, check_prec
 from rpg_megatron.policy import layer_specs, optimizer, precision
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.policy.model import transformer_config
+from tests.support.recipes import EXAMPLES
 from tests.support.tiny_models import TINY_MOE
 
 CUDA = torch.device("cuda")
@@ -232,6 +233,23 @@ def test_fp8_is_refused_with_experts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"precision\.fp8 is not supported for mixtures of experts"):
         check_precision(settings_of(tmp_path, "precision.fp8={}"), TINY_MOE)
     check_precision(settings_of(tmp_path), TINY_MOE)
+
+
+def test_rows_of_linear_attention_that_fp8_does_not_take(tmp_path: Path) -> None:
+    """Of Qwen3.5-9B 12,352 rows, which is 772 x 16 and no multiple of 128."""
+    shape = read_model_shape(EXAMPLES / "models" / "Qwen3.5-9B-Base")
+    tensorwise, parallel = "precision.fp8.recipe=tensorwise", "parallel.tensor=%d"
+    assert shape.linear is not None
+    assert shape.linear.in_rows == 12_352
+    for tensor in (1, 2, 4):
+        check_precision(settings_of(tmp_path, tensorwise, parallel % tensor), shape)
+    with pytest.raises(UserError, match="not divisible: rows of linear attention's in_proj 1544; lower"):
+        check_precision(settings_of(tmp_path, tensorwise, parallel % 8), shape)
+    with pytest.raises(UserError, match=r"in_proj 12352; .*set recipe to tensorwise or delayed"):
+        check_precision(settings_of(tmp_path, "precision.fp8={}"), shape)
+    mixture = replace(shape, experts=TINY_MOE.experts)
+    with pytest.raises(UserError, match="not supported for mixtures of experts"):
+        check_precision(settings_of(tmp_path, tensorwise), mixture)
 
 
 @pytest.mark.parametrize(
