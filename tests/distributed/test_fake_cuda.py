@@ -154,6 +154,7 @@ MORE_LAYOUTS = (
         "a teacher's distributions, shared prompts": case("bfloat16", **FULL_TEACHER, **SHARED),
         "adapters, shared prompts": case("bfloat16", **SHARED, lora={"rank": 4}),
         "hybrid, TP2+SP": case("bfloat16", SP) | HYBRID,
+        "hybrid, adapters, TP2+SP": case("bfloat16", SP, lora={"rank": 4}) | HYBRID,
         "hybrid, CP2, last rank": case("bfloat16", {"context": 2}, 1) | HYBRID,
         "hybrid, full recompute": case("bfloat16", memory={"recompute": "full"}) | HYBRID,
     }

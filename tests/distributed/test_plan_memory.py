@@ -177,16 +177,26 @@ def test_a_small_rank_holds_what_is_planned(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "family", ["mistral", "phi3", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen2_moe", "olmoe"]
+    ("family", "changes"),
+    [
+        *((family, {}) for family in ("mistral", "phi3", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen2_moe")),
+        ("olmoe", {}),
+        ("qwen3_5", ADAPTERS["LoRA"]),
+        ("qwen3_5", ADAPTERS["LoRA merged"]),
+    ],
 )
 def test_a_rank_of_other_layers_holds_what_is_planned(
-    family: str, tmp_path: Path, bridge: Path, make_checkpoint: Callable[..., Path]
+    family: str,
+    changes: dict[str, object],
+    tmp_path: Path,
+    bridge: Path,
+    make_checkpoint: Callable[..., Path],
 ) -> None:
     no_head_size = NO_HEAD_SIZE if family in ("olmoe", "qwen2_moe") else {}
     model = make_checkpoint(
         tmp_path / "model", family=family, **SMALL | SHARED | {"sliding_window": 64} | no_head_size
     )
-    check(settings_for(model), tmp_path, bridge)
+    check(settings_for(model, **changes), tmp_path, bridge)
 
 
 @pytest.mark.long
@@ -308,6 +318,9 @@ def test_activations_with_adapters_are_those_that_autograd_saves(
     for kind in ("none", "selective"):
         lora = {"rank": 8, "targets": [*ATTENTION, "lm_head"]}
         cases[f"experts {kind}"] = settings_for(tiny["moe"], memory={"recompute": kind}, lora=lora)
+        cases[f"hybrid {kind}"] = settings_for(tiny["qwen3_5"], memory={"recompute": kind}, lora={"rank": 8})
+    lora = {"rank": 8, "targets": ["in_proj_qkv", "in_proj_a", "out_proj"]}
+    cases["hybrid, some"] = settings_for(tiny["qwen3_5"], lora=lora)
     check_activations(cases, tmp_path)
 
 

@@ -104,6 +104,22 @@ def test_adapters_are_cut_as_their_projections_are() -> None:
     assert plan.trained == TRAINED
 
 
+def test_a_hybrid_has_other_projections() -> None:
+    """Qwen3.5-9B: of 32 layers eight have softmax attention, whose q_proj has gates, too."""
+    in_linear = (8192, 4096), (4096, 4096), (32, 4096), (32, 4096), (4096, 4096)
+    in_softmax = (8192, 4096), (1024, 4096), (1024, 4096), (4096, 4096)
+    mlp = 3 * (12_288 + 4096)
+    trained = 24 * sum(map(sum, in_linear)) + 8 * sum(map(sum, in_softmax)) + 32 * mlp
+    plan = plan_of(ADAPTERS, file="hybrid/qwen3.5_9b_dapo_math_8k.yaml")
+    assert plan.trained == 16 * trained
+    # At TP 2; A in front of column-parallel layers, and B behind o_proj, out_proj and down_proj, are whole.
+    a = 24 * (4 * 4096 + 2048) + 8 * (3 * 4096 + 2048) + 32 * (2 * 4096 + 6144)
+    b = 24 * (4096 + 2048 + 32 + 4096) + 8 * (4096 + 1024 + 4096) + 32 * (12_288 + 4096)
+    assert plan.largest.trained == 16 * (a + b)
+    matrices = 24 * (12_352 + 4096) * 4096 + 8 * (10_240 + 4096) * 4096 + 32 * 3 * 4096 * 12_288
+    assert rank_parameters(plan.settings, plan.shape, 0).adapted == matrices // 2
+
+
 def test_what_engines_hold_of_adapters() -> None:
     """Slots have vLLM's rank; what was read is there too."""
     plan = plan_of("lora={rank: 20, targets: [q_proj, down_proj]}")
