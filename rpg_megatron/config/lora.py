@@ -11,11 +11,14 @@ from rpg_megatron.config.base import Section
 from rpg_megatron.config.model_shape import ModelShape
 
 _Softmax = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
-_Linear = Literal["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+_Separate = Literal["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
+_Interleaved = Literal["in_proj_qkvz", "in_proj_ba"]
+_Linear = Literal[_Separate, _Interleaved, "out_proj"]
 Target = Literal[_Softmax, _Linear, "gate_proj", "up_proj", "down_proj", "lm_head"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 PROJECTIONS, OUTPUT_LAYER = TARGETS[:-1], TARGETS[-1]
 SOFTMAX_TARGETS: tuple[Target, ...] = get_args(_Softmax)
+SEPARATE_TARGETS, INTERLEAVED_TARGETS = get_args(_Separate), get_args(_Interleaved)
 LINEAR_TARGETS: tuple[Target, ...] = get_args(_Linear)
 ATTENTION_TARGETS = SOFTMAX_TARGETS + LINEAR_TARGETS
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -34,9 +37,10 @@ class LoraSettings(Section, affects="training"):
     """The scale is alpha / rank (PEFT's lora_alpha)."""
     targets: Literal["all-linear"] | tuple[Target, ...] = "all-linear"
     """Matrices with adapters (PEFT's target_modules): all-linear, or a list of q_proj, k_proj, v_proj,
-    o_proj, gate_proj, up_proj, down_proj, lm_head, and with linear attention in_proj_qkv, in_proj_z,
-    in_proj_b, in_proj_a, out_proj. all-linear is all but lm_head, the output layer, as in PEFT. For a mixture
-    of experts leave out gate_proj, up_proj, down_proj: experts get no adapters."""
+    o_proj, gate_proj, up_proj, down_proj, lm_head, and of linear attention in_proj_qkv, in_proj_z, in_proj_b,
+    in_proj_a (of Qwen3-Next in_proj_qkvz, in_proj_ba), out_proj. all-linear is all but lm_head, the output
+    layer, as in PEFT. For a mixture of experts leave out gate_proj, up_proj, down_proj: experts get no
+    adapters."""
     rslora: bool = False
     """The scale is alpha / sqrt(rank) (PEFT's use_rslora)."""
     publish: Literal["adapters", "merged"] = "adapters"
@@ -61,7 +65,10 @@ class LoraSettings(Section, affects="training"):
 
     def names_in(self, shape: ModelShape) -> tuple[Target, ...]:
         """Those of ``names`` that a model has."""
-        return tuple(t for t in self.names if t not in LINEAR_TARGETS or shape.linear is not None)
+        absent = LINEAR_TARGETS
+        if shape.linear is not None:
+            absent = SEPARATE_TARGETS if shape.linear.interleaved else INTERLEAVED_TARGETS
+        return tuple(t for t in self.names if t not in absent)
 
     @property
     def scale(self) -> float:

@@ -39,6 +39,8 @@ _ENGINE_MODULES = {
     "in_proj_z": "in_proj_qkvz",
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
+    "in_proj_qkvz": "in_proj_qkvz",
+    "in_proj_ba": "in_proj_ba",
     "out_proj": "out_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rpg_megatron.checkpoints.hf_files import list_copied, verify_hf_checkpoint
 from rpg_megatron.config import ModelShape, Settings, UserError, read_model_shape
-from rpg_megatron.config.lora import ATTENTION_TARGETS, OUTPUT_LAYER, LoraSettings
+from rpg_megatron.config.lora import ATTENTION_TARGETS, INTERLEAVED_TARGETS, OUTPUT_LAYER, LoraSettings
 from rpg_megatron.engine.command import context_length, kv_bytes_per_token
 from rpg_megatron.launcher.layer_checks import check_hybrid_cache
 from rpg_megatron.launcher.nodes import NodeAssignment
@@ -135,8 +135,8 @@ def _linear_attention_problems(settings: Settings, shape: ModelShape) -> Iterato
     names = lora.names_in(shape)
     if lora.targets != "all-linear" and (absent := [t for t in lora.names if t not in names]):
         yield (
-            f"lora.targets: {', '.join(absent)} are in linear attention, which {shape.family} models do not "
-            "have; remove them"
+            f"lora.targets: {shape.family} models have no {', '.join(absent)}; theirs are "
+            f"{', '.join(LoraSettings().names_in(shape))}"
         )
     if shape.linear is None or names == (OUTPUT_LAYER,):
         return
@@ -144,6 +144,12 @@ def _linear_attention_problems(settings: Settings, shape: ModelShape) -> Iterato
         yield (
             "lora.targets: vLLM does not adapt in_proj_z without in_proj_qkv; add in_proj_qkv, or set "
             "lora.publish to merged"
+        )
+    whole = [t for t in names if t in INTERLEAVED_TARGETS]
+    if settings.serves_adapters and whole and settings.engine.tensor > 1:
+        yield (
+            f"lora.targets: vLLM cuts adapters of {', '.join(whole)} at other rows than the weights; set "
+            "engine.tensor to 1, or lora.publish to merged"
         )
     mapping, first = AdapterMapping(shape, lora), 0
     for count in shape.stage_layers(parallel.pipeline * parallel.virtual) if parallel.pipeline > 1 else ():

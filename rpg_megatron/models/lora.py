@@ -2,9 +2,11 @@
 
 Each projection has an A [rank, inputs] and a B [outputs, rank]. Tensor parallelism cuts them as it cuts the
 projection's weight: B by rows where that is column-parallel, A by columns where it is row-parallel. The other
-one is whole on every rank. The rows of B have the order of Megatron's weight, where it has another one than
-PEFT's: with gated attention, and in_proj_qkv, whose queries, keys and values are cut each by itself. The
-output layer is column-parallel; its B is padded as its weight is.
+one is whole on every rank. The output layer is column-parallel; its B is padded as its weight is.
+
+The rows of B have the order of Megatron's weight. Where the projection's are in another one, PEFT's are too:
+those of gated attention, and of linear attention with interleaved heads. Queries, keys and so on of linear
+attention are cut each by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rpg_megatron.config.errors import UserError
-from rpg_megatron.config.lora import LINEAR_TARGETS, OUTPUT_LAYER, SOFTMAX_TARGETS, LoraSettings, Target
+from rpg_megatron.config.lora import (
+    INTERLEAVED_TARGETS,
+    LINEAR_TARGETS,
+    OUTPUT_LAYER,
+    SEPARATE_TARGETS,
+    SOFTMAX_TARGETS,
+    LoraSettings,
+    Target,
+)
 from rpg_megatron.config.model_shape import ModelShape
 from rpg_megatron.models.boxes import Box, MappingError, Piece
 from rpg_megatron.models.layer import layer_parameters
@@ -26,15 +36,19 @@ ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 PACKED: dict[str, tuple[Target, ...]] = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
-    "self_attention.in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "self_attention.in_proj": (*SEPARATE_TARGETS, *INTERLEAVED_TARGETS),
     "self_attention.out_proj": ("out_proj",),
     "mlp.linear_fc1": ("gate_proj", "up_proj"),
     "mlp.linear_fc2": ("down_proj",),
 }
 """Megatron's layer -> the projections in it, in the order of its rows (within a query group)."""
-HEAD_ROWS = ("in_proj_b", "in_proj_a")
-"""Projections with a row for each value head."""
-BANDS = {"in_proj_qkv": ("query", "key", "value")}
+HEAD_ROWS = ("in_proj_b", "in_proj_a", "in_proj_ba")
+"""Projections with a row, or two, for each value head."""
+BANDS = {
+    "in_proj_qkv": ("query", "key", "value"),
+    "in_proj_qkvz": ("query", "key", "value", "z"),
+    "in_proj_ba": ("beta", "alpha"),
+}
 """Target -> the bands of B's rows that are cut each by itself, and stored so."""
 _PARAMETER = re.compile(
     r"(?:decoder\.layers\.(\d+)\.(?:self_attention|mlp)|output_layer)\.lora\.(\w+)\.([AB])(?:\.(\w+))?"
@@ -69,8 +83,8 @@ def projection_shape(s: ModelShape, target: str) -> Shape:
         return s.vocab_size, s.hidden_size
     if target in LINEAR_TARGETS:
         assert s.linear is not None
-        rows = {"in_proj_qkv": s.linear.convolved} | dict.fromkeys(HEAD_ROWS, s.linear.value_heads)
-        outputs = rows.get(target, s.linear.values)
+        rows = {"in_proj_b": s.linear.value_heads, "in_proj_a": s.linear.value_heads}
+        outputs = sum(row_bands(s, target)) if target in BANDS else rows.get(target, s.linear.values)
     elif target in SOFTMAX_TARGETS:
         outputs = (s.num_kv_heads if target in ("k_proj", "v_proj") else s.num_heads) * s.head_dim
         outputs *= 1 + (s.gated_attention and target == "q_proj")
@@ -81,15 +95,18 @@ def projection_shape(s: ModelShape, target: str) -> Shape:
 
 def row_bands(s: ModelShape, target: str) -> list[int]:
     """Rows of each of ``BANDS``; of other targets all rows."""
-    if target in BANDS and s.linear is not None:
-        return [s.linear.keys, s.linear.keys, s.linear.values]
+    if target in BANDS and (linear := s.linear) is not None:
+        rows = {"value": linear.values, "z": linear.values}
+        rows |= dict.fromkeys(("beta", "alpha"), linear.value_heads)
+        return [rows.get(name, linear.keys) for name in BANDS[target]]
     return [projection_shape(s, target)[0]]
 
 
 def packed_in(s: ModelShape, layer: int) -> dict[str, tuple[Target, ...]]:
     """Those of ``PACKED`` that a layer has."""
-    absent = SOFTMAX_TARGETS if s.is_linear(layer) else LINEAR_TARGETS
-    return {name: targets for name, targets in PACKED.items() if targets[0] not in absent}
+    known = {*LoraSettings().names_in(s)} - {*(SOFTMAX_TARGETS if s.is_linear(layer) else LINEAR_TARGETS)}
+    packed = {name: tuple(t for t in targets if t in known) for name, targets in PACKED.items()}
+    return {name: targets for name, targets in packed.items() if targets}
 
 
 @dataclass(frozen=True)

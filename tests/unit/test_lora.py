@@ -42,6 +42,7 @@ BASE: dict[str, Any] = {
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 HYBRID = tiny_shape("qwen3_5", prefix="model.language_model.")
+NEXT = tiny_shape("qwen3_next")
 
 
 def settings_with(lora: dict[str, Any] | None, **more: Any) -> Settings:
@@ -89,6 +90,10 @@ def test_the_scale_is_that_of_peft() -> None:
         *((TINY, targets) for targets in ("all-linear", ("k_proj", "down_proj"))),
         *((TINY, targets) for targets in (("q_proj", "lm_head"), ("lm_head",))),
         *((HYBRID, targets) for targets in ("all-linear", ("q_proj", "in_proj_qkv"), ("in_proj_a",))),
+        *(
+            (NEXT, targets)
+            for targets in (("q_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"), ("in_proj_ba",))
+        ),
     ],
 )
 def test_ranks_hold_every_element_once(shape: ModelShape, tensor: int, pipeline: int, targets: Any) -> None:
@@ -188,7 +193,12 @@ def test_models_that_cannot_have_the_adapters(shape: Any, lora: Any, tensor: int
 @pytest.mark.parametrize(
     ("shape", "lora", "more", "message"),
     [
-        (TINY, {"targets": ["in_proj_z", "q_proj"]}, {}, "in_proj_z are in linear attention, which qwen3"),
+        (
+            TINY,
+            {"targets": ["in_proj_z", "q_proj"]},
+            {},
+            "qwen3 models have no in_proj_z; theirs are q_proj, .*, down_proj$",
+        ),
         (HYBRID, {"targets": ["in_proj_z"]}, {}, "does not adapt in_proj_z without in_proj_qkv"),
         (
             HYBRID,  # three of four layers have linear attention: all but the third
@@ -202,6 +212,19 @@ def test_models_that_cannot_have_the_adapters(shape: Any, lora: Any, tensor: int
             {},
             r"set it to \[q_proj, k_proj, v_proj, o_proj, in_proj_qkv, .*, out_proj\]",
         ),
+        (NEXT, {}, {}, r"set it to \[q_proj, k_proj, v_proj, o_proj, in_proj_qkvz, in_proj_ba, out_proj\]"),
+        (
+            NEXT,
+            {"targets": ["in_proj_qkv"]},
+            {},
+            "qwen3_next models have no in_proj_qkv; .* in_proj_ba, out_proj",
+        ),
+        (
+            NEXT,
+            {"targets": ["in_proj_ba", "q_proj"]},
+            {"engine": {"tensor": 2}},
+            "cuts adapters of in_proj_ba at",
+        ),
     ],
 )
 def test_what_linear_attention_excludes(shape: ModelShape, lora: Any, more: Any, message: str) -> None:
@@ -210,6 +233,9 @@ def test_what_linear_attention_excludes(shape: ModelShape, lora: Any, more: Any,
     for allowed in ({}, {"targets": LINEAR}, {"targets": ["in_proj_z"], "publish": "merged"}):
         assert check_lora(settings_with({"rank": 9} | allowed), HYBRID) == []  # B of in_proj_b has 8 rows
     check_layers(settings_with({}), HYBRID)
+    both = ["in_proj_qkvz", "in_proj_ba"]
+    assert check_lora(settings_with({"targets": both, "rank": 9}), NEXT) == []
+    check_lora(settings_with({"targets": both, "publish": "merged"}, engine={"tensor": 2}), NEXT)
     check_lora(settings_with({"targets": ["q_proj", "in_proj_b"]}, parallel={"pipeline": 2}), HYBRID)
     check_lora(settings_with({"targets": LINEAR}), replace(HYBRID, experts=TINY_MOE.experts))
 
