@@ -16,10 +16,7 @@ from rpg_megatron.models.lora import AdapterMapping, projection_shape
 from rpg_megatron.models.partition import ALL_EXPERTS, ExpertShard, RankCoordinates
 from rpg_megatron.models.registry import mapping_for
 
-_FP8_MATRICES = tuple(
-    f".{name}.weight"
-    for name in ("linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2")
-)
+_FP8_MATRICES = "linear_qkv", "linear_proj", ".in_proj", ".out_proj", "linear_fc1", "linear_fc2"
 """The parameters of a layer that FP8 recipes quantise."""
 
 
@@ -114,7 +111,9 @@ def _count(
     counts = {
         "total": sum(sizes.values()),
         "in_experts": sum(size for name, size in sizes.items() if ".experts." in name),
-        "in_fp8": sum(size for name, size in sizes.items() if name.endswith(_FP8_MATRICES)),
+        "in_fp8": sum(
+            size for name, size in sizes.items() if name.removesuffix(".weight").endswith(_FP8_MATRICES)
+        ),
     }
     matrices = [sorted(dims) for dims in shapes.values() if len(dims) == 2 and layer is not None]
     counts["hidden"] = sum(map(math.prod, matrices))
@@ -124,8 +123,7 @@ def _count(
         adapters = mapping.stage_params(at, layers=layers, first=ends[0], last=ends[1])
         counts["adapters"] = sum(map(math.prod, adapters.values()))
         rows = shape.padded_vocab(at.tensor, at.vocab_multiple) // at.tensor
-        packed = {} if layer is None else mapping.packed(layer)
-        names = [name for targets in packed.values() for name in targets]
+        names = [] if layer is None else [t for each in mapping.packed(layer).values() for t in each]
         counts["adapted"] = sum(math.prod(projection_shape(shape, name)) for name in names) // at.tensor
         counts["adapted"] += mapping.on_output_layer * ends[1] * rows * shape.hidden_size
     return counts
