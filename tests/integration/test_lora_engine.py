@@ -127,14 +127,17 @@ def test_engines_compute_with_the_adapters_of_each_sync(
 
 
 @pytest.mark.long
-def test_a_stock_server_serves_the_exported_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "lora"), [(MODEL, LORA), ("qwen3.5", {"rank": 6, "alpha": 9})])
+def test_a_stock_server_serves_the_exported_adapter(
+    name: str, lora: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """VLLM's own route loads what ``export_adapter`` wrote, also in place of another; peft agrees to 1e-4."""
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
-    make_model(MODEL, tmp_path / "model")
+    make_model(name, tmp_path / "model")
     plain = settings_for(tmp_path / "model", 1)
     plain["engine"]["arguments"] += ["--enable-lora", "--max-lora-rank", "8"]
     shape = read_model_shape(tmp_path / "model")
-    mapping = AdapterMapping(shape, LoraSettings.model_validate(LORA))
+    mapping = AdapterMapping(shape, LoraSettings.model_validate(lora))
     shapes = mapping.stage_params(ONE_RANK, layers=range(shape.num_layers), first=True, last=True)
     folders = [tmp_path / "one", tmp_path / "two"]
     for seed, folder in enumerate(folders):
