@@ -148,8 +148,8 @@ def _linear_attention_problems(settings: Settings, shape: ModelShape) -> Iterato
     whole = [t for t in names if t in INTERLEAVED_TARGETS]
     if settings.serves_adapters and whole and settings.engine.tensor > 1:
         yield (
-            f"lora.targets: vLLM cuts adapters of {', '.join(whole)} at other rows than the weights; set "
-            "engine.tensor to 1, or lora.publish to merged"
+            f"lora.targets: vLLM cuts adapters of {', '.join(whole)} at other rows than the weights; remove "
+            "them, or set engine.tensor to 1"
         )
     mapping, first = AdapterMapping(shape, lora), 0
     for count in shape.stage_layers(parallel.pipeline * parallel.virtual) if parallel.pipeline > 1 else ():
