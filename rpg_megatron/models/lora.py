@@ -103,10 +103,11 @@ def row_bands(s: ModelShape, target: str) -> list[int]:
 
 
 def packed_in(s: ModelShape, layer: int) -> dict[str, tuple[Target, ...]]:
-    """Those of ``PACKED`` that a layer has."""
+    """Those of ``PACKED`` that a layer has, but for experts."""
     known = {*LoraSettings().names_in(s)} - {*(SOFTMAX_TARGETS if s.is_linear(layer) else LINEAR_TARGETS)}
     packed = {name: tuple(t for t in targets if t in known) for name, targets in PACKED.items()}
-    return {name: targets for name, targets in packed.items() if targets}
+    other = "mlp." if s.has_experts(layer) else "-"
+    return {name: targets for name, targets in packed.items() if targets and not name.startswith(other)}
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,33 @@ def test_ranks_hold_every_element_once(shape: ModelShape, tensor: int, pipeline:
     assert held == elements
 
 
+@pytest.mark.parametrize("shape", [TINY, HYBRID, NEXT])
+def test_known_values_are_the_same_in_all_layouts(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes of B's rows those that the mapping gives it."""
+    import torch
+
+    from rpg_megatron.policy import lora as policy_lora
+
+    mapping, config = (
+        AdapterMapping(shape, LoraSettings(rank=3)),
+        SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False),
+    )
+    for layer, target in ((n, t) for n in range(shape.num_layers) for t in mapping.in_layer(n)):
+        name = f"decoder.layers.{layer}.{mapping.in_layer(layer)[target]}.lora.{target}.B"
+        for rank in range(2):
+            at = RankCoordinates(tensor=2, tensor_rank=rank)
+            monkeypatch.setattr(policy_lora.mpu, "get_tensor_model_parallel_world_size", lambda: 2)
+            monkeypatch.setattr(policy_lora.mpu, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            adapter = policy_lora.Adapter(target, shape, 3, config, "key")
+            assert adapter.B.shape == mapping.local_shape(name, at)
+            whole, own = torch.zeros(adapter.outputs, 3), torch.zeros(adapter.B.shape)
+            hf = torch.arange(3.0 * adapter.outputs).view(-1, 3)
+            for values, place in ((whole, ONE_RANK), (own, at)):
+                for piece in mapping.pieces(name, place):
+                    values[piece.local.slices()] = hf[piece.hf.slices()]
+            assert torch.equal(whole if adapter.row_parallel else adapter.own(whole, 0), own), name
+
+
 def test_names_of_no_adapter_are_refused() -> None:
     mapping = AdapterMapping(TINY, LoraSettings(targets=("q_proj",)))
     name = "decoder.layers.0.self_attention.lora.{}.A"
