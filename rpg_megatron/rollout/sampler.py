@@ -33,7 +33,6 @@ from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_A
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.fine_tuning import RecordedBatches
-from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, part_of, read_kept
 from rpg_megatron.rollout.probes import Probes
@@ -67,7 +66,7 @@ class Sampler:
         settings: Settings,
         tokenizer: Any,
         pool: EnginePool,
-        workers: Sequence[GroupWorker],
+        workers: Sequence[Worker],
         events: EventSender,
         work: Path,
         run: Path | None = None,
@@ -329,7 +328,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     starting = [asyncio.create_task(worker.start()) for worker in remote]
     clients = engine_clients(settings, work, token)
     local = None if remote else Worker(settings, codec_of(tokenizer), clients, work, stops)
-    workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
+    workers: list[Worker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
     sampler = Sampler(settings, tokenizer, pool, workers, events, work, run)
