@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rpg_megatron.bridge.checksum import checksum
-from rpg_megatron.bridge.controller import compare_checksums, compare_totals
+from rpg_megatron.bridge.controller import compare_checksums
 from rpg_megatron.bridge.slice_table import TableCache
 from rpg_megatron.bridge.transports import folder_store
 from rpg_megatron.bridge.transports.folder_store import FolderStore
@@ -118,8 +118,7 @@ def test_every_replica_sends_an_equal_share(trainers, tensor, data, engines):
             assert manifest.checksum(name) == checksum(weights, (0,) * weights.dim()), name
         for engine in readers:
             acks = [read(reader, manifest, worker) for worker, reader in enumerate(engine)]
-            assert compare_checksums(manifest, acks) == {}
-            assert compare_totals(manifest, sum_acks(acks))
+            assert compare_checksums(manifest, sum_acks(acks)) == {}
             # The norms come from the rank that a worker reads the rest from.
             assert [len(reader._links) for reader in engine] == [1] * WORKERS
         sent = t.tell("retract")
