@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from rpg_megatron.config.data import SourceSettings
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, first_line
 from rpg_megatron.config.files import open_regular, parse_json, read_json
 from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.data.presets import Preset
@@ -192,7 +192,7 @@ def _saved_rows(path: Path) -> Iterator[Row]:
             files = [stack.enter_context(open_regular(path / name)) for name in names]
             yield from _read_batches(path, files, _ARROW)
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path}: cannot be read ({_first_line(e)}); save the data set again") from None
+        raise UserError(f"{path}: cannot be read ({first_line(e)}); save the data set again") from None
 
 
 def _read_batches(path: Path, files: Sequence[BinaryIO], kind: str) -> Iterator[Row]:
@@ -243,7 +243,7 @@ def _hub_rows(source: SourceSettings, preset: Preset | None, key: str) -> Iterat
     except Exception as e:  # connection, permission and parsing errors of any type
         raise UserError(
             f"{key}.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be loaded "
-            f"({type(e).__name__}: {_first_line(e)}); check name and network, or set {key}.path to a "
+            f"({type(e).__name__}: {first_line(e)}); check name and network, or set {key}.path to a "
             "local copy"
         ) from None
     yield from _dataset_rows(name, dataset)
@@ -265,7 +265,3 @@ def _check_file(path: Path, key: str) -> None:
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
         raise UserError(f"{key}.path: {path} {state}; give a {path.suffix} file, or a folder of them")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
