@@ -135,10 +135,6 @@ class Rendezvous:
         """A new connection to the same store, because a connection serves one thread at a time."""
         return Rendezvous.join(self.place)
 
-    def connect(self, name: str, side: int, device: torch.device) -> Link:
-        """One end (SENDER or RECEIVER) of the named link; waits for the other end. Raises LinkError."""
-        return Link(self, name, side, device)
-
     def link_store(self, name: str, timeout: timedelta) -> dist.Store:
         """The store through which the two ends of a link connect."""
         if isinstance(self.store, FolderStore):
@@ -154,6 +150,7 @@ class Link:
     """A one-way connection: a trainer rank sends, an engine worker receives."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, side: int, device: torch.device) -> None:
+        """One end (SENDER or RECEIVER) of the named link; waits for the other end. Raises LinkError."""
         self._peer = 1 - side
         self._device, self._pinned = device, False
         timeout = timedelta(seconds=float(rendezvous.place["timeout"]))

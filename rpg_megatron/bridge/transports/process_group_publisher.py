@@ -117,8 +117,6 @@ class GroupPublisher:
 
         The weights must not change before ``retract``. A failure on one rank is raised on all.
         """
-        if version < 0:
-            raise ValueError(f"version {version}: must not be negative")
         self.retract()
         while self._rendezvous.poll_request(inbox(version, self.coordinates.rank)):
             pass  # drop requests of an aborted sync of the same version
@@ -195,7 +193,7 @@ class GroupPublisher:
                 if sender is None:
                     if request["buckets"] is None:
                         raise LinkError("the link is closed; the worker's next check opens a new one")
-                    link = self._rendezvous.reconnect().connect(name, SENDER, self._device)
+                    link = Link(self._rendezvous.reconnect(), name, SENDER, self._device)
                     sender = self._links[name] = _Sender(link, self._device)
                 with sender.on_own_stream(self._published):
                     if request["buckets"] is not None:
