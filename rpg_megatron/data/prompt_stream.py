@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -136,12 +136,6 @@ class PromptStream:
             unique = list(dict.fromkeys(ahead))
             self._fetched = dict(zip(unique, self.prompts.fetch(unique), strict=True))
         return [self._fetched[index] for index in indices]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        return self.take(1)[0]
 
     def _advance(self) -> int:
         """Index of the next prompt, which counts as taken."""
