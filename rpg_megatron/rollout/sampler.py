@@ -1,6 +1,6 @@
 """The sampler process: gives prompts to the engines in a fixed order, and collects the responses' scores.
 
-``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
+``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR``: settings from RUN_DIR/config.yaml,
 sockets in WORK_DIR, the run's token in the environment. Sampler workers (``worker.py``, as many as
 ``rollout.workers``) send requests to the engines and keep the trajectories; this process keeps lengths and
 rewards. It ends on SIGTERM or when the launcher has died; the launcher handles Ctrl-C. At SIGTERM it writes
@@ -380,13 +380,8 @@ def main() -> int:
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
-        if len(sys.argv) != 4:
-            raise UserError("usage: python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR")
-        run, work = Path(sys.argv[1]), Path(sys.argv[2])
-        token = os.environ.get(TOKEN_VARIABLE)
-        if not token:
-            raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
+        run, work = map(Path, sys.argv[1:])
+        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
