@@ -47,18 +47,18 @@ class PromptList:
         digest = FingerprintSum()
         digest.update(prompts)
         self.fingerprints: Future[tuple[str, str]] = Future()
-        """See ``Prompts``."""
+        """Of the prompts, and of their ``context``: see ``Prompts``."""
         self.fingerprints.set_result(digest.result())
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def sources(self) -> Numbers:
-        """See ``Prompts``."""
+        """Index of the source of each, int64 [prompts]."""
         return np.array([prompt.source for prompt in self._prompts], np.int64)
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
-        """See ``Prompts``."""
+        """The prompts at these indices."""
         return [self._prompts[index] for index in indices]
 
 
