@@ -324,7 +324,7 @@ class Dispatcher:
             return
         current = self._groups.get(ticket) is state
         if self._backup_dir is not None and state.file is None and current:
-            file = self._backup_dir / f"group_{ticket}.parquet"
+            file = group_file(self._backup_dir, ticket)
             await self._worker(state).save([ticket], file)
             state.file = file
 

@@ -197,7 +197,8 @@ class GroupPublisher:
                     sender = self._links[name] = _Sender(link, self._device)
                 with sender.on_own_stream(self._published):
                     if request["buckets"] is not None:
-                        sender.plan(self._find(request["buckets"]))
+                        located = [[self._locate(*part) for part in each] for each in request["buckets"]]
+                        sender.plan(located)
                     sender.handshake(version)
             else:
                 sender = self._links[name]
@@ -221,11 +222,8 @@ class GroupPublisher:
             for key, slices in plan.shared.items()
         }
 
-    def _find(self, buckets: list[list[Any]]) -> list[list[tuple[BucketPart, str, Box]]]:
-        """Locate the parts of a request in this rank's parameters."""
-        return [[self._locate(*part) for part in bucket] for bucket in buckets]
-
     def _locate(self, name: str, start: list[int], extent: list[int]) -> tuple[BucketPart, str, Box]:
+        """A part of a request in this rank's parameters."""
         box = Box(tuple(start), tuple(extent))
         for param, piece in self._pieces.get(name, []):
             cut = piece.cut(box)
