@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,9 +23,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rpg_megatron.bridge.manifest import CHECKSUM_MODULUS, Manifest
+from rpg_megatron.bridge.manifest import Manifest
 from rpg_megatron.bridge.vllm.sync_route import SYNC, StepsDone, Totals
-from rpg_megatron.system.dtypes import ITEM_BYTES
 
 Post = Callable[[str, Any | None, float], Awaitable[tuple[int, str]]]
 """``await post(path, json body or None, timeout in seconds)`` -> (HTTP status, text)."""
@@ -147,39 +145,25 @@ async def sync_engine(
     return report
 
 
-def compare_totals(manifest: Manifest, totals: Totals) -> bool:
-    """Whether an engine's workers together read the published weights; see ``compare_checksums``."""
-    names, published, whole = manifest.totals
-    sums, nbytes = np.frombuffer(totals.sums, np.uint64), np.frombuffer(totals.nbytes, np.uint64)
-    if totals.names != names:
-        place = {name: i for i, name in enumerate(totals.names)}
-        if place.keys() != set(names):
-            return False
-        order = [place[name] for name in names]
-        sums, nbytes = sums[order], nbytes[order]
-    times, rest = np.divmod(nbytes, whole)
-    return bool(np.all((rest == 0) & (times > 0) & (sums == published * times)))
-
-
-def compare_checksums(manifest: Manifest, acks: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Compare the workers' checksums with the published ones; returns HF tensor name -> problem.
+def compare_checksums(manifest: Manifest, totals: Totals) -> dict[str, str]:
+    """Compare what an engine's workers read with what is published; returns HF tensor name -> problem.
 
     Workers partition some tensors and each read all of others (norms, replicated key/value heads). Together
     they read a tensor k times, k a positive integer, and their partial checksums must add up to k times the
     published one.
     """
-    wrong: dict[str, str] = {}
-    for name, tensor in manifest.tensors.items():
-        parts = {int(a["rank"]): a["sums"][name] for a in acks if name in a["sums"]}
-        total = sum(int(s) for s, _ in parts.values()) % CHECKSUM_MODULUS
-        nbytes = sum(int(n) for _, n in parts.values())
-        whole = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        times, rest = divmod(nbytes, whole)
-        if rest or not times:
-            wrong[name] = f"workers read {nbytes} bytes of {whole}"
-        elif total != manifest.checksum(name) * times % CHECKSUM_MODULUS:
-            ranks = ", ".join(map(str, sorted(parts)))
-            wrong[name] = f"checksum differs from the published one as read by worker rank {ranks}"
+    names, published, whole = manifest.totals
+    sums, nbytes = np.frombuffer(totals.sums, np.uint64), np.frombuffer(totals.nbytes, np.uint64)
+    wrong = {name: "is not published" for name in totals.names if name not in manifest.tensors}
+    if totals.names != names:
+        place = {name: i for i, name in enumerate(totals.names)}
+        order = [place.get(name, -1) for name in names]  # the last: nothing
+        sums, nbytes = np.append(sums, np.uint64(0))[order], np.append(nbytes, np.uint64(0))[order]
+    times, rest = np.divmod(nbytes, whole)
+    in_part = (rest != 0) | (times == 0)
+    for i in np.flatnonzero(in_part | (sums != published * times)):
+        read = f"workers read {nbytes[i]} bytes of {whole[i]}"
+        wrong[names[i]] = read if in_part[i] else "checksum differs from the published one"
     return wrong
 
 
@@ -257,19 +241,20 @@ def _failures(acks: Sequence[dict[str, Any]]) -> str:
 async def _find_mismatch(call: _Caller, manifest: Manifest, totals: Totals) -> str | None:
     """How the weights that the workers read differ from the published ones; None if they do not.
 
-    The workers' individual checksums are requested only if they differ.
+    The workers' own acknowledgements are requested only if they differ.
     """
-    if not totals.names or compare_totals(manifest, totals):
+    if not totals.names or not (wrong := compare_checksums(manifest, totals)):
         return None
     acks = _results(await call("/collective_rpc", {"method": "rpg_ack"}))
-    wrong = compare_checksums(manifest, acks)
-    return await _describe(manifest, wrong, acks) or "the engine summed the workers' checksums incorrectly"
+    return await _describe(manifest, wrong, acks)
 
 
 async def _describe(manifest: Manifest, wrong: dict[str, str], acks: Sequence[dict[str, Any]]) -> str:
     problems = []
     for name, why in list(wrong.items())[:5]:
-        problems.append(f"{name}: {why}{await asyncio.to_thread(_locate_damage, manifest, name, acks)}")
+        ranks = ", ".join(str(a["rank"]) for a in acks if name in a["sums"]) or "(none)"
+        where = await asyncio.to_thread(_locate_damage, manifest, name, acks)
+        problems.append(f"{name}: {why}, read by worker rank {ranks}{where}")
     more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
     return "; ".join(problems) + more
 

@@ -11,12 +11,13 @@ import codecs
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import batched
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from rpg_megatron.checkpoints.index import MAX_SIZE, Index, Size, Sizes, StoredPart, Tensor
+from rpg_megatron.checkpoints.index import Index, Size, Sizes, StoredPart, Tensor
 from rpg_megatron.checkpoints.pickle_values import Name, Pairs, Record, Reference, load_values
 
 _MAX_PICKLE = 64 << 20
@@ -61,9 +62,12 @@ class Location(NamedTuple):
 
 
 def prepare() -> None:
-    """Load what is loaded late: encodings of zip archives and of early pickles."""
+    """Load what is loaded late: encodings of zip archives and of early pickles, types of msgspec."""
     for name in ("cp437", "raw_unicode_escape", "latin-1"):
         codecs.lookup(name)
+    for kind in (Tensor, StoredPart, Location):
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(None, kind)
 
 
 def read_index(files: Sequence[BinaryIO], _argument: object) -> Iterator[Index]:
@@ -71,11 +75,12 @@ def read_index(files: Sequence[BinaryIO], _argument: object) -> Iterator[Index]:
     metadata = _attributes(load_values(files[0].read()), "Metadata")
     tensors: dict[str, Tensor] = {}
     objects: list[str] = []
-    for name, value in _pairs(metadata.get("state_dict_metadata")):
+    for key, value in _pairs(metadata.get("state_dict_metadata")):
+        name = msgspec.convert(key, str)
         if type(value) is Record and _class(value) == "TensorStorageMetadata":
-            tensors[_text(name)] = _tensor(_attributes(value, "TensorStorageMetadata"))
+            tensors[name] = _tensor(_attributes(value, "TensorStorageMetadata"))
         else:
-            objects.append(_text(name))
+            objects.append(name)
     yield Index(tensors, objects, [_piece(*pair) for pair in _pairs(metadata.get("storage_data"))])
 
 
@@ -90,25 +95,20 @@ def _tensor(attributes: Pairs) -> Tensor:
     if type(dtype) is not Name or dtype.module != "torch":
         raise ValueError("not an index of tensors: a tensor without dtype")
     chunks = []
-    for chunk in _list(attributes.get("chunks")):
+    for chunk in msgspec.convert(attributes.get("chunks"), list):
         fields = _attributes(chunk, "ChunkStorageMetadata")
         chunks.append((_sizes(fields.get("offsets")), _sizes(fields.get("sizes"))))
-    return Tensor(dtype.name, _sizes(attributes.get("size")), chunks)
+    described = {"dtype": dtype.name, "shape": _sizes(attributes.get("size")), "chunks": chunks}
+    return msgspec.convert(described, Tensor)
 
 
 def _piece(key: Any, value: Any) -> StoredPart:
     index, info = _attributes(key, "MetadataIndex"), _attributes(value, "_StorageInfo")
-    if _list(info.get("transform_descriptors") or ()):
+    if info.get("transform_descriptors"):
         raise ValueError("its files are encoded by an extension of torch")
-    offset, number = index.get("offset"), index.get("index")
-    return StoredPart(
-        _text(index.get("fqn")),
-        None if offset is None else _sizes(offset),
-        None if number is None else _size(number),
-        _text(info.get("relative_path")),
-        _size(info.get("offset")),
-        _size(info.get("length")),
-    )
+    place = info.get("relative_path"), info.get("offset"), info.get("length")
+    part = index.get("fqn"), _sizes(index.get("offset")), index.get("index"), *place
+    return msgspec.convert(part, StoredPart)
 
 
 def locate_tensors(files: Sequence[BinaryIO], slices: list[Slice]) -> Iterator[list[Location]]:
@@ -188,7 +188,8 @@ class _Archive:
         if _class(value) == "_rebuild_tensor_v3":
             dtype = value.arguments[6].name if type(value.arguments[6]) is Name else ""
         begin, size = self._find(f"data/{key[2]}")
-        return Location(dtype, _sizes(shape), _sizes(stride), _size(offset), self._begin + begin, size)
+        location = dtype, _sizes(shape), _sizes(stride), offset, self._begin + begin, size
+        return msgspec.convert(location, Location)
 
 
 class _Slice:
@@ -277,23 +278,10 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     return items
 
 
-def _list(value: Any) -> Sequence[Any]:
-    if type(value) not in (list, tuple):
-        raise ValueError("not an index of tensors: no list")
-    return value  # type: ignore[no-any-return]
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    """Of a tuple or torch.Size."""
-    if type(value) is Record and _class(value) == "Size" and len(_list(value.arguments)) == 1:
-        value = value.arguments[0]
-    return tuple(map(_size, _list(value)))
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_SIZE:
-        raise ValueError("not an index of tensors: a size is no number")
-    return value
+def _sizes(value: Any) -> Any:
+    """Of a tuple or torch.Size, not checked."""
+    size = type(value) is Record and _class(value) == "Size" and type(value.arguments) is tuple
+    return next(iter(value.arguments), None) if size else value
 
 
 def _bytes(value: Any) -> bytes:
@@ -303,10 +291,4 @@ def _bytes(value: Any) -> bytes:
         value = text.encode("latin-1") if type(text) is str else None
     if type(value) is not bytes:
         raise ValueError("bytes of another form")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > 10_000:
-        raise ValueError("not an index of tensors: a name is no text")
     return value

@@ -10,6 +10,7 @@ from typing import Any
 from rpg_megatron.checkpoints.hf_files import CONFIG, CONFIGURATION
 from rpg_megatron.checkpoints.megatron_folder import HF, find_checkpoint, is_megatron
 from rpg_megatron.config import Settings, UserError
+from rpg_megatron.config.errors import first_line
 from rpg_megatron.config.policy import ModelSettings, is_hub_id
 
 _WEIGHTS = "*.safetensors"
@@ -76,6 +77,5 @@ def download(
         state = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         reason = f"the hub's cache does not contain it and {state}; {local}"
     except Exception as e:  # interrupted download, no space left, ...
-        lines = str(e).strip().splitlines()
-        reason = f"the download failed ({type(e).__name__}: {(lines or [''])[0][:200]}); {local}"
+        reason = f"the download failed ({type(e).__name__}: {first_line(e)}); {local}"
     raise UserError(f"{problem}, and {reason}")

@@ -12,7 +12,6 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,15 +159,12 @@ def _check(index: Index) -> None:
             raise ValueError(f"a part of {piece.name!r} is stored, but not described")
 
 
-def write_plain_index(folder: Path, metadata: Metadata, stored: dict[MetadataIndex, _StorageInfo]) -> None:
-    """Write ``.metadata.json`` beside torch's ``.metadata``, which exists, and fsync it. Raises OSError.
-
-    metadata: of the save; stored: where its files hold what it describes.
-    """
+def write_plain_index(folder: Path, index: Index) -> None:
+    """Write ``.metadata.json`` beside torch's ``.metadata``, which exists, and fsync it. Raises OSError."""
     with open_regular(folder / INDEX) as pickled:
         digest = hashlib.sha256(pickled.read()).hexdigest()
     with open_own(folder / PLAIN_INDEX, "wb") as file:
-        file.write(msgspec.json.encode(_File(digest, from_torch(metadata, stored))))
+        file.write(msgspec.json.encode(_File(digest, index)))
         file.flush()
         os.fsync(file.fileno())
 
@@ -176,8 +172,8 @@ def write_plain_index(folder: Path, metadata: Metadata, stored: dict[MetadataInd
 # -- torch's classes -----------------------------------------------------------------------------------------
 
 
-def from_torch(metadata: Metadata, stored: dict[MetadataIndex, _StorageInfo]) -> Index:
-    """The index that torch has in memory after a save."""
+def from_torch(metadata: Metadata, pieces: list[StoredPart]) -> Index:
+    """The index of a save. metadata: torch's plan of it; pieces: what was written."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from rpg_megatron.system.dtypes import dtype_name
@@ -192,13 +188,13 @@ def from_torch(metadata: Metadata, stored: dict[MetadataIndex, _StorageInfo]) ->
         if isinstance(t, TensorStorageMetadata)
     }
     objects = [name for name in metadata.state_dict_metadata if name not in tensors]
-    return Index(tensors, objects, list(_pieces(stored)))
+    return Index(tensors, objects, pieces)
 
 
-def _pieces(stored: dict[MetadataIndex, _StorageInfo]) -> Iterator[StoredPart]:
-    for key, info in stored.items():
-        offset = None if key.offset is None else tuple(key.offset)
-        yield StoredPart(key.fqn, offset, key.index, info.relative_path, info.offset, info.length)
+def stored_part(key: MetadataIndex, info: _StorageInfo) -> StoredPart:
+    """Where torch has stored a chunk or an object."""
+    offset = None if key.offset is None else tuple(key.offset)
+    return StoredPart(key.fqn, offset, key.index, info.relative_path, info.offset, info.length)
 
 
 def to_torch(index: Index) -> Metadata:

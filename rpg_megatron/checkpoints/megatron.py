@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -41,7 +42,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rpg_megatron.checkpoints.index import Index, read_index, write_plain_index
+from rpg_megatron.checkpoints.index import (
+    Index,
+    StoredPart,
+    from_torch,
+    read_index,
+    stored_part,
+    write_plain_index,
+)
 from rpg_megatron.checkpoints.megatron_folder import CONTENT, MEGATRON, check_tensors
 from rpg_megatron.checkpoints.plain_loading import drop_pickled_states, plain_loading
 from rpg_megatron.config.errors import UserError
@@ -65,21 +73,6 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
 
 
-class WrittenPart(NamedTuple):
-    """Where a rank wrote a part of a tensor, or an object: torch's ``WriteResult`` in plain values."""
-
-    key: str
-    offset: tuple[int, ...] | None
-    """Start of the part in the tensor."""
-    number: int | None
-    """Of the part, among those of the tensor."""
-    file: str
-    start: int
-    """First byte in the file."""
-    length: int
-    """Bytes in the file."""
-
-
 @dataclass
 class PlannedSave:
     """This rank's part of a save that is planned, but not written yet."""
@@ -89,7 +82,7 @@ class PlannedSave:
     """Names of the files that this rank writes: none or one."""
     _strategy: _Strategy
 
-    def write(self) -> list[WrittenPart]:
+    def write(self) -> list[StoredPart]:
         """Write and fsync the files; returns what was written where. Not collective.
 
         May be called from any thread.
@@ -103,31 +96,25 @@ class PlannedSave:
             )
             if isinstance(result, BaseException):
                 raise result
-            parts += [_written_part(r) for r in result]
+            parts += [stored_part(r.index, r.storage_data) for r in result]
         writer.write_buckets = []  # frees the staged copies
         return parts
 
-    def finish(self, everyone: list[list[WrittenPart]]) -> None:
+    def finish(self, everyone: list[list[StoredPart]]) -> None:
         """Write the index, from the results of ``write`` on all ranks. Rank 0, after all have written."""
         results = [[_write_result(part) for part in parts] for parts in everyone]
         self._strategy.writer.finish(self._strategy.index, results)
-        stored = {result.index: result.storage_data for rank in results for result in rank}
-        write_plain_index(self.folder, self._strategy.index, stored)
+        pieces = list(chain.from_iterable(everyone))
+        write_plain_index(self.folder, from_torch(self._strategy.index, pieces))
         save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self.folder))
         with open_own(self.folder / MEGATRON) as file:
             os.fsync(file.fileno())
 
 
-def _written_part(result: WriteResult) -> WrittenPart:
-    index, place = result.index, result.storage_data
-    offset = None if index.offset is None else tuple(index.offset)
-    return WrittenPart(index.fqn, offset, index.index, place.relative_path, place.offset, place.length)
-
-
-def _write_result(part: WrittenPart) -> WriteResult:
+def _write_result(part: StoredPart) -> WriteResult:
     # Interned, so that the index holds each name once.
-    index = MetadataIndex(sys.intern(part.key), part.offset, part.number)
-    place = _StorageInfo(sys.intern(part.file), part.start, part.length)
+    index = MetadataIndex(sys.intern(part.name), part.offset, part.number)
+    place = _StorageInfo(sys.intern(part.file), part.begin, part.length)
     return WriteResult(index, part.length, place)
 
 

@@ -53,10 +53,9 @@ class MegatronWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        metadata = to_torch(self._index)
         with open_own(self._folder / INDEX, "xb") as file:
-            pickle.dump(metadata, file)
-        write_plain_index(self._folder, metadata, metadata.storage_data)
+            pickle.dump(to_torch(self._index), file)
+        write_plain_index(self._folder, self._index)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         atomic_write_text(self._folder / MEGATRON, json.dumps(backend))
 

@@ -17,6 +17,11 @@ def shorten(text: str, limit: int = _SHOWN) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of an error's text, cut after ``limit`` characters; its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:limit]
+
+
 def gib(nbytes: float) -> str:
     """A size in GiB or MiB."""
     return f"{nbytes / 1024**3:.2f} GiB" if nbytes >= 1024**3 / 10 else f"{nbytes / 1024**2:.1f} MiB"

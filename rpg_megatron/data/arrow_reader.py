@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rpg_megatron.config.errors import first_line
+
 _SHORT_FLOATS = {pa.float16(): np.float16, pa.float32(): np.float32}
 BATCH = 16
 """Rows decoded at a time: rows may be long, and a batch is in memory more than once."""
@@ -91,7 +93,7 @@ def _parquet(file: BinaryIO, limit: int) -> Iterator[pa.RecordBatch | tuple[int,
                 yield batch
                 done += batch.num_rows
         except (pa.ArrowException, OSError) as e:
-            yield group.num_rows - done, _first_line(e)
+            yield group.num_rows - done, first_line(e)
 
 
 def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
@@ -125,7 +127,7 @@ def table_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
             except UnicodeDecodeError as e:
                 broken = f"{column!r} is not UTF-8 (byte {e.start + 1}); save the file as UTF-8"
             except (ValueError, OverflowError, OSError, ImportError) as e:  # such as a date beyond Python's
-                broken = f"{column!r} cannot be read ({_first_line(e)}); store it as text"
+                broken = f"{column!r} cannot be read ({first_line(e)}); store it as text"
         yield broken[:1000] if broken else row
 
 
@@ -170,7 +172,3 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, Decimal):
         return format(value, "f")  # without an exponent
     return value if value is None or isinstance(value, bool | int | float | str | bytes) else str(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +42,14 @@ class BatchIndex:
     reward: NDArray[np.float64]
     """The reward that the advantage is computed from."""
 
+    @classmethod
+    def of(cls, entries: Iterable[tuple[float, ...]]) -> BatchIndex:
+        """The index of these trajectories: of each, a value for every column, in the order of the fields."""
+        names = [field.name for field in fields(cls)]
+        columns = [*zip(*entries, strict=True)] or [()] * len(names)
+        types: dict[str, Any] = dict.fromkeys(names, np.int64) | {"reward": np.float64}
+        return cls(**{n: np.array(c, types[n]) for n, c in zip(names, columns, strict=True)})
+
     def __len__(self) -> int:
         return len(self.ticket)
 
@@ -68,26 +77,11 @@ class TrajectorySource(Protocol):
 
 def index_of(trajectories: Iterable[Trajectory]) -> BatchIndex:
     """The index of local trajectories: the worker is 0, and the ticket is the group."""
-    entries = [
-        (t.group, t.sample, t.branch, len(t.prompt), len(t.response), t.sampled, routed_by(t), t.reward)
+    rows: defaultdict[int, Iterator[int]] = defaultdict(count)
+    return BatchIndex.of(
+        (
+            *(0, t.group, t.group, t.sample, t.branch, next(rows[t.group])),
+            *(len(t.prompt), len(t.response), t.sampled, routed_by(t), t.reward),
+        )
         for t in trajectories
-    ]
-    columns = zip(*entries, strict=True) if entries else [()] * 8
-    group, sample, branch, prompt, response, sampled, routed, reward = columns
-    sizes, rows = Counter[int](), []
-    for number in group:
-        rows.append(sizes[number])
-        sizes[number] += 1
-    return BatchIndex(
-        worker=np.zeros(len(entries), np.int64),
-        ticket=np.array(group, np.int64),
-        group=np.array(group, np.int64),
-        sample=np.array(sample, np.int64),
-        branch=np.array(branch, np.int64),
-        row=np.array(rows, np.int64),
-        prompt_length=np.array(prompt, np.int64),
-        response_length=np.array(response, np.int64),
-        sampled=np.array(sampled, np.int64),
-        routed_by=np.array(routed, np.int64),
-        reward=np.array(reward, np.float64),
     )

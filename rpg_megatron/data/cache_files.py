@@ -65,12 +65,15 @@ def content_digest(paths: Sequence[Path]) -> str:
     return digest_of(parts)
 
 
-def file_marks(paths: Sequence[Path]) -> list[list[int]]:
+def file_marks(paths: Sequence[Path]) -> list[list[int]] | None:
     """What changes when files are written to or replaced; nobody can set the time of the change.
 
-    Raises OSError.
+    None: there is a file that cannot be read, which its reader reports.
     """
-    stats = [os.stat(file) for file in _files(paths)]
+    try:
+        stats = [os.stat(file) for file in _files(paths)]
+    except OSError:
+        return None
     return [[each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for each in stats]
 
 

@@ -39,7 +39,7 @@ class Conversations:
         self.trained = 0
         """Number of trained tokens."""
         self.fingerprints: Future[tuple[str, str]] = Future()
-        """See ``Prompts``."""
+        """Of the prompts, and of their ``context``: see ``Prompts``."""
         self._digest, self._deduplicate = hashlib.blake2b(digest_size=16), deduplicate
         self._rows = keep_rows(self._encode(rows), _decode, "conversations")
         self.fingerprints.set_result((self._digest.hexdigest(), ""))
@@ -48,7 +48,7 @@ class Conversations:
         return len(self._rows)
 
     def sources(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """See ``Prompts``."""
+        """Index of the source of each, int64 [prompts]."""
         return np.asarray(self._rows.sources)
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:

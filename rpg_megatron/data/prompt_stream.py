@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -47,18 +47,18 @@ class PromptList:
         digest = FingerprintSum()
         digest.update(prompts)
         self.fingerprints: Future[tuple[str, str]] = Future()
-        """See ``Prompts``."""
+        """Of the prompts, and of their ``context``: see ``Prompts``."""
         self.fingerprints.set_result(digest.result())
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def sources(self) -> Numbers:
-        """See ``Prompts``."""
+        """Index of the source of each, int64 [prompts]."""
         return np.array([prompt.source for prompt in self._prompts], np.int64)
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
-        """See ``Prompts``."""
+        """The prompts at these indices."""
         return [self._prompts[index] for index in indices]
 
 
@@ -136,12 +136,6 @@ class PromptStream:
             unique = list(dict.fromkeys(ahead))
             self._fetched = dict(zip(unique, self.prompts.fetch(unique), strict=True))
         return [self._fetched[index] for index in indices]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        return self.take(1)[0]
 
     def _advance(self) -> int:
         """Index of the next prompt, which counts as taken."""

@@ -1,4 +1,4 @@
-"""Tokenized prompts, and the shuffled, resumable stream of prompts of a run."""
+"""Tokenizers, and problems that are rendered and tokenized as prompts."""
 
 from __future__ import annotations
 

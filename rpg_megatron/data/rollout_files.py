@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import batched
 from pathlib import Path
@@ -87,27 +86,6 @@ def write_rollouts(file: Path, trajectories: Sequence[Trajectory], *, routes: bo
     with atomic_write(file) as sink, pq.ParquetWriter(sink, schema, **encoding) as writer:
         for chunk in batched(trajectories, _ROWS):
             writer.write_batch(to_batch(chunk, schema))
-
-
-class RolloutWriter:
-    """Writes rollout files in a thread, one at a time."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "rollouts")
-        self._current: Future[None] | None = None
-
-    def start(self, file: Path, trajectories: Sequence[Trajectory], *, routes: bool) -> None:
-        """Start writing; the trajectories must not change until ``finish``, which must follow each ``start``.
-
-        routes: see ``write_rollouts``.
-        """
-        self._current = self._pool.submit(write_rollouts, file, trajectories, routes=routes)
-
-    def finish(self) -> None:
-        """Wait until the file is written. Raises OSError, once, if that failed."""
-        current, self._current = self._current, None
-        if current is not None:
-            current.result()
 
 
 def iter_rollouts(file: Path) -> Iterator[Trajectory]:

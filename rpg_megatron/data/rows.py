@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from rpg_megatron.config.data import SourceSettings
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, first_line
 from rpg_megatron.config.files import open_regular, parse_json, read_json
 from rpg_megatron.data.custom_source import custom_rows
 from rpg_megatron.data.presets import Preset
@@ -70,9 +70,17 @@ def _folder_rows(folder: Path, key: str) -> Iterator[Row]:
 
 
 def _file_rows(path: Path, key: str) -> Iterator[Row]:
-    if path.suffix in (".parquet", ".arrow"):
-        return _bounded(path, _arrow_rows(path, _PARQUET if path.suffix == ".parquet" else _ARROW, key))
-    return _json_rows(path, key)
+    kind = {".parquet": _PARQUET, ".arrow": _ARROW}.get(path.suffix)
+    try:
+        with open_regular(path) as file:
+            if kind is None:
+                yield from _json_rows(path, file)
+            else:
+                yield from _bounded(path, _read_batches(path, [file], kind))
+    except FileNotFoundError:
+        raise UserError(f"{key}.path: {path} does not exist; give a file of rows, or a folder") from None
+    except OSError as e:
+        raise UserError(f"{key}.path: {path} cannot be read ({e.strerror or e})") from None
 
 
 def _bounded(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
@@ -126,23 +134,15 @@ def source_name(source: SourceSettings, preset: Preset | None) -> str:
 # -- JSON lines ----------------------------------------------------------------------------------------------
 
 
-def _json_rows(path: Path, key: str) -> Iterator[Row]:
-    try:
-        with open_regular(path) as file:
-            for index, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b"")):
-                where = f"{path}:{index + 1}"
-                if len(raw) > _LONGEST_LINE:
-                    raise UserError(
-                        f"{where}: longer than {_LONGEST_LINE:,} bytes; give one JSON object a line"
-                    )
-                if index == 0 and raw.startswith(_COMPRESSED):
-                    raise UserError(f"{path}: compressed; decompress it (gunzip, unzstd, unxz, unzip)")
-                if raw.strip():
-                    yield index, where, _parse_json(raw, where, index == 0)
-    except FileNotFoundError:
-        raise UserError(f"{key}.path: {path} does not exist; give a JSON lines file") from None
-    except OSError as e:
-        raise UserError(f"{key}.path: {path} cannot be read ({e.strerror or e})") from None
+def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
+    for index, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b"")):
+        where = f"{path}:{index + 1}"
+        if len(raw) > _LONGEST_LINE:
+            raise UserError(f"{where}: longer than {_LONGEST_LINE:,} bytes; give one JSON object a line")
+        if index == 0 and raw.startswith(_COMPRESSED):
+            raise UserError(f"{path}: compressed; decompress it (gunzip, unzstd, unxz, unzip)")
+        if raw.strip():
+            yield index, where, _parse_json(raw, where, index == 0)
 
 
 def _parse_json(raw: bytes, where: str, first: bool) -> dict[str, Any] | UserError:
@@ -173,15 +173,6 @@ def type_name(value: Any) -> str:
 # -- Arrow and Parquet ---------------------------------------------------------------------------------------
 
 
-def _arrow_rows(path: Path, kind: str, key: str) -> Iterator[Row]:
-    _check_file(path, key)
-    try:
-        with open_regular(path) as file:
-            yield from _read_batches(path, [file], kind)
-    except OSError as e:
-        raise UserError(f"{key}.path: {path} cannot be read ({e.strerror or e})") from None
-
-
 def _saved_rows(path: Path) -> Iterator[Row]:
     """Rows of a folder that ``datasets`` saved."""
     try:
@@ -192,7 +183,7 @@ def _saved_rows(path: Path) -> Iterator[Row]:
             files = [stack.enter_context(open_regular(path / name)) for name in names]
             yield from _read_batches(path, files, _ARROW)
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path}: cannot be read ({_first_line(e)}); save the data set again") from None
+        raise UserError(f"{path}: cannot be read ({first_line(e)}); save the data set again") from None
 
 
 def _read_batches(path: Path, files: Sequence[BinaryIO], kind: str) -> Iterator[Row]:
@@ -243,7 +234,7 @@ def _hub_rows(source: SourceSettings, preset: Preset | None, key: str) -> Iterat
     except Exception as e:  # connection, permission and parsing errors of any type
         raise UserError(
             f"{key}.hub: {name}{f', subset {subset}' if subset else ''}, split {split} cannot be loaded "
-            f"({type(e).__name__}: {_first_line(e)}); check name and network, or set {key}.path to a "
+            f"({type(e).__name__}: {first_line(e)}); check name and network, or set {key}.path to a "
             "local copy"
         ) from None
     yield from _dataset_rows(name, dataset)
@@ -259,13 +250,3 @@ def _dataset_rows(name: str, dataset: Any) -> Iterator[Row]:
                 where = f"{name}: row {index + 1}"
                 yield index, where, UserError(f"{where}: {row}") if isinstance(row, str) else row
             start += batch.num_rows
-
-
-def _check_file(path: Path, key: str) -> None:
-    if not path.is_file():
-        state = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"{key}.path: {path} {state}; give a {path.suffix} file, or a folder of them")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

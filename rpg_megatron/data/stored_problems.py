@@ -116,13 +116,13 @@ def keep_problems(
     whole = len(paths) == len(settings.sources) and not _is_short(settings)
     folders = cache_folders(paths[0]) if whole else []
     name, digest = _cache_name(settings, paths, rows), cache(lambda: content_digest(paths))
-    if cached := find_cached(folders, name, digest, _marks(paths)):
+    if cached := find_cached(folders, name, digest, file_marks(paths)):
         with suppress(ValueError, KeyError, TypeError):
             return _from_store(*cached)
     for folder in [*folders, None]:
         left_out = LeftOut()
         each = read(left_out)
-        marks = _marks(paths) if whole else None
+        marks = file_marks(paths) if whole else None
         problems = list(islice(each, IN_MEMORY + 1))
         if len(problems) <= IN_MEMORY:
             if settings.order_by is not None:
@@ -136,7 +136,7 @@ def keep_problems(
             with new_cached(folder, name) as writer:
                 description = write_rows(writer, all_rows) | {"content": digest(), "marks": marks}
                 writer.finish(description | {"left_out": left_out.counts, "malformed": left_out.malformed})
-                if marks is None or _marks(paths) != marks:
+                if marks is None or file_marks(paths) != marks:
                     raise OSError("the data have changed while they were read")
         except OSError as e:
             logger.info("%s: not used (%s)", folder, e)
@@ -159,13 +159,6 @@ def _cache_name(settings: DataSettings, paths: Sequence[Path], rows: bool) -> st
     if isinstance(settings, ConversationSettings):
         how.append("conversations")  # other columns, and responses word for word
     return f"{digest_of(_FORM, sources, [str(path.absolute()) for path in paths], how)}.problems"
-
-
-def _marks(paths: Sequence[Path]) -> list[list[int]] | None:
-    try:
-        return file_marks(paths)
-    except OSError:  # the reader reports the problem
-        return None
 
 
 def _from_store(file: BinaryIO, description: dict[str, Any], place: CachePlace) -> Found:

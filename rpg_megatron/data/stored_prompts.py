@@ -83,7 +83,7 @@ class StoredPrompts:
         self._vocab = vocab
         self._name = _cache_name(problems, settings, tokenizer)
         self.fingerprints: Future[tuple[str, str]] = Future()
-        """See ``Prompts``."""
+        """Of the prompts, and of their ``context``: see ``Prompts``."""
         too_long, refused, unused = self._read_cache(), LeftOut(), set[int]()
         if too_long is None:
             too_long = np.fromiter(self._find_too_long(refused, unused), np.int64)
@@ -108,11 +108,11 @@ class StoredPrompts:
         return len(self._kept)
 
     def sources(self) -> Numbers:
-        """See ``Prompts``."""
+        """Index of the source of each, int64 [prompts]."""
         return np.asarray(self._problems.sources)[self._kept]
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt]:
-        """See ``Prompts``."""
+        """The prompts at these indices."""
         problems = [self._problems[int(self._kept[index])] for index in indices]
         settings, key = self._settings, self._key
         prompts, _ = fit_prompts(problems, settings, self._tokenizer, key, vocab=self._vocab)

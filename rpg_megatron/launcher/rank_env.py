@@ -77,7 +77,7 @@ def base_environment(settings: Settings, token: str) -> dict[str, str]:
 
 def sampler_command(folder: Path, space: Workspace) -> list[str]:
     """Command line of the sampler. folder: the run's. space: the first node's private folders."""
-    return module_command(SAMPLER, folder, space.work, space.bridge)
+    return module_command(SAMPLER, folder, space.work)
 
 
 def rank_starts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rpg_megatron.data.batch_index import BatchIndex
 from rpg_megatron.rollout.dynamic_sampling import Group
@@ -19,24 +18,13 @@ def index_of_groups(
 
     worker_of: prompt id -> number of its worker. numbers: ``BatchIndex.group`` of each; None: 0, 1, 2...
     """
-
-    def column(values: list[int]) -> NDArray[np.int64]:
-        return np.array(values, np.int64)
-
-    numbered = zip(numbers or range(len(groups)), groups, strict=True)
-    each = [(number, g, row, size) for number, g in numbered for row, size in enumerate(_sizes(g))]
-    return BatchIndex(
-        worker=column([worker_of(g.task.prompt_id) for _, g, _, _ in each]),
-        ticket=column([g.task.ticket for _, g, _, _ in each]),
-        group=column([number for number, _, _, _ in each]),
-        sample=column([size.sample for _, _, _, size in each]),
-        branch=column([size.branch for _, _, _, size in each]),
-        row=column([row for _, _, row, _ in each]),
-        prompt_length=column([size.prompt for _, _, _, size in each]),
-        response_length=column([size.response for _, _, _, size in each]),
-        sampled=column([size.sampled for _, _, _, size in each]),
-        routed_by=column([size.routed_by for _, _, _, size in each]),
-        reward=np.array([g.scores.rewards[size.sample] for _, g, _, size in each], np.float64),
+    return BatchIndex.of(
+        (
+            *(worker_of(g.task.prompt_id), g.task.ticket, number, size.sample, size.branch, row),
+            *(size.prompt, size.response, size.sampled, size.routed_by, g.scores.rewards[size.sample]),
+        )
+        for number, g in zip(numbers or range(len(groups)), groups, strict=True)
+        for row, size in enumerate(_sizes(g))
     )
 
 

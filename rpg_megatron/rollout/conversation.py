@@ -36,8 +36,11 @@ class ConversationRow:
         self.prompt = prompt
         self.pieces: list[Sample] = []
         """What follows the prompt. Each piece was sampled by one version of the weights, or by none."""
-        self.length = 0
+
+    @property
+    def length(self) -> int:
         """Tokens of ``pieces``."""
+        return sum(len(piece.tokens) for piece in self.pieces)
 
     @property
     def tokens(self) -> Tokens:
@@ -63,16 +66,6 @@ class ConversationRow:
                 return len(self.prompt) + end - 1
             end -= len(piece.tokens)
         return 0
-
-    def append(self, piece: Sample) -> None:
-        """Add a piece at the end."""
-        self.pieces.append(piece)
-        self.length += len(piece.tokens)
-
-    def cut(self, pieces: int) -> None:
-        """Remove the pieces from this number on."""
-        del self.pieces[pieces:]
-        self.length = sum(len(piece.tokens) for piece in self.pieces)
 
 
 class Conversation:
@@ -172,7 +165,7 @@ class Conversation:
         if row not in self.rows:
             self.rows.append(row)
         if len(added):
-            row.append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
+            row.pieces.append(Sample(added, np.zeros(len(added), np.float32), "", NOT_SAMPLED))
         self._first = len(row.pieces)
         self._start, self._end = row.length, row.length + min(remaining, max_tokens or remaining)
         self.turn = asyncio.get_running_loop().create_future()
@@ -205,7 +198,7 @@ class Conversation:
         if self.turn is not None and not self.turn.done():
             self.turn.cancel()
         row, (self.row, pieces), self._before, self._open = self.row, self._before, None, False
-        row.cut(pieces)
+        del row.pieces[pieces:]
         if not row.pieces and row is not self.rows[0]:
             self.rows.remove(row)
         return True
@@ -258,7 +251,7 @@ class Conversation:
         if self.turn is None or self.turn.done():  # the episode has given it up
             return
         if sample.finish != "abort" or len(sample.tokens):
-            self.row.append(sample)
+            self.row.pieces.append(sample)
         if sample.finish != "abort":
             whole, start = self.row.context, len(self.row.prompt) + self._start
             logprobs = np.concatenate([piece.logprobs for piece in self.row.pieces[self._first :]])

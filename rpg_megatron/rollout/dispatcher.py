@@ -17,9 +17,10 @@ from typing import Any
 
 from rpg_megatron.config.files import remove, rename
 from rpg_megatron.rollout.engine_pool import EnginePool, PooledEngine
-from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask, GroupWorker
+from rpg_megatron.rollout.groups import GroupAnswers, GroupScores, GroupTask
 from rpg_megatron.rollout.kept_groups import KeptGroup, group_file, part_of, publish_kept
 from rpg_megatron.rollout.remote_worker import WorkerDied
+from rpg_megatron.rollout.worker import Worker
 
 logger = logging.getLogger("rpg_megatron.sampler")
 
@@ -52,7 +53,7 @@ class Dispatcher:
     def __init__(
         self,
         pool: EnginePool,
-        workers: Sequence[GroupWorker],
+        workers: Sequence[Worker],
         max_sequences: int,
         backup_dir: Path | None = None,
         oversubscription: float = OVERSUBSCRIPTION,
@@ -216,7 +217,7 @@ class Dispatcher:
 
     # -- life cycle of a group -------------------------------------------------------------------------------
 
-    def _worker(self, state: _GroupState) -> GroupWorker:
+    def _worker(self, state: _GroupState) -> Worker:
         return self._workers[state.worker]
 
     def _spawn(self, coroutine: Any) -> None:
@@ -323,7 +324,7 @@ class Dispatcher:
             return
         current = self._groups.get(ticket) is state
         if self._backup_dir is not None and state.file is None and current:
-            file = self._backup_dir / f"group_{ticket}.parquet"
+            file = group_file(self._backup_dir, ticket)
             await self._worker(state).save([ticket], file)
             state.file = file
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,24 +47,8 @@ class Attempt(NamedTuple):
     score: ScoreText
 
 
-class EpisodeRunner(Protocol):
-    """Runs the episodes of responses."""
-
-    name: str
-    """Of the episode, for messages."""
-
-    @property
-    def settings(self) -> EpisodeSettings | None:
-        """None: the default episode."""
-        ...
-
-    async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
-        """Run one response's episode. attempts: the response, and the same again from its beginning."""
-        ...
-
-
 class LocalEpisode:
-    """Runs an episode in this process; its errors are raised. For the default one."""
+    """Runs an episode in this process; its errors are raised. For the default one, which has no settings."""
 
     def __init__(
         self, function: EpisodeFunction = single_turn, settings: EpisodeSettings | None = None
@@ -72,7 +56,7 @@ class LocalEpisode:
         self._function, self.settings, self.name = function, settings, "rollout.episode"
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
-        """See ``EpisodeRunner``."""
+        """Run one response's episode. attempts: the response."""
         task, conversation, score = next(attempts)
         try:
             return result_of(await self._function(task, conversation.generate, score))
@@ -81,7 +65,7 @@ class LocalEpisode:
 
 
 class EpisodePool:
-    """``EpisodeRunner`` with worker processes. For one event loop."""
+    """Runs episodes in worker processes. For one event loop."""
 
     def __init__(self, settings: Settings, codec: Path):
         """codec: the file of ``load_codec``. Raises UserError if the episode cannot be imported."""
@@ -102,7 +86,7 @@ class EpisodePool:
         self._server = ForkServer(Loader(load, arguments, f"rollout.episode.type: {section.type}", _MEMORY))
 
     async def run(self, attempts: Iterator[Attempt]) -> EpisodeResult:
-        """See ``EpisodeRunner``."""
+        """Run one response's episode. attempts: the response, and the same again from its beginning."""
         for _ in range(2):
             outcome = await self._try(next(attempts), await self._choose(), alone=False)
             if not outcome.value or not msgspec.convert(outcome.value, EpisodeResult).lost:
@@ -160,6 +144,9 @@ class EpisodePool:
             raise
         finally:
             turns.end()
+
+
+EpisodeRunner = LocalEpisode | EpisodePool
 
 
 class _Turns:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -116,50 +115,6 @@ class GroupAnswers(msgspec.Struct, frozen=True):
     lengths: list[int]
     """Tokens that the policy sampled."""
     finishes: list[str]
-
-
-class GroupWorker(Protocol):
-    """Generates and grades groups, and keeps their trajectories until they are dropped."""
-
-    async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
-        """Generate the missing responses of a group on one engine; grading starts when they are complete.
-
-        incarnation: of the engine; answers of another one are discarded. Raises EngineError if the engine
-        refuses the request.
-        """
-        ...
-
-    async def score(self, ticket: int) -> GroupScores:
-        """The scores of a complete group, when it is graded."""
-        ...
-
-    async def answers(self, ticket: int) -> GroupAnswers:
-        """Texts and verdicts of a complete group, when it is graded."""
-        ...
-
-    async def drop(self, tickets: list[int]) -> None:
-        """Discard groups."""
-        ...
-
-    async def save(self, tickets: list[int], file: Path) -> None:
-        """Write complete groups to a rollout file, in which ``group`` is the ticket. Raises UserError."""
-        ...
-
-    async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
-        """Read groups from a file that ``save`` wrote. Raises UserError if it is missing or damaged."""
-        ...
-
-    async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
-        """Trajectories of complete groups, by their number in the group; waits for groups that are generated
-        again.
-        """
-        ...
-
-    async def counts(self) -> dict[str, float]:
-        """Metrics ``reward/*`` since the last call: failures, and counts of reward functions; and ``env/*``
-        of the gateway.
-        """
-        ...
 
 
 def by_response(group: Sequence[Trajectory]) -> list[list[Trajectory]]:

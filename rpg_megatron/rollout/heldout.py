@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping
 
+import msgspec
+
 from rpg_megatron.config import Settings, UserError
 from rpg_megatron.config.evaluation import HeldOutSet
 from rpg_megatron.data.prompts import Prompt
@@ -23,12 +25,7 @@ _FIRST_TICKET = -(1 << 62)
 class HeldOut:
     """The held-out sets of the settings. For the dispatcher's event loop."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        dispatcher: Dispatcher,
-        prompts: Mapping[str, list[Prompt]],
-    ):
+    def __init__(self, settings: Settings, dispatcher: Dispatcher, prompts: Mapping[str, list[Prompt]]):
         """prompts: name of each set -> its prompts. Raises UserError if the settings have no evaluation."""
         if settings.evaluation is None:
             raise UserError("there is no held-out set to evaluate on; set evaluation.data.path")
@@ -75,14 +72,9 @@ class HeldOut:
                 prompt_id=prompt.id,
                 answer=prompt.answer,
                 prompt=prompt.text,
-                responses=answers.responses,
-                correct=answers.correct,
-                extracted=answers.extracted,
-                classes=answers.classes,
-                lengths=answers.lengths,
-                finishes=answers.finishes,
                 set=part.name,
                 failed=scores.failures.failed,
+                **msgspec.structs.asdict(answers),
             )
             on_result(results[index])
 

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rpg_megatron.config.files import remove
-from rpg_megatron.rollout.groups import GroupWorker
-from rpg_megatron.rollout.worker import worker_socket
+from rpg_megatron.rollout.worker import Worker, worker_socket
 from rpg_megatron.system.child import module_command
 from rpg_megatron.system.messages import AsyncClient, remote_calls
 from rpg_megatron.system.parent_death import with_parent_death_signal
@@ -50,7 +49,7 @@ class RemoteWorker:
         self.address = f"tcp://{host}:*" if host else ""
         """Address from which the leaders fetch trajectories; valid after ``start``."""
         self._on_restart, self._on_end = on_restart, on_end
-        self.calls = cast(GroupWorker, SimpleNamespace(**remote_calls(GroupWorker, self._call)))
+        self.calls = cast(Worker, SimpleNamespace(**remote_calls(Worker, self._call)))
         """The worker. Calls wait until it runs, and raise WorkerDied."""
         self._socket = worker_socket(work, number)
         self._client: AsyncClient | None = None

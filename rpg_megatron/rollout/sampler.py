@@ -1,6 +1,6 @@
 """The sampler process: gives prompts to the engines in a fixed order, and collects the responses' scores.
 
-``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR``: settings from RUN_DIR/config.yaml,
+``python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR``: settings from RUN_DIR/config.yaml,
 sockets in WORK_DIR, the run's token in the environment. Sampler workers (``worker.py``, as many as
 ``rollout.workers``) send requests to the engines and keep the trajectories; this process keeps lengths and
 rewards. It ends on SIGTERM or when the launcher has died; the launcher handles Ctrl-C. At SIGTERM it writes
@@ -33,7 +33,6 @@ from rpg_megatron.rollout.dispatcher import OVERSUBSCRIPTION, OVERSUBSCRIPTION_A
 from rpg_megatron.rollout.engine_load import ENGINES
 from rpg_megatron.rollout.engine_pool import EnginePool
 from rpg_megatron.rollout.fine_tuning import RecordedBatches
-from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.heldout import HeldOut
 from rpg_megatron.rollout.kept_groups import UNFINISHED, may_keep, part_of, read_kept
 from rpg_megatron.rollout.probes import Probes
@@ -67,7 +66,7 @@ class Sampler:
         settings: Settings,
         tokenizer: Any,
         pool: EnginePool,
-        workers: Sequence[GroupWorker],
+        workers: Sequence[Worker],
         events: EventSender,
         work: Path,
         run: Path | None = None,
@@ -329,7 +328,7 @@ async def _run(settings: Settings, run: Path, work: Path, token: str) -> int:
     starting = [asyncio.create_task(worker.start()) for worker in remote]
     clients = engine_clients(settings, work, token)
     local = None if remote else Worker(settings, codec_of(tokenizer), clients, work, stops)
-    workers: list[GroupWorker] = [local] if local else [worker.calls for worker in remote]
+    workers: list[Worker] = [local] if local else [worker.calls for worker in remote]
     events = EventSender(work / EVENTS)
     pool = EnginePool(settings.engine, clients, work, run / ENGINES, interrupt=settings.rollout.interrupted)
     sampler = Sampler(settings, tokenizer, pool, workers, events, work, run)
@@ -381,13 +380,8 @@ def main() -> int:
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
-        if len(sys.argv) != 4:
-            raise UserError("usage: python -m rpg_megatron.rollout.sampler RUN_DIR WORK_DIR BRIDGE_DIR")
-        run, work = Path(sys.argv[1]), Path(sys.argv[2])
-        token = os.environ.get(TOKEN_VARIABLE)
-        if not token:
-            raise UserError(f"the sampler needs the run's token in {TOKEN_VARIABLE}; the launcher sets it")
-        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, token))
+        run, work = map(Path, sys.argv[1:])
+        return asyncio.run(_run(load_settings(run / "config.yaml"), run, work, os.environ[TOKEN_VARIABLE]))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2

@@ -171,7 +171,7 @@ class TrajectoryClient:
         self._clients: dict[int, Client] = {}
 
     def fetch(self, worker: Sequence[int], ticket: Sequence[int], row: Sequence[int]) -> list[Trajectory]:
-        """See ``TrajectorySource``."""
+        """Trajectories with these numbers, in this order."""
         by_place: dict[int, Trajectory] = {}
         for number in sorted(set(worker)):
             places = [i for i, w in enumerate(worker) if w == number]

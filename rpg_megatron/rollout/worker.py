@@ -22,10 +22,7 @@ import msgspec
 
 from rpg_megatron.config import Settings, UserError, load_settings, read_model_shape
 from rpg_megatron.config.cluster import TOKEN_VARIABLE
-from rpg_megatron.data.prompts import (
-    TextCodec,
-    load_codec,
-)
+from rpg_megatron.data.prompts import TextCodec, load_codec
 from rpg_megatron.data.rollout_files import iter_rollouts, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.client import EngineClient, EngineError, EngineUnavailable
@@ -44,7 +41,6 @@ from rpg_megatron.rollout.groups import (
     GroupAnswers,
     GroupScores,
     GroupTask,
-    GroupWorker,
     by_response,
     scores_of,
 )
@@ -62,7 +58,7 @@ logger = logging.getLogger("rpg_megatron.sampler")
 
 
 class Worker:
-    """``GroupWorker`` in this process. For one event loop."""
+    """Generates and grades groups, and keeps their trajectories until ``drop``. For one event loop."""
 
     def __init__(
         self,
@@ -73,17 +69,16 @@ class Worker:
         stop_token_ids: Sequence[int],
         episode: EpisodeRunner | None = None,
     ):
-        """codec: the tokenizer. work: the folder shared with the launcher. stop_token_ids: tokens that
-        end a response. episode: None: that of the settings.
+        """codec: the tokenizer. work: the folder shared with the launcher. stop_token_ids: tokens that end a
+        response. episode: None: that of the settings.
         """
         self._codec, self._engines, self._work, self._stops = codec, engines, work, list(stop_token_ids)
         self._settings = settings
-        self._stop_texts = settings.rollout.stop
+        rollout, reward = settings.rollout, settings.reward
+        self._stop_texts = rollout.stop
         self._max_sequences = settings.engine.max_sequences
-        rollout = settings.rollout
         self._ahead = rollout.ahead > 0
-        self._scorer = Scorer(settings.reward, rollout.max_response_tokens, rollout.workers)
-        reward = settings.reward
+        self._scorer = Scorer(reward, rollout.max_response_tokens, rollout.workers)
         # Its own, so that ``reward/timeouts`` counts the grading of responses only.
         self._comparer = Grader(workers=1, deadline=reward.deadline)
         self._groups: dict[int, RunningGroup] = {}
@@ -106,7 +101,11 @@ class Worker:
         """Set when a group was added."""
 
     async def generate(self, task: GroupTask, engine: int, incarnation: int) -> Generated:
-        """See ``GroupWorker``. A request is for a few responses, so that answers arrive over time."""
+        """Generate the missing responses of a group on one engine; grading starts when they are complete.
+
+        A request is for a few responses, so that answers arrive over time. incarnation: of the engine;
+        answers of another one are discarded. Raises EngineError if the engine refuses the request.
+        """
         if self._gateway is not None:
             await self._gateway.start()
         group = self._group(task)
@@ -173,12 +172,12 @@ class Worker:
         return Generated(complete, resent, failure)
 
     async def score(self, ticket: int) -> GroupScores:
-        """See ``GroupWorker``."""
+        """The scores of a complete group, when it is graded."""
         scores, failures = scores_of(await self._graded(ticket)), self._groups[ticket].failures
         return msgspec.structs.replace(scores, repeatable=self._repeatable, failures=failures)
 
     async def answers(self, ticket: int) -> GroupAnswers:
-        """See ``GroupWorker``."""
+        """Texts and verdicts of a complete group, when it is graded."""
         responses = by_response(await self._graded(ticket))
         last = [rows[-1] for rows in responses]
         correct, extracted = [t.correct for t in last], [t.extracted for t in last]
@@ -192,13 +191,13 @@ class Worker:
         )
 
     async def drop(self, tickets: list[int]) -> None:
-        """See ``GroupWorker``."""
+        """Discard groups."""
         for ticket in tickets:
             if group := self._groups.pop(ticket, None):
                 group.drop()
 
     async def save(self, tickets: list[int], file: Path) -> None:
-        """See ``GroupWorker``."""
+        """Write complete groups to a rollout file, in which ``group`` is the ticket. Raises UserError."""
         trajectories = [t for ticket in tickets for t in await self._graded(ticket)]
         try:
             await asyncio.to_thread(write_rollouts, file, trajectories)
@@ -208,7 +207,7 @@ class Worker:
             ) from e
 
     async def load(self, tickets: list[int], file: Path) -> list[GroupScores]:
-        """See ``GroupWorker``."""
+        """Read groups from a file that ``save`` wrote. Raises UserError if it is missing or damaged."""
         by_ticket: dict[int, list[Trajectory]] = {ticket: [] for ticket in tickets}
         for t in iter_rollouts(file):
             if t.group in by_ticket:
@@ -222,11 +221,15 @@ class Worker:
         return [scores_of(trajectories) for trajectories in by_ticket.values()]
 
     async def fetch(self, tickets: list[int], rows: list[int]) -> list[Trajectory]:
-        """See ``GroupWorker``."""
+        """Trajectories of complete groups, by their number in the group; waits for groups that are generated
+        again.
+        """
         return [(await self._graded(ticket))[row] for ticket, row in zip(tickets, rows, strict=True)]
 
     async def counts(self) -> dict[str, float]:
-        """See ``GroupWorker``."""
+        """Metrics ``reward/*`` since the last call: failures, and counts of reward functions; and ``env/*``
+        of the gateway.
+        """
         return self._scorer.pop_counts()
 
     def close(self) -> None:
@@ -366,7 +369,7 @@ async def _run(
     async def where() -> str:
         return listening
 
-    server = Server(token, methods_of(GroupWorker, worker, where=where))
+    server = Server(token, methods_of(Worker, worker, where=where))
     listening = server.listen(f"ipc://{worker_socket(work, number)}")
     if address:
         listening = server.listen(address)

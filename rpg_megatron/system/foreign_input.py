@@ -28,6 +28,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 import rpg_megatron
+from rpg_megatron.config.errors import first_line
 from rpg_megatron.system import sandbox
 from rpg_megatron.system.child import module_command, start_program
 from rpg_megatron.system.parent_death import end_with_parent
@@ -222,8 +223,7 @@ def main() -> None:
 
 def _text(error: Exception) -> str:
     """Its first line, in UTF-8 and of a bounded length."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return line[:500].encode("utf-8", "replace").decode()
+    return first_line(error, 500).encode("utf-8", "replace").decode()
 
 
 def _send(pipe: int, number: int, value: Any) -> None:

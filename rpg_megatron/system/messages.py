@@ -123,7 +123,8 @@ def _arguments_of(handler: Handler) -> Any:
 def methods_of(interface: type, instance: Any, **others: Handler) -> dict[str, Handler]:
     """The methods that an interface names, of an object that has them, for ``Server``.
 
-    others: more methods by name, and those that the object lacks.
+    ``close`` is for the owner of the object, not for clients. others: more methods by name, and those that
+    the object lacks.
     """
     methods = {name: others.get(name) or getattr(instance, name) for name in _signatures(interface)}
     return methods | others
@@ -147,11 +148,11 @@ def remote_calls(interface: type, call: Callable[..., Any]) -> dict[str, Callabl
 
 
 def _signatures(interface: type) -> dict[str, tuple[inspect.Signature, Any]]:
-    """Signature and type of the result of each public method, by name."""
+    """Signature and type of the result of each public method but ``close``, by name."""
     return {
         name: (inspect.signature(method), get_type_hints(method)["return"])
         for name, method in vars(interface).items()
-        if inspect.isfunction(method) and not name.startswith("_")
+        if inspect.isfunction(method) and not name.startswith("_") and name != "close"
     }
 
 

@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rpg_megatron.checkpoints.megatron import PlannedSave, WrittenPart, load_weights, plan_save
+from rpg_megatron.checkpoints.index import StoredPart
+from rpg_megatron.checkpoints.megatron import PlannedSave, load_weights, plan_save
 from rpg_megatron.checkpoints.megatron_folder import CheckpointMetadata, hash_files, write_manifest
 from rpg_megatron.checkpoints.plain_loading import load_object
 from rpg_megatron.checkpoints.run_folder import (
@@ -59,7 +60,7 @@ from rpg_megatron.policy.model import Mesh
 from rpg_megatron.policy.policy import Policy
 from rpg_megatron.system.collectives import broadcast_object, gather_on_first, new_host_group, run_together
 
-_Written = tuple[list[list[WrittenPart]], dict[str, dict[str, Any]]]
+_Written = tuple[list[list[StoredPart]], dict[str, dict[str, Any]]]
 """What a rank wrote: for each folder the parts for ``PlannedSave.finish``; the files' hashes by name."""
 
 

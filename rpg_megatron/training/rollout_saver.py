@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from rpg_megatron.data.rollout_files import RolloutWriter, part_file, remove_rollouts, rollouts_file
+from rpg_megatron.data.rollout_files import part_file, remove_rollouts, rollouts_file, write_rollouts
 from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.policy.model import Mesh
 from rpg_megatron.system.collectives import any_rank, gather_objects
@@ -23,7 +24,8 @@ class RolloutSaver:
 
     def __init__(self, run_dir: Path, mesh: Mesh) -> None:
         self._run_dir, self._mesh = run_dir, mesh
-        self._writer = RolloutWriter()
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        self._writing: Future[None] | None = None
         self._file: Path | None = None  # being written; set on every rank
 
     def prepare(self, step: int) -> None:
@@ -41,7 +43,7 @@ class RolloutSaver:
         mesh = self._mesh
         self._file = part_file(rollouts_file(self._run_dir, step), mesh.data_rank, mesh.data)
         if mesh.leads:
-            self._writer.start(self._file, trajectories, routes=routes)
+            self._writing = self._thread.submit(write_rollouts, self._file, trajectories, routes=routes)
 
     def finish(self) -> list[str]:
         """Wait until all leaders have written the step; returns all errors, on every rank. Collective."""
@@ -53,8 +55,10 @@ class RolloutSaver:
     def finish_own(self) -> str:
         """Wait until this rank has written its part; returns the error or "". Not collective."""
         file, self._file = self._file, None
+        writing, self._writing = self._writing, None
         try:
-            self._writer.finish()
+            if writing is not None:
+                writing.result()
         except OSError as e:
             return str(e) if str(file) in str(e) else f"{file}: {e}"
         return ""

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.megatron import WrittenPart, plan_save
+from rpg_megatron.checkpoints.index import StoredPart
+from rpg_megatron.checkpoints.megatron import plan_save
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import read_model_shape
 from rpg_megatron.config.lora import LoraSettings
@@ -44,7 +45,7 @@ def main() -> None:
         stored=check_adapter(folder / "adapter", mapping),
     )
     planned = plan_save(folder / "saved", [model], stage=False)
-    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
+    if everyone := gather_on_first(planned.write(), list[StoredPart]):
         planned.finish(everyone)
     if mesh.rank == 0:
         (folder / "result.json").write_text("null")

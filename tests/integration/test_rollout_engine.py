@@ -304,9 +304,7 @@ def test_sampler_process(
     log = (folder / "sampler.log").open("wb")
     work, token = engine.process.socket.parent, engine.token
     command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), str(work)]
-    process = subprocess.Popen(
-        [*command, str(engine.bridge)], env=os.environ | {TOKEN_VARIABLE: token}, stdout=log, stderr=log
-    )
+    process = subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: token}, stdout=log, stderr=log)
     try:
         with SamplerClient(work / SOCKET, token) as sampler:
             source = TrajectoryClient(sampler.addresses(), token)

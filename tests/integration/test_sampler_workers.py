@@ -75,7 +75,7 @@ def sampler(
         with stand_in_engines(sockets) as engines, (run / "log").open("w") as log:
             with fresh_starts() if fresh else nullcontext():
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(run), str(work), str(work)],
+                    [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(run), str(work)],
                     env=os.environ | {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": f"{Path.cwd()}:{config.parent}"},
                     stdout=log,
                     stderr=log,

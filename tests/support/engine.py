@@ -200,7 +200,7 @@ def running_service(folder: Path, settings: Settings) -> Iterator[Service]:
         command = [sys.executable, "-m", "rpg_megatron.rollout.sampler", str(folder), str(work)]
         with (folder / "sampler.log").open("w") as log, forked_starts():
             sampler = subprocess.Popen(
-                [*command, str(engine.bridge)],
+                command,
                 env=os.environ | {TOKEN_VARIABLE: engine.token},
                 stdout=log,
                 stderr=subprocess.STDOUT,

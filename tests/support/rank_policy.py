@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from rpg_megatron.checkpoints.hf_import import load_hf_weights
-from rpg_megatron.checkpoints.megatron import WrittenPart, plan_save
+from rpg_megatron.checkpoints.index import StoredPart
+from rpg_megatron.checkpoints.megatron import plan_save
 from rpg_megatron.checkpoints.peft import check_adapter
 from rpg_megatron.config import Settings, read_model_shape
 from rpg_megatron.models.lora import AdapterMapping, split_parameters
@@ -26,7 +27,7 @@ from rpg_megatron.system.collectives import barrier, gather_on_first
 def save_weights(folder: Path, models: Sequence[torch.nn.Module]) -> None:
     """Write this rank's part of the weights in Megatron's format. Collective; ``folder`` is empty."""
     planned = plan_save(folder, models, stage=False)
-    if everyone := gather_on_first(planned.write(), list[WrittenPart]):
+    if everyone := gather_on_first(planned.write(), list[StoredPart]):
         planned.finish(everyone)
     barrier()
 

@@ -30,6 +30,7 @@ from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher
 from rpg_megatron.bridge.transports.mapped_reader import Copies, ShardError, ShardReader
 from rpg_megatron.bridge.transports.process_group_link import SENDER, Link, LinkError
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader, Receiver
+from rpg_megatron.bridge.vllm.sync_route import sum_acks
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.partition import RankCoordinates
 from rpg_megatron.models.registry import mapping_for
@@ -209,7 +210,7 @@ def test_each_worker_reads_the_replica_on_its_own_gpu(
         assert ranks == set(range(first, first + tensor)), (
             rank
         )  # its own, and what it lacks of the same replica
-        assert compare_checksums(manifest, [ack]) == {}
+        assert compare_checksums(manifest, sum_acks([ack])) == {}
     # Workers on other GPUs keep to a replica each, and do not all take the first.
     others_ranks = [node.worker(f"GPU-of-an-engine-{i}", manifest)[0] for i in range(8)]
     assert all(len(ranks) == tensor and len({r // tensor for r in ranks}) == 1 for ranks in others_ranks)
@@ -228,8 +229,8 @@ def test_a_replica_that_has_drifted_is_found_and_named(
     manifest = node.publish(1)
     answers = [node.worker(f"GPU-{rank}", manifest)[1] for rank in range(4)]
     name = "model.layers.1.mlp.down_proj.weight"
-    assert [list(compare_checksums(manifest, [ack])) for ack in answers] == [[], [], [name], [name]]
-    wrong = compare_checksums(manifest, [answers[3]])
+    assert [list(compare_checksums(manifest, sum_acks([ack]))) for ack in answers] == [[], [], [name], [name]]
+    wrong = compare_checksums(manifest, sum_acks([answers[3]]))
     verdict = asyncio.run(_describe(manifest, wrong, [answers[3]]))
     assert f"{name}: checksum differs" in verdict
     assert "(from trainer ranks 2, 3)" in verdict
@@ -242,4 +243,4 @@ def test_a_replica_laid_out_otherwise_is_left_alone(tmp_path: Path, monkeypatch:
     assert {tuple(c.rank for c in shard.copies) for shard in manifest.shards} == {(0, 2)}
     ranks, ack = node.worker("GPU-1", manifest)
     assert len(ranks) == 1
-    assert compare_checksums(manifest, [ack]) == {}
+    assert compare_checksums(manifest, sum_acks([ack])) == {}

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from rpg_megatron.config import UserError
 from rpg_megatron.engine.client import EngineError
-from rpg_megatron.rollout.groups import GroupWorker
 from rpg_megatron.rollout.sampler import Sampler
 from rpg_megatron.rollout.sampler_client import SamplerRequests
 from rpg_megatron.rollout.worker import Worker
@@ -162,21 +161,24 @@ def test_an_interface_is_called_by_its_names_and_types(address: str) -> None:
         client.close()
 
 
-@pytest.mark.parametrize(("interface", "server"), [(SamplerRequests, Sampler), (GroupWorker, Worker)])
-def test_a_server_has_the_methods_of_its_interface(interface: type, server: type) -> None:
+def test_a_server_has_the_methods_of_its_interface() -> None:
     """A client sends positions and decodes results: names, order and result must be the same."""
 
     async def addresses() -> list[str]:
         return []
 
-    added = {"addresses": addresses} if server is Sampler else {}
-    methods = methods_of(interface, server, **added)
-    assert methods
+    methods = methods_of(SamplerRequests, Sampler, addresses=addresses)
+    assert len(methods) > 1
     for name, method in methods.items():
-        if name not in added:
-            signature, expected = inspect.signature(method), inspect.signature(getattr(interface, name))
+        if name != "addresses":
+            signature, expected = inspect.signature(method), inspect.signature(getattr(SamplerRequests, name))
             assert list(signature.parameters) == list(expected.parameters), name
             assert signature.return_annotation == expected.return_annotation, name
+
+
+def test_a_client_does_not_close_the_object() -> None:
+    assert "score" in methods_of(Worker, Worker)
+    assert "close" not in methods_of(Worker, Worker)
 
 
 def test_many_requests_at_a_time(address: str) -> None:

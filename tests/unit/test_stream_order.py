@@ -28,6 +28,7 @@ from rpg_megatron.bridge.transports.cuda_ipc import CudaIpcPublisher, gpu_of
 from rpg_megatron.bridge.transports.mapped_reader import Copies, Reader, ShardReader, own_stream
 from rpg_megatron.bridge.transports.process_group_publisher import GroupPublisher
 from rpg_megatron.bridge.transports.process_group_reader import GroupReader
+from rpg_megatron.bridge.vllm.sync_route import sum_acks
 from rpg_megatron.config.objective import AnchorSettings
 from rpg_megatron.models.boxes import Box
 from rpg_megatron.models.registry import mapping_for
@@ -161,7 +162,7 @@ class Engine:
                     self.reader.load(Copies(wanted, targets, lambda t=targets: t, cache))
                 sums = self.reader.end() or sums
             ack = {"rank": 0, "sums": sums, "ranks_read": {name: [0] for name, _ in WANTED}}
-            assert compare_checksums(manifest, [ack]) == {}
+            assert compare_checksums(manifest, sum_acks([ack])) == {}
             for weight in self.weights.values():
                 weight.mul(2.0)
             self.read = {

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from rpg_megatron.bridge.transports.folder_store import FolderStore
 from rpg_megatron.config.cluster import ADDRESS_VARIABLE
-from rpg_megatron.config.errors import UserError
+from rpg_megatron.config.errors import UserError, first_line
 
 SENDER, RECEIVER = 0, 1
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
@@ -93,7 +93,7 @@ class Rendezvous:
             socket.create_connection(address, timeout=10).close()
             store = dist.TCPStore(*address, None, False, timeout=timedelta(seconds=20))
         except (OSError, RuntimeError) as e:
-            raise OSError(f"no trainer answers at {address[0]}:{address[1]} ({_first_line(e)})") from None
+            raise OSError(f"no trainer answers at {address[0]}:{address[1]} ({first_line(e)})") from None
         store.set_timeout(timedelta(seconds=float(place["timeout"])))
         return cls(place, store)
 
@@ -135,10 +135,6 @@ class Rendezvous:
         """A new connection to the same store, because a connection serves one thread at a time."""
         return Rendezvous.join(self.place)
 
-    def connect(self, name: str, side: int, device: torch.device) -> Link:
-        """One end (SENDER or RECEIVER) of the named link; waits for the other end. Raises LinkError."""
-        return Link(self, name, side, device)
-
     def link_store(self, name: str, timeout: timedelta) -> dist.Store:
         """The store through which the two ends of a link connect."""
         if isinstance(self.store, FolderStore):
@@ -154,6 +150,7 @@ class Link:
     """A one-way connection: a trainer rank sends, an engine worker receives."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, side: int, device: torch.device) -> None:
+        """One end (SENDER or RECEIVER) of the named link; waits for the other end. Raises LinkError."""
         self._peer = 1 - side
         self._device, self._pinned = device, False
         timeout = timedelta(seconds=float(rendezvous.place["timeout"]))
@@ -171,7 +168,7 @@ class Link:
                 with _blocking_waits():
                     self._group = dist.ProcessGroupNCCL(store, side, 2, nccl)
         except RuntimeError as e:
-            raise LinkError(f"no connection: {_first_line(e)}") from None
+            raise LinkError(f"no connection: {first_line(e)}") from None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Memory for messages: uint8 on the device, with gloo in (pinned) host memory."""
@@ -191,7 +188,7 @@ class Link:
         try:
             work.wait()
         except RuntimeError as e:
-            raise LinkError(_first_line(e)) from None
+            raise LinkError(first_line(e)) from None
 
     def close(self) -> None:
         """Close the link; pending transfers fail on the other end."""
@@ -205,7 +202,7 @@ class Link:
         try:
             return call()
         except RuntimeError as e:
-            raise LinkError(_first_line(e)) from None
+            raise LinkError(first_line(e)) from None
 
 
 @contextmanager
@@ -238,7 +235,3 @@ def _gloo_device(address: str) -> Any:
     except OSError:
         return dist.ProcessGroupGloo.create_default_device()
     return dist.ProcessGroupGloo.create_device(hostname=address)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

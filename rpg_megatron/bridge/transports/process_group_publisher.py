@@ -117,8 +117,6 @@ class GroupPublisher:
 
         The weights must not change before ``retract``. A failure on one rank is raised on all.
         """
-        if version < 0:
-            raise ValueError(f"version {version}: must not be negative")
         self.retract()
         while self._rendezvous.poll_request(inbox(version, self.coordinates.rank)):
             pass  # drop requests of an aborted sync of the same version
@@ -195,11 +193,12 @@ class GroupPublisher:
                 if sender is None:
                     if request["buckets"] is None:
                         raise LinkError("the link is closed; the worker's next check opens a new one")
-                    link = self._rendezvous.reconnect().connect(name, SENDER, self._device)
+                    link = Link(self._rendezvous.reconnect(), name, SENDER, self._device)
                     sender = self._links[name] = _Sender(link, self._device)
                 with sender.on_own_stream(self._published):
                     if request["buckets"] is not None:
-                        sender.plan(self._find(request["buckets"]))
+                        located = [[self._locate(*part) for part in each] for each in request["buckets"]]
+                        sender.plan(located)
                     sender.handshake(version)
             else:
                 sender = self._links[name]
@@ -223,11 +222,8 @@ class GroupPublisher:
             for key, slices in plan.shared.items()
         }
 
-    def _find(self, buckets: list[list[Any]]) -> list[list[tuple[BucketPart, str, Box]]]:
-        """Locate the parts of a request in this rank's parameters."""
-        return [[self._locate(*part) for part in bucket] for bucket in buckets]
-
     def _locate(self, name: str, start: list[int], extent: list[int]) -> tuple[BucketPart, str, Box]:
+        """A part of a request in this rank's parameters."""
         box = Box(tuple(start), tuple(extent))
         for param, piece in self._pieces.get(name, []):
             cut = piece.cut(box)

@@ -242,7 +242,7 @@ class GroupReader:
                 if shard not in self._links:
                     if not hasattr(connections, "own"):
                         connections.own = join()
-                    link = connections.own.connect(name, RECEIVER, self._device)
+                    link = Link(connections.own, name, RECEIVER, self._device)
                     self._links[shard] = Receiver(link, name)
                 if self._links[shard].buckets != buckets:
                     self._links[shard].plan(buckets)

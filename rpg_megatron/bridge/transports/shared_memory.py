@@ -105,8 +105,6 @@ class SharedMemoryPublisher:
         The weights must not change before ``retract``. Returns when every rank is done. A failure on one rank
         is raised on all.
         """
-        if version < 0:
-            raise ValueError(f"version {version}: must not be negative")
         plan = self._plan.restricted(only)
         sums = run_together(lambda: self._fill(version, plan))
         gathered = gather_objects((self.coordinates.rank, sums), tuple[int, SliceSums], plan.group)
