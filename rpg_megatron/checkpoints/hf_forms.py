@@ -68,14 +68,14 @@ def form_of(names: Iterable[str]) -> Form:
 
 
 def decoder_tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Tensors of files by their names in mappings; and the names that more than one of them has."""
+    """Tensors of files by their names in mappings; and, as the files name them, those that are there twice."""
     out: dict[str, StoredTensor] = {}
     twice: list[str] = []
     for name, tensor in stored.items():
         start = next((old for old in _OLD_NAMES if name.startswith(old)), "")
         name = _OLD_NAMES.get(start, "") + name.removeprefix(start)
         for part, value in _experts(name, tensor) or [(name, tensor)]:
-            twice += [part] * (part in out)
+            twice += [f"{tensor.name} ({part})"] * (part in out)
             out[part] = value
     return out, twice
 
