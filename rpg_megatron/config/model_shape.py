@@ -138,8 +138,8 @@ class Scales:
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """Experts are chosen by the sigmoid of the router's logits plus a bias, which is not trained (DeepSeek-V3,
-    arXiv 2412.19437, 2.1.2). A token's weights are the sigmoids of its experts, normalised.
+    """Experts are chosen by the sigmoid of the router's logits plus a bias, which is not trained (see
+    DeepSeek-V3, arXiv 2412.19437, 2.1.2). A token's weights are the sigmoids of its experts, normalised.
     """
 
     scale: float = 1.0

@@ -606,8 +606,8 @@ def make_model(
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.to(dtype)
-    for name, p in model.named_parameters():
-        if name.endswith(("A_log", "linear_attn.norm.weight")):  # as in released checkpoints
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:  # as in released checkpoints
+        if name.endswith(("A_log", "linear_attn.norm.weight", "e_score_correction_bias")):
             p.data = p.data.float()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if "num_experts_per_tok" in config:
