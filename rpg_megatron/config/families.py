@@ -21,12 +21,18 @@ class Family:
     """Query, key and value projections have biases."""
     qk_norm: Literal["no", "heads", "wide"] = "no"
     """Queries and keys are normalised: each head by itself, or all heads together."""
+    by_key: tuple[str, ...] = ()
+    """Of ``attention_bias`` and ``use_qk_norm`` those that say whether this model has the two above."""
     post_norm: bool = False
     """See ``ModelShape``; so has ``fused_rows``."""
     fused_rows: bool = False
     experts: bool = False
     shared_expert: bool = False
     """Layers with experts have one more, for all tokens, whose output a gate scales."""
+    sigmoid_router: bool = False
+    """Experts are chosen by sigmoid scores plus a bias, and the shared expert has no gate, with DeepSeek-V3's
+    keys.
+    """
     scales: bool = False
     """config.json has multipliers: of embedding, residual stream, attention scores and logits."""
     windows: Literal["no", "all", "some"] = "no"
@@ -42,7 +48,9 @@ class Family:
     inside: str = ""
     """Of a released form with other parts, such as a vision tower: the model_type of its ``text_config``."""
     untrained: tuple[str, ...] = ()
-    """How the names of tensors begin that are not trained; exports have them from ``model.path``."""
+    """How the names of tensors begin that are not trained; exports have them from ``model.path``. "next":
+    those of the layers behind the last one, which predict further tokens.
+    """
     ropes: tuple[str, ...] = ("default",)
     """Types of rotary embedding."""
     partial_rope: bool = False
@@ -120,6 +128,26 @@ FAMILIES = {
 }
 """Hugging Face's name of an architecture -> the family."""
 
+FAMILIES["Glm4MoeForCausalLM"] = Family(
+    "glm4_moe",
+    "GLM-4.5, 4.6 and 4.7",
+    qkv_bias=True,
+    qk_norm="heads",
+    by_key=("attention_bias", "use_qk_norm"),
+    experts=True,
+    sigmoid_router=True,
+    partial_rope=True,
+    untrained=("next",),
+    fixed={"norm_topk_prob": (True,)},
+    defaults={
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+    },
+)
+
 _MIXTURE = {
     "num_experts_per_tok": 10,
     "num_experts": 512,
@@ -171,7 +199,6 @@ FAMILIES |= {
 }
 
 NOT_SUPPORTED = {
-    "Glm4Moe": "GLM-4.5",
     "DeepseekV": "DeepSeek",
     "KimiK": "Kimi",
     "GptOss": "gpt-oss",

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rpg_megatron.config.errors import UserError, shorten
+from rpg_megatron.config.expert_config import read_experts
 from rpg_megatron.config.families import FAMILIES, NOT_SUPPORTED, Family, describe_supported
 from rpg_megatron.config.files import places_of, read_json
+from rpg_megatron.config.model_keys import SIZES, read_flag, read_positive, read_size
 from rpg_megatron.config.model_shape import (
-    ExpertShape,
     LinearAttention,
     Llama3Rope,
     ModelShape,
@@ -64,7 +65,7 @@ def read_model_shape(path: Path) -> ModelShape:
             raw = _text_config(file, raw, family)
         given = {key: value for key, value in raw.items() if value is not None}
         sizes = {
-            key: _size(key, v) for key in _SIZES if (v := (family.defaults | given).get(key)) is not None
+            key: read_size(key, v) for key in SIZES if (v := (family.defaults | given).get(key)) is not None
         }
         _refuse_variants(file, raw, family)
         layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
@@ -82,14 +83,14 @@ def read_model_shape(path: Path) -> ModelShape:
             num_kv_heads=kv_heads,
             head_dim=sizes.get("head_dim", max(sizes["hidden_size"] // heads, 1)),
             vocab_size=sizes["vocab_size"],
-            tied_embeddings=_flag(raw, "tie_word_embeddings"),
-            qk_norm=family.qk_norm != "no",
-            qkv_bias=family.qkv_bias,
+            tied_embeddings=read_flag(raw, "tie_word_embeddings"),
+            qk_norm=family.qk_norm != "no" and _has(raw, family, "use_qk_norm"),
+            qkv_bias=family.qkv_bias and _has(raw, family, "attention_bias"),
             rope=_rope(raw, family),
-            norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
+            norm_eps=read_positive("rms_norm_eps", raw["rms_norm_eps"]),
             max_positions=sizes["max_position_embeddings"],
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-            experts=_experts(raw, family, layers) if family.experts else None,
+            experts=read_experts(raw, family, layers) if family.experts else None,
             windows=_windows(raw, family, layers),
             wide_qk_norm=family.qk_norm == "wide",
             post_norm=family.post_norm,
@@ -99,7 +100,7 @@ def read_model_shape(path: Path) -> ModelShape:
             gated_attention=family.linear,
             linear=_linear(raw, family, layers),
             prefix="model.language_model." if family.inside else "model.",
-            untrained=family.untrained,
+            untrained=_untrained(raw, family, layers),
         )
     except KeyError as e:
         raise UserError(f"{file}: the key {e.args[0]!r} is missing; copy the checkpoint again") from None
@@ -107,9 +108,22 @@ def read_model_shape(path: Path) -> ModelShape:
         raise UserError(f"{file}: {str(e)[:300]}; copy the checkpoint again") from None
 
 
+def _has(raw: dict[str, Any], family: Family, key: str) -> bool:
+    """What a key of ``Family.by_key`` says; true for other families."""
+    return key not in family.by_key or read_flag(raw, key)
+
+
+def _untrained(raw: dict[str, Any], family: Family, layers: int) -> tuple[str, ...]:
+    if family.untrained != ("next",):
+        return family.untrained
+    key = "num_nextn_predict_layers"
+    count = raw.get(key, int(family.defaults[key]))
+    return tuple(f"model.layers.{layers + n}." for n in range(read_size(key, count) if count else 0))
+
+
 def _scales(raw: dict[str, Any]) -> Scales:
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-    embedding, residual, attention, divisor = (_positive(key, raw.get(key, 1.0)) for key in keys)
+    embedding, residual, attention, divisor = (read_positive(key, raw.get(key, 1.0)) for key in keys)
     return Scales(embedding, residual, attention, 1 / divisor)
 
 
@@ -132,61 +146,11 @@ def _text_config(file: Path, raw: dict[str, Any], family: Family) -> dict[str, A
     return {key: raw[key] for key in outside if key in raw} | {k: v for k, v in text.items() if v is not None}
 
 
-_LARGEST = {
-    "num_hidden_layers": 10_000,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**22,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "vocab_size": 2**31 - 1,  # token ids are int32
-    "max_position_embeddings": 2**31 - 1,
-    "sliding_window": 2**31 - 1,
-    "linear_num_key_heads": 2**16,
-    "linear_num_value_heads": 2**16,
-    "linear_key_head_dim": 2**16,
-    "linear_value_head_dim": 2**16,
-    "linear_conv_kernel_dim": 2**10,
-    "full_attention_interval": 10_000,
-    "num_experts": 2**16,
-    "num_local_experts": 2**16,
-    "num_experts_per_tok": 2**16,
-    "moe_intermediate_size": 2**22,
-    "shared_expert_intermediate_size": 2**22,
-    "decoder_sparse_step": 10_000,
-}
-"""Key -> maximum value, far above that of any model."""
-
-
 _QUANTISATION = "hf_quant_config.json"
 _QUANTISED = (
     "the trainer does not read quantised weights; give the model in bfloat16, or remove this if its weights "
     "are not quantised (engine.quantization quantises those of the engines)"
 )
-_MOST_EXPERTS = 2**17
-"""In all layers: each has tensors with names of their own."""
-_SIZES = list(_LARGEST)[:8]
-"""Keys of all families; the other keys belong to experts."""
-
-
-def _size(key: str, value: Any) -> int:
-    """A size in ``config.json``. Raises ValueError if it is not an integer from 1 to the key's maximum."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[key]:
-        raise ValueError(f"{key} is {repr(value)[:80]}; it must be an integer of 1 to {_LARGEST[key]:,}")
-    return value
-
-
-def _flag(raw: dict[str, Any], key: str) -> bool:
-    """A key that is true or false, false where it is absent, as in transformers' classes of all families."""
-    if not isinstance(value := raw.get(key), bool | None):
-        raise ValueError(f"{key} is {repr(value)[:80]}; it must be true or false")
-    return bool(value)
-
-
-def _positive(key: str, value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} is {str(value)[:80]}; it must be a number greater than 0")
-    return float(value)
 
 
 def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
@@ -202,9 +166,9 @@ def _refuse_variants(file: Path, raw: dict[str, Any], family: Family) -> None:
     if (file.parent / _QUANTISATION).exists():
         problems.append(f"{_QUANTISATION} beside it: {_QUANTISED}")
     # Qwen2 has biases in any case, and transformers ignores the key there.
-    if _flag(raw, "attention_bias") and not family.qkv_bias:
+    if read_flag(raw, "attention_bias") and not family.qkv_bias:
         problems.append(f"attention_bias=true is not supported for {family.name}: released models have none")
-    if _flag(raw, "mlp_bias"):
+    if read_flag(raw, "mlp_bias"):
         problems.append("mlp_bias=true is not supported: released models have none")
     if raw.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={raw['hidden_act']!r} is not supported; known: silu")
@@ -253,9 +217,9 @@ def _layer_kinds(raw: dict[str, Any], family: Family, layers: int) -> list[str]:
     if family.windows == "some":
         return [_SLIDING if (i + 1) % 4 else _FULL for i in range(layers)]
     if family.linear:
-        every = _size("full_attention_interval", raw.get("full_attention_interval", 4))
+        every = read_size("full_attention_interval", raw.get("full_attention_interval", 4))
         return [_LINEAR if (i + 1) % every else _FULL for i in range(layers)]
-    if not _flag(raw, "use_sliding_window") or not raw.get("sliding_window", 4096):
+    if not read_flag(raw, "use_sliding_window") or not raw.get("sliding_window", 4096):
         return [_FULL] * layers
     # Without a list, layers max_window_layers and later have the window (transformers' default: 28).
     full = min(max(0, int(raw.get("max_window_layers", 28))), layers)
@@ -266,7 +230,7 @@ def _windows(raw: dict[str, Any], family: Family, layers: int) -> Windows | None
     kinds = _layer_kinds(raw, family, layers)
     if not (found := tuple(i for i, kind in enumerate(kinds) if kind == _SLIDING)):
         return None
-    tokens = _size("sliding_window", raw.get("sliding_window", family.defaults.get("sliding_window")))
+    tokens = read_size("sliding_window", raw.get("sliding_window", family.defaults.get("sliding_window")))
     return Windows(tokens, found, _rope(raw, family, _SLIDING))
 
 
@@ -279,7 +243,7 @@ def _linear(raw: dict[str, Any], family: Family, layers: int) -> LinearAttention
         raise ValueError("all layers have linear attention; at least one must have full attention")
     defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
     sizes = [
-        _size(key, raw.get(key, default))
+        read_size(key, raw.get(key, default))
         for key, default in ((f"linear_{k}", v) for k, v in (defaults | {"conv_kernel_dim": 4}).items())
     ]
     key_heads, value_heads, key_dim, value_dim, kernel = sizes
@@ -327,11 +291,11 @@ def _rope(raw: dict[str, Any], family: Family, kind: str = _FULL) -> Rope:
         key = "original_max_position_embeddings"
         original = raw.get(key) or rope.get(key) or raw["max_position_embeddings"]
         scaled = _llama3 if rope["rope_type"] == "llama3" else _yarn
-        scaling = scaled(rope, _size("max_position_embeddings", original))
-    fraction = _positive("partial_rotary_factor", rope["partial_rotary_factor"])
+        scaling = scaled(rope, read_size("max_position_embeddings", original))
+    fraction = read_positive("partial_rotary_factor", rope["partial_rotary_factor"])
     if fraction > 1:
         raise ValueError(f"partial_rotary_factor is {fraction:g}; it must be at most 1")
-    return Rope(_positive("rope_theta", rope["rope_theta"]), fraction, scaling)
+    return Rope(read_positive("rope_theta", rope["rope_theta"]), fraction, scaling)
 
 
 def _llama3(rope: dict[str, Any], original: int) -> Llama3Rope:
@@ -352,45 +316,9 @@ def _llama3(rope: dict[str, Any], original: int) -> Llama3Rope:
 def _yarn(rope: dict[str, Any], original: int) -> YarnRope:
     if unknown := sorted({"mscale", "mscale_all_dim"} & rope.keys()) or rope.get("truncate") is False:
         raise ValueError(f"rope scaling of type yarn with {unknown or 'truncate false'} is not supported")
-    factor = _positive("factor", rope["factor"])
+    factor = read_positive("factor", rope["factor"])
     magnitude = rope.get("attention_factor")
     if magnitude is None:
         magnitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    fast, slow = (_positive(k, rope.get(k) or v) for k, v in (("beta_fast", 32), ("beta_slow", 1)))
-    return YarnRope(factor, fast, slow, original, _positive("attention_factor", magnitude))
-
-
-def _experts(raw: dict[str, Any], family: Family, layers: int) -> ExpertShape:
-    """The experts of a mixture, with transformers' defaults for keys that the file lacks."""
-    # transformers writes num_local_experts; published files have num_experts.
-    counts = {key: _size(key, raw[key]) for key in ("num_experts", "num_local_experts") if key in raw}
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"num_experts is {raw['num_experts']}, but num_local_experts {raw['num_local_experts']}"
-        )
-    raw = {"num_experts_per_tok": 8, "decoder_sparse_step": 1} | family.defaults | raw
-    count = next(iter(counts.values()), int(family.defaults.get("num_experts", 128)))
-    if layers * count > _MOST_EXPERTS:
-        raise ValueError(f"{layers} layers of {count} experts; at most {_MOST_EXPERTS:,} experts in all")
-    per_token = _size("num_experts_per_tok", raw["num_experts_per_tok"])
-    normalised = _flag(raw, "norm_topk_prob")
-    if per_token > count:
-        raise ValueError(f"num_experts_per_tok is {per_token}, more than num_experts ({count})")
-    if per_token == 1 and normalised:
-        raise ValueError(
-            "num_experts_per_tok is 1 with norm_topk_prob true: the router would have no gradient, and "
-            "Megatron does not support it"
-        )
-    step = _size("decoder_sparse_step", raw["decoder_sparse_step"])
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
-        raise ValueError(f"mlp_only_layers is {repr(dense)[:80]}; it must be a list of layer indices")
-    sparse = tuple(i for i in range(layers) if i not in set(dense) and (i + 1) % step == 0)
-    if not sparse:
-        raise ValueError("decoder_sparse_step and mlp_only_layers leave no layer with experts")
-    # OLMoE's experts have the size that dense layers have in other families.
-    key = "moe_intermediate_size" if family.name != "olmoe" else "intermediate_size"
-    size = _size(key, raw[key])
-    key = "shared_expert_intermediate_size"
-    shared = _size(key, raw[key]) if family.shared_expert else 0
-    return ExpertShape(count, per_token, size, normalised, sparse, shared)
+    fast, slow = (read_positive(k, rope.get(k) or v) for k, v in (("beta_fast", 32), ("beta_slow", 1)))
+    return YarnRope(factor, fast, slow, original, read_positive("attention_factor", magnitude))

@@ -137,6 +137,20 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class SigmoidRouter:
+    """Experts are chosen by the sigmoid of the router's logits plus a bias, which is not trained (see
+    DeepSeek-V3, arXiv 2412.19437, 2.1.2). A token's weights are the sigmoids of its experts, normalised.
+    """
+
+    scale: float = 1.0
+    """Factor of the weights (routed_scaling_factor)."""
+    groups: int = 1
+    """Groups of consecutive experts (n_group)."""
+    chosen_groups: int = 1
+    """Groups from which a token's experts are, those with the largest sum of their best two (topk_group)."""
+
+
+@dataclass(frozen=True)
 class ExpertShape:
     """The experts of a mixture-of-experts model; all layers with experts have the same number."""
 
@@ -151,7 +165,11 @@ class ExpertShape:
     layers: tuple[int, ...]
     """Indices of the layers with experts, ascending; the other layers are dense."""
     shared_ffn_hidden_size: int = 0
-    """Feed-forward size of one more expert, for all tokens, whose output a sigmoid gate scales; 0: none."""
+    """Feed-forward size of one more expert, for all tokens; 0: none."""
+    shared_gate: bool = True
+    """Whether a sigmoid gate scales the shared expert's output."""
+    router: SigmoidRouter | None = None
+    """None: the router's weights are a softmax."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +328,7 @@ class ModelShape:
         dense = self.num_layers - len(e.layers)
         chosen = e.per_token * e.ffn_hidden_size + e.count / 3
         if e.shared_ffn_hidden_size:
-            chosen += e.shared_ffn_hidden_size + 1 / 3
+            chosen += e.shared_ffn_hidden_size + e.shared_gate / 3
         return dense * self.ffn_hidden_size + len(e.layers) * chosen
 
     def stage_layers(self, stages: int) -> list[int]:

@@ -72,10 +72,15 @@ def _parameters(s: ModelShape, experts: bool, linear: bool) -> dict[str, Paramet
         out["mlp.router.weight"] = Parameter((Segment("mlp.gate.weight", s.experts.count),), s.hidden_size)
         for e in range(s.experts.count):
             out |= _feed_forward(s, f"{EXPERT}{e}.", f"mlp.experts.{e}.", s.experts.ffn_hidden_size)
+        if s.experts.router is not None:
+            bias = Segment("mlp.gate.e_score_correction_bias", s.experts.count)
+            out["mlp.router.expert_bias"] = Parameter((bias,), float32=True)
         if shared := s.experts.shared_ffn_hidden_size:
-            out |= _feed_forward(s, "mlp.shared_experts.", "mlp.shared_expert.", shared)
-            gate = Segment("mlp.shared_expert_gate.weight", 1)
-            out["mlp.shared_experts.gate_weight"] = Parameter((gate,), s.hidden_size)
+            hf = "mlp.shared_expert." if s.experts.shared_gate else "mlp.shared_experts."
+            out |= _feed_forward(s, "mlp.shared_experts.", hf, shared)
+            if s.experts.shared_gate:
+                gate = Segment("mlp.shared_expert_gate.weight", 1)
+                out["mlp.shared_experts.gate_weight"] = Parameter((gate,), s.hidden_size)
     else:
         out |= _feed_forward(s, "mlp.", "mlp.", s.ffn_hidden_size)
     if linear:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from rpg_megatron.config.model_shape import ModelShape
+from rpg_megatron.config.model_shape import ExpertShape, ModelShape
 from rpg_megatron.config.policy import ModelSettings, ParallelSettings, PrecisionSettings
 from rpg_megatron.models.partition import ExpertShard, RankCoordinates
 from rpg_megatron.policy.layer_specs import layer_specs, megatron_rotates, norm_type
@@ -254,7 +254,8 @@ def _expert_fields(
         "moe_ffn_hidden_size": e.ffn_hidden_size,
         "moe_router_topk": e.per_token,
         "moe_shared_expert_intermediate_size": e.shared_ffn_hidden_size or None,
-        "moe_shared_expert_gate": e.shared_ffn_hidden_size > 0,
+        "moe_shared_expert_gate": e.shared_ffn_hidden_size > 0 and e.shared_gate,
+        **_router_fields(e),
         # A softmax over the chosen experts' logits equals a softmax over all, normalised afterwards.
         "moe_router_pre_softmax": not e.normalised,
         "moe_router_dtype": "fp32",
@@ -266,6 +267,19 @@ def _expert_fields(
         "moe_router_fusion": fused and not replays,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
+
+
+def _router_fields(e: ExpertShape) -> dict[str, Any]:
+    """Fields of a sigmoid router; empty for others. Its bias is our ``Router``'s."""
+    if (router := e.router) is None:
+        return {}
+    grouped = router.groups > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": router.scale,
+        "moe_router_num_groups": router.groups if grouped else None,
+        "moe_router_group_topk": router.chosen_groups if grouped else None,
     }
 
 

@@ -15,6 +15,7 @@ of them for those of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe.moe_utils import (
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rpg_megatron.config.model_shape import ExpertShape
@@ -85,9 +87,20 @@ class RouterAuxLoss:
 
 
 class Router(TopKRouter):
-    """Megatron's router, with the auxiliary loss of ``RouterAuxLoss`` in updates."""
+    """Megatron's router, with the auxiliary loss of ``RouterAuxLoss`` in updates.
+
+    The bias of a sigmoid router is a parameter without gradient. Megatron's is a buffer, which only a GPU can
+    make, and which would be counted and moved with every update.
+    """
 
     aux_loss: RouterAuxLoss | None = None
+
+    def __init__(self, config: TransformerConfig, **more: Any) -> None:
+        """As Megatron calls it."""
+        super().__init__(config, **more)
+        if self.score_function == "sigmoid":
+            zeros = torch.zeros(config.num_moe_experts, dtype=torch.float32, device=self.weight.device)
+            self.expert_bias = torch.nn.Parameter(zeros, requires_grad=False)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As Megatron's method: weights and choice of the experts, both [tokens, experts].

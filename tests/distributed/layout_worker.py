@@ -157,6 +157,9 @@ def measure_layout(name: str, case: dict, mesh: Mesh, folder: Path, device: torc
         dtype=torch.float32,
     )
     if settings.lora is None:
+        frozen = {n: p for n, p in policy.named_parameters() if not p.requires_grad}
+        assert all(p.grad is None for p in frozen.values())
+        gradients |= {n: torch.zeros_like(p) for n, p in frozen.items()}
         export_hf(folder / "gradients" / name, source, gradients, layout, placement, dtype=torch.float32)
     else:
         mapping = AdapterMapping(shape, settings.lora)

@@ -254,6 +254,7 @@ def tiny(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
         "olmo3": make_checkpoint(folder / "olmo3", family="olmo3", **shape | {"sliding_window": 64}),
         "qwen3_5": make_checkpoint(folder / "qwen3_5", family="qwen3_5", **shape),
         "qwen3_5_moe": make_checkpoint(folder / "qwen3_5_moe", family="qwen3_5_moe", **shape | SHARED),
+        "glm4_moe": make_checkpoint(folder / "glm4_moe", family="glm4_moe", **shape | SHARED),
         "olmoe": make_checkpoint(folder / "olmoe", family="olmoe", **shape | SHARED | NO_HEAD_SIZE),
     }
 
@@ -283,7 +284,9 @@ def check_activations(cases: dict[str, Settings], folder: Path) -> None:
         {"qwen3": "float32", "llama": "bfloat16"},
         {"mistral": "float32", "olmo3": "float32"},
         {"qwen3_5": "float32", "qwen3_5_moe": "float32"},
-        pytest.param({"qwen3_5_moe": "bfloat16", "olmoe": "float32"}, marks=pytest.mark.long),
+        pytest.param(
+            {"qwen3_5_moe": "bfloat16", "olmoe": "float32", "glm4_moe": "float32"}, marks=pytest.mark.long
+        ),
         pytest.param({"qwen3_5": "bfloat16"}, marks=pytest.mark.long),
         pytest.param({"qwen3": "bfloat16", "llama": "float32"}, marks=pytest.mark.long),
     ],

@@ -96,6 +96,12 @@ def test_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         check_matrix(tmp_path, engines, "qwen3.5", {1: HYBRID[1]}, 1, capsys, tolerance=1e-4)
 
 
+@pytest.mark.usefixtures("forked_starts")
+def test_sigmoid_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with bridge_engines(tmp_path, "glm-4.5", [1]) as engines:
+        check_matrix(tmp_path, engines, "glm-4.5", {1: EXPERTS[1]}, 1, capsys, tolerance=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(5400)
 def test_hybrid_after_five_perturbations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rpg_megatron.commands.convert import command
@@ -59,6 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", {"head_dim": 8, "mlp_only_layers": [1]}),
     "qwen2-moe": ("qwen2_moe", {}),
     "olmoe": ("olmoe", {}),
+    "glm4-moe": ("glm4_moe", {"head_dim": 8, "num_nextn_predict_layers": 1}),
 }
 
 
@@ -68,10 +69,24 @@ def write_model(folder: Path, family: str, **changes: Any) -> Path:
     make_model(folder, name, max_shard_size="200KB", **AWKWARD | family_changes | changes)
     if family.endswith("packed"):
         pack_experts(folder)
+    if changes.get("num_nextn_predict_layers") or family_changes.get("num_nextn_predict_layers"):
+        add_next_layer(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "merges.txt").write_text("a b\n")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
+
+
+def add_next_layer(folder: Path) -> None:
+    """Tensors of a layer that predicts the token after the next one, which transformers does not save."""
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    last = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    more = {f"model.layers.{last}.{name}.weight": torch.randn(3, 5) for name in ("eh_proj", "mlp.gate")}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    described = json.loads(index.read_text())
+    described["weight_map"] |= dict.fromkeys(more, file.name)
+    index.write_text(json.dumps(described))
 
 
 def check_same(source: Path, back: Path) -> None:
@@ -114,6 +129,7 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         ("qwen3.5", torch.bfloat16, {}, "hf_to_megatron"),
         ("qwen3.5-moe-packed", torch.bfloat16, {}, "megatron_to_hf"),
         ("qwen3-next", torch.float32, {}, "hf_to_megatron"),
+        ("glm4-moe", torch.bfloat16, {}, "megatron_to_hf"),
         # Each verification is a start of Megatron; what these add is in ``test_every_dtype`` too.
         pytest.param("qwen2-tied", torch.float32, {}, "hf_to_megatron", marks=pytest.mark.long),
         pytest.param("qwen3-moe", torch.bfloat16, {}, "both", marks=pytest.mark.long),
@@ -134,6 +150,7 @@ def there_and_back(folder: Path, source: Path, verify: str = "") -> None:
         "qwen3.5-bf16",
         "qwen3.5-moe-packed-bf16",
         "qwen3-next",
+        "glm4-moe-bf16",
         "qwen2-tied",
         "qwen3-moe-bf16",
         "mistral",

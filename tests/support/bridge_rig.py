@@ -198,6 +198,9 @@ def make_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> N
                 p.mul_(3)
             if not key.endswith("A_log"):  # always float32
                 p.data = p.data.to(dtype)
+        for key, bias in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                bias.add_(0.2 * torch.randn_like(bias))
     model.save_pretrained(folder)
     if model.config.tie_word_embeddings:  # some checkpoints have the tied tensor twice
         file = folder / "model.safetensors"
@@ -347,9 +350,10 @@ def check_matrix(
     three, as a control: the second brings the old weights back, for the tokens until the third.
     """
     weights = MODELS[name]().state_dict()
-    names = {n for n, _ in MODELS[name]().named_parameters()}
+    bias = "mlp.gate.e_score_correction_bias"  # a buffer
+    names = {n for n, _ in MODELS[name]().named_parameters()} | {n for n in weights if n.endswith(bias)}
     total = sum(4 * weights[n].numel() for n in names)
-    norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith("mlp.gate.weight"))
+    norms = sum(4 * weights[n].numel() for n in names if "norm" in n or n.endswith(("mlp.gate.weight", bias)))
     sizes = [total + (engine.tensor - 1) * norms for engine in engines]
     later = sizes
     if lora is not None:  # each worker reads all adapters, and the model only once

@@ -140,6 +140,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_COMMON,
         **_MIXTURE,
     },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **{key: value for key, value in _COMMON.items() if key != "rope_theta"},
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
     "olmoe": {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -487,6 +503,7 @@ def use_float64() -> Iterator[None]:
     the gated delta rule, then token by token, as the paper defines it.
     """
     import torch
+    from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
     from transformers.models.olmoe import modeling_olmoe as olmoe
     from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
     from transformers.models.qwen3_5 import modeling_qwen3_5 as hybrid
@@ -506,6 +523,18 @@ def use_float64() -> Iterator[None]:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights, chosen
 
+    def route_by_sigmoid(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = x.reshape(-1, self.hidden_dim) @ self.weight.t()
+        scores = logits.sigmoid()
+        biased = (scores + self.e_score_correction_bias).unflatten(-1, (self.num_group, -1))
+        best = biased.topk(2, dim=-1)[0].sum(-1).topk(self.topk_group, dim=-1)[1]
+        out = torch.ones_like(biased, dtype=torch.bool).scatter(
+            1, best[..., None].expand(*best.shape, biased.size(-1)), False
+        )
+        chosen = biased.masked_fill(out, -torch.inf).flatten(1).topk(self.top_k, dim=-1)[1]
+        weights = scores.gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) * self.routed_scaling_factor, chosen
+
     def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = norm(self, x) * torch.nn.functional.silu(gate)
         return scaled
@@ -522,6 +551,8 @@ def use_float64() -> Iterator[None]:
         (qwen3_moe.Qwen3MoeTopKRouter, "forward", route),
         (qwen2_moe.Qwen2MoeTopKRouter, "forward", route),
         (olmoe.OlmoeTopKRouter, "forward", route),
+        (glm4_moe.Glm4MoeRMSNorm, "forward", norm),
+        (glm4_moe.Glm4MoeTopkRouter, "forward", route_by_sigmoid),
         (qwen3_5_moe.Qwen3_5MoeTopKRouter, "forward", route),
         (qwen3_next.Qwen3NextTopKRouter, "forward", route),
         (hybrid.Qwen3_5RMSNormGated, "forward", gated_norm),
@@ -571,11 +602,14 @@ def make_model(
                 size = {"bias": 0.5, "conv1d": 1.0, "in_proj_qkv": 6 * noise}
                 values *= next((value for part, value in size.items() if part in name), noise)
             p.copy_(values)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.3 * torch.randn(bias.shape, generator=generator))
     model.to(dtype)
-    for name, p in model.named_parameters():
-        if name.endswith(("A_log", "linear_attn.norm.weight")):  # as in released checkpoints
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:  # as in released checkpoints
+        if name.endswith(("A_log", "linear_attn.norm.weight", "e_score_correction_bias")):
             p.data = p.data.float()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if "num_experts" in config:
+    if "num_experts_per_tok" in config:
         model.set_experts_implementation("eager")  # the default, a grouped product, does not take float64
     return model.double().eval()

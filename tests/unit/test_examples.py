@@ -256,7 +256,7 @@ def test_lengths_beyond_the_math_models_positions_are_refused() -> None:
 
 def test_names_of_runs_differ() -> None:
     names = [load_settings(file).name for file in [*ROWS, *H100, *AHEAD, *MIXTURES, *HYBRIDS, *ADAPTERS]]
-    assert len(set(names)) == len(names) == 62
+    assert len(set(names)) == len(names) == 63
 
 
 def test_ahead_examples_differ_from_the_others_in_few_settings() -> None:
@@ -338,7 +338,7 @@ def mixtures() -> list[tuple[str, str, list[str], list[str]]]:
     rows = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         if match := re.fullmatch(
-            r"\| `(\S*(?:_a\S+b|olmoe\S+)_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*)"
+            r"\| `(\S*(?:_a\S+b|olmoe\S+|glm\S+)_dapo\S+)` \| (\d+ (?:\+ \d+|shared)) \| (.*)"
             r" \| (\d+) \| (\d+) \| (\d+) \|",
             line,
         ):
@@ -374,6 +374,7 @@ def test_every_mixture_is_documented() -> None:
         ("qwen3_235b_a22b_dapo_math_8k", "64 + 64"),
         ("qwen1.5_moe_a2.7b_dapo_math_4k", "16 shared"),
         ("olmoe_1b_7b_dapo_math_2k", "8 shared"),
+        ("glm_4.5_air_dapo_math_8k", "64 + 32"),
         ("qwen3.5_35b_a3b_dapo_math_8k", "16 shared"),
         ("qwen3_next_80b_a3b_dapo_math_8k", "32 + 32"),
     }

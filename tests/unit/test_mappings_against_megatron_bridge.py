@@ -37,6 +37,7 @@ COMPARED = {
     "qwen3_5_moe": 303,
     "qwen3_next": 303,
     "olmoe": 247,
+    "glm4_moe": 225,
 }
 """Family -> parameters of two layers on all ranks of LAYOUTS."""
 NOT_THERE = {"granite", "olmo3", "phi3", "qwen2_moe"}

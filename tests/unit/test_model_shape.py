@@ -22,6 +22,7 @@ from rpg_megatron.config.model_shape import (
     Llama3Rope,
     Rope,
     Scales,
+    SigmoidRouter,
     Windows,
     YarnRope,
 )
@@ -321,6 +322,64 @@ def test_mixtures_are_read_as_transformers_does(
     assert (shape.qkv_bias, shape.wide_qk_norm) == (name == "Qwen2Moe", name == "Olmoe")
 
 
+GLM = {
+    **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "attention_bias": True,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_qk_norm": True, "attention_bias": False, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+        {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 3},
+        {"num_nextn_predict_layers": 2, "first_k_dense_replace": 0},
+        {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0},
+    ],
+)
+def test_sigmoid_routers_are_read_as_transformers_does(tmp_path: Path, changes: dict[str, object]) -> None:
+    shape, raw = read(tmp_path, GLM | changes), json.loads(json.dumps(GLM | changes))
+    config = AutoConfig.for_model("glm4_moe", **raw)
+    e = shape.experts
+    assert e is not None
+    assert (e.count, e.per_token, e.normalised) == (16, config.num_experts_per_tok, config.norm_topk_prob)
+    assert e.shared_ffn_hidden_size == config.n_shared_experts * config.moe_intermediate_size
+    assert not e.shared_gate
+    assert e.layers == tuple(range(config.first_k_dense_replace, 6))
+    assert e.router == SigmoidRouter(config.routed_scaling_factor, config.n_group, config.topk_group)
+    assert (shape.qk_norm, shape.qkv_bias) == (config.use_qk_norm, config.attention_bias)
+    assert shape.rope.fraction == config.rope_parameters["partial_rotary_factor"]
+    assert shape.untrained == tuple(f"model.layers.{6 + n}." for n in range(config.num_mtp_layers))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported for glm4_moe"),
+        ({"n_group": 3}, "8 experts cannot be chosen from 1 of 3 groups of 16 experts"),
+        ({"n_group": 4, "topk_group": 1}, "8 experts cannot be chosen from 1 of 4 groups of 16 experts"),
+        ({"n_group": 4, "topk_group": 5}, "cannot be chosen from 5 of 4 groups"),
+        (
+            {"n_group": 2, "topk_group": 1},
+            "num_experts_per_tok is 8 with topk_group 1: Megatron supports",
+        ),
+        ({"num_experts_per_tok": 1}, "1 experts cannot be chosen from 1 of 1 groups"),
+        ({"first_k_dense_replace": 6}, "first_k_dense_replace is 6; it must be less than num_hidden_layers"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0; it must be a number greater than 0"),
+        ({"n_routed_experts": 2**16}, "6 layers of 65536 experts; at most"),
+        ({"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers is 'x'; it must be an integer"),
+    ],
+)
+def test_sigmoid_routers_that_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, GLM | changes)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -432,8 +491,8 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             "2 of 4 layers have sliding_attention",
         ),
         (
-            LLAMA | {"architectures": ["Glm4MoeForCausalLM"]},
-            r"GLM-4.5 \(architecture Glm4MoeForCausalLM\) is not supported; use one of: Llama 2, 3 to 3.3; .*"
+            LLAMA | {"architectures": ["DeepseekV3ForCausalLM"]},
+            r"DeepSeek \(architecture DeepseekV3ForCausalLM\) is not supported; use one of: Llama 2, 3 to .*"
             "Mistral.*; CONTRIBUTING.md",
         ),
         (LLAMA | {"architectures": ["Foo"]}, "architecture Foo is not supported; use one of: Llama"),
@@ -488,7 +547,7 @@ def test_every_spelling_of_llama3_rope_scaling(tmp_path: Path, spelling: dict[st
             "tie_word_embeddings is True in text_config and None outside",
         ),
         (QWEN3_5 | {"attention_bias": True}, "attention_bias=true is not supported for qwen3_5"),
-        (QWEN3_5 | {"architectures": ["Glm4MoeForCausalLM"]}, r"GLM-4\.5 \(arch"),
+        (QWEN3_5 | {"architectures": ["DeepseekV3ForCausalLM"]}, r"DeepSeek \(arch"),
         (GRANITE | {"layer_types": ["full_attention"] * 4}, "layer_types=.* is not supported for granite"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of 1 to"),
         (GRANITE | {"logits_scaling": 0}, "logits_scaling is 0; it must be a number greater than 0"),
