@@ -85,6 +85,10 @@ CASES: dict[str, tuple[Layouts, dict[str, Any]]] = {
         {"rank": 5, "alpha": 8, "targets": ["lm_head"], "rslora": True},
     ),
     "experts": (EXPERTS, {"rank": 4, "alpha": 8, "targets": [*ATTENTION, "lm_head"]}),
+    **{
+        f"experts of {family}": (EXPERTS, {"rank": 4, "alpha": 8, "targets": ATTENTION})
+        for family in ("qwen2_moe", "olmoe", "glm4_moe")
+    },
     "hybrid": (HYBRID, {"rank": 5, "alpha": 8, "targets": "all-linear"}),
     "hybrid, some": (
         {name: HYBRID[name] for name in ("TP1", "TP2+SP, full recompute")},
@@ -141,6 +145,9 @@ def test_numbers_of_peft_in_every_layout(tmp_path: Path, case: str, needed: bool
         sizes = {"vocab_size": 251, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 4}
         sizes |= {"num_attention_heads": 6, "moe_intermediate_size": 32, "head_dim": 16, "num_experts": 4}
         model = make_model(tmp_path / "model", "qwen3_moe", mlp_only_layers=[2], **sizes)
+    elif case.startswith("experts of "):
+        sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 32, "n_shared_experts": 2}
+        model = make_model(tmp_path / "model", case.removeprefix("experts of "), **AWKWARD | sizes)
     elif "hybrid" in case:
         # Of sizes with which transformers' own rounding is small.
         sizes = {} if "experts" in case else {"hidden_size": 64, "num_attention_heads": 4}
