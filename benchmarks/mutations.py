@@ -95,8 +95,15 @@ PAIRS = {
     "training/batch_scoring.py": _UPDATES,
     "training/off_policy.py": ["tests/unit/test_training_metrics.py", *_UPDATES],
     "training/run.py": ["tests/unit/test_lora.py", *_UPDATES],
-    "training/trainer.py": _UPDATES,
-    "training/weight_sync.py": ["tests/distributed/test_weight_fan_out.py", *_UPDATES],
+    "training/trainer.py": [
+        "tests/unit/test_open_metrics.py",
+        "tests/unit/test_hf_checkpoints.py",
+        *_UPDATES,
+    ],
+    "training/weight_sync.py": [
+        *("tests/unit/test_weight_sync.py", "tests/distributed/test_weight_fan_out.py"),
+        *_UPDATES,
+    ],
 }
 """Module where features meet -> tests of the default tier that reach it; the run of pairs comes last."""
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}

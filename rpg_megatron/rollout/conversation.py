@@ -144,9 +144,7 @@ class Conversation:
         self.confirm()
         return turn
 
-    async def sample(
-        self, tokens: Sequence[int] | Tokens, max_tokens: int | None = None, *, branch: bool = False
-    ) -> Turn:
+    async def sample(self, tokens: Sequence[int] | Tokens, max_tokens: int | None, *, branch: bool) -> Turn:
         """``generate`` for a client that the turn has yet to reach: call ``confirm`` then, or ``discard``."""
         if self._open and self.turn is not None and not self.turn.cancelled():
             raise ValueError("generate is called while it samples another turn of the response; await that")

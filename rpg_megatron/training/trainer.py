@@ -143,7 +143,7 @@ class Trainer:
             self.policy.load(step_folder(run_dir, step) / MODEL, trusted=True)
         settings, out = self.settings.export, run_dir / "hf" / f"step_{step:06d}"
         out.parent.mkdir(exist_ok=True)
-        self.write_checkpoint(out, settings.dtype, _SHARD_BYTES)
+        self.write_checkpoint(out, settings.dtype)
         if self.adapters is not None:
             export_adapter(
                 run_dir / ADAPTERS / out.name,
@@ -155,9 +155,7 @@ class Trainer:
             )
         return out
 
-    def write_checkpoint(
-        self, out: Path, dtype: str | None = None, max_shard_bytes: int = 4 * 1024**3
-    ) -> None:
+    def write_checkpoint(self, out: Path, dtype: str | None = None) -> None:
         """Write the weights, merged, as a Hugging Face checkpoint.
 
         dtype: float32 or bfloat16; None: the policy's.
@@ -171,7 +169,7 @@ class Trainer:
             self.layout,
             self.mesh.coordinates(self.settings.model.vocab_multiple),
             dtype=written,
-            max_shard_bytes=max_shard_bytes,
+            max_shard_bytes=_SHARD_BYTES,
             replace=True,  # a run that was killed right after its export exports again when resumed
             ends=partial(chat_ends, self.settings),
         )

@@ -6,6 +6,7 @@ Not covered: an export by several ranks (tests/distributed/test_hf_export_ranks.
 import resource
 import struct
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from rpg_megatron.checkpoints.hf_export import export_hf
 from rpg_megatron.checkpoints.hf_files import describe_computed, list_checkpoint, verify_hf_checkpoint
 from rpg_megatron.checkpoints.hf_import import load_hf_weights, read_whole
 from rpg_megatron.commands.convert.inspect import inspect_checkpoint
+from rpg_megatron.config import Settings
 from rpg_megatron.config.errors import UserError
 from rpg_megatron.config.model_config import read_model_shape
 from rpg_megatron.models.boxes import MappingError
 from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
+from rpg_megatron.training import trainer
 from tests.support.megatron_shards import grid, megatron_value, stage_shapes, stage_values
 from tests.support.tiny_models import (
     FAMILIES,
@@ -374,3 +377,34 @@ def test_export_in_one_process_and_replacing(tmp_path):
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(loaded[n], sd[n].half()) for n in sd)
     assert {p.name for p in tmp_path.iterdir()} == {"out", "source"}
+
+
+@pytest.mark.parametrize("limit", [None, 8000])
+def test_a_trainer_writes_as_few_files_as_its_limit_allows(tmp_path, monkeypatch, limit):
+    """An export that is cut into a file for each tensor is complete, but nobody wants it."""
+    if limit is not None:
+        monkeypatch.setattr(trainer, "_SHARD_BYTES", limit)
+    layout, folder = mapping_for(TINY), tmp_path / "model"
+    sd = random_state_dict(layout)
+    write_checkpoint(folder, TINY, sd)
+    raw = {"model": {"path": str(folder)}, "data": {"path": "d"}, "precision": {"dtype": "float32"}}
+    params = stage_values(layout, ONE_RANK, 1, sd)
+    rank = SimpleNamespace(
+        settings=Settings.model_validate(raw),
+        policy=SimpleNamespace(
+            served=SimpleNamespace(refresh=lambda: None), complete_weights=lambda dtype: params
+        ),
+        layout=layout,
+        mesh=SimpleNamespace(coordinates=lambda multiple: ONE_RANK),
+    )
+    trainer.Trainer.write_checkpoint(rank, tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    stored = [load_file(file) for file in files]
+    assert {name for part in stored for name in part} == sd.keys()
+    sizes = [sum(t.nbytes for t in part.values()) for part in stored]
+    if limit is None:
+        assert [file.name for file in files] == ["model.safetensors"]
+    else:
+        assert len(files) > 1
+        assert all(size <= limit or len(part) == 1 for size, part in zip(sizes, stored, strict=True))
+        assert any(len(part) > 1 for part in stored)

@@ -15,14 +15,14 @@ from rpg_megatron.system import collectives
 from rpg_megatron.system.collectives import control_group
 from rpg_megatron.training.preemption import Stopped, StopRequest
 from rpg_megatron.training.weight_sync import WeightSync
+from tests.support.alone import alone
 
 
 @pytest.fixture
-def alone():
+def single_rank():
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with alone():
+        yield
 
 
 class Recorder:
@@ -38,7 +38,7 @@ class Recorder:
         return note
 
 
-def test_ranks_wait_for_rank_0_outside_nccl(alone, monkeypatch):
+def test_ranks_wait_for_rank_0_outside_nccl(single_rank, monkeypatch):
     """Sync, requests, sleep and stop: all messages between ranks use the control group, in order."""
     recorder = Recorder()
     control = control_group()
@@ -84,7 +84,7 @@ class Stopping(Recorder):
         raise Stopped
 
 
-def test_a_stop_within_a_sync_stops_all_ranks_and_retracts(alone):
+def test_a_stop_within_a_sync_stops_all_ranks_and_retracts(single_rank):
     publisher = Recorder()
     publisher.publish = lambda version, only: publisher.order.append("publish") or SimpleNamespace(tensors={})
     with pytest.raises(Stopped):

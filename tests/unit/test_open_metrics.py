@@ -36,6 +36,15 @@ def test_metrics_of_a_step_are_means_over_tokens_and_maxima() -> None:
     assert row["objective/mine_max"] == -5.0
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (1, 0.25)])
+def test_the_mean_of_a_step_with_one_token_is_its_value(tokens: int, expected: float) -> None:
+    update = UpdateStats(tokens, 0.0, 0.25, {"kl": 0.25}, 1.0, skipped=False)
+    row = Trainer._summarise(SimpleNamespace(anchor=None), [update])  # type: ignore[arg-type]
+    assert row["policy/loss_abs"] == row["kl/anchor"] == expected
+    settings = Settings.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
+    assert _mean_kl([update], settings) == expected
+
+
 def test_a_kl_trigger_needs_a_loss_with_the_metric_kl() -> None:
     raw = {"model": {"path": "m"}, "data": {"path": "d"}, "objective": {"type": "mine:Loss"}}
     settings = Settings.model_validate(raw | {"anchor": {"type": "kl_trigger"}})
