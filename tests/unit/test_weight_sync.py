@@ -134,3 +134,16 @@ def test_weights_that_change_within_a_version_end_the_run(rank: Any) -> None:
     assert message.startswith(f"weights of version 7 changed after they were first published: {HF_NORM} (in ")
     assert "engine 1: a checksum differs" in message
     assert len(rank.sampler.given) == 1
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_at_most_five_changed_tensors_are_listed(rank: Any, count: int) -> None:
+    names = [name for name in rank.params if name.endswith(".lora.q_proj.A") or name.endswith("norm.weight")]
+    rank.sampler.refusals = ["engine 1: a checksum differs"]
+    rank.sampler.seen = lambda: [rank.params[name].add_(1) for name in names[:count]]
+    assert len(names) >= count
+    with pytest.raises(UserError) as error:
+        rank.make(None).sync(7)
+    listed = str(error.value).partition("published: ")[2].partition(". Other code")[0]
+    assert listed.count(" (in ") == 5
+    assert listed.endswith(" and more") == (count > 5)
