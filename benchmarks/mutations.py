@@ -75,7 +75,7 @@ PAIRS = {
         "tests/unit/test_shared_prompt_rows.py",
         "tests/distributed/test_shared_prompts.py",
     ],
-    "policy/policy.py": ["tests/distributed/test_layouts.py"],
+    "policy/policy.py": ["tests/unit/test_router_routes.py", "tests/distributed/test_layouts.py"],
     "policy/router_replay.py": [
         "tests/unit/test_router_routes.py",
         "tests/distributed/test_router_replay.py",
@@ -92,9 +92,9 @@ PAIRS = {
         *("tests/unit/test_sampler.py", "tests/unit/test_plan_ahead.py"),
     ],
     "training/advantages.py": _UPDATES,
-    "training/batch_scoring.py": _UPDATES,
+    "training/batch_scoring.py": ["tests/unit/test_shared_prompt_rows.py", *_UPDATES],
     "training/off_policy.py": ["tests/unit/test_training_metrics.py", *_UPDATES],
-    "training/run.py": ["tests/unit/test_lora.py", *_UPDATES],
+    "training/run.py": ["tests/unit/test_lora.py", "tests/unit/test_weight_sync.py", *_UPDATES],
     "training/trainer.py": [
         "tests/unit/test_open_metrics.py",
         "tests/unit/test_hf_checkpoints.py",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from rpg_megatron.data.trajectory import Trajectory
 from rpg_megatron.engine.command import engine_command
 from rpg_megatron.engine.routes import check_routes
 from rpg_megatron.launcher.preflight import check_routers
+from rpg_megatron.policy import policy
 from rpg_megatron.policy.context_parallel import zigzag_places
 from rpg_megatron.policy.microbatch import make_micro_batch
 from rpg_megatron.system.encoding import decode, encode
@@ -189,6 +191,23 @@ def test_mismatch_with_other_routes_is_of_sampled_tokens(monkeypatch: pytest.Mon
     row = scorer._compare_routes([micro], [replayed])
     assert (row["routes/replayed_mismatch_mean"], row["routes/replayed_mismatch_max"]) == (0.375, 0.5)
     assert (row["routes/own_mismatch_mean"], row["routes/own_mismatch_max"]) == (2.0, 2.0)
+
+
+def test_routers_that_replay_are_not_fused(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused router asks for no replay: on a GPU it would choose, and the numbers would be plausible."""
+    told = []
+
+    def note(*arguments: object, replays: bool, **options: object) -> None:
+        told.append(replays)
+        raise InterruptedError
+
+    monkeypatch.setattr(policy, "transformer_config", note)
+    mesh: Any = None  # is not reached
+    for overrides in ([], [REPLAY]):
+        settings = load_settings(config_file, overrides)
+        with pytest.raises(InterruptedError):
+            policy.Policy(settings, TINY_MOE, mesh, torch.device("cpu"), lambda _: None)
+    assert told == [False, True]
 
 
 def test_engines_return_routes(config_file: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from rpg_megatron.data.trajectory import NO_ROUTES, NOT_SAMPLED, Trajectory
 from rpg_megatron.policy import attention as packed_attention
 from rpg_megatron.policy.attention import PackedAttention, attend_runs
 from rpg_megatron.policy.microbatch import PackedSequences, make_micro_batch, pack_lengths
+from rpg_megatron.training import batch_scoring
 from tests.support.allocations import AllocationWatch
 
 CPU = torch.device("cpu")
@@ -339,3 +340,21 @@ def test_shared_prompts_fill_rows_and_balance_ranks() -> None:
     rows = sum(len(rank[0]) for rank in plan)
     assert sum(computed) / (rows * budget) >= 0.85
     assert max(computed) * 4 <= 1.05 * sum(computed)
+
+
+@pytest.mark.parametrize(("least", "rows"), [(None, 4), (0.0, 1), (0.9, 4)])
+def test_rows_of_two_minibatches_are_scored_with_their_prompts_once(
+    monkeypatch: pytest.MonkeyPatch, least: float | None, rows: int
+) -> None:
+    """Behind 19 positions of the prompt four sequences have 6 each: 43 positions, or 4 times 25; 44 fit."""
+    group = [trajectory(list(range(20)), [1, 2, 3, 4, n], 1) for n in range(4)]
+    monkeypatch.setattr(batch_scoring, "max_over_ranks", lambda count: count + 1)
+    scorer = object.__new__(batch_scoring.BatchScorer)
+    scorer._settings = SimpleNamespace(  # type: ignore[assignment]
+        training=SimpleNamespace(tokens_per_microbatch=44, shared_from=least)
+    )
+    scorer._mesh = SimpleNamespace(context=1)  # type: ignore[assignment]
+    scored = scorer._rows_to_score([[group[:2]], [group[2:]]])
+    assert len(scored) == rows + 1
+    assert scored[-1] == [], "another rank has a row more"
+    assert sorted(int(t.response[-1]) for row in scored for t in row) == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ A publisher of shared memory, and a sampler that notes what it is given. Not cov
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from rpg_megatron.models.partition import ONE_RANK
 from rpg_megatron.models.registry import mapping_for
 from rpg_megatron.rollout.sampler_client import ResyncRequired, SyncResult
 from rpg_megatron.training.preemption import StopRequest
+from rpg_megatron.training.run import RankRun
 from rpg_megatron.training.weight_sync import WeightSync
 from tests.support.alone import alone
 from tests.support.tiny_models import TINY
@@ -147,3 +149,21 @@ def test_at_most_five_changed_tensors_are_listed(rank: Any, count: int) -> None:
     listed = str(error.value).partition("published: ")[2].partition(". Other code")[0]
     assert listed.count(" (in ") == 5
     assert listed.endswith(" and more") == (count > 5)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_only_the_first_sync_waits_for_engines(colocated: bool) -> None:
+    """And colocated ones are there before the ranks."""
+    phases: list[str] = []
+    run: Any = object.__new__(RankRun)
+    run.settings = SimpleNamespace(engine=SimpleNamespace(colocated=colocated, replicas=1))
+    run.row, run._engines_up = None, colocated
+    run.time = lambda phase: nullcontext()
+    run.events = SimpleNamespace(phase=lambda name, done, total: phases.append(name))
+    run.policy = SimpleNamespace(
+        offloader=SimpleNamespace(offload=lambda: None), served=SimpleNamespace(refresh=lambda: None)
+    )
+    run.weight_sync = SimpleNamespace(check_stop=lambda: None, sync=lambda version, trial: [])
+    for version in range(3):
+        run.sync_engines(version)
+    assert phases == ["sync" if colocated else "waiting for engines", "sync", "sync"]
