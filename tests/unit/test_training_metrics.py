@@ -516,6 +516,27 @@ def test_a_failed_last_checkpoint_is_in_summary_and_metrics(
     assert rows == ([{"step": 4, "checkpoint/failed": 1.0}] if problem else [])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_closes_what_it_has_opened(rank: int) -> None:
+    """Metrics are rank 0's: trackers get their last rows as it closes them."""
+    closed: list[str] = []
+
+    def part(name: str) -> SimpleNamespace:
+        return SimpleNamespace(close=lambda: closed.append(name))
+
+    run = object.__new__(RankRun)
+    run.mesh = SimpleNamespace(rank=rank)
+    run._rollouts = SimpleNamespace(finish=lambda: [])
+    run._saver = SimpleNamespace(wait=lambda timeout=None: True, pop_results=list)
+    run.weight_sync, run._source = part("sync"), part("source") if rank == 0 else None
+    run._efficiency, run.events = part("efficiency"), part("events")
+    if rank == 0:
+        run._metrics = part("metrics")
+    run.close()
+    own = ["sync", "source", "efficiency", "metrics", "events"]
+    assert closed == (own if rank == 0 else ["sync", "efficiency", "events"])
+
+
 @pytest.mark.parametrize(
     ("keep", "newest", "remaining"),
     [
