@@ -68,7 +68,7 @@ def form_of(names: Iterable[str]) -> Form:
 
 
 def decoder_tensors(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Tensors of files by their names in mappings; and, as the files name them, those that are there twice."""
+    """Tensors of files by their names in mappings; and those that are there twice, as the files name them."""
     out: dict[str, StoredTensor] = {}
     twice: list[str] = []
     for name, tensor in stored.items():
